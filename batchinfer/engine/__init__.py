@@ -1,0 +1,1 @@
+"""Token ids in, token ids out: scheduler, KV cache, batch, model runner, sampler."""

@@ -1,0 +1,48 @@
+"""How an engine is to be built. Plain values, so that it can travel to the engine's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from batchinfer_kernels.cost import Peaks
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the job decided, and None where the engine is to find a value itself."""
+
+    model: Path
+    dtype: Dtype
+    device: Literal["cpu", "cuda"]
+    max_model_len: int
+    longest: int  # tokens (prompt and output) of the longest sequence that the job can have
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    kv_memory: int | float | None = (
+        None  # bytes, or the fraction of the memory left once the weights are loaded
+    )
+    prefix_caching: bool = True
+    threads: int | None = None
+    peaks: Peaks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What was built: goes into the report, and tells the feeder how much to keep queued."""
+
+    ops: str
+    device: str
+    dtype: str
+    threads: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    load_s: float

@@ -1,0 +1,66 @@
+"""How many blocks the KV cache gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from batchinfer.errors import OutOfMemory
+
+# Of the memory that is left once the weights are loaded. The CPU shares it with tokenising, publishing and whatever
+# else runs there; a GPU is ours.
+AUTO_FRACTION = {"cpu": 0.4, "cuda": 0.9}
+# More blocks than all running sequences can fill at once keep prefixes alive between their users.
+PREFIX_ROOM = 1.25
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_meminfo_available(), _cgroup_available())
+
+
+def cache_blocks(
+    block_bytes: int,
+    block_size: int,
+    longest: int,
+    max_num_seqs: int,
+    memory: int | float | None,
+    free: int,
+    kind: str,
+) -> int:
+    """As many blocks as the job can use, within what it may use.
+
+    `memory`: bytes (int), a fraction of `free` (float), or None for the device's default. Raises OutOfMemory when
+    not even the job's longest sequence fits.
+    """
+    budget = memory if isinstance(memory, int) else int(free * (memory or AUTO_FRACTION[kind]))
+    per_sequence = -(-longest // block_size)
+    blocks = min(budget // block_bytes, int(per_sequence * max_num_seqs * PREFIX_ROOM) + 1)
+    if blocks < per_sequence:
+        raise OutOfMemory(
+            f"the KV cache of the longest row ({longest} tokens) needs {per_sequence * block_bytes / 2**20:,.0f} MiB "
+            f"and {budget / 2**20:,.0f} MiB may be used; lower max_tokens or model.max_model_len, "
+            "or raise engine.kv_memory"
+        )
+    return blocks
+
+
+def _meminfo_available() -> int:
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS has no such file
+
+
+def _cgroup_available() -> int:
+    """A container may be allowed less than the machine has."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not (limit.exists() and used.exists()) or limit.read_text().strip() == "max":
+        return 1 << 62
+    return max(0, int(limit.read_text()) - int(used.read_text()))

@@ -1,0 +1,81 @@
+"""Anything that runs on the device happens here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from batchinfer_kernels.cost import DecoderShape, StepShape
+from torch import Tensor
+
+from batchinfer.engine.batch import build_batch
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.scheduler import Chunk
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+
+
+class Model(Protocol):
+    """What the runner needs of a decoder; `batchinfer.models.decoder` has it."""
+
+    def forward(
+        self, token_ids: Tensor, inputs: AttentionInputs, caches: list[LayerCache], plan: AttentionPlan
+    ) -> Tensor:
+        """(T,) → hidden states (T, hidden)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, hidden) → (n, vocab) float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What came of one step on the device."""
+
+    next_tokens: list[int]  # one for each chunk that samples, in order
+    padded_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunner:
+    """A model, its KV cache tensors and a sampler on one device."""
+
+    model: Model
+    ops: Ops
+    caches: list[LayerCache]
+    windows: tuple[int | None, ...]  # sliding window of each layer; None: full attention
+    block_size: int
+    sampler: Sampler
+    shape: DecoderShape
+    device: torch.device
+
+    @torch.inference_mode()
+    def run(self, chunks: list[Chunk]) -> RunResult:
+        """Run the chunks, write their K and V, sample where a chunk reaches its sequence's end."""
+        batch = build_batch(chunks, self.block_size, self.device)
+        plan = self.ops.plan_attention(batch.inputs, self.block_size, frozenset(self.windows))
+        hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plan)
+        sampling = [c.sequence for c in chunks if c.samples]
+        if not sampling:
+            return RunResult([], plan.padded_tokens)
+        logits = self.model.logits(hidden[batch.sampled_rows])
+        return RunResult(self.sampler.sample(logits, sampling), plan.padded_tokens)
+
+    def step_shape(self, chunks: list[Chunk]) -> StepShape:
+        """What the step computes and reads at least; recomputed tokens included."""
+        pairs = kv_tokens = 0
+        for window, layers in Counter(self.windows).items():
+            counted = _attended(chunks, window, self.block_size)
+            pairs, kv_tokens = pairs + layers * counted[0], kv_tokens + layers * counted[1]
+        return StepShape(sum(c.length for c in chunks), sum(c.samples for c in chunks), pairs, kv_tokens)
+
+
+def _attended(chunks: list[Chunk], window: int | None, block_size: int) -> tuple[int, int]:
+    """(query, key) pairs, and distinct cached tokens read, of one layer."""
+    if window is not None:
+        pairs = sum(min(at + 1, window) for c in chunks for at in range(c.start, c.end))
+        return pairs, sum(min(c.end, window + c.length - 1) for c in chunks)
+    pairs = sum(c.length * (c.start + c.end + 1) // 2 for c in chunks)
+    tables = [c.sequence.blocks[: -(-c.end // block_size)] for c in chunks]
+    shared = sum(map(len, tables)) - len(set().union(*tables))  # a block met again is read once for all
+    return pairs, sum(c.end for c in chunks) - shared * block_size

@@ -1,0 +1,64 @@
+"""A Request in flight."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from batchinfer.request import Request
+
+# Fed the output token ids so far, says how many characters of their text to keep once a stop string appeared.
+StopStream = Callable[[int], int | None]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Token ids, block table and state of one request. Owned by the scheduler; plain ints only."""
+
+    request: Request
+    tokens: array[int]  # prompt, then output
+    prompt_length: int
+    max_length: int  # prompt and output together may not grow beyond this
+    stop_stream: StopStream | None = None
+    computed: int = 0  # tokens whose K and V are in the cache
+    high_water: int = 0  # most tokens that were ever computed: less than that again is recomputation
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
+    cached_tokens: int = 0  # prompt tokens taken from a shared prefix at the first admission
+    preemptions: int = 0
+    queued_s: float = 0.0
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    @classmethod
+    def of(cls, request: Request, max_model_len: int, stop_stream: StopStream | None, now: float) -> Sequence:
+        tokens = array("i", request.prompt.tobytes())
+        longest = min(max_model_len, len(tokens) + request.params.max_tokens)
+        return cls(request, tokens, len(tokens), longest, stop_stream, queued_s=now)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to run before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def block_hash(self, index: int, block_size: int) -> bytes:
+        """Digest of the first (index + 1) × block_size prompt tokens: each block hashes its parent's digest."""
+        while len(self.hashes) <= index:
+            start = len(self.hashes) * block_size
+            parent = self.hashes[-1] if self.hashes else b""
+            piece = self.tokens[start : start + block_size].tobytes()
+            self.hashes.append(blake2b(parent + piece, digest_size=16).digest())
+        return self.hashes[index]
+
+    def prompt_blocks(self, tokens: int, block_size: int) -> int:
+        """How many full blocks of prompt lie within the first `tokens` tokens."""
+        return min(tokens, self.prompt_length) // block_size

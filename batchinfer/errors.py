@@ -1,0 +1,129 @@
+"""Everything that batchinfer raises on purpose, and the exit code that each becomes.
+
+    BatchInferError                70  a bug, when nothing more specific is known
+    ├── UsageError                  2  the command line
+    ├── InputCorrupt               65  an input file is damaged, or changed while it was read
+    ├── ErrorBudgetExceeded        65  more error rows than `on_error.max_error_rate` allows
+    ├── InputMissing               66  an input file is missing, or a glob matches nothing
+    ├── Unavailable                69  the device or the store cannot be reached
+    ├── OutOfMemory                71  the device or the host has no memory left
+    ├── OutputConflict             73  the result folder belongs to somebody else
+    ├── StorageError               74  disk full or input/output error; the job can be resumed
+    ├── Locked                     75  another run of this job holds the state folder
+    ├── SecurityRefusal            77  pickle, remote code, or a path that escapes
+    ├── JobFileError               78  the job file, with every mistake listed
+    └── Interrupted           130/143  SIGINT or SIGTERM; what was done is committed
+
+What goes wrong with a single row is no exception: it is a `RowError` (request.py) that becomes an error row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class BatchInferError(Exception):
+    """The root: `str(error)` says what happened and what would be right."""
+
+    exit_code = 70
+
+
+class UsageError(BatchInferError):
+    """The command line asks for something that cannot be."""
+
+    exit_code = 2
+
+
+class InputCorrupt(BatchInferError):
+    """An input file is damaged or changed meanwhile; names the file and the place."""
+
+    exit_code = 65
+
+
+class ErrorBudgetExceeded(BatchInferError):
+    """More rows failed than `on_error.max_error_rate` allows."""
+
+    exit_code = 65
+
+
+class InputMissing(BatchInferError):
+    """An input file does not exist, or a glob matches no file."""
+
+    exit_code = 66
+
+
+class Unavailable(BatchInferError):
+    """The device, or the engine's process, is gone or cannot be started."""
+
+    exit_code = 69
+
+
+class OutOfMemory(BatchInferError):
+    """No memory is left; names what would make the job fit."""
+
+    exit_code = 71
+
+
+class OutputConflict(BatchInferError):
+    """The result folder holds something that this job did not write."""
+
+    exit_code = 73
+
+
+class StorageError(BatchInferError):
+    """Reading or writing failed below us (disk full, I/O error). The same command resumes the job."""
+
+    exit_code = 74
+
+
+class Locked(BatchInferError):
+    """Another run holds the lock of this job's state folder."""
+
+    exit_code = 75
+
+
+class SecurityRefusal(BatchInferError):
+    """Something that could run code or leave its folder: refused."""
+
+    exit_code = 77
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One mistake in a job file: where, what was found, and what would be right."""
+
+    where: str  # dotted key, e.g. "sampling.max_tokens"
+    message: str  # what was found and what would be right, in one sentence
+    line: int | None = None  # 1-based line of the job file, where there is one
+    hint: str | None = None  # the next step, e.g. the nearest known key
+
+
+class JobFileError(BatchInferError):
+    """The job file is wrong; `mistakes` holds all that was found, not only the first."""
+
+    exit_code = 78
+
+    def __init__(self, path: str, mistakes: Sequence[Mistake]) -> None:
+        self.path = path
+        self.mistakes = tuple(mistakes)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        count = len(self.mistakes)
+        head = f"{self.path}: {count} mistake{'' if count == 1 else 's'}"
+        return "\n".join([head, *(f"  {self._one(m)}" for m in self.mistakes)])
+
+    def _one(self, mistake: Mistake) -> str:
+        place = f"line {mistake.line}: " if mistake.line is not None else ""
+        key = f"{mistake.where}: " if mistake.where else ""
+        hint = f" ({mistake.hint})" if mistake.hint else ""
+        return f"{place}{key}{mistake.message}{hint}"
+
+
+class Interrupted(BatchInferError):
+    """A signal ended the run; what was finished is committed and the same command resumes it."""
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signum

@@ -1,0 +1,65 @@
+"""What the parent and the engine's process say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchinfer.engine.config import EngineConfig, EngineInfo
+from batchinfer.request import Completion, Request, RequestSample, StepSample
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """How a worker makes its engine: `factory` names a function "module:function" like `build_engine`."""
+
+    config: EngineConfig
+    tokenizer: Path | None  # the folder whose tokenizer watches for stop strings
+    factory: str = "batchinfer.engine.build:build_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """To the worker: queue these."""
+
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """To the worker: forget what waits, finish what runs within so many seconds, then leave."""
+
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the worker: the model is loaded."""
+
+    info: EngineInfo
+
+
+@dataclass(slots=True)
+class Progress:
+    """From the worker: what some steps finished and cost."""
+
+    completions: list[Completion] = field(default_factory=list)
+    requests: list[RequestSample] = field(default_factory=list)
+    steps: list[StepSample] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From the worker: it cannot go on. `exit_code` is that of the exception tree; `detail` holds the traceback."""
+
+    exit_code: int
+    message: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """From the worker: it is done and leaves; `peak_rss` is the most memory that it held, in bytes."""
+
+    peak_rss: int

@@ -1,0 +1,131 @@
+"""The engine's process: reads requests, steps, sends back what came of them."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from batchinfer.engine.engine import StopStreams
+from batchinfer.errors import BatchInferError, OutOfMemory
+from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
+from batchinfer.launch.parent_death import die_with_parent
+
+# A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
+SEND_EVERY_S = 0.05
+SEND_AT = 256  # completions
+
+
+def main(spec: WorkerSpec, connection: Connection) -> None:
+    """Entry point of the spawned process."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        _Worker(spec, connection).run()
+    except (BrokenPipeError, EOFError):
+        return  # the parent is gone: nobody is left to tell
+    except BaseException as error:
+        connection.send(_failure(error))
+        raise SystemExit(1) from None
+
+
+def _failure(error: BaseException) -> Failed:
+    detail = traceback.format_exc()
+    if isinstance(error, BatchInferError):
+        return Failed(error.exit_code, str(error), detail)
+    if _is_out_of_memory(error):
+        text = (
+            f"out of memory in the engine: {error}; lower engine.kv_memory or engine.max_num_batched_tokens"
+        )
+        return Failed(OutOfMemory.exit_code, text, detail)
+    return Failed(BatchInferError.exit_code, f"{type(error).__name__}: {error}", detail)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    named = type(error).__name__ == "OutOfMemoryError"
+    return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _stop_streams(spec: WorkerSpec) -> StopStreams | None:
+    if spec.tokenizer is None:
+        return None
+    from batchinfer.data.stop_strings import StopStringWatch
+
+    return StopStringWatch(spec.tokenizer).stream
+
+
+class _Worker:
+    """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
+
+    def __init__(self, spec: WorkerSpec, connection: Connection) -> None:
+        self._connection = connection
+        module, _, name = spec.factory.partition(":")
+        built = getattr(importlib.import_module(module), name)(spec.config, _stop_streams(spec))
+        self._engine, info = built.engine, built.info
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._progress, self._sent_at = Progress(), time.monotonic()
+        self._leave_at: float | None = None
+        threading.Thread(target=self._read, daemon=True, name="inbox").start()
+        connection.send(Ready(info))
+
+    def run(self) -> None:
+        """Until told to finish, or until the parent is gone."""
+        while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):
+            self._take_messages()
+            if self._engine.unfinished:
+                self._collect(self._engine.step())
+            self._send(force=not self._engine.unfinished)
+        self._send(force=True)
+        self._connection.send(Left(_peak_rss()))
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                message = None  # the parent is gone
+            self._inbox.put(message)
+            if message is None:
+                return
+
+    def _take_messages(self) -> None:
+        """All that is there; waits for one when there is nothing else to do."""
+        block = not self._engine.unfinished
+        while block or not self._inbox.empty():
+            self._handle(self._inbox.get())
+            block = False
+
+    def _handle(self, message: object) -> None:
+        if isinstance(message, Add):
+            self._engine.add(message.requests)
+        elif isinstance(message, Finish):
+            self._engine.forget_waiting()
+            self._leave_at = time.monotonic() + message.within_s
+        else:
+            raise EOFError("the parent closed the connection")
+
+    def _collect(self, output: Any) -> None:
+        self._progress.completions += output.completions
+        self._progress.requests += output.requests
+        if output.sample is not None:
+            self._progress.steps.append(output.sample)
+
+    def _send(self, force: bool) -> None:
+        progress, now = self._progress, time.monotonic()
+        due = force or now - self._sent_at >= SEND_EVERY_S or len(progress.completions) >= SEND_AT
+        if due and (progress.steps or progress.completions):
+            self._connection.send(progress)
+            self._progress, self._sent_at = Progress(), now
+
+
+def _peak_rss() -> int:
+    """Bytes. Linux counts kilobytes here, macOS bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,1 @@
+"""Config-driven decoders and the loading of their weights."""

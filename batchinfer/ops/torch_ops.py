@@ -1,0 +1,98 @@
+"""Operators made of torch's own: runs wherever torch does, in any dtype."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from batchinfer_kernels.cpu.paged_attention import (
+    AttentionGroup,
+    SequenceShape,
+    build_group,
+    group_sequences,
+    grouped_attention,
+)
+from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
+from batchinfer_kernels.rms_norm import rms_norm_reference
+from batchinfer_kernels.rope_store import rope_store_reference
+from torch import Tensor
+
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Linear, Ops, RopeTable
+
+# A float32 matrix product of fewer rows goes another way through the BLAS and rounds differently: padding to
+# eight rows makes a row's numbers (almost) independent of how many rows it is computed with.
+MIN_ROWS = 8
+
+
+class TorchLinear(Linear):
+    """The weight as it was loaded."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows >= MIN_ROWS:
+            return F.linear(x, self._weight, self._bias)
+        return F.linear(F.pad(x, (0, 0, 0, MIN_ROWS - rows)), self._weight, self._bias)[:rows]
+
+
+class GroupedPlan(AttentionPlan):
+    """The step's sequences, grouped by shape."""
+
+    def __init__(self, groups: list[AttentionGroup], tokens: int) -> None:
+        self.groups = groups
+        self.padded_tokens = sum(g.shape[0] * g.shape[1] for g in groups) - tokens
+
+
+class TorchOps(Ops):
+    """The implementation for every device that has no kernels of its own."""
+
+    name = "torch"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return TorchLinear(weight, bias)
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return rms_norm_reference(x, weight, eps, residual)
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
+        return rope_store_reference(q, k, v, cos, sin, cache.k, cache.v, inputs.slots, q_norm, k_norm, eps)
+
+    def plan_attention(
+        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
+    ) -> AttentionPlan:
+        shapes, start = [], 0
+        for row, (queries, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
+            shapes.append(SequenceShape(row, start, queries, context))
+            start += queries
+        members = group_sequences(shapes)
+        return GroupedPlan([build_group(m, inputs.block_tables, block_size, windows) for m in members], start)
+
+    def attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, window: int | None = None
+    ) -> Tensor:
+        if not isinstance(plan, GroupedPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        return grouped_attention(q, cache.k, cache.v, plan.groups, scale, window)
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated_activation_reference(gate_up, activation)

@@ -1,0 +1,131 @@
+"""What travels between the rooms: a row to do, how to sample it, what came of it, and what it cost.
+
+No torch, no files: every room may import this.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "error"]
+ErrorClass = Literal["input", "policy", "resource", "engine"]
+TokenIds = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """Why a row became an error row. `message` is at most 2 KiB and holds no prompt text."""
+
+    code: str  # e.g. "bad_json", "prompt_too_long"
+    error_class: ErrorClass
+    message: str
+    retryable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a row's tokens are chosen. `temperature == 0` means greedy, where only limits and stops matter."""
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def canonical(self) -> SamplingParams:
+        """The same answer, fewer spellings: greedy work ignores what only shapes random draws."""
+        if not self.greedy:
+            return self
+        kept = {f.name: getattr(self, f.name) for f in fields(self)}
+        return SamplingParams(**{**kept, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0})
+
+    def to_json(self) -> str:
+        """Canonical JSON (sorted keys, no spaces): equal parameters give equal text."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> SamplingParams:
+        raw: dict[str, Any] = json.loads(text)
+        raw["stop"] = tuple(raw["stop"])
+        raw["stop_token_ids"] = tuple(raw["stop_token_ids"])
+        return cls(**raw)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One piece of work: what is computed once, however many rows ask for it."""
+
+    key: bytes  # the WorkKey, 32 bytes
+    prompt: TokenIds  # (n,) int32, n >= 1
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """The answer to a Request. Output token ids include the EOS or stop token that ended them."""
+
+    key: bytes
+    token_ids: TokenIds  # (m,) int32
+    finish_reason: FinishReason
+    text_length: int | None = None  # characters to keep, where a stop string cut the text; None: all
+    error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSample:
+    """What a request cost, in seconds since the engine started. Depends on the schedule: never in the results."""
+
+    key: bytes
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens served from a shared prefix
+    preemptions: int
+    queued_s: float  # when the engine got it
+    scheduled_s: float  # its first step began
+    first_token_s: float  # its first token was sampled (end of that step)
+    finished_s: float  # its last token was sampled
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """What one engine step ran and what it had to move, by the operators' declared costs."""
+
+    step: int
+    started_s: float  # since the engine started
+    duration_s: float
+    model_s: float  # of that, inside the model and the sampler
+    prefill_tokens: int  # tokens run in prefill chunks
+    decode_tokens: int  # tokens run as decodes
+    recomputed_tokens: int  # of the prefill tokens, those that had been run before a preemption
+    cached_tokens: int  # prompt tokens not run because a shared prefix held them
+    sampled_tokens: int
+    padded_tokens: int  # query positions computed only as padding
+    running: int  # sequences after scheduling
+    waiting: int
+    preemptions: int
+    blocks_used: int
+    blocks_total: int
+    flops: int  # useful: without padding and recomputation
+    bytes: int  # that had to move
+    roofline_s: float | None  # sum over operators of max(flops/peak, bytes/bandwidth); None: peaks unknown

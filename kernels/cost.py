@@ -1,0 +1,166 @@
+"""What every operator computes and has to move, as plain integers.
+
+Importable without torch, so that the planner and the report can read it. FLOPs count a multiply-add as two.
+Bytes count each operand once: what has to cross the memory bus when nothing is read twice. `seconds` is the
+roofline bound of Williams et al. (2009): max(flops / peak, bytes / bandwidth).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What the hardware can do: FLOP/s in the dtype at hand, and bytes/s."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """FLOPs and bytes of one operator call, or of several one after the other."""
+
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: int) -> Cost:
+        return Cost(self.flops * times, self.bytes * times)
+
+    def seconds(self, peaks: Peaks) -> float:
+        """The least time that this cost can take on hardware with these peaks."""
+        return max(self.flops / peaks.flops_per_s, self.bytes / peaks.bytes_per_s)
+
+
+def embedding_cost(tokens: int, hidden: int, itemsize: int) -> Cost:
+    """Rows of the embedding table read and written once."""
+    return Cost(0, 2 * tokens * hidden * itemsize)
+
+
+def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_itemsize: int) -> Cost:
+    """y = x W^T: the weight read once however many tokens there are."""
+    moved = itemsize * tokens * (inputs + outputs) + weight_itemsize * inputs * outputs
+    return Cost(2 * tokens * inputs * outputs, moved)
+
+
+def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:
+    """Square, sum, scale, weight (4 a value; 5 with the residual added); read x, write y, and both for a residual."""
+    values = tokens * hidden
+    return Cost(
+        (5 if residual else 4) * values, (4 if residual else 2) * values * itemsize + hidden * itemsize
+    )
+
+
+def rope_store_cost(tokens: int, q_heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Cost:
+    """Rotate q and k (3 a value), write q back and k, v to the cache."""
+    rotated = tokens * (q_heads + kv_heads) * head_dim
+    moved = 2 * (rotated + tokens * kv_heads * head_dim) * itemsize
+    return Cost(3 * rotated, moved)
+
+
+def attention_cost(
+    tokens: int, pairs: int, kv_tokens: int, q_heads: int, kv_heads: int, head_dim: int, itemsize: int
+) -> Cost:
+    """Scaled dot-product attention over a paged cache.
+
+    `pairs` counts the (query, key) pairs that are attended, over all sequences; `kv_tokens` the distinct cached
+    tokens read, a block that several sequences share counted once.
+    """
+    moved = itemsize * head_dim * (2 * tokens * q_heads + 2 * kv_tokens * kv_heads)
+    return Cost(4 * pairs * q_heads * head_dim, moved)
+
+
+def gated_activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
+    """act(gate) * up: five a value; reads both halves, writes one."""
+    return Cost(5 * tokens * intermediate, 3 * tokens * intermediate * itemsize)
+
+
+def sample_cost(rows: int, vocab: int, itemsize: int) -> Cost:
+    """One pass over the logits of each sampled row."""
+    return Cost(rows * vocab, rows * vocab * itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The sizes of a Llama-like decoder, all that its cost depends on."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    itemsize: int  # bytes of an activation and of a cached value
+    weight_itemsize: int  # bytes of a weight
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the linear maps of one layer."""
+        q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * q + 2 * kv + 3 * self.intermediate)
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that every token multiplies, the head not counted (only sampled rows pass it)."""
+        return self.layers * self.layer_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """How much one engine step runs."""
+
+    tokens: int  # query tokens
+    sampled: int  # rows whose logits are computed
+    pairs: int  # (query, key) pairs attended, summed over layers (their sliding windows may differ)
+    kv_tokens: int  # distinct cached tokens read, summed over layers
+
+
+def decoder_step_costs(shape: DecoderShape, step: StepShape) -> dict[str, Cost]:
+    """Operator name → its cost in one step, over all layers."""
+    t, s, w = step.tokens, shape.itemsize, shape.weight_itemsize
+    q, kv = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer = {
+        "rms_norm": rms_norm_cost(t, shape.hidden, s, residual=True) * 2,
+        "qkv": linear_cost(t, shape.hidden, q + 2 * kv, s, w),
+        "rope_store": rope_store_cost(t, shape.q_heads, shape.kv_heads, shape.head_dim, s),
+        "o": linear_cost(t, q, shape.hidden, s, w),
+        "gate_up": linear_cost(t, shape.hidden, 2 * shape.intermediate, s, w),
+        "activation": gated_activation_cost(t, shape.intermediate, s),
+        "down": linear_cost(t, shape.intermediate, shape.hidden, s, w),
+    }
+    once = {
+        "embedding": embedding_cost(t, shape.hidden, s),
+        "attention": attention_cost(
+            t * shape.layers, step.pairs, step.kv_tokens, shape.q_heads, shape.kv_heads, shape.head_dim, s
+        ),
+        "final_norm": rms_norm_cost(step.sampled, shape.hidden, s, residual=True),
+        "lm_head": linear_cost(step.sampled, shape.hidden, shape.vocab, s, w),
+        "sample": sample_cost(step.sampled, shape.vocab, s),
+    }
+    return {**{name: cost * shape.layers for name, cost in layer.items()}, **once}
+
+
+def step_total(costs: dict[str, Cost]) -> Cost:
+    """All operators of a step together."""
+    return sum(costs.values(), Cost())
+
+
+def roofline_seconds(costs: dict[str, Cost], peaks: Peaks) -> float:
+    """Sum over operators of their bounds: operators follow one another, so their bounds add up."""
+    return sum(cost.seconds(peaks) for cost in costs.values())
+
+
+def model_flops(shape: DecoderShape, step: StepShape) -> int:
+    """Useful FLOPs as MFU counts them: 2 × active parameters × tokens, the head for sampled rows, attention."""
+    dense = 2 * shape.active_parameters * step.tokens + 2 * shape.hidden * shape.vocab * step.sampled
+    return dense + 4 * step.pairs * shape.q_heads * shape.head_dim

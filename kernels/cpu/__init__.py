@@ -1,0 +1,1 @@
+"""Operators for the CPU, with the signatures of the references."""

@@ -1,0 +1,135 @@
+"""Paged attention in torch operators: sequences of like shape are gathered and attended together.
+
+Grouping bounds the padding; a Python loop runs over groups, not over sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A group may hold at most so many (query, key) pairs a head, padding included: 4 Mi scores are 16 MiB in float32,
+# which stays near the cache of a large CPU while amortising the ~10 us that an operator call costs.
+MAX_GROUP_PAIRS = 4 << 20
+# A sequence joins a group when padding it to the group's shape at most doubles its queries or quarters its keys.
+MAX_QUERY_PADDING = 2.0
+MAX_KEY_PADDING = 1.25
+KEY_SLACK = 64  # keys: short contexts are cheap to pad, so grouping them matters more
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Sequences attended together, padded to Q queries and N blocks (K = N × block_size keys)."""
+
+    blocks: Tensor  # (G × N,) int64, into the cache
+    shape: tuple[int, int, int]  # G, Q, N
+    queries: Tensor  # (G × Q,) int64, into the step's tokens; padding repeats the sequence's last query
+    real: Tensor | None  # (n,) int64, which of the G × Q are real; None: all
+    unused: Tensor  # (G, 1, K, 1) bool: cached slots behind a sequence's end
+    masks: dict[int | None, Tensor]  # window → (G, 1, Q, K) bool, True: attend
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShape:
+    """One sequence of the step: where its queries start, how many, and how much is cached with them."""
+
+    row: int
+    start: int
+    queries: int
+    context: int
+
+
+def group_sequences(shapes: list[SequenceShape]) -> list[list[SequenceShape]]:
+    """Sort by shape and cut wherever padding would exceed the limits above."""
+    ordered = sorted(shapes, key=lambda s: (s.queries, s.context), reverse=True)
+    groups: list[list[SequenceShape]] = []
+    for shape in ordered:
+        if groups and _fits(groups[-1], shape):
+            groups[-1].append(shape)
+        else:
+            groups.append([shape])
+    return groups
+
+
+def _fits(group: list[SequenceShape], shape: SequenceShape) -> bool:
+    queries, keys = group[0].queries, max(s.context for s in group)
+    least = min(min(s.context for s in group), shape.context)
+    keys = max(keys, shape.context)
+    pairs = (len(group) + 1) * queries * keys
+    similar = queries <= MAX_QUERY_PADDING * shape.queries and keys <= MAX_KEY_PADDING * least + KEY_SLACK
+    return similar and pairs <= MAX_GROUP_PAIRS
+
+
+def build_group(
+    members: list[SequenceShape], block_tables: Tensor, block_size: int, windows: frozenset[int | None]
+) -> AttentionGroup:
+    """The index tensors of one group."""
+    most, device = max(s.queries for s in members), block_tables.device
+    blocks = -(-max(s.context for s in members) // block_size)
+    rows = torch.tensor([s.row for s in members])
+    starts = torch.tensor([s.start for s in members])[:, None]
+    lens = torch.tensor([s.queries for s in members])[:, None]
+    contexts = torch.tensor([s.context for s in members])[:, None]
+    step = torch.arange(most)[None]
+    taken = torch.minimum(step, lens - 1)
+    query_at, key_at = contexts - lens + taken, torch.arange(blocks * block_size)[None]
+    ragged = any(s.queries != most for s in members)
+    return AttentionGroup(
+        blocks=block_tables[rows.to(device), :blocks].flatten().long(),
+        shape=(len(members), most, blocks),
+        queries=(starts + taken).flatten().to(device),
+        real=(step < lens).flatten().nonzero()[:, 0].to(device) if ragged else None,
+        unused=(key_at >= contexts)[:, None, :, None].to(device),
+        masks={w: _mask(query_at, key_at, w).to(device) for w in windows},
+    )
+
+
+def _mask(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
+    query_at, key_at = query_at[:, None, :, None], key_at[None, None]
+    seen = key_at <= query_at
+    return seen if window is None else seen & (key_at > query_at - window)
+
+
+def _gather(cache: Tensor, group: AttentionGroup) -> Tensor:
+    """(G, kv_heads, K, D), zero behind each sequence's end: what lies there may be anything, NaN included."""
+    members, _, blocks = group.shape
+    pages = cache.index_select(0, group.blocks).view(members, blocks, *cache.shape[1:])
+    return pages.transpose(1, 2).flatten(2, 3).masked_fill_(group.unused, 0)
+
+
+def grouped_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    groups: list[AttentionGroup],
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Paged attention over prepared groups; shapes as batchinfer_kernels.paged_attention."""
+    out = torch.empty_like(q)
+    for group in groups:
+        result = _attend(q.index_select(0, group.queries), k_cache, v_cache, group, scale, window)
+        if group.real is None:
+            out.index_copy_(0, group.queries, result)
+        else:
+            out.index_copy_(0, group.queries[group.real], result[group.real])
+    return out
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, scale: float, window: int | None
+) -> Tensor:
+    """The heads that share a KV head become rows of one query matrix, so that K and V are read once for all."""
+    (members, queries, _), (_, heads, dim) = group.shape, q.shape
+    kv_heads = k_cache.shape[1]
+    share = heads // kv_heads
+    rows = q.view(members, queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(members, kv_heads, share * queries, dim)
+    mask = group.masks[window].expand(members, 1, queries, -1).repeat(1, 1, share, 1)
+    k, v = _gather(k_cache, group), _gather(v_cache, group)
+    result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    result = result.view(members, kv_heads, share, queries, dim).permute(0, 3, 1, 2, 4)
+    return result.reshape(members * queries, heads, dim)

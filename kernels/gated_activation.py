@@ -1,0 +1,20 @@
+"""The gate of a gated feed-forward layer (Shazeer, 2020): act(gate) * up."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up: (T, 2 × intermediate), gate first. Returns (T, intermediate)."""
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[-1]}")
+    gate, up = gate_up.chunk(2, -1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
