@@ -1,0 +1,228 @@
+"""Durable writes: a file appears whole under its name, or not at all, whatever instant the machine dies.
+
+Every operation that changes the disk goes through `FileOps`, so that a test can make any one of them fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import StorageError
+
+TEMPORARY = ".tmp"
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+class ExchangeUnsupported(OSError):
+    """This platform or file system cannot swap two folders in one step."""
+
+
+class FileOps:
+    """The operations that change the disk, one method each; a fault-injecting test overrides them."""
+
+    def open(self, path: Path) -> int:
+        """A new file for writing, readable by its owner only until it is published under its name."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Swap two folders in one step. Raises ExchangeUnsupported where that cannot be done."""
+        _exchange(one, other)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def mkdir(self, path: Path, mode: int = 0o755) -> None:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+    def touch(self, path: Path) -> None:
+        os.utime(path)
+
+    def fsync_folder(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    if sys.platform != "linux":
+        raise ExchangeUnsupported(errno.ENOSYS, "folders cannot be exchanged on this platform")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise ExchangeUnsupported(errno.ENOSYS, "this C library has no renameat2")
+    done = libc.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)
+    )
+    if done == 0:
+        return
+    code = ctypes.get_errno()
+    kind = ExchangeUnsupported if code in _NO_EXCHANGE else OSError
+    raise kind(code, os.strerror(code), str(one))
+
+
+@contextmanager
+def storage(path: Path, doing: str) -> Iterator[None]:
+    """Turn an OSError raised inside into a StorageError that names `path`, what was tried and the errno."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: cannot {doing}: {describe(error)}") from error
+
+
+def describe(error: OSError) -> str:
+    """The system's words and the errno's name, e.g. `No space left on device (ENOSPC)`."""
+    if error.errno is None:
+        return str(error)
+    return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What was written: its size in bytes and its sha256 in hex."""
+
+    bytes: int
+    sha256: str
+
+
+class DurableFile:
+    """A binary file for sequential writing that takes its name only in `commit()`.
+
+    Python's file protocol as far as `pyarrow.parquet.ParquetWriter` needs it. Every method raises StorageError.
+    A failed fsync is final: Linux may report it once and drop the pages, so the file is given up, never
+    fsynced again; whoever holds the rows may write them anew under the same name.
+    """
+
+    def __init__(self, path: Path, ops: FileOps) -> None:
+        self.path = path
+        self.temporary = path.with_name(path.name + TEMPORARY)
+        self.closed = False
+        self._ops = ops
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+        self._abandoned = False
+        with storage(self.temporary, "create"):
+            self._fd = ops.open(self.temporary)
+
+    def write(self, data: Any) -> int:
+        """Write all of a bytes-like object, however many system calls it takes."""
+        view = memoryview(data).cast("B")
+        if self._abandoned:  # ParquetWriter's destructor writes a footer: it must reach nobody
+            return len(view)
+        self._hash.update(view)
+        self._bytes += len(view)
+        with storage(self.temporary, "write"):
+            rest = view
+            while len(rest):
+                rest = rest[self._ops.write(self._fd, rest) :]
+        return len(view)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Give the file up unless it was committed."""
+        if not self.closed:
+            self.abandon()
+
+    def commit(self) -> Digest:
+        """fsync, close, rename to the final name, fsync the folder. On failure the file is given up."""
+        try:
+            with storage(self.temporary, "fsync"):
+                self._ops.fsync(self._fd)
+            self._close_descriptor()
+            with storage(self.path, "rename to"):
+                self._ops.rename(self.temporary, self.path)
+            with storage(self.path.parent, "fsync"):
+                self._ops.fsync_folder(self.path.parent)
+        except StorageError:
+            self.abandon()
+            raise
+        self.closed = True
+        return Digest(self._bytes, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close and remove what was written; later writes go nowhere. Never raises for a failing disk."""
+        self._abandoned = True
+        self.closed = True
+        for undo in (self._close_descriptor, self._remove):
+            try:
+                undo()
+            except StorageError:  # the error that led here is the one to report; a leftover .tmp is swept
+                continue
+
+    def _close_descriptor(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with storage(self.temporary, "close"):
+                self._ops.close(fd)
+
+    def _remove(self) -> None:
+        with storage(self.temporary, "remove"):
+            self._ops.unlink(self.temporary)
+
+
+def write_bytes(path: Path, data: bytes, ops: FileOps) -> Digest:
+    """Write a small file durably. Raises StorageError."""
+    file = DurableFile(path, ops)
+    try:
+        file.write(data)
+    except BaseException:
+        file.abandon()
+        raise
+    return file.commit()
+
+
+def write_json(path: Path, value: object, ops: FileOps) -> Digest:
+    """Write canonical, readable JSON (sorted keys, final newline) durably. Raises StorageError."""
+    text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False)
+    return write_bytes(path, (text + "\n").encode(), ops)
+
+
+def sha256_of(path: Path, chunk_bytes: int = 1 << 20) -> str:
+    """The sha256 (hex) of a file's bytes. Raises StorageError."""
+    digest = hashlib.sha256()
+    with storage(path, "read"), path.open("rb") as file:
+        while chunk := file.read(chunk_bytes):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,45 @@
+"""Cut a stream of record batches into tables of equal length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.errors import InputCorrupt
+
+
+def rebatch(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
+    """The same rows in tables of exactly `rows` (the last may be shorter), each one contiguous chunk."""
+    return cut(batches, repeat(rows))
+
+
+def cut(batches: Iterable[pa.RecordBatch], sizes: Iterator[int]) -> Iterator[pa.Table]:
+    """The same rows in tables of the given sizes (the last may be shorter), each one contiguous chunk."""
+    held: list[pa.RecordBatch] = []
+    count, size = 0, next(sizes)
+    for batch in batches:
+        held.append(batch)
+        count += batch.num_rows
+        if count < size:
+            continue
+        table = pa.Table.from_batches(held)
+        while count >= size:
+            yield table.slice(0, size).combine_chunks()
+            table, count, size = table.slice(size), count - size, next(sizes)
+        held = table.to_batches() if count else []
+    if count:
+        yield pa.Table.from_batches(held).combine_chunks()
+
+
+def parquet_batches(paths: Sequence[Path], rows: int) -> Iterator[pa.RecordBatch]:
+    """The batches of Parquet files, one file after the other. Raises InputCorrupt for a damaged one."""
+    for path in paths:
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                yield from file.iter_batches(batch_size=rows)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise InputCorrupt(f"{path}: {error}; remove its folder to have it written again") from error

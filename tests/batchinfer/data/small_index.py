@@ -1,0 +1,143 @@
+"""A small index on disk in the layout that ingest writes, and completions for it, without a tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.plan.planner import LADDER
+from batchinfer.request import Completion, RowError, SamplingParams
+
+INDEX_SCHEMA = pa.schema(
+    [
+        ("row_id", pa.int64()),
+        ("file", pa.string()),
+        ("row_index", pa.int64()),
+        ("custom_id", pa.string()),
+        ("key", pa.binary(32)),
+        ("token_offset", pa.int64()),
+        ("token_count", pa.int32()),
+        ("params", pa.string()),
+        ("expected_tokens", pa.int32()),
+        *((f"p{n}", pa.int64()) for n in LADDER),
+        ("error_code", pa.string()),
+        ("error_class", pa.string()),
+        ("error_message", pa.string()),
+        ("retryable", pa.bool_()),
+        ("endpoint", pa.string()),
+    ]
+)
+PARAMS = SamplingParams(max_tokens=8).to_json()
+
+
+def key_of(tokens: Sequence[int], expected: int) -> bytes:
+    return hashlib.sha256(f"{list(tokens)} {expected}".encode()).digest()
+
+
+def good_row(
+    row_id: int, tokens: Sequence[int], expected: int = 8, offset: int = 0, **more: Any
+) -> dict[str, Any]:
+    prefixes = {f"p{n}": _prefix_hash(tokens, n) for n in LADDER}
+    return {
+        "row_id": row_id,
+        "file": "in.jsonl",
+        "row_index": row_id,
+        "custom_id": f"id-{row_id}",
+        "key": key_of(tokens, expected),
+        "token_offset": offset,
+        "token_count": len(tokens),
+        "params": PARAMS,
+        "expected_tokens": expected,
+        **prefixes,
+        **more,
+    }
+
+
+def bad_row(row_id: int, retryable: bool = False) -> dict[str, Any]:
+    place = {"row_id": row_id, "file": "in.jsonl", "row_index": row_id}
+    error = {"error_code": "bad_json", "error_class": "input", "error_message": "not JSON"}
+    return {**place, **error, "retryable": retryable}
+
+
+def _prefix_hash(tokens: Sequence[int], count: int) -> int | None:
+    if len(tokens) <= count:
+        return None
+    data = np.asarray(tokens[:count], np.int32).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass(frozen=True)
+class SmallIndex:
+    """What publishing asks of an index (`IndexView`)."""
+
+    folder: Path
+    rows: int
+    passthrough_schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
+
+    @property
+    def index_parts(self) -> list[Path]:
+        return sorted((self.folder / "index").glob("part-*.parquet"))
+
+    @property
+    def passthrough_parts(self) -> list[Path]:
+        return sorted((self.folder / "passthrough").glob("part-*.parquet"))
+
+
+def write_index(
+    folder: Path,
+    rows: Sequence[dict[str, Any]],
+    passthrough: pa.Table | None = None,
+    rows_per_part: int = 1000,
+) -> SmallIndex:
+    (folder / "index").mkdir(parents=True)
+    (folder / "passthrough").mkdir()
+    table = pa.Table.from_pylist(list(rows), schema=INDEX_SCHEMA)
+    values = pa.table({"row_id": table["row_id"]})
+    for name in passthrough.column_names if passthrough else []:
+        values = values.append_column(passthrough.schema.field(name), passthrough[name])
+    for number, start in enumerate(range(0, len(rows), rows_per_part)):
+        name = f"part-{number:05d}.parquet"
+        pq.write_table(table.slice(start, rows_per_part), folder / "index" / name)
+        pq.write_table(values.slice(start, rows_per_part), folder / "passthrough" / name)
+    return SmallIndex(folder, len(rows), pa.schema([]) if passthrough is None else passthrough.schema)
+
+
+def answer(key: bytes, length: int | None = None) -> Completion:
+    """Some tokens that depend on the key only."""
+    count = 1 + key[0] % 9 if length is None else length
+    tokens = np.frombuffer(key * (1 + count // 32), np.uint8)[:count].astype(np.int32)
+    return Completion(key, tokens, "stop")
+
+
+def failure(key: bytes, retryable: bool = True) -> Completion:
+    error = RowError("nan_logits", "engine", "the model gave NaN", retryable)
+    return Completion(key, np.empty(0, np.int32), "error", error=error)
+
+
+def decode(batch: list[Sequence[int]]) -> list[str]:
+    return [" ".join(map(str, tokens)) for tokens in batch]
+
+
+def mixed_rows(count: int, *, bad_every: int = 7, distinct: int = 1 << 30) -> list[dict[str, Any]]:
+    """Good rows with some duplicates, and a bad row now and then."""
+
+    def one(row_id: int) -> dict[str, Any]:
+        if row_id % bad_every == bad_every - 1:
+            return bad_row(row_id)
+        return good_row(row_id, [row_id % distinct, 1, 2], offset=3 * row_id)
+
+    return [one(row_id) for row_id in range(count)]
+
+
+def keys_in(rows: Sequence[dict[str, Any]]) -> list[bytes]:
+    return list(dict.fromkeys(row["key"] for row in rows if row.get("key")))
+
+
+Decode = Callable[[list[Sequence[int]]], list[str]]

@@ -1,0 +1,180 @@
+"""The plan covers what is missing, once each, in an order that shares prefixes and starts long work first."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.data.completion_store import CompletionStore
+from batchinfer.plan.plan import Plan
+from batchinfer.plan.planner import LADDER, plan_job
+from tests.batchinfer.data.small_index import (
+    answer,
+    bad_row,
+    failure,
+    good_row,
+    keys_in,
+    mixed_rows,
+    write_index,
+)
+
+
+def planned(plan: Plan) -> list[dict[str, Any]]:
+    return pq.read_table(plan.path).to_pylist()
+
+
+def plan_rows(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    *,
+    present: list[bytes] = (),
+    rows_per_part: int = 1000,
+    **more: Any,
+) -> Plan:
+    index = write_index(folder / "x", rows, rows_per_part=rows_per_part)
+    with CompletionStore(folder / "completions") as store:
+        store.append(answer(key) for key in present)
+        store.commit()
+        return plan_job(index.folder / "index", store.parts(), folder / "plan", **more)
+
+
+def test_counts(tmp_path: Path) -> None:
+    rows = mixed_rows(70, distinct=20)
+    keys = keys_in(rows)
+    plan = plan_rows(tmp_path, rows, present=keys[:5])
+    assert (plan.rows, plan.error_rows, plan.distinct) == (70, 10, len(keys))
+    assert plan.duplicates == 70 - 10 - len(keys)
+    assert (plan.present, plan.to_run) == (5, len(keys) - 5)
+    assert plan.prompt_tokens == 3 * plan.to_run
+    assert plan.expected_tokens == 8 * plan.to_run
+    assert plan.longest == 11
+    users = [row["users"] for row in planned(plan)]
+    assert sum(users) + sum(1 for row in rows if row.get("key") in keys[:5]) == 60
+
+
+def test_an_empty_index_gives_an_empty_plan(tmp_path: Path) -> None:
+    plan = plan_rows(tmp_path, [])
+    assert (plan.rows, plan.to_run, plan.longest) == (0, 0, 0)
+    assert list(plan.windows(10)) == []
+
+
+def test_only_error_rows_give_an_empty_plan(tmp_path: Path) -> None:
+    plan = plan_rows(tmp_path, [bad_row(0), bad_row(1)])
+    assert (plan.rows, plan.error_rows, plan.distinct, plan.to_run) == (2, 2, 0, 0)
+
+
+def test_retryable_errors_are_run_again_only_when_asked(tmp_path: Path) -> None:
+    rows = [good_row(i, [i]) for i in range(4)]
+    keys = keys_in(rows)
+    index = write_index(tmp_path / "x", rows)
+    with CompletionStore(tmp_path / "completions") as store:
+        store.append([answer(keys[0]), failure(keys[1], retryable=True), failure(keys[2], retryable=False)])
+        store.commit()
+        usual = plan_job(index.folder / "index", store.parts(), tmp_path / "a")
+        again = plan_job(index.folder / "index", store.parts(), tmp_path / "b", retry_errors=True)
+    assert {row["key"] for row in planned(usual)} == {keys[3]}
+    assert {row["key"] for row in planned(again)} == {keys[1], keys[3]}
+
+
+def test_long_work_comes_first_and_groups_stay_together(tmp_path: Path) -> None:
+    shared = list(range(20))
+    rows = [
+        good_row(0, [900], 500),
+        good_row(1, [*shared, 1], 10),
+        good_row(2, [901], 60),
+        good_row(3, [*shared, 2], 100),
+        good_row(4, [902], 5),
+    ]
+    plan = plan_rows(tmp_path, rows)
+    order = [next(r["row_id"] for r in rows if r["key"] == p["key"]) for p in planned(plan)]
+    assert order == [0, 3, 1, 2, 4]
+    assert plan.shared_prefix_tokens == 16
+    assert [p["prefix_tokens"] for p in planned(plan)] == [0, 16, 16, 0, 0]
+
+
+def test_two_level_tree_counts_each_node_once(tmp_path: Path) -> None:
+    rows = []
+    for document in range(3):
+        for branch in range(2):
+            for question in range(2):
+                tokens = [document] * 32 + [7 + branch] * 32 + [question, 3]
+                rows.append(good_row(len(rows), tokens))
+    plan = plan_rows(tmp_path, rows)
+    # 3 documents of 4 rows: (4-1)*32 each; 2 branches of 2 rows: (2-1)*32 each
+    assert plan.shared_prefix_tokens == 3 * 3 * 32 + 6 * 32
+    assert {row["prefix_tokens"] for row in planned(plan)} == {64}
+
+
+def test_windows_are_the_plan_in_order(tmp_path: Path) -> None:
+    plan = plan_rows(tmp_path, mixed_rows(100))
+    windows = list(plan.windows(9))
+    assert [len(w) for w in windows[:-1]] == [9] * (len(windows) - 1)
+    assert [key for w in windows for key in w.keys] == [row["key"] for row in planned(plan)]
+    assert [n for w in windows for n in w.numbers("seq").tolist()] == list(range(plan.to_run))
+    assert [n for w in windows for n in w.numbers("bucket").tolist()] == [4] * plan.to_run
+
+
+tree_prompts = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), min_size=1, max_size=6),  # a path of 16-token stretches
+        st.integers(1, 40),  # expected output
+        st.booleans(),  # bad row
+        st.booleans(),  # present already
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(tree=tree_prompts, rows_per_part=st.integers(1, 30))
+def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
+    rows = [
+        bad_row(i) if bad else good_row(i, [t for step in path for t in [step] * 16] + [9], expected)
+        for i, (path, expected, bad, _) in enumerate(tree)
+    ]
+    present = keys_in([row for row, (*_, there) in zip(rows, tree, strict=True) if there])
+    folder = Path(tempfile.mkdtemp())
+    try:
+        plan = plan_rows(folder / "a", rows, present=present, rows_per_part=rows_per_part)
+        other = plan_rows(folder / "b", rows, present=present[::-1], threads=1)
+        work, same = planned(plan), planned(other)
+    finally:
+        shutil.rmtree(folder)
+    missing = set(keys_in(rows)) - set(present)
+    assert len(work) == len(missing)
+    assert {row["key"] for row in work} == missing
+    assert work == same
+    by_key = {row["key"]: row for row in rows if row.get("key")}
+    _assert_groups_contiguous([by_key[row["key"]] for row in work])
+    assert plan.shared_prefix_tokens == _shared([by_key[key] for key in missing])
+
+
+def _assert_groups_contiguous(rows: list[dict[str, Any]]) -> None:
+    for level in LADDER:
+        runs = [group for group, _ in groupby(rows, key=lambda row: row[f"p{level}"]) if group is not None]
+        assert len(runs) == len(set(runs)), f"a group of p{level} is torn apart"
+
+
+def _shared(rows: list[dict[str, Any]]) -> int:
+    """Tokens run without sharing, less the tokens of the trie's nodes."""
+    total, below = 0, 0
+    for level in LADDER:
+        values = [row[f"p{level}"] for row in rows if row[f"p{level}"] is not None]
+        total += (len(values) - len(set(values))) * (level - below)
+        below = level
+    return total
+
+
+@pytest.mark.slow
+def test_many_rows_plan_under_a_small_memory_limit(tmp_path: Path) -> None:
+    rows = mixed_rows(200_000, distinct=100_000)
+    plan = plan_rows(tmp_path, rows, rows_per_part=50_000, memory_limit="200MB")
+    assert plan.to_run == len(keys_in(rows))
