@@ -1,0 +1,191 @@
+"""Every column of the run, steps and requests tables: its type, its unit and what it means.
+
+`docs/report.md` shows the same text; a test compares the two. Null always means "not known", never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+TABLE_FORMAT = 1
+RUN = "run"
+STEPS = "steps"
+REQUESTS = "requests"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `unit` is empty for names, texts and timestamps."""
+
+    name: str
+    type: pa.DataType
+    unit: str
+    meaning: str
+
+
+def schema_of(columns: Sequence[Column], table: str) -> pa.Schema:
+    """The Arrow schema of a table, with the format version in its metadata."""
+    metadata = {"batchinfer.table": table, "batchinfer.format": str(TABLE_FORMAT)}
+    return pa.schema([pa.field(c.name, c.type) for c in columns], metadata=metadata)
+
+
+_TEXT = pa.string()
+_INT = pa.int64()
+_REAL = pa.float64()
+_TIME = pa.timestamp("us", tz="UTC")
+_TEXTS = pa.map_(pa.string(), pa.string())
+_COUNTS = pa.map_(pa.string(), pa.int64())
+
+
+def _text(name: str, meaning: str) -> Column:
+    return Column(name, _TEXT, "", meaning)
+
+
+def _count(name: str, unit: str, meaning: str) -> Column:
+    return Column(name, _INT, unit, meaning)
+
+
+def _seconds(name: str, meaning: str) -> Column:
+    return Column(name, _REAL, "s", meaning)
+
+
+def _ratio(name: str, meaning: str) -> Column:
+    return Column(name, _REAL, "0…1", meaning)
+
+
+def _spread(stem: str, meaning: str) -> list[Column]:
+    """The three percentile columns of one latency."""
+    return [_seconds(f"{stem}_p{p}_s", f"{meaning}, {p}th percentile") for p in (50, 90, 99)]
+
+
+RUN_COLUMNS: tuple[Column, ...] = (
+    _text("run_id", "names the run; starts with its UTC start time, so that names sort by time"),
+    _text("job", "`name` of the job file"),
+    _text("output", "folder of the results"),
+    Column("started_at", _TIME, "", "when the command started"),
+    Column("finished_at", _TIME, "", "when the tables were written"),
+    _seconds("wall_s", "`finished_at` − `started_at`"),
+    _count("exit_code", "", "exit code of the command"),
+    _text("exit_status", "what became of the run, in words, e.g. `published`"),
+    Column("versions", _TEXTS, "", "versions of Python and of the packages that decide the results"),
+    _text("device", "`cpu` or `cuda`"),
+    _text("hardware", "model name of the CPU or GPU"),
+    _count("cores", "cores", "CPU cores that the process may use; null on a GPU"),
+    _text("dtype", "data type of weights and activations"),
+    Column("ops", _TEXTS, "", "implementation that was chosen for each operator"),
+    _count("threads", "threads", "CPU threads of the operators"),
+    Column("peak_flops_per_s", _REAL, "FLOP/s", "peak in `dtype` that MFU is measured against"),
+    Column("peak_bytes_per_s", _REAL, "bytes/s", "memory bandwidth that MBU is measured against"),
+    _text("peak_source", "`measured` on this machine, `datasheet`, or `unknown`"),
+    Column("datasheet_flops_per_s", _REAL, "FLOP/s", "what the maker states, dense, for `dtype`"),
+    Column("datasheet_bytes_per_s", _REAL, "bytes/s", "what the maker states"),
+    _count("rows", "rows", "input rows of the job"),
+    _count("rows_ok", "rows", "rows with an answer, whichever run computed it"),
+    _count("rows_error", "rows", "error rows"),
+    Column("error_codes", _COUNTS, "rows", "error rows by `error_code`"),
+    _count(
+        "distinct_requests", "requests", "different pieces of work behind the rows that are no input errors"
+    ),
+    _count("duplicate_rows", "rows", "rows that another row's answer served"),
+    _count("reused_requests", "requests", "pieces of work that were already in the completion store"),
+    _count("computed_requests", "requests", "pieces of work that finished in this run"),
+    _count("prompt_tokens_run", "tokens", "prompt tokens run, each once: without recomputation and padding"),
+    _count("prefix_saved_tokens", "tokens", "prompt tokens not run because the cache held their prefix"),
+    _count("duplicate_saved_tokens", "tokens", "prompt tokens not run because an equal row ran them"),
+    _count("decode_tokens_run", "tokens", "tokens run one at a time after their prompt"),
+    _count("output_tokens", "tokens", "tokens of the completions that finished in this run"),
+    _count("sampled_tokens", "tokens", "tokens sampled, those of unfinished requests included"),
+    _count("recomputed_tokens", "tokens", "tokens run again after a preemption"),
+    _count("padded_tokens", "tokens", "query positions computed only as padding"),
+    _ratio("padding_share", "padded ÷ (prefill + decode + padded) positions"),
+    _ratio("recomputed_share", "recomputed ÷ (prefill + decode) tokens"),
+    _count("preemptions", "times", "sequences that lost their blocks and were queued again"),
+    _count("steps", "steps", "engine steps"),
+    _seconds("ingest_s", "reading, rendering and tokenising"),
+    _seconds("plan_s", "planning"),
+    _seconds("load_s", "starting the worker and loading the model"),
+    _seconds("engine_s", "computing, as the parent process saw it"),
+    _seconds("publish_s", "joining and publishing the results"),
+    _seconds("engine_wall_s", "start of the first step to end of the last, idle time included"),
+    _seconds("model_s", "of `engine_wall_s`: inside the model and the sampler"),
+    _seconds("overhead_s", "of `engine_wall_s`: inside a step, outside of model and sampler"),
+    _seconds("idle_s", "of `engine_wall_s`: between steps of the same engine"),
+    _count("flops", "FLOP", "useful floating-point operations by the operators' declared costs"),
+    _count("bytes_moved", "bytes", "bytes that had to move by the operators' declared costs"),
+    _ratio("mfu", "`flops` ÷ (`engine_wall_s` × `peak_flops_per_s`)"),
+    _ratio("mbu", "`bytes_moved` ÷ (`engine_wall_s` × `peak_bytes_per_s`)"),
+    _seconds("roofline_s", "Σ over operators of max(flops ÷ peak, bytes ÷ bandwidth)"),
+    _ratio("roofline_efficiency", "`roofline_s` ÷ `engine_wall_s`"),
+    _seconds("step_bound_s", "Σ over steps of the same maximum: as if operators overlapped perfectly"),
+    _ratio("step_bound_efficiency", "`step_bound_s` ÷ `engine_wall_s`; no higher than `roofline_efficiency`"),
+    Column("prompt_tokens_per_s", _REAL, "tokens/s", "`prompt_tokens_run` ÷ `engine_wall_s`"),
+    Column("output_tokens_per_s", _REAL, "tokens/s", "`output_tokens` ÷ `engine_wall_s`"),
+    Column("total_tokens_per_s", _REAL, "tokens/s", "sum of the two above"),
+    *_spread("queue", "engine got the request to its first step's start"),
+    *_spread("ttft", "engine got the request to its first token (offline, mostly waiting)"),
+    *_spread("tpot", "seconds per output token after the first, one value a request"),
+    *_spread("itl", "gap between two tokens of a sequence, one value a decoded token"),
+    *_spread("latency", "engine got the request to its last token"),
+    _count("parent_peak_rss_bytes", "bytes", "peak resident memory of the command"),
+    _count("worker_peak_rss_bytes", "bytes", "peak resident memory of the worker with the model"),
+    _seconds("forecast_s", "the plan's forecast of `engine_s`"),
+    Column("forecast_error", _REAL, "", "`engine_s` ÷ `forecast_s` − 1; negative: faster than forecast"),
+)
+
+STEP_COLUMNS: tuple[Column, ...] = (
+    _count("engine", "", "which start of an engine in this run, from 0"),
+    _count("step", "", "number of the step in its engine"),
+    _seconds("started_s", "start, since the engine started"),
+    _seconds("duration_s", "length of the step"),
+    _seconds("interval_s", "end of the step before to end of this one; null in an engine's first step"),
+    _seconds("model_s", "of `duration_s`: inside the model and the sampler"),
+    _count("prefill_tokens", "tokens", "tokens run in prefill chunks, recomputed ones included"),
+    _count("decode_tokens", "tokens", "tokens run as decodes"),
+    _count("recomputed_tokens", "tokens", "of the prefill tokens: run before, lost to a preemption"),
+    _count("cached_tokens", "tokens", "prompt tokens not run because the cache held their prefix"),
+    _count("sampled_tokens", "tokens", "tokens sampled"),
+    _count("padded_tokens", "tokens", "query positions computed only as padding"),
+    _count("running", "sequences", "running after scheduling"),
+    _count("waiting", "sequences", "waiting after scheduling"),
+    _count("preemptions", "times", "sequences preempted"),
+    _count("blocks_used", "blocks", "KV blocks in use"),
+    _count("blocks_total", "blocks", "KV blocks there are"),
+    _count("flops", "FLOP", "useful: without padding and recomputation"),
+    _count("bytes", "bytes", "that had to move"),
+    _seconds("roofline_s", "Σ over operators of max(flops ÷ peak, bytes ÷ bandwidth); null: peaks unknown"),
+)
+
+REQUEST_COLUMNS: tuple[Column, ...] = (
+    _text("key", "the work key in hexadecimal, as in the completion store"),
+    _count("engine", "", "which start of an engine in this run, from 0"),
+    _count("prompt_tokens", "tokens", "length of the prompt"),
+    _count("completion_tokens", "tokens", "length of the completion, its end token included"),
+    _count("cached_tokens", "tokens", "prompt tokens served from a shared prefix"),
+    _count("preemptions", "times", "how often it lost its blocks"),
+    _seconds("queued_s", "when the engine got it, since the engine started"),
+    _seconds("scheduled_s", "when its first step began"),
+    _seconds("first_token_s", "when its first token was sampled"),
+    _seconds("finished_s", "when its last token was sampled"),
+    _seconds("queue_s", "`scheduled_s` − `queued_s`"),
+    _seconds("ttft_s", "`first_token_s` − `queued_s`"),
+    _seconds("tpot_s", "(`finished_s` − `first_token_s`) ÷ (`completion_tokens` − 1); null under two tokens"),
+    _seconds("latency_s", "`finished_s` − `queued_s`"),
+)
+
+RUN_SCHEMA = schema_of(RUN_COLUMNS, RUN)
+STEP_SCHEMA = schema_of(STEP_COLUMNS, STEPS)
+REQUEST_SCHEMA = schema_of(REQUEST_COLUMNS, REQUESTS)
+
+
+def markdown(columns: Sequence[Column]) -> str:
+    """The columns as the Markdown table that the documentation shows."""
+    head = ["| column | type | unit | meaning |", "|---|---|---|---|"]
+    lines = [f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning} |" for c in columns]
+    return "\n".join([*head, *lines])
+
+
+def _type_name(kind: pa.DataType) -> str:
+    return "timestamp UTC" if pa.types.is_timestamp(kind) else str(kind).removesuffix(" ('entries')")

@@ -1,0 +1,62 @@
+"""What NVIDIA's datasheets state for well-known GPUs: dense figures, without sparsity.
+
+Names are those that `nvidia-smi --query-gpu=name` prints. A GPU that is not here is unknown, not guessed.
+float32 is the rate outside the tensor cores, which is what PyTorch uses unless TF32 is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+_T = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Datasheet:
+    """Peak FLOP/s by dtype and memory bandwidth in bytes/s, as the maker states them."""
+
+    peak_flops: Mapping[str, float]
+    bandwidth: float
+
+
+def _gpu(half: float, single: float, terabytes: float, *, bfloat16: bool = True) -> Datasheet:
+    """Figures in TFLOP/s and TB/s; cards before Ampere have no bfloat16 tensor cores."""
+    flops = {"float16": half * _T, "float32": single * _T}
+    if bfloat16:
+        flops["bfloat16"] = half * _T
+    return Datasheet(MappingProxyType(flops), terabytes * _T)
+
+
+_V100 = _gpu(125, 15.7, 0.900, bfloat16=False)  # V100 datasheet, SXM2 column
+_A100_40 = _gpu(312, 19.5, 1.555)  # A100 datasheet, 40 GB
+_H100_SXM = _gpu(989.4, 66.9, 3.35)  # H100 Tensor Core GPU Architecture whitepaper, table 2, SXM5
+
+_DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
+    {
+        "Tesla T4": _gpu(65, 8.1, 0.320, bfloat16=False),  # T4 product brief PB-09256
+        "Tesla V100-SXM2-16GB": _V100,
+        "Tesla V100-SXM2-32GB": _V100,
+        "NVIDIA A10": _gpu(125, 31.2, 0.600),  # A10 datasheet
+        "NVIDIA A30": _gpu(165, 10.3, 0.933),  # A30 datasheet
+        "NVIDIA A40": _gpu(149.7, 37.4, 0.696),  # A40 datasheet
+        "NVIDIA A100-SXM4-40GB": _A100_40,
+        "NVIDIA A100-PCIE-40GB": _A100_40,
+        "NVIDIA A100-SXM4-80GB": _gpu(312, 19.5, 2.039),  # A100 datasheet, 80 GB SXM
+        "NVIDIA A100 80GB PCIe": _gpu(312, 19.5, 1.935),  # A100 datasheet, 80 GB PCIe
+        "NVIDIA H100 80GB HBM3": _H100_SXM,
+        "NVIDIA H100 PCIe": _gpu(756, 51.2, 2.0),  # H100 whitepaper, table 2, PCIe
+        "NVIDIA H100 NVL": _gpu(835.5, 60, 3.9),  # H100 NVL datasheet, half of the sparse figure
+        "NVIDIA H200": _gpu(989.4, 66.9, 4.8),  # H200 datasheet, SXM, half of the sparse figure
+        "NVIDIA H200 NVL": _gpu(835.5, 60, 4.8),  # H200 datasheet, NVL, half of the sparse figure
+        "NVIDIA L4": _gpu(121, 30.3, 0.300),  # L4 datasheet, half of the sparse figure
+        "NVIDIA L40": _gpu(181.05, 90.5, 0.864),  # L40 datasheet
+        "NVIDIA L40S": _gpu(362.05, 91.6, 0.864),  # L40S datasheet
+    }
+)
+
+
+def datasheet(name: str) -> Datasheet | None:
+    """The stated peaks of the GPU that nvidia-smi calls `name`; None where it is not in the table."""
+    return _DATASHEETS.get(name)

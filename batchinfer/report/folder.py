@@ -1,0 +1,48 @@
+"""Where the report tables lie, how they are named, and how long they are kept."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from batchinfer.report.columns import REQUESTS, RUN, STEPS
+from batchinfer.report.spool import TEMPORARY
+
+# Steps and requests can be millions of rows a run: those of the newest runs are kept. Run rows are one row
+# each and are kept for ever, so that a year of nightly runs can be compared.
+KEPT_DETAILS = 10
+
+
+def report_folder(output: Path) -> Path:
+    """`/d/res` → `/d/res-report`: beside the results, never inside."""
+    return output.with_name(f"{output.name}-report")
+
+
+def new_run_id(now: datetime | None = None) -> str:
+    """A fresh run id, e.g. `20261120T223000Z-1f0c9a`: ids sort by the time at which runs started."""
+    return f"{now or datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.urandom(3).hex()}"
+
+
+def table_path(folder: Path, table: str, run_id: str) -> Path:
+    """`table` is "run", "steps" or "requests"."""
+    return folder / f"{table}-{run_id}.parquet"
+
+
+def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
+    """Delete steps and requests of all but the newest `kept` runs; returns what went. Never a run row."""
+    gone: list[Path] = []
+    for table in (STEPS, REQUESTS):
+        newest_first = sorted(folder.glob(f"{table}-*.parquet"), reverse=True)
+        gone += newest_first[kept:]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return gone
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Delete what a killed run left half written; only with the job's lock held. Returns what went."""
+    gone = [path for table in (RUN, STEPS, REQUESTS) for path in folder.glob(f"{table}-*.parquet{TEMPORARY}")]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return gone

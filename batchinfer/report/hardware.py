@@ -1,0 +1,261 @@
+"""What this machine is and how fast it can be: peaks that were measured, stated by the maker, or unknown.
+
+An unknown peak is None, never 0: nothing is divided by it and nothing is claimed from it. No torch here; the
+measurement itself is `batchinfer/ops/peaks.py`, and `remember` keeps what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from batchinfer_kernels.cost import Peaks
+
+from batchinfer.report.datasheet import datasheet
+
+Source = Literal["measured", "datasheet", "unknown"]
+DeviceKind = Literal["cpu", "cuda"]
+
+CACHE_FORMAT = 1
+FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+_CPUINFO = Path("/proc/cpuinfo")
+# cgroup v2, then v1: a container's limit, below what the machine has
+_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One device. Peaks are per whole device; a dtype that is missing from `peak_flops` is unknown."""
+
+    name: str  # e.g. "AMD EPYC 9B14" or "NVIDIA H200"
+    device: DeviceKind
+    cores: int | None  # CPU cores that this process may use; None on a GPU
+    memory_bytes: int | None
+    peak_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by dtype name
+    bandwidth: float | None = None  # bytes/s
+    source: Source = "unknown"
+
+    @property
+    def key(self) -> str:
+        """What measured peaks are kept under: a CPU of other cores has other peaks."""
+        return f"{self.device}:{self.name}" + (f":{self.cores}" if self.device == "cpu" else "")
+
+    def measured(self, peak_flops: Mapping[str, float], bandwidth: float) -> Hardware:
+        """The same device with peaks that were measured on it."""
+        return replace(self, peak_flops=dict(peak_flops), bandwidth=bandwidth, source="measured")
+
+    def peaks(self, dtype: str) -> Peaks | None:
+        """FLOP/s in `dtype` and bytes/s; None unless both are known."""
+        flops = self.peak_flops.get(dtype)
+        if flops is None or self.bandwidth is None:
+            return None
+        return Peaks(flops_per_s=flops, bytes_per_s=self.bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as the driver names it."""
+
+    name: str
+    memory_bytes: int | None
+
+
+def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) -> Hardware:
+    """The hardware behind `device` ("cpu", "cuda" or "cuda:N"), with measured peaks where there are any.
+
+    `gpu` names the GPU when the caller knows it better than nvidia-smi, e.g. under CUDA_VISIBLE_DEVICES.
+    Raises ValueError for another device.
+    """
+    if device == "cpu":
+        bare = Hardware(cpu_name(), "cpu", cpu_cores(), memory_bytes())
+    elif device == "cuda" or device.startswith("cuda:"):
+        bare = _bare_gpu(gpu or _driver_gpu(device))
+    else:
+        raise ValueError(f"device is {device!r}; known are 'cpu', 'cuda' and 'cuda:N'")
+    return _with_peaks(bare, cache or cache_path())
+
+
+def _driver_gpu(device: str) -> Gpu | None:
+    index = int(device.partition(":")[2] or 0)
+    found = nvidia_gpus()
+    return found[index] if index < len(found) else None
+
+
+def _bare_gpu(gpu: Gpu | None) -> Hardware:
+    if gpu is None:
+        return Hardware("unknown GPU", "cuda", None, None)
+    return Hardware(gpu.name, "cuda", None, gpu.memory_bytes)
+
+
+def _with_peaks(bare: Hardware, cache: Path) -> Hardware:
+    measured = read_cache(cache).get(bare.key)
+    if measured is not None:
+        return bare.measured(*measured)
+    stated = datasheet(bare.name)
+    if stated is not None:
+        return replace(
+            bare, peak_flops=dict(stated.peak_flops), bandwidth=stated.bandwidth, source="datasheet"
+        )
+    return bare
+
+
+# The cache of measured peaks
+
+
+def cache_path(env: Mapping[str, str] = os.environ) -> Path:
+    """`${XDG_CACHE_HOME:-~/.cache}/batchinfer/hardware.json`."""
+    base = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
+    return Path(base) / "batchinfer" / "hardware.json"
+
+
+def read_cache(path: Path) -> dict[str, tuple[dict[str, float], float]]:
+    """Measured (FLOP/s by dtype, bytes/s) by `Hardware.key`; empty, and logged, when the file is unusable."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return _parse_cache(raw)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _log.warning(
+            "%s is ignored (%s); `batchinfer doctor --measure` writes it anew", path, error or "unreadable"
+        )
+        return {}
+
+
+def _parse_cache(raw: Any) -> dict[str, tuple[dict[str, float], float]]:
+    if not isinstance(raw, dict) or raw.get("format") != CACHE_FORMAT:
+        raise ValueError(f"not a cache of format {CACHE_FORMAT}")
+    devices = raw.get("devices")
+    if not isinstance(devices, dict):
+        raise ValueError("`devices` is not an object")
+    return {key: _parse_peaks(key, entry) for key, entry in devices.items()}
+
+
+def _parse_peaks(key: str, entry: Any) -> tuple[dict[str, float], float]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("peak_flops"), dict):
+        raise ValueError(f"{key}: `peak_flops` is not an object")
+    flops = {dtype: _positive(key, value) for dtype, value in entry["peak_flops"].items()}
+    return flops, _positive(key, entry.get("bandwidth"))
+
+
+def _positive(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key}: a peak is {value!r}, which is no positive number")
+    return float(value)
+
+
+def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | None = None) -> Path:
+    """Keep measured peaks for later runs on the same hardware; returns the file. Other devices' entries stay.
+
+    Raises ValueError when there is nothing measured to keep, OSError when the file cannot be written.
+    """
+    if hardware.bandwidth is None or not hardware.peak_flops:
+        raise ValueError(f"{hardware.name}: no peaks to keep")
+    target = path or cache_path()
+    entries = {key: _entry(*peaks) for key, peaks in read_cache(target).items()}
+    entry = _entry(dict(hardware.peak_flops), hardware.bandwidth)
+    entries[hardware.key] = entry | {"measured_at": (now or datetime.now(UTC)).isoformat(timespec="seconds")}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps({"format": CACHE_FORMAT, "devices": entries}, indent=1) + "\n", "utf-8")
+    os.replace(temporary, target)
+    return target
+
+
+def _entry(flops: dict[str, float], bandwidth: float) -> dict[str, object]:
+    return {"peak_flops": flops, "bandwidth": bandwidth}
+
+
+# What the operating system says
+
+
+def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
+    """The CPU's model name; on Apple machines from sysctl; the architecture where nothing names it."""
+    if sys.platform == "darwin":
+        return _output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
+    return _cpuinfo_field("model name", cpuinfo) or platform.machine() or "unknown CPU"
+
+
+def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
+    """The instruction set flags of the first core; empty where /proc/cpuinfo does not exist."""
+    return frozenset((_cpuinfo_field("flags", cpuinfo) or _cpuinfo_field("Features", cpuinfo)).split())
+
+
+def has_fast_bf16(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware; without it `dtype: auto` means float32.
+
+    Only x86 flags are read: elsewhere (macOS, Arm) it is untested, so the answer is no.
+    """
+    return not FAST_BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
+
+
+def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
+    if not cpuinfo.exists():
+        return ""
+    with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            label, _, value = line.partition(":")
+            if label.strip() == name:
+                return value.strip()
+    return ""
+
+
+def cpu_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes(limits: tuple[Path, ...] = _MEMORY_LIMITS) -> int | None:
+    """The machine's memory, or the container's limit where that is smaller; None where neither is told."""
+    told = [_limit(path) for path in limits]
+    try:
+        told.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError) as error:
+        _log.debug("the system does not tell its memory: %s", error)
+    return min((size for size in told if size is not None), default=None)
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def nvidia_gpus() -> list[Gpu]:
+    """The NVIDIA GPUs that the driver lists, in its order; empty without a driver."""
+    text = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
+    return [_parse_gpu(line) for line in text.splitlines() if line.strip()]
+
+
+def _parse_gpu(line: str) -> Gpu:
+    name, _, mebibytes = line.rpartition(",")
+    size = mebibytes.strip()
+    return Gpu(name.strip(), int(size) * 2**20 if size.isdigit() else None)
+
+
+def _output(command: list[str]) -> str:
+    """What a system command prints; empty where it does not exist or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("%s did not answer: %s", command[0], error)
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,173 @@
+"""Counts what a run costs while it runs: totals in memory, the rows themselves straight to disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from batchinfer_kernels.cost import Cost, Peaks
+
+from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
+from batchinfer.report.folder import table_path
+from batchinfer.report.percentiles import UNKNOWN, Spread, spread, weighted_spread
+from batchinfer.report.spool import BUFFER_ROWS, Spool
+from batchinfer.request import RequestSample, StepSample
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the samples so far; `run_row` turns them into the run table's columns."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    padded_tokens: int = 0
+    preemptions: int = 0
+    flops: int = 0
+    bytes_moved: int = 0
+    step_s: float = 0.0
+    model_s: float = 0.0
+    idle_s: float = 0.0
+    roofline_s: float | None = 0.0  # None as soon as one step does not know it
+    step_bound_s: float | None = 0.0  # None without peaks
+    requests: int = 0
+    output_tokens: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """Start of the first step to end of the last, without the time between two engines."""
+        return self.step_s + self.idle_s
+
+    def add_step(self, sample: StepSample, idle_s: float, peaks: Peaks | None) -> None:
+        self.steps += 1
+        self.prefill_tokens += sample.prefill_tokens
+        self.decode_tokens += sample.decode_tokens
+        self.recomputed_tokens += sample.recomputed_tokens
+        self.cached_tokens += sample.cached_tokens
+        self.sampled_tokens += sample.sampled_tokens
+        self.padded_tokens += sample.padded_tokens
+        self.preemptions += sample.preemptions
+        self._add_cost(sample, peaks)
+        self.step_s += sample.duration_s
+        self.model_s += sample.model_s
+        self.idle_s += idle_s
+
+    def _add_cost(self, sample: StepSample, peaks: Peaks | None) -> None:
+        self.flops += sample.flops
+        self.bytes_moved += sample.bytes
+        bound = None if peaks is None else Cost(sample.flops, sample.bytes).seconds(peaks)
+        self.roofline_s = _sum(self.roofline_s, sample.roofline_s)
+        self.step_bound_s = _sum(self.step_bound_s, bound)
+
+
+def _sum(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else left + right
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the meter knows at the end: the totals, the latencies' percentiles, and where the rows are."""
+
+    totals: Totals
+    queue: Spread = UNKNOWN
+    ttft: Spread = UNKNOWN
+    tpot: Spread = UNKNOWN
+    itl: Spread = UNKNOWN
+    latency: Spread = UNKNOWN
+    steps_path: Path | None = None
+    requests_path: Path | None = None
+
+
+class Meter:
+    """Takes samples as they arrive; memory stays bounded however many there are.
+
+    Samples of several engines may follow one another (a worker that died and was started again): a step
+    number that does not rise begins a new engine, and the time in between counts neither as run nor as idle.
+    The tables appear in `folder` at `finish`; as a context manager it removes what was not finished.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        peaks: Peaks | None = None,
+        buffer_rows: int = BUFFER_ROWS,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.totals = Totals()
+        self.engine = 0
+        self._peaks = peaks
+        self._steps = Spool(table_path(folder, STEPS, run_id), STEP_SCHEMA, buffer_rows)
+        self._requests = Spool(table_path(folder, REQUESTS, run_id), REQUEST_SCHEMA, buffer_rows)
+        self._last: StepSample | None = None
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._steps.abort()
+        self._requests.abort()
+
+    def step(self, sample: StepSample) -> None:
+        """Count one engine step."""
+        interval = self._interval(sample)
+        idle = 0.0 if interval is None else max(0.0, interval - sample.duration_s)
+        self.totals.add_step(sample, idle, self._peaks)
+        self._steps.append(_step_row(self.engine, sample, interval))
+
+    def request(self, sample: RequestSample) -> None:
+        """Count one finished request."""
+        self.totals.requests += 1
+        self.totals.output_tokens += sample.completion_tokens
+        self._requests.append(_request_row(self.engine, sample))
+
+    def finish(self) -> Measured:
+        """Complete both tables and read the percentiles from them. Raises OSError when the disk fails."""
+        steps, requests = self._steps.finish(), self._requests.finish()
+        return Measured(
+            totals=self.totals,
+            queue=spread(requests, "queue_s"),
+            ttft=spread(requests, "ttft_s"),
+            tpot=spread(requests, "tpot_s"),
+            itl=weighted_spread(steps, "interval_s", "decode_tokens"),
+            latency=spread(requests, "latency_s"),
+            steps_path=steps,
+            requests_path=requests,
+        )
+
+    def _interval(self, sample: StepSample) -> float | None:
+        """Seconds from the end of the step before to the end of this one; None in an engine's first step."""
+        last, self._last = self._last, sample
+        if last is None:
+            return None
+        if sample.step <= last.step:
+            self.engine += 1
+            return None
+        return sample.started_s + sample.duration_s - last.started_s - last.duration_s
+
+
+def _step_row(engine: int, s: StepSample, interval_s: float | None) -> tuple[object, ...]:
+    times = (s.started_s, s.duration_s, interval_s, s.model_s)
+    tokens = (s.prefill_tokens, s.decode_tokens, s.recomputed_tokens, s.cached_tokens, s.sampled_tokens)
+    state = (s.padded_tokens, s.running, s.waiting, s.preemptions, s.blocks_used, s.blocks_total)
+    return (engine, s.step, *times, *tokens, *state, s.flops, s.bytes, s.roofline_s)
+
+
+def _request_row(engine: int, s: RequestSample) -> tuple[object, ...]:
+    counts = (s.prompt_tokens, s.completion_tokens, s.cached_tokens, s.preemptions)
+    times = (s.queued_s, s.scheduled_s, s.first_token_s, s.finished_s)
+    waits = (s.scheduled_s - s.queued_s, s.first_token_s - s.queued_s)
+    return (s.key.hex(), engine, *counts, *times, *waits, tpot(s), s.finished_s - s.queued_s)
+
+
+def tpot(sample: RequestSample) -> float | None:
+    """Seconds per output token after the first; None where there is no second token."""
+    if sample.completion_tokens < 2:
+        return None
+    return (sample.finished_s - sample.first_token_s) / (sample.completion_tokens - 1)

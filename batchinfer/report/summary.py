@@ -1,0 +1,152 @@
+"""A run's row as text for the terminal, and as one line of JSON. Pure: a row in, text out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from batchinfer.report.units import UNKNOWN, about, count, percent, seconds, short, size
+
+_TOP_CODES = 3  # error codes named in the summary; the table has them all
+_NAME_WIDTH = 9
+
+Row = Mapping[str, Any]
+
+
+def summary(row: Row) -> str:
+    """At most 14 aligned lines without a final newline. What is not known is a dash or left out."""
+    lines = [
+        ("rows", _rows(row)),
+        ("work", _work(row)),
+        ("tokens", _tokens(row)),
+        ("speed", _speed(row)),
+        ("latency", _latency(row)),
+        ("limit", _limit(row)),
+        ("lost", _lost(row)),
+        ("time", _time(row)),
+        ("memory", _memory(row)),
+        ("results", _results(row)),
+        ("report", f"{row['output']}-report/run-{row['run_id']}.parquet"),
+        ("next", _next(row)),
+    ]
+    shown = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines if text]
+    return "\n".join([_headline(row), *shown])
+
+
+def as_json(row: Row) -> str:
+    """One line of JSON with every column of the run table; times in ISO 8601, unknown values null."""
+    return json.dumps(dict(row), default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def _headline(row: Row) -> str:
+    status = row["exit_status"] or "ended"
+    code = f" (exit code {row['exit_code']})" if row["exit_code"] else ""
+    return f"{row['job']}: {status}{code} after {seconds(row['wall_s'])}"
+
+
+def _rows(row: Row) -> str:
+    if row["rows"] is None:
+        return ""
+    errors = row["rows_error"]
+    text = f"{count(row['rows_ok'])} ok, {count(errors)} error rows"
+    if errors:
+        text += f" ({percent(errors / row['rows'])})  {_codes(row['error_codes'] or {})}"
+    missing = row["rows"] - (row["rows_ok"] or 0) - (errors or 0)
+    return f"{text}, {count(missing)} not done yet" if missing else text.rstrip()
+
+
+def _codes(codes: Mapping[str, int]) -> str:
+    ranked = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{code} {count(number)}" for code, number in ranked[:_TOP_CODES]]
+    return ", ".join([*named, "…"] if len(ranked) > _TOP_CODES else named)
+
+
+def _work(row: Row) -> str:
+    parts = [
+        (row["computed_requests"], "computed now"),
+        (row["reused_requests"], "reused from earlier runs"),
+        (row["duplicate_rows"], "served as duplicates"),
+    ]
+    return ", ".join(f"{count(number)} {what}" for number, what in parts if number is not None)
+
+
+def _tokens(row: Row) -> str:
+    if row["prompt_tokens_run"] is None:
+        return ""
+    saved = [
+        (row["prefix_saved_tokens"], "saved by shared prefixes"),
+        (row["duplicate_saved_tokens"], "by duplicates"),
+    ]
+    parts = [f"{short(row['prompt_tokens_run'])} prompt run", f"{short(row['output_tokens'])} output"]
+    return ", ".join([*parts, *(f"{short(number)} {what}" for number, what in saved if number)])
+
+
+def _speed(row: Row) -> str:
+    if row["total_tokens_per_s"] is None:
+        return ""
+    parts = [f"{short(row[f'{kind}_tokens_per_s'])} {kind} tok/s" for kind in ("prompt", "output")]
+    return f"{' + '.join(parts)} = {short(row['total_tokens_per_s'])} tok/s"
+
+
+def _latency(row: Row) -> str:
+    shown = [_spread(row, stem) for stem in ("ttft", "tpot", "itl") if row[f"{stem}_p50_s"] is not None]
+    return ", ".join(shown) + "  (p50 / p99)" if shown else ""
+
+
+def _spread(row: Row, stem: str) -> str:
+    return f"{stem.upper()} {seconds(row[f'{stem}_p50_s'])} / {seconds(row[f'{stem}_p99_s'])}"
+
+
+def _limit(row: Row) -> str:
+    if not row["steps"]:
+        return ""
+    device = f"{row['hardware'] or UNKNOWN}, {row['dtype'] or UNKNOWN}"
+    if row["mfu"] is None or row["mbu"] is None:
+        return f"unknown hardware ({device}): run `batchinfer doctor --measure`"
+    shares = f"MFU {percent(row['mfu'])}, MBU {percent(row['mbu'])}"
+    peaks = f"{row['peak_source'] or UNKNOWN} peaks: {device}"
+    return f"roofline {percent(row['roofline_efficiency'])} ({shares}) of {peaks}"
+
+
+def _lost(row: Row) -> str:
+    wall = row["engine_wall_s"]
+    if not wall:
+        return ""
+    shares = [("padding", row["padding_share"]), ("recomputation", row["recomputed_share"])]
+    shares += [
+        (name, row[f"{name}_s"] / wall) for name in ("overhead", "idle") if row[f"{name}_s"] is not None
+    ]
+    return ", ".join(f"{name} {percent(share)}" for name, share in shares)
+
+
+def _time(row: Row) -> str:
+    phases = [(name, row[f"{name}_s"]) for name in ("ingest", "plan", "load", "engine", "publish")]
+    text = ", ".join(f"{name} {seconds(spent)}" for name, spent in phases if spent is not None)
+    forecast = row["forecast_s"]
+    return f"{text}  (engine forecast: {about(forecast)})" if text and forecast is not None else text
+
+
+def _memory(row: Row) -> str:
+    peaks = [("parent", row["parent_peak_rss_bytes"]), ("worker", row["worker_peak_rss_bytes"])]
+    return ", ".join(f"{name} {size(peak)} at its peak" for name, peak in peaks if peak is not None)
+
+
+def _results(row: Row) -> str:
+    return f"{row['output']}/*.parquet" if not row["exit_code"] else "not published"
+
+
+def _next(row: Row) -> str:
+    if row["exit_code"]:
+        return "what is done is kept: the same command, once the cause is gone, does only the rest"
+    files = f"{row['output']}/*.parquet".replace("'", "''")
+    return f"duckdb.sql(\"select status, generated_text from '{files}' limit 5\")"

@@ -1,0 +1,167 @@
+"""The one row that sums a run up: what the pipeline knows, what the meter measured, and the peaks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from batchinfer.report.columns import RUN, RUN_SCHEMA
+from batchinfer.report.datasheet import datasheet
+from batchinfer.report.doctor import installed_version
+from batchinfer.report.folder import prune, table_path
+from batchinfer.report.hardware import Hardware
+from batchinfer.report.meter import Measured, Totals
+from batchinfer.report.percentiles import NAMES, Spread
+from batchinfer.report.spool import write_row
+
+_PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyarrow")
+
+RunRow = dict[str, Any]  # a value, or None for "not known", for every name in RUN_COLUMNS
+
+
+def versions() -> dict[str, str]:
+    """Python and the installed packages that can change results or speed."""
+    found = {name: installed_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {k: v for k, v in found.items() if v is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What only the pipeline knows of a run. Every field but the first five may stay None: not known."""
+
+    run_id: str
+    job: str
+    output: str
+    started_at: datetime  # with a time zone
+    finished_at: datetime
+    exit_code: int | None = None
+    exit_status: str | None = None  # in words, e.g. "published"
+    versions: Mapping[str, str] = field(default_factory=versions)
+    dtype: str | None = None
+    ops: Mapping[str, str] | None = None
+    threads: int | None = None
+    rows: int | None = None
+    rows_ok: int | None = None
+    rows_error: int | None = None
+    error_codes: Mapping[str, int] | None = None
+    distinct_requests: int | None = None
+    duplicate_rows: int | None = None
+    reused_requests: int | None = None
+    duplicate_saved_tokens: int | None = None
+    ingest_s: float | None = None
+    plan_s: float | None = None
+    load_s: float | None = None
+    engine_s: float | None = None
+    publish_s: float | None = None
+    parent_peak_rss_bytes: int | None = None
+    worker_peak_rss_bytes: int | None = None
+    forecast_s: float | None = None
+
+
+def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | None) -> RunRow:
+    """The run table's row. `hardware` or `measured` is None where the run never came to an engine."""
+    row: RunRow = dict.fromkeys(RUN_SCHEMA.names)
+    row |= {f.name: getattr(facts, f.name) for f in fields(facts)}
+    row["wall_s"] = (facts.finished_at - facts.started_at).total_seconds()
+    row["forecast_error"] = _over(_minus(facts.engine_s, facts.forecast_s), facts.forecast_s)
+    if hardware is not None:
+        row |= _hardware_columns(hardware, facts.dtype)
+    if measured is not None:
+        row |= _token_columns(measured.totals) | _time_columns(measured.totals)
+        row |= _efficiency_columns(measured.totals, row["peak_flops_per_s"], row["peak_bytes_per_s"])
+        row |= dict(_latency_columns(measured))
+    return row
+
+
+def _hardware_columns(hardware: Hardware, dtype: str | None) -> RunRow:
+    stated = datasheet(hardware.name)
+    return {
+        "device": hardware.device,
+        "hardware": hardware.name,
+        "cores": hardware.cores,
+        "peak_flops_per_s": hardware.peak_flops.get(dtype or ""),
+        "peak_bytes_per_s": hardware.bandwidth,
+        "peak_source": hardware.source,
+        "datasheet_flops_per_s": stated.peak_flops.get(dtype or "") if stated else None,
+        "datasheet_bytes_per_s": stated.bandwidth if stated else None,
+    }
+
+
+def _token_columns(totals: Totals) -> RunRow:
+    ran = totals.prefill_tokens + totals.decode_tokens
+    return {
+        "computed_requests": totals.requests,
+        "prompt_tokens_run": totals.prefill_tokens - totals.recomputed_tokens,
+        "prefix_saved_tokens": totals.cached_tokens,
+        "decode_tokens_run": totals.decode_tokens,
+        "output_tokens": totals.output_tokens,
+        "sampled_tokens": totals.sampled_tokens,
+        "recomputed_tokens": totals.recomputed_tokens,
+        "padded_tokens": totals.padded_tokens,
+        "padding_share": _over(totals.padded_tokens, ran + totals.padded_tokens),
+        "recomputed_share": _over(totals.recomputed_tokens, ran),
+        "preemptions": totals.preemptions,
+        "steps": totals.steps,
+    }
+
+
+def _time_columns(totals: Totals) -> RunRow:
+    prompt = _over(totals.prefill_tokens - totals.recomputed_tokens, totals.wall_s)
+    output = _over(totals.output_tokens, totals.wall_s)
+    return {
+        "engine_wall_s": totals.wall_s,
+        "model_s": totals.model_s,
+        "overhead_s": totals.step_s - totals.model_s,
+        "idle_s": totals.idle_s,
+        "prompt_tokens_per_s": prompt,
+        "output_tokens_per_s": output,
+        "total_tokens_per_s": None if prompt is None or output is None else prompt + output,
+    }
+
+
+def _efficiency_columns(totals: Totals, flops_per_s: float | None, bytes_per_s: float | None) -> RunRow:
+    ran = totals.steps > 0  # without a step the sums say nothing
+    return {
+        "flops": totals.flops,
+        "bytes_moved": totals.bytes_moved,
+        "mfu": _over(_over(totals.flops, totals.wall_s), flops_per_s),
+        "mbu": _over(_over(totals.bytes_moved, totals.wall_s), bytes_per_s),
+        "roofline_s": totals.roofline_s if ran else None,
+        "roofline_efficiency": _over(totals.roofline_s, totals.wall_s),
+        "step_bound_s": totals.step_bound_s if ran else None,
+        "step_bound_efficiency": _over(totals.step_bound_s, totals.wall_s),
+    }
+
+
+def _latency_columns(measured: Measured) -> Iterator[tuple[str, float | None]]:
+    spreads: dict[str, Spread] = {
+        "queue": measured.queue,
+        "ttft": measured.ttft,
+        "tpot": measured.tpot,
+        "itl": measured.itl,
+        "latency": measured.latency,
+    }
+    for stem, values in spreads.items():
+        for name, value in zip(NAMES, values, strict=True):
+            yield f"{stem}_{name}_s", value
+
+
+def _over(top: float | None, bottom: float | None) -> float | None:
+    """A quotient, or None where either side is unknown or there is nothing to divide by."""
+    return None if top is None or not bottom else top / bottom
+
+
+def _minus(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else left - right
+
+
+def write_run(folder: Path, row: RunRow) -> Path:
+    """Write the run table, whole or not at all; drop what is no longer kept. Raises OSError, ValueError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_row(table_path(folder, RUN, str(row["run_id"])), RUN_SCHEMA, row)
+    prune(folder)
+    return path

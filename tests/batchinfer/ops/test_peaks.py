@@ -1,0 +1,42 @@
+"""The measurement measures: small sizes here, so the numbers themselves mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer.errors import Unavailable
+from batchinfer.ops import peaks
+
+
+def test_every_dtype_and_both_streams_are_measured() -> None:
+    found = peaks.measure_peaks("cpu", size=64, stream_bytes=2**20)
+    assert set(found.peak_flops) == {"bfloat16", "float32"}
+    assert all(value > 0 for value in found.peak_flops.values())
+    assert found.bandwidth == max(found.read_bytes_per_s, found.copy_bytes_per_s) > 0
+    assert found.name is None
+    assert found.seconds > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_timed_is_a_matrix_product(dtype: torch.dtype) -> None:
+    """Else a fast number would be the peak of nothing."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(32, 64).to(dtype), torch.randn(48, 64).to(dtype)
+    with torch.inference_mode():
+        product = peaks._linear(x, weight)()
+    torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_measured_and_named() -> None:
+    found = peaks.measure_peaks("cuda", size=512, stream_bytes=2**24)
+    assert set(found.peak_flops) == {"bfloat16", "float16", "float32"}
+    assert found.name == torch.cuda.get_device_name()
+
+
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(Unavailable, match=r"cuda:99: .* finds \d+ GPUs"):
+        peaks.measure_peaks("cuda:99", size=64)
+    with pytest.raises(ValueError, match="'meta'"):
+        peaks.measure_peaks("meta", size=64)

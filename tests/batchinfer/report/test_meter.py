@@ -1,0 +1,160 @@
+"""The meter: totals equal the sums, percentiles equal NumPy's, memory and files behave."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from batchinfer_kernels.cost import Peaks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.report.columns import REQUEST_SCHEMA, STEP_SCHEMA
+from batchinfer.report.meter import Measured, Meter, tpot
+from batchinfer.request import RequestSample, StepSample
+
+counts = st.integers(0, 10_000)
+spans = st.floats(0.001, 100)
+
+
+@st.composite
+def step_lists(draw: Any) -> list[StepSample]:
+    """Steps of one engine, with idle time between them."""
+    clock, samples = 0.0, []
+    for number in range(draw(st.integers(1, 12))):
+        clock += draw(st.floats(0, 5))
+        duration = draw(spans)
+        tokens = [draw(counts) for _ in range(6)]
+        state = [draw(counts) for _ in range(5)]
+        cost = (draw(counts), draw(counts), draw(st.none() | spans))
+        samples.append(StepSample(number, clock, duration, duration / 2, *tokens, *state, *cost))
+        clock += duration
+    return samples
+
+
+@st.composite
+def request_samples(draw: Any) -> RequestSample:
+    key = draw(st.binary(min_size=32, max_size=32))
+    times = np.cumsum([draw(spans) for _ in range(4)]).tolist()
+    return RequestSample(key, *(draw(counts) for _ in range(4)), *times)
+
+
+def measure(steps: list[StepSample], requests: list[RequestSample], folder: Path, **options: Any) -> Measured:
+    with Meter(folder, "r", **options) as meter:
+        for step in steps:
+            meter.step(step)
+        for request in requests:
+            meter.request(request)
+        return meter.finish()
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps=step_lists(), buffer_rows=st.integers(1, 5))
+def test_totals_are_the_sums_and_the_table_holds_every_step(
+    steps: list[StepSample], buffer_rows: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure(steps, [], Path(folder), peaks=Peaks(3.0, 2.0), buffer_rows=buffer_rows)
+        table = pq.read_table(measured.steps_path)
+    totals = measured.totals
+    for name in ("prefill_tokens", "decode_tokens", "recomputed_tokens", "cached_tokens", "sampled_tokens"):
+        assert getattr(totals, name) == sum(getattr(s, name) for s in steps) == sum(table[name].to_pylist())
+    assert (totals.flops, totals.bytes_moved) == (sum(s.flops for s in steps), sum(s.bytes for s in steps))
+    assert totals.step_bound_s == pytest.approx(sum(max(s.flops / 3.0, s.bytes / 2.0) for s in steps))
+    assert totals.wall_s == pytest.approx(steps[-1].started_s + steps[-1].duration_s - steps[0].started_s)
+    known = [s.roofline_s for s in steps if s.roofline_s is not None]
+    assert totals.roofline_s == (pytest.approx(sum(known)) if len(known) == len(steps) else None)
+    assert table.schema.equals(STEP_SCHEMA)
+    shared = [f.name for f in fields(StepSample)]
+    assert [tuple(row[n] for n in shared) for row in table.to_pylist()] == [astuple(s) for s in steps]
+
+
+@settings(max_examples=20, deadline=None)
+@given(requests=st.lists(request_samples(), min_size=1, max_size=20))
+def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure([], requests, Path(folder), buffer_rows=3)
+        table = pq.read_table(measured.requests_path)
+    assert table.schema.equals(REQUEST_SCHEMA)
+    assert table["key"].to_pylist() == [r.key.hex() for r in requests]
+    expected = {
+        "ttft": [r.first_token_s - r.queued_s for r in requests],
+        "queue": [r.scheduled_s - r.queued_s for r in requests],
+        "latency": [r.finished_s - r.queued_s for r in requests],
+        "tpot": [value for r in requests if (value := tpot(r)) is not None],
+    }
+    for name, values in expected.items():
+        found = getattr(measured, name)
+        if values:
+            assert found == pytest.approx(np.percentile(values, [50, 90, 99]).tolist())
+        else:
+            assert found == (None, None, None)
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps=step_lists())
+def test_itl_counts_each_decoded_token_once(steps: list[StepSample]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(steps, [], Path(folder)).itl
+    ends = [s.started_s + s.duration_s for s in steps]
+    gaps = np.repeat(np.diff(ends), [s.decode_tokens for s in steps[1:]])
+    if gaps.size:
+        expected = np.percentile(gaps, [50, 90, 99], method="inverted_cdf")
+        assert found == pytest.approx(expected.tolist(), abs=1e-9)
+    else:
+        assert found == (None, None, None)
+
+
+def test_tpot_needs_two_tokens(request_sample: Any) -> None:
+    assert tpot(request_sample(completion_tokens=5)) == 1.0
+    assert tpot(request_sample(completion_tokens=1)) is None
+    assert tpot(request_sample(completion_tokens=0)) is None
+
+
+def test_idle_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any) -> None:
+    steps = [step(0), step(1), step(2, started_s=5.0), step(0, started_s=0.5), step(1, started_s=2.0)]
+    measured = measure(steps, [], tmp_path)
+    assert measured.totals.idle_s == pytest.approx(0.25 + 3.25 + 0.75)
+    rows = pq.read_table(measured.steps_path).to_pylist()
+    assert [row["engine"] for row in rows] == [0, 0, 0, 1, 1]
+    assert [row["interval_s"] for row in rows] == [None, 1.0, 4.0, None, 1.5]
+
+
+def test_without_peaks_nothing_is_claimed(tmp_path: Path, step: Any) -> None:
+    totals = measure([step(0, roofline_s=None), step(1)], [], tmp_path).totals
+    assert totals.roofline_s is None
+    assert totals.step_bound_s is None
+
+
+def test_nothing_measured_is_two_empty_tables(tmp_path: Path) -> None:
+    measured = measure([], [], tmp_path / "new")
+    assert measured.itl == measured.ttft == (None, None, None)
+    assert pq.read_table(measured.steps_path).num_rows == 0
+
+
+def test_an_error_leaves_no_files(tmp_path: Path, step: Any) -> None:
+    def fail_half_way() -> None:
+        with Meter(tmp_path, "r", buffer_rows=1) as meter:
+            meter.step(step(0))
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail_half_way()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_go_to_disk_while_the_run_lasts(tmp_path: Path, step: Any, request_sample: Any) -> None:
+    with Meter(tmp_path, "r", buffer_rows=10) as meter:
+        for number in range(1005):
+            meter.step(step(number))
+            meter.request(request_sample(number))
+        assert sorted(p.suffix for p in tmp_path.iterdir()) == [".tmp", ".tmp"]
+        measured = meter.finish()
+    assert pq.ParquetFile(measured.steps_path).metadata.num_row_groups == 101
+    assert pq.read_metadata(measured.requests_path).num_rows == 1005
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".parquet", ".parquet"]

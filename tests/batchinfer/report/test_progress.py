@@ -1,0 +1,156 @@
+"""Progress with a clock that the test turns and a stream that the test reads."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.report.progress import FINISHED_BEFORE_TRUST, Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_plain_lines_come_after_5_then_every_30_seconds(clock: Clock, step: Any) -> None:
+    stream = io.StringIO()
+    with Progress(stream, clock=clock) as progress:
+        progress.running(rows=9000, prompt_tokens=9_000, expected_tokens=1_000)
+        times = []
+        for second in range(1, 71):
+            clock.now += 1
+            progress.step(step(prefill_tokens=90, recomputed_tokens=0, cached_tokens=5, sampled_tokens=5))
+            if len(stream.getvalue().splitlines()) > len(times):
+                times.append(second)
+    assert times == [5, 35, 65]
+    first = stream.getvalue().splitlines()[0]
+    assert first == "running 5% · 500 of 10k tokens · 100 tok/s · about 2 min left · 0 of 9,000 rows"
+
+
+def test_recomputed_tokens_are_no_progress(clock: Clock, step: Any) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, clock=clock)
+    progress.running(rows=1, prompt_tokens=100, expected_tokens=100)
+    clock.now += 10
+    progress.step(step(prefill_tokens=60, recomputed_tokens=20, cached_tokens=0, sampled_tokens=10))
+    assert "50 of 200 tokens" in stream.getvalue()
+
+
+def test_the_total_shrinks_as_outputs_end_early(clock: Clock, step: Any) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, clock=clock)
+    progress.running(rows=100, prompt_tokens=1000, expected_tokens=100 * 50)
+    for _ in range(FINISHED_BEFORE_TRUST):
+        progress.finished(expected_tokens=50, completion_tokens=10)
+    clock.now += 6
+    progress.step(step(prefill_tokens=500, recomputed_tokens=0, cached_tokens=0, sampled_tokens=0))
+    assert "500 of 2k tokens" in stream.getvalue()
+    assert "16 of 100 rows" in stream.getvalue()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40),
+    st.integers(0, 5000),
+)
+def test_done_never_passes_the_total(outputs: list[tuple[int, int]], sampled: int) -> None:
+    """Whatever the outputs' lengths, even above what was expected."""
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(stream, clock=clock)
+    progress.running(rows=len(outputs), prompt_tokens=10, expected_tokens=sum(e for e, _ in outputs))
+    for expected, actual in outputs:
+        progress.finished(expected_tokens=expected, completion_tokens=actual)
+    work = progress._current()
+    work.ran_tokens += sampled
+    assert work.total is not None
+    assert work.done <= work.total
+
+
+def test_rows_are_counted_while_reading(clock: Clock) -> None:
+    stream = io.StringIO()
+    with Progress(stream, clock=clock) as progress:
+        progress.phase("reading")
+        clock.now += 2
+        progress.rows(1000)
+        clock.now += 4
+        progress.rows(2000)
+        progress.phase("publishing", total_rows=3000)
+        clock.now += 31
+        progress.rows(1500)
+    assert stream.getvalue().splitlines() == [
+        "reading · 500 rows/s · 3,000 rows",
+        "publishing 50% · 48.4 rows/s · about 31 s left · 1,500 of 3,000 rows",
+    ]
+
+
+def test_the_rate_is_that_of_the_last_seconds(clock: Clock) -> None:
+    progress = Progress(io.StringIO(), clock=clock)
+    progress.phase("publishing", total_rows=10**6)
+    for second in range(600):
+        clock.now += 1
+        progress.rows(1000 if second < 300 else 10)
+    work = progress._current()
+    assert work.rate(clock.now) == pytest.approx(10, rel=0.2)
+    assert len(work.marks) < 40
+
+
+def test_quiet_prints_nothing(clock: Clock, step: Any) -> None:
+    for stream in (io.StringIO(), Screen()):
+        with Progress(stream, quiet=True, clock=clock) as progress:
+            progress.phase("reading", total_rows=5)
+            clock.now += 100
+            progress.rows(5)
+            progress.running(rows=1, prompt_tokens=10, expected_tokens=10)
+            clock.now += 100
+            progress.step(step())
+        assert stream.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar(clock: Clock, step: Any) -> None:
+    screen = Screen()
+    with Progress(screen, clock=clock) as progress:
+        progress.phase("loading model")
+        clock.now += 1
+        progress.tick()
+        progress.running(rows=10, prompt_tokens=900, expected_tokens=100)
+        for _ in range(5):
+            clock.now += 1
+            progress.step(step(prefill_tokens=95, recomputed_tokens=0, cached_tokens=0, sampled_tokens=5))
+    text = screen.getvalue()
+    assert "loading model …" in text
+    assert "running  50%" in text
+    assert "500/1.00k tok" in text
+    assert "100 tok/s" in text
+    assert "about 5 s left" in text
+    assert "10 of" not in text
+
+
+def test_an_empty_job_divides_by_nothing(clock: Clock) -> None:
+    stream = io.StringIO()
+    with Progress(stream, clock=clock) as progress:
+        progress.running(rows=0, prompt_tokens=0, expected_tokens=0)
+        clock.now += 10
+        progress.tick()
+    assert stream.getvalue() == "running · 0 of 0 tokens · 0 of 0 rows\n"
+
+
+def test_counting_before_a_phase_is_refused(clock: Clock) -> None:
+    with pytest.raises(ValueError, match="no phase"):
+        Progress(io.StringIO(), clock=clock).rows(1)

@@ -1,0 +1,179 @@
+"""What the terminal shows at the end."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.report import units
+from batchinfer.report.columns import RUN_SCHEMA
+from batchinfer.report.summary import as_json, summary
+from batchinfer.report.tables import RunFacts, run_row
+
+START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
+
+
+def full_row(**changes: Any) -> dict[str, Any]:
+    facts = RunFacts(
+        run_id="20261120T223000Z-abcdef",
+        job="orders",
+        output="results/orders",
+        started_at=START,
+        finished_at=START + timedelta(seconds=112),
+        exit_code=0,
+        exit_status="published",
+        versions={"python": "3.11.0"},
+        dtype="bfloat16",
+        rows=2400,
+        rows_ok=2388,
+        rows_error=12,
+        error_codes={"bad_json": 3, "prompt_too_long": 5, "bad_utf8": 2, "missing_prompt": 2},
+        duplicate_rows=78,
+        reused_requests=10,
+        duplicate_saved_tokens=4500,
+        ingest_s=1.25,
+        plan_s=0.05,
+        load_s=2.0,
+        engine_s=90.0,
+        publish_s=0.5,
+        parent_peak_rss_bytes=310 * 2**20,
+        worker_peak_rss_bytes=int(1.25 * 2**30),
+        forecast_s=95.0,
+    )
+    engine = {
+        "computed_requests": 2300,
+        "hardware": "AMD EPYC",
+        "device": "cpu",
+        "peak_source": "measured",
+        "prompt_tokens_run": 1_107_000,
+        "prefix_saved_tokens": 2_500_000,
+        "output_tokens": 80_400,
+        "prompt_tokens_per_s": 12_300.0,
+        "output_tokens_per_s": 893.3,
+        "total_tokens_per_s": 13_193.3,
+        "steps": 5000,
+        "engine_wall_s": 90.0,
+        "overhead_s": 2.7,
+        "idle_s": 0.9,
+        "padding_share": 0.004,
+        "recomputed_share": 0.0,
+        "mfu": 0.302,
+        "mbu": 0.118,
+        "roofline_efficiency": 0.413,
+        "ttft_p50_s": 31.0,
+        "ttft_p99_s": 83.0,
+        "tpot_p50_s": 0.0123,
+        "tpot_p99_s": 0.025,
+    }
+    return run_row(facts, None, None) | engine | changes
+
+
+def test_a_published_run() -> None:
+    assert summary(full_row()) == "\n".join(
+        [
+            "orders: published after 1 min 52 s",
+            "  rows     2,388 ok, 12 error rows (0.5%)  prompt_too_long 5, bad_json 3, bad_utf8 2, …",
+            "  work     2,300 computed now, 10 reused from earlier runs, 78 served as duplicates",
+            "  tokens   1.11M prompt run, 80.4k output, 2.50M saved by shared prefixes, 4.50k by duplicates",
+            "  speed    12.3k prompt tok/s + 893 output tok/s = 13.2k tok/s",
+            "  latency  TTFT 31 s / 1 min 23 s, TPOT 12.3 ms / 25 ms  (p50 / p99)",
+            "  limit    roofline 41% (MFU 30%, MBU 12%) of measured peaks: AMD EPYC, bfloat16",
+            "  lost     padding 0.4%, recomputation 0%, overhead 3.0%, idle 1.0%",
+            "  time     ingest 1.25 s, plan 50 ms, load 2 s, engine 1 min 30 s, publish 500 ms"
+            "  (engine forecast: 2 min)",
+            "  memory   parent 310 MiB at its peak, worker 1.25 GiB at its peak",
+            "  results  results/orders/*.parquet",
+            "  report   results/orders-report/run-20261120T223000Z-abcdef.parquet",
+            "  next     duckdb.sql(\"select status, generated_text from 'results/orders/*.parquet' limit 5\")",
+        ]
+    )
+
+
+def test_unknown_hardware_names_the_cure() -> None:
+    text = summary(full_row(mfu=None, mbu=None, roofline_efficiency=None))
+    assert "unknown hardware (AMD EPYC, bfloat16): run `batchinfer doctor --measure`" in text
+    assert "MFU" not in text
+
+
+def test_an_interrupted_run_says_how_to_carry_on() -> None:
+    text = summary(full_row(exit_code=130, exit_status="interrupted", rows_ok=388))
+    assert text.startswith("orders: interrupted (exit code 130) after")
+    assert "2,000 not done yet" in text
+    assert "not published" in text
+    assert "what is done is kept: the same command" in text
+
+
+def test_a_run_that_had_nothing_to_do_is_short() -> None:
+    facts = RunFacts("r", "orders", "res", START, START + timedelta(seconds=0.4), 0, "nothing was missing")
+    text = summary(run_row(facts, None, None))
+    assert len(text.splitlines()) == 4
+    assert "–" not in text
+
+
+def test_quotes_in_a_path_survive_in_the_query() -> None:
+    assert "from 'it''s/*.parquet'" in summary(full_row(output="it's"))
+
+
+@given(st.sets(st.sampled_from(RUN_SCHEMA.names)))
+def test_no_unknown_value_breaks_the_summary(unknown: set[str]) -> None:
+    needed = {"job", "output", "run_id", "started_at", "finished_at", "wall_s"}
+    row = full_row(**dict.fromkeys(unknown - needed))
+    text = summary(row)
+    assert len(text.splitlines()) <= 14
+    assert "None" not in text
+    assert json.loads(as_json(row))["job"] == "orders"
+
+
+def test_json_is_one_line_with_every_column() -> None:
+    text = as_json(full_row())
+    assert "\n" not in text
+    back = json.loads(text)
+    assert list(back) == RUN_SCHEMA.names
+    assert back["started_at"] == "2026-11-20T22:30:00+00:00"
+    assert back["error_codes"]["bad_json"] == 3
+    assert back["mfu"] == 0.302
+    assert back["itl_p50_s"] is None
+
+
+def test_json_refuses_what_is_no_number() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        as_json({"mfu": float("nan")})
+    with pytest.raises(TypeError, match="set"):
+        as_json({"mfu": {1}})
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (units.short(None), "–"),
+        (units.short(0), "0"),
+        (units.short(950), "950"),
+        (units.short(999.7), "1.00k"),
+        (units.short(12_345), "12.3k"),
+        (units.short(1_200_000), "1.20M"),
+        (units.short(0.5), "0.50"),
+        (units.percent(0), "0%"),
+        (units.percent(0.005), "0.5%"),
+        (units.percent(0.41), "41%"),
+        (units.percent(1.0), "100%"),
+        (units.seconds(0), "0 ms"),
+        (units.seconds(0.0123), "12.3 ms"),
+        (units.seconds(0.9999), "1.00 s"),
+        (units.seconds(59.97), "1 min 0 s"),
+        (units.seconds(7530), "2 h 5 min"),
+        (units.about(0.2), "1 s"),
+        (units.about(61), "1 min"),
+        (units.about(3599), "59 min 59 s"),
+        (units.about(7200), "2 h 0 min"),
+        (units.size(None), "–"),
+        (units.size(1.5 * 2**30), "1.50 GiB"),
+        (units.count(2388), "2,388"),
+    ],
+)
+def test_units(shown: str, expected: str) -> None:
+    assert shown == expected

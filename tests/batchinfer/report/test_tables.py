@@ -1,0 +1,202 @@
+"""The run row and its table, and what is kept of older runs."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow.parquet as pq
+import pytest
+from batchinfer_kernels.cost import Peaks
+
+from batchinfer.report import folder, spool
+from batchinfer.report.columns import RUN_SCHEMA
+from batchinfer.report.hardware import Hardware
+from batchinfer.report.meter import Measured, Meter
+from batchinfer.report.spool import Spool, write_row
+from batchinfer.report.tables import RunFacts, run_row, versions, write_run
+
+START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
+
+
+@pytest.fixture
+def facts() -> RunFacts:
+    return RunFacts(
+        run_id="20261120T223000Z-abcdef",
+        job="orders",
+        output="/d/res",
+        started_at=START,
+        finished_at=START + timedelta(seconds=90),
+        exit_code=0,
+        exit_status="published",
+        dtype="float32",
+        ops={"linear": "torch"},
+        rows=20,
+        rows_ok=18,
+        rows_error=2,
+        error_codes={"bad_json": 2},
+        engine_s=12.0,
+        forecast_s=10.0,
+    )
+
+
+@pytest.fixture
+def machine() -> Hardware:
+    return Hardware("Test CPU", "cpu", 2, 2**34, {"float32": 1000.0}, 200.0, "measured")
+
+
+def measured_by(tmp_path: Path, step: Any, request_sample: Any) -> Measured:
+    with Meter(tmp_path, "m", peaks=Peaks(1000.0, 200.0)) as meter:
+        for number in range(4):
+            meter.step(step(number))
+        meter.request(request_sample(1))
+        return meter.finish()
+
+
+def test_the_definitions(
+    tmp_path: Path, facts: RunFacts, machine: Hardware, step: Any, request_sample: Any
+) -> None:
+    """By hand: four steps of 0.75 s with 0.25 s between them, 1000 FLOP and 100 bytes each."""
+    row = run_row(facts, machine, measured_by(tmp_path, step, request_sample))
+    wall = 4 * 0.75 + 3 * 0.25
+    expected = {
+        "wall_s": 90.0,
+        "engine_wall_s": wall,
+        "model_s": 2.0,
+        "overhead_s": 1.0,
+        "idle_s": 0.75,
+        "prompt_tokens_run": 4 * (10 - 2),
+        "recomputed_share": 8 / 56,
+        "padding_share": 4 / 60,
+        "mfu": 4000 / wall / 1000,
+        "mbu": 400 / wall / 200,
+        "roofline_s": 1.0,
+        "roofline_efficiency": 1.0 / wall,
+        "step_bound_s": 4.0,
+        "prompt_tokens_per_s": 32 / wall,
+        "output_tokens_per_s": 5 / wall,
+        "total_tokens_per_s": 37 / wall,
+        "ttft_p50_s": 2.0,
+        "tpot_p99_s": 1.0,
+        "itl_p50_s": 1.0,
+        "forecast_error": 0.2,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert set(row) == set(RUN_SCHEMA.names)
+
+
+def test_unknown_hardware_gives_null_and_never_zero(
+    tmp_path: Path, facts: RunFacts, step: Any, request_sample: Any
+) -> None:
+    bare = Hardware("Test CPU", "cpu", 2, None)
+    row = run_row(facts, bare, measured_by(tmp_path, step, request_sample))
+    for name in ("mfu", "mbu", "peak_flops_per_s", "peak_bytes_per_s", "datasheet_flops_per_s"):
+        assert row[name] is None
+    assert row["flops"] == 4000
+
+
+def test_a_run_without_an_engine_knows_nothing_of_speed(tmp_path: Path, facts: RunFacts) -> None:
+    row = run_row(facts, None, None)
+    assert row["mfu"] is row["steps"] is row["ttft_p50_s"] is None
+    with Meter(tmp_path, "m") as meter:
+        idle = run_row(facts, None, meter.finish())
+    assert idle["steps"] == 0
+    assert idle["mfu"] is idle["roofline_s"] is idle["padding_share"] is idle["prompt_tokens_per_s"] is None
+
+
+def test_the_table_comes_back_as_it_was(tmp_path: Path, facts: RunFacts, machine: Hardware) -> None:
+    row = run_row(facts, machine, None)
+    path = write_run(tmp_path / "res-report", row)
+    assert path.name == "run-20261120T223000Z-abcdef.parquet"
+    back = pq.read_table(path)
+    assert back.schema.equals(RUN_SCHEMA)
+    assert back.schema.metadata[b"batchinfer.format"] == b"1"
+    found = back.to_pylist()[0]
+    assert dict(found.pop("error_codes")) == {"bad_json": 2}
+    assert dict(found.pop("versions")) == versions()
+    assert dict(found.pop("ops")) == {"linear": "torch"}
+    assert found == {name: row[name] for name in found}
+
+
+def test_duckdb_reads_all_runs(tmp_path: Path, facts: RunFacts) -> None:
+    for number in range(3):
+        row = run_row(facts, None, None) | {"run_id": f"r{number}"}
+        write_run(tmp_path, row)
+    query = f"select count(*), min(error_codes['bad_json']), min(mfu) from '{tmp_path}/run-*.parquet'"
+    with duckdb.connect(":memory:") as connection:
+        assert connection.execute(query).fetchone() == (3, 2, None)
+
+
+def test_a_row_must_name_exactly_the_columns(tmp_path: Path, facts: RunFacts) -> None:
+    row = run_row(facts, None, None)
+    with pytest.raises(ValueError, match="surprise"):
+        write_run(tmp_path, row | {"surprise": 1})
+    row.pop("mfu")
+    with pytest.raises(ValueError, match="mfu"):
+        write_run(tmp_path, row)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_rename_leaves_the_older_table(
+    tmp_path: Path, facts: RunFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path, run_row(facts, None, None))
+    before = path.read_bytes()
+
+    def fail(*paths: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(spool.os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_run(tmp_path, run_row(facts, None, None) | {"job": "other"})
+    assert path.read_bytes() == before
+
+
+def test_a_spool_is_finished_once(tmp_path: Path) -> None:
+    done = Spool(tmp_path / "x.parquet", RUN_SCHEMA)
+    done.finish()
+    done.abort()
+    assert done.path.exists()
+    with pytest.raises(ValueError, match="before"):
+        done.finish()
+
+
+def test_details_of_the_newest_runs_are_kept_and_every_run_row(tmp_path: Path) -> None:
+    ids = [folder.new_run_id(START + timedelta(days=day)) for day in range(13)]
+    for run_id in ids:
+        for table in ("run", "steps", "requests"):
+            folder.table_path(tmp_path, table, run_id).touch()
+    gone = folder.prune(tmp_path)
+    assert len(gone) == 6
+    assert len(list(tmp_path.glob("run-*"))) == 13
+    for table in ("steps", "requests"):
+        kept = sorted(p.name for p in tmp_path.glob(f"{table}-*"))
+        assert kept == [f"{table}-{run_id}.parquet" for run_id in ids[-folder.KEPT_DETAILS :]]
+    assert folder.prune(tmp_path) == []
+
+
+def test_run_ids_sort_by_time_and_differ() -> None:
+    ids = [folder.new_run_id(START + timedelta(seconds=n)) for n in range(50)]
+    assert ids == sorted(ids)
+    assert folder.new_run_id(START) != folder.new_run_id(START)
+
+
+def test_leftovers_of_a_killed_run_are_swept(tmp_path: Path) -> None:
+    killed = Spool(folder.table_path(tmp_path, "steps", "dead"), RUN_SCHEMA)
+    (tmp_path / "notes.tmp").touch()
+    assert [p.name for p in folder.sweep(tmp_path)] == ["steps-dead.parquet.tmp"]
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.tmp"]
+    killed.abort()
+
+
+def test_the_report_lies_beside_the_results() -> None:
+    assert folder.report_folder(Path("/d/res")) == Path("/d/res-report")
+
+
+def test_write_row_leaves_nothing_on_a_wrong_value(tmp_path: Path, facts: RunFacts) -> None:
+    row = run_row(facts, None, None) | {"rows": "many"}
+    with pytest.raises((TypeError, ValueError)):
+        write_row(tmp_path / "x.parquet", RUN_SCHEMA, row)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,132 @@
+"""Rules of the house that no linter checks: short functions, short files, nothing unfinished, nothing swallowed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MEDIAN_LINES = 10
+LONGEST_FUNCTION = 60  # outside of kernels, whose inner loops read better in one piece
+LONGEST_FILE = 500
+# Written so that this file does not find itself
+UNFINISHED = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]))
+PLACES = re.compile(
+    "|".join([r"(?<![\w.-])/work/(?:main|shared)\b", "/tmp/" + "bi/", r"(?<!\w)\.lib" + "rary/"])
+)
+WATCHED = (".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg")
+FOLDERS = ("batchinfer", "kernels", "tests", "docs", "jobs", ".ci")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def texts() -> Iterator[Path]:
+    """What a reader of the repository sees, without what tools leave behind."""
+    for folder in FOLDERS:
+        yield from (p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and _watched(p))
+    yield from (p for p in sorted(ROOT.iterdir()) if p.is_file() and _watched(p))
+
+
+def _watched(path: Path) -> bool:
+    return path.suffix in WATCHED or path.name in ("Makefile", "run", "LICENSE")
+
+
+def functions(source: str) -> list[tuple[str, int]]:
+    """(name, lines) of every function, docstring and signature included."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function)]
+    return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in found]
+
+
+def swallowed(source: str) -> list[int]:
+    """Lines of handlers that catch everything without raising again, or that do nothing at all."""
+    handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler)]
+    return [node.lineno for node in handlers if _catches_all(node) or _does_nothing(node)]
+
+
+def _catches_all(handler: ast.ExceptHandler) -> bool:
+    everything = handler.type is None or ast.unparse(handler.type) == "BaseException"
+    return everything and not any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+
+
+def _does_nothing(handler: ast.ExceptHandler) -> bool:
+    return all(isinstance(node, ast.Pass) or _is_constant(node) for node in handler.body)
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_median_function_is_short() -> None:
+    lengths = [length for path in sources("batchinfer") for _, length in functions(path.read_text("utf-8"))]
+    assert median(lengths) <= MEDIAN_LINES
+
+
+def test_no_function_is_long() -> None:
+    found = [
+        f"{named(path)} {name}: {length} lines"
+        for path in sources("batchinfer")
+        for name, length in functions(path.read_text("utf-8"))
+        if length > LONGEST_FUNCTION
+    ]
+    assert found == []
+
+
+def test_no_file_is_long() -> None:
+    lengths = {named(p): len(p.read_text("utf-8").splitlines()) for p in sources("batchinfer", "kernels")}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
+def test_nothing_is_swallowed() -> None:
+    found = [
+        f"{named(path)}:{line}"
+        for path in sources("batchinfer", "kernels", "jobs")
+        for line in swallowed(path.read_text("utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meaning"), [(UNFINISHED, "unfinished work"), (PLACES, "a path of one machine")]
+)
+def test_no_text_holds(pattern: re.Pattern[str], meaning: str) -> None:
+    found = [
+        f"{named(path)}:{number}: {meaning}: {match.group()}"
+        for path in texts()
+        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1)
+        if (match := pattern.search(line))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "except:\n    x = 1",
+        "except ValueError:\n    pass",
+        "except OSError:\n    ...",
+        "except BaseException:\n    x()",
+    ],
+)
+def test_a_swallowing_handler_is_caught(handler: str) -> None:
+    assert swallowed(f"try:\n    f()\n{handler}\n") == [3]
+
+
+def test_a_handler_that_acts_is_fine() -> None:
+    for handler in ("except OSError:\n    x = None", "except BaseException:\n    close()\n    raise"):
+        assert swallowed(f"try:\n    f()\n{handler}\n") == []
+
+
+def test_lengths_count_signature_and_docstring() -> None:
+    assert functions('def f(\n    a,\n):\n    """x"""\n    return a\n') == [("f", 5)]
