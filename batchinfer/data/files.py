@@ -1,0 +1,138 @@
+"""Which files a job reads, how they are named in the results, and whether they are still the same."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from batchinfer.errors import InputCorrupt, InputMissing, StorageError
+
+Format = Literal["jsonl", "parquet"]
+_PARQUET = (".parquet", ".pq")
+_JSONL = (".jsonl", ".ndjson", ".json")
+_COMPRESSED = ("", ".gz", ".zst", ".zstd")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """An input file as it was when it was listed. `name` is what the results call it."""
+
+    path: str
+    name: str
+    format: Format
+    size: int
+    mtime_ns: int
+
+    def check_unchanged(self) -> None:
+        """Raises InputCorrupt when size or time differ from those at listing, InputMissing when it is gone."""
+        try:
+            now = os.stat(self.path)
+        except FileNotFoundError:
+            raise InputMissing(
+                f"{self.path}: the file was there when the job began and is gone now"
+            ) from None
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise InputCorrupt(
+                f"{self.path}: the file changed while it was read ({self.size} bytes before, {now.st_size} now); "
+                "run the job again when nothing writes to it"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "auto") -> list[InputFile]:
+    """Files for a path, a folder, a glob or a list of these, each once, sorted within each entry.
+
+    Folders are searched with all their subfolders for known suffixes; hidden files and folders are skipped.
+    Raises InputMissing for a missing file and a glob or folder without files, InputCorrupt for mixed formats.
+    """
+    entries = [patterns] if isinstance(patterns, str) else list(patterns)
+    paths = dict.fromkeys(path for entry in entries for path in _expand(entry))
+    files = [_describe(path, base, named_format) for path in paths]
+    formats = {f.format for f in files}
+    if len(formats) > 1:
+        odd = next(f for f in files if f.format != files[0].format)
+        raise InputCorrupt(
+            f"{odd.path}: is {odd.format} while {files[0].path} is {files[0].format}; "
+            "one job reads files of one format"
+        )
+    return files
+
+
+def _expand(entry: str) -> list[str]:
+    if os.path.isdir(entry):
+        found = sorted(_walk(entry))
+        if not found:
+            known = ", ".join(_JSONL + _PARQUET)
+            raise InputMissing(
+                f"{entry}: no input file in this folder; known suffixes are {known} (.gz, .zst)"
+            )
+        return found
+    if os.path.lexists(entry):
+        return [entry]
+    if not glob.has_magic(entry):
+        raise InputMissing(f"{entry}: there is no such file")
+    found = sorted(p for p in glob.glob(entry, recursive=True) if os.path.isfile(p))
+    if not found:
+        raise InputMissing(f"{entry}: the pattern matches no file")
+    return found
+
+
+def _walk(folder: str) -> Iterable[str]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (os.path.join(root, n) for n in names if not n.startswith(".") and known_suffix(n))
+
+
+def known_suffix(name: str) -> Format | None:
+    """The format that a file's name tells, None when it tells none."""
+    lower = name.lower()
+    if lower.endswith(_PARQUET):
+        return "parquet"
+    return "jsonl" if any(lower.endswith(j + c) for j in _JSONL for c in _COMPRESSED) else None
+
+
+def _describe(path: str, base: Path, named_format: str) -> InputFile:
+    try:
+        found = os.stat(path)
+        form = _format(path, named_format)
+    except FileNotFoundError:
+        raise InputMissing(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from None
+    return InputFile(path, _shown_name(path, base), form, found.st_size, found.st_mtime_ns)
+
+
+def _format(path: str, named_format: str) -> Format:
+    if named_format == "parquet":
+        return "parquet"
+    if named_format in ("jsonl", "openai"):
+        return "jsonl"
+    return known_suffix(os.path.basename(path)) or _sniff(path)
+
+
+def _sniff(path: str) -> Format:
+    with open(path, "rb") as file:
+        return "parquet" if file.read(4) == b"PAR1" else "jsonl"
+
+
+def _shown_name(path: str, base: Path) -> str:
+    absolute = os.path.abspath(path)
+    relative = os.path.relpath(absolute, base)
+    return absolute if relative.startswith("..") else relative
+
+
+def sha256_of(path: str) -> str:
+    """The file's digest, read in chunks of 1 MiB."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,44 @@
+"""What identifies a piece of work, and what tells that prompts begin alike."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from batchinfer.request import TokenIds
+
+PREFIX_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+PREFIX_COLUMNS = tuple(f"p{n}" for n in PREFIX_LENGTHS)
+
+
+def work_key(context: bytes, params_json: str, tokens: bytes, occurrence: int = 0) -> bytes:
+    """32 bytes: equal only for work with equal answers. `tokens` are little-endian int32.
+
+    Every part is preceded by its length, so that no two different works give the same bytes to hash.
+    """
+    params = params_json.encode()
+    digest = hashlib.sha256()
+    for part in (context, params, tokens, str(occurrence).encode()):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def prefix_hashes(tokens: bytes) -> list[int]:
+    """One signed 64-bit number for each of PREFIX_LENGTHS that is shorter than the prompt."""
+    digest = hashlib.blake2b(digest_size=8)
+    found: list[int] = []
+    start = 0
+    for length in PREFIX_LENGTHS:
+        if length * 4 >= len(tokens):
+            break
+        digest.update(tokens[start : length * 4])
+        start = length * 4
+        found.append(int.from_bytes(digest.digest(), "little", signed=True))
+    return found
+
+
+def token_bytes(ids: TokenIds) -> bytes:
+    """Little-endian int32, as the token store keeps them."""
+    return np.ascontiguousarray(ids, dtype="<i4").tobytes()

@@ -1,0 +1,31 @@
+"""OpenAI batch files: one request a line, with custom_id, method, url and body."""
+
+from __future__ import annotations
+
+from batchinfer.data.rows import RowProblem, Values, kind_of
+
+CHAT_URL = "/v1/chat/completions"
+TEXT_URL = "/v1/completions"
+_KEYS = {"custom_id", "method", "url", "body"}
+
+
+def looks_like_openai(row: Values) -> bool:
+    """Whether a row has the four keys of a batch request."""
+    return set(row) >= _KEYS and isinstance(row["body"], dict)
+
+
+def openai_request(row: Values) -> tuple[str, Values]:
+    """(url, body) of a batch request. Raises RowProblem naming the field that is wrong."""
+    missing = sorted(_KEYS - set(row))
+    if missing:
+        raise RowProblem("bad_request", f"the request lacks {', '.join(missing)}")
+    unknown = sorted(set(row) - _KEYS)
+    if unknown:
+        raise RowProblem("unknown_field", f"a batch request has no field {unknown[0][:100]!r}")
+    if row["method"] != "POST":
+        raise RowProblem("bad_request", "method must be POST")
+    if row["url"] not in (CHAT_URL, TEXT_URL):
+        raise RowProblem("bad_request", f"url must be {CHAT_URL} or {TEXT_URL}")
+    if not isinstance(row["body"], dict):
+        raise RowProblem("bad_request", f"body must be an object, not {kind_of(row['body'])}")
+    return row["url"], row["body"]

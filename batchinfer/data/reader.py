@@ -1,0 +1,86 @@
+"""The rows of a job's input, whatever it is kept in, in bounded batches and in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import pyarrow as pa
+
+from batchinfer.data.files import InputFile
+from batchinfer.data.jsonl import JsonlReader
+from batchinfer.data.openai_input import looks_like_openai
+from batchinfer.data.parquet_input import ParquetReader, check_same_schema
+from batchinfer.data.rows import RowBatch
+from batchinfer.request import RowError
+
+Shape = Literal["table", "openai"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads the files one after another; `sha256` fills while `batches()` runs, one digest a file."""
+
+    files: tuple[InputFile, ...]
+    max_line_bytes: int
+    sha256: dict[str, str]
+
+    @classmethod
+    def open(cls, files: Sequence[InputFile], max_line_bytes: int = 16 << 20) -> Reader:
+        """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
+        reader = cls(tuple(files), max_line_bytes, {})
+        reader.schema()
+        return reader
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(f.size for f in self.files)
+
+    def schema(self) -> pa.Schema | None:
+        """The columns where the format declares them (Parquet, SQL); None for JSONL."""
+        typed = [f for f in self.files if f.format == "parquet"]
+        if not typed:
+            return None
+        first = ParquetReader(typed[0]).schema()
+        for other in typed[1:]:
+            check_same_schema(typed[0], first, other, ParquetReader(other).schema())
+        return first
+
+    def batches(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Iterator[RowBatch]:
+        """Rows of all files in order, at most `limit`. `columns` spares Parquet from decoding the others."""
+        left = limit
+        before = 0
+        for file in self.files:
+            reader = self._one(file, columns)
+            for batch in reader.batches():
+                batch = replace(batch, bytes_read=before + batch.bytes_read)
+                if left is not None:
+                    batch = _first_rows(batch, left)
+                    left -= len(batch.rows)
+                if batch.rows:
+                    yield batch
+                if left == 0:
+                    return  # files that were not read to their end keep no digest: size and time identify them
+            self.sha256[file.path] = reader.sha256
+            before += file.size
+
+    def _one(self, file: InputFile, columns: Sequence[str] | None) -> JsonlReader | ParquetReader:
+        if file.format == "jsonl":
+            return JsonlReader(file, self.max_line_bytes)
+        return ParquetReader(file, None if columns is None else list(columns))
+
+    def shape(self) -> Shape:
+        """Whether the first readable row is an OpenAI batch request."""
+        for batch in self.batches(limit=512):
+            for row in batch.rows:
+                if not isinstance(row, RowError):
+                    return "openai" if looks_like_openai(row) else "table"
+        return "table"
+
+
+def _first_rows(batch: RowBatch, count: int) -> RowBatch:
+    if len(batch.rows) <= count:
+        return batch
+    table = None if batch.table is None else batch.table.slice(0, count)
+    return replace(batch, rows=batch.rows[:count], table=table)

@@ -1,0 +1,61 @@
+"""What the reader hands on: rows in small batches, each row either its columns or the error that it became."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.request import ErrorClass, RowError
+
+Values = dict[str, Any]
+MESSAGE_BYTES = 2048  # an error message is never longer
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """Consecutive rows of one file.
+
+    `table` holds the same rows with their Arrow types where the format has types (Parquet, SQL); None for JSONL.
+    `bytes_read` is how far the reading got, in bytes as they lie on disk: of this file, or from a Reader of all.
+    """
+
+    file: str
+    first_row: int
+    rows: list[Values | RowError]
+    table: pa.RecordBatch | None
+    bytes_read: int
+
+
+class RowProblem(Exception):
+    """Raised while one row is prepared; the row becomes an error row, the job goes on."""
+
+    def __init__(self, code: str, message: str, error_class: ErrorClass = "input") -> None:
+        super().__init__(message)
+        self.error = row_error(code, message, error_class)
+
+
+def row_error(code: str, message: str, error_class: ErrorClass = "input") -> RowError:
+    """A RowError whose message fits in 2 KiB of UTF-8."""
+    data = message.encode("utf-8", "replace")
+    if len(data) > MESSAGE_BYTES:
+        message = data[: MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "…"
+    return RowError(code, error_class, message)
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in the words of a data file: for messages that may not show the value itself."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, dict):
+        return "an object"
+    return f"a {type(value).__name__}"
