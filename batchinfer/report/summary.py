@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -148,5 +149,6 @@ def _results(row: Row) -> str:
 def _next(row: Row) -> str:
     if row["exit_code"]:
         return "what is done is kept: the same command, once the cause is gone, does only the rest"
-    files = f"{row['output']}/*.parquet".replace("'", "''")
-    return f"duckdb.sql(\"select status, generated_text from '{files}' limit 5\")"
+    return (
+        f'batchinfer query {shlex.quote(row["output"])} "select status, count(*) from results group by all"'
+    )

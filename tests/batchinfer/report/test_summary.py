@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_a_published_run() -> None:
             "  memory   parent 310 MiB at its peak, worker 1.25 GiB at its peak",
             "  results  results/orders/*.parquet",
             "  report   results/orders-report/run-20261120T223000Z-abcdef.parquet",
-            "  next     duckdb.sql(\"select status, generated_text from 'results/orders/*.parquet' limit 5\")",
+            '  next     batchinfer query results/orders "select status, count(*) from results group by all"',
         ]
     )
 
@@ -115,8 +116,10 @@ def test_a_run_that_had_nothing_to_do_is_short() -> None:
     assert "–" not in text
 
 
-def test_quotes_in_a_path_survive_in_the_query() -> None:
-    assert "from 'it''s/*.parquet'" in summary(full_row(output="it's"))
+def test_the_next_command_can_be_pasted_whatever_the_path() -> None:
+    last = summary(full_row(output="it's $HOME/x")).splitlines()[-1]
+    words = shlex.split(last)
+    assert words[:4] == ["next", "batchinfer", "query", "it's $HOME/x"]
 
 
 @given(st.sets(st.sampled_from(RUN_SCHEMA.names)))
