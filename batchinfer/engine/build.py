@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -9,14 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from batchinfer.engine.config import EngineConfig, EngineInfo
-from batchinfer.engine.engine import Engine, EngineLimits, StopStreams
+from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.memory import cache_blocks, free_bytes
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import Unavailable
-from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.choose import choose_ops
 
@@ -51,7 +53,7 @@ def build_engine(config: EngineConfig, stop_streams: StopStreams | None = None) 
     )
     eos = frozenset(checkpoint.config.eos_token_ids)
     caches = model.allocate_cache(blocks, block_size, dtype, device)
-    windows = tuple(checkpoint.config.layer_windows)
+    windows = tuple(checkpoint.config.windows)
     runner = ModelRunner(model, ops, caches, windows, block_size, Sampler(eos), shape, device)
     scheduler = Scheduler(limits, BlockPool(blocks, block_size))
     engine_limits = EngineLimits(config.max_model_len, eos)
@@ -65,10 +67,15 @@ def build_engine(config: EngineConfig, stop_streams: StopStreams | None = None) 
         block_size=block_size,
         blocks=blocks,
         kv_bytes=blocks * block_bytes,
-        weight_bytes=model.weight_bytes,
+        weight_bytes=_weight_bytes(checkpoint, dtype),
         load_s=time.perf_counter() - began,
     )
     return BuiltEngine(Engine(runner, scheduler, engine_limits, config.peaks, stop_streams), info)
+
+
+def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """As they lie in memory once loaded."""
+    return sum(math.prod(tensor.info.shape) for tensor in checkpoint.tensors.values()) * dtype.itemsize
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:

@@ -46,3 +46,8 @@ class EngineInfo:
     kv_bytes: int
     weight_bytes: int
     load_s: float
+
+
+# Part of every work key. Raised when a change of operators may change a token, so that no stored answer of the old
+# arithmetic is taken for one of the new.
+NUMERICS_VERSION = 1

@@ -20,7 +20,7 @@ from batchinfer_kernels.cost import (
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.sampler import NO_TOKEN
 from batchinfer.engine.scheduler import Scheduler, Step
-from batchinfer.engine.sequence import Sequence, StopStream
+from batchinfer.engine.sequence import Sequence, StopStream, StopStreams
 from batchinfer.request import (
     Completion,
     FinishReason,
@@ -30,9 +30,6 @@ from batchinfer.request import (
     SamplingParams,
     StepSample,
 )
-
-StopStreams = Callable[[SamplingParams], StopStream]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:

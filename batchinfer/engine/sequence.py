@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from batchinfer.request import Request
+from batchinfer.request import Request, SamplingParams
 
-# Fed the output token ids so far, says how many characters of their text to keep once a stop string appeared.
+# Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
 StopStream = Callable[[int], int | None]
+# Makes one for parameters that have stop strings.
+StopStreams = Callable[[SamplingParams], StopStream]
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchinfer.engine.engine import StopStreams
+from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
 from batchinfer.launch.parent_death import die_with_parent
@@ -32,7 +32,7 @@ def main(spec: WorkerSpec, connection: Connection) -> None:
         _Worker(spec, connection).run()
     except (BrokenPipeError, EOFError):
         return  # the parent is gone: nobody is left to tell
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
         connection.send(_failure(error))
         raise SystemExit(1) from None
 

@@ -1,0 +1,44 @@
+# Everything below needs Python >= 3.11 and make; each target sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup quickstart test test-all check fix bench clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "batchinfer needs Python 3.11 or newer; name one with: make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: $(READY)
+	$(BIN)/batchinfer doctor --measure
+	$(BIN)/batchinfer run jobs/quickstart/job.yaml
+	$(BIN)/python jobs/quickstart/score.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layering.py tests/test_house_rules.py tests/test_docs.py
+
+fix: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m pytest -m slow -s tests/batchinfer/test_speed.py
+
+clean:
+	rm -rf $(VENV) build results .batchinfer-* .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,103 @@
+"""Runs a plan on an engine: keeps it fed, and hands on what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from batchinfer.launch.engine_host import EngineHost
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.launch.messages import Progress
+from batchinfer.plan.plan import Plan, Window
+from batchinfer.request import Request, SamplingParams, TokenIds
+
+WINDOW = 512  # requests in one message to the engine
+QUEUED = 3  # times max_num_seqs: enough that the engine never waits for us, little enough to stay bounded
+POLL_S = 0.1
+DRAIN_S = 15.0  # after a signal: what runs may finish for so long
+
+
+class Prompts(Protocol):
+    """Where the prompts' token ids lie."""
+
+    def read(self, offset: int, count: int) -> TokenIds: ...
+
+
+class Sink(Protocol):
+    """Takes what the engine gives back."""
+
+    def planned(self, window: Window) -> None:
+        """These requests go to the engine now."""
+
+    def take(self, progress: Progress) -> None:
+        """These completions and samples came."""
+
+    def enough(self) -> bool:
+        """Whether to stop early, because going on is pointless."""
+
+    def tick(self) -> None:
+        """Time has passed."""
+
+
+def run_plan(
+    plan: Plan,
+    prompts: Prompts,
+    host: EngineHost,
+    sink: Sink,
+    interrupts: Interrupts,
+    draining: Callable[[float], None],
+) -> None:
+    """Feed the plan's windows in order until all is answered, `sink` has enough, or a signal comes.
+
+    After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
+    """
+    windows = plan.windows(WINDOW)
+    in_flight, more = 0, True
+    while more or in_flight:
+        if interrupts.pending is not None:
+            draining(DRAIN_S)
+            _drain(host, sink)
+            return
+        if sink.enough():
+            return
+        while more and host.info is not None and in_flight < max(WINDOW, QUEUED * host.info.max_num_seqs):
+            window = next(windows, None)
+            if window is None:
+                more = False
+                break
+            sink.planned(window)
+            host.submit(list(_requests(window, prompts)))
+            in_flight += len(window)
+        for progress in host.receive(POLL_S):
+            in_flight -= len(progress.completions)
+            sink.take(progress)
+        sink.tick()
+    _drain(host, sink)
+
+
+def _drain(host: EngineHost, sink: Sink) -> None:
+    """Have the worker finish what runs and leave."""
+    host.finish(DRAIN_S)
+    while not host.left:
+        for progress in host.receive(POLL_S):
+            sink.take(progress)
+        sink.tick()
+
+
+def _requests(window: Window, prompts: Prompts) -> Iterator[Request]:
+    offsets, counts = window.numbers("token_offset"), window.numbers("token_count")
+    expected = window.numbers("expected_tokens")
+    for row, (key, text) in enumerate(zip(window.keys, window.params, strict=True)):
+        ids = np.asarray(prompts.read(int(offsets[row]), int(counts[row])), np.int32)
+        yield Request(key, ids, _params(text, int(expected[row])))
+
+
+@lru_cache(maxsize=4096)
+def _params(text: str, expected: int) -> SamplingParams:
+    """`expected` is max_tokens within the model's context."""
+    params = SamplingParams.from_json(text)
+    return replace(params, max_tokens=expected)

@@ -1,0 +1,48 @@
+"""SIGINT and SIGTERM: at once where that is safe, at the next good moment where work would be lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from batchinfer.errors import Interrupted
+
+
+class Interrupts:
+    """Turns signals into `Interrupted`. While deferred, the first one only sets `pending`; a second one raises."""
+
+    def __init__(self) -> None:
+        self.pending: int | None = None
+        self._deferred = False
+
+    @contextmanager
+    def installed(self) -> Iterator[Interrupts]:
+        """Handle SIGINT and SIGTERM within this block (main thread only)."""
+        before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[Interrupts]:
+        """Within this block the caller looks at `pending` itself."""
+        self._deferred = True
+        try:
+            yield self
+        finally:
+            self._deferred = False
+
+    def raise_pending(self, message: str) -> None:
+        """Raises Interrupted when a signal has come."""
+        if self.pending is not None:
+            raise Interrupted(self.pending, message)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        again = self.pending is not None
+        self.pending = signum
+        if again or not self._deferred:
+            raise Interrupted(signum, "interrupted; the same command continues where it stopped")

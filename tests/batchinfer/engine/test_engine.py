@@ -1,0 +1,230 @@
+"""The whole engine against transformers: greedy tokens and logits in float32, however the work is cut and shared."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+import torch
+from batchinfer.engine.engine import Engine, EngineLimits
+from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.sequence import Sequence
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.decoder import load_decoder
+from batchinfer.ops.choose import choose_ops
+from batchinfer.request import Completion, Request, SamplingParams
+
+from tests.checkpoints import EOS, make_checkpoint
+
+LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)
+OUTPUT = 8
+MAX_LEN = 320
+
+VARIANTS = {
+    "llama": ("llama", {}),
+    "llama-tied-sharded-llama3": ("llama", {"tied": True, "shards": 3, "rope": "llama3"}),
+    "llama-biased-linear": ("llama", {"attention_bias": True, "mlp_bias": True, "rope": "linear"}),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 24, "shards": 2}),
+    "qwen2": ("qwen2", {"tied": True}),
+    "qwen2-yarn-odd-heads": ("qwen2", {"rope": "yarn", "head_dim": 20, "num_key_value_heads": 4, "shards": 2}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),
+}
+FULL = ("llama", "mistral-window", "qwen2", "qwen3")  # these run under every setting below
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the work is cut: tokens a step, sequences at once, sharing, and how scarce the cache is."""
+
+    budget: int
+    seqs: int = 64
+    caching: bool = True
+    blocks: int = 600
+
+    def __str__(self) -> str:
+        shared = "shared" if self.caching else "private"
+        return f"budget{self.budget}-seqs{self.seqs}-{shared}-blocks{self.blocks}"
+
+
+SETTINGS = (
+    Setting(4096),
+    Setting(64),
+    Setting(7, caching=False),
+    Setting(1),
+    Setting(4096, caching=False),
+    Setting(64, blocks=45),
+    Setting(512, blocks=45, caching=False),
+)
+
+
+@dataclass(frozen=True)
+class RecordingSampler(Sampler):
+    """Keeps the logits from which each token was chosen."""
+
+    seen: dict[tuple[bytes, int], torch.Tensor] = field(default_factory=dict)
+
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+        for row, sequence in enumerate(sequences):
+            self.seen[sequence.request.key, sequence.output_length] = logits[row].clone()
+        return super().sample(logits, sequences)
+
+
+def prompts() -> list[list[int]]:
+    """Half of the rows begin alike, so that there is something to share."""
+    rng = random.Random(11)
+    shared = [rng.randrange(250) for _ in range(300)]
+    own = [[rng.randrange(250) for _ in range(n)] for n in LENGTHS]
+    return own + [shared[: n // 2] + own[i][n // 2 :] for i, n in enumerate(LENGTHS)] + [shared, shared[:]]
+
+
+@cache
+def reference(variant: str) -> tuple[Path, list[list[int]], list[torch.Tensor]]:
+    """The checkpoint, transformers' greedy tokens, and the logits that they were chosen from."""
+    family, options = VARIANTS[variant]
+    folder = Path(mkdtemp(prefix="batchinfer-"))
+    model = make_checkpoint(folder, family, seed=5, **options)
+    tokens, logits = [], []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            for _ in range(OUTPUT):
+                scores = model(ids).logits[0, -1]
+                ids = torch.cat((ids, scores.argmax().view(1, 1)), 1)
+                if ids[0, -1] == EOS:
+                    break
+            logits.append(model(ids).logits[0, len(prompt) - 1 : -1])
+        tokens.append(ids[0, len(prompt) :].tolist())
+    return folder, tokens, logits
+
+
+def key_of(row: int) -> bytes:
+    return row.to_bytes(32, "big")
+
+
+def run_engine(folder: Path, setting: Setting, requests: list[Request]):
+    """(completions by key, logits by key and position, steps): integrity is checked after every step."""
+    checkpoint, ops, block_size = inspect_checkpoint(folder), choose_ops(), 8
+    model = load_decoder(checkpoint, ops, torch.float32, torch.device("cpu"), MAX_LEN)
+    shape, windows = checkpoint.config.decoder_shape(4, 4), checkpoint.config.windows
+    caches = model.allocate_cache(setting.blocks, block_size, torch.float32, torch.device("cpu"))
+    for layer in caches:  # nothing may read what was never written
+        layer.k.fill_(float("nan"))
+        layer.v.fill_(float("nan"))
+    sampler = RecordingSampler(frozenset(checkpoint.config.eos_token_ids))
+    runner = ModelRunner(model, ops, caches, windows, block_size, sampler, shape, torch.device("cpu"))
+    config = SchedulerConfig(setting.seqs, setting.budget, setting.caching)
+    engine = Engine(
+        runner,
+        Scheduler(config, BlockPool(setting.blocks, block_size)),
+        EngineLimits(MAX_LEN, sampler.eos_token_ids),
+    )
+    engine.add(requests)
+    done: dict[bytes, Completion] = {}
+    steps = []
+    for output in engine.drain():
+        engine.check_integrity()
+        done |= {c.key: c for c in output.completions}
+        steps.append(output.sample)
+    return done, sampler.seen, steps
+
+
+def greedy(rows: list[list[int]]) -> list[Request]:
+    params = SamplingParams(max_tokens=OUTPUT)
+    return [Request(key_of(i), np.array(p, np.int32), params) for i, p in enumerate(rows)]
+
+
+def cases():
+    for variant in VARIANTS:
+        for number, setting in enumerate(SETTINGS):
+            if variant in FULL or number in (0, 5):
+                slow = setting.budget == 1 and variant != "llama"  # thousands of steps
+                marks = [pytest.mark.slow] if slow else []
+                yield pytest.param(variant, setting, id=f"{variant}-{setting}", marks=marks)
+
+
+@pytest.mark.parametrize(("variant", "setting"), list(cases()))
+def test_tokens_and_logits_equal_transformers(variant, setting):
+    folder, tokens, logits = reference(variant)
+    done, seen, steps = run_engine(folder, setting, greedy(prompts()))
+    for row, (wanted, scores) in enumerate(zip(tokens, logits, strict=True)):
+        assert done[key_of(row)].token_ids.tolist() == wanted
+        got = torch.stack([seen[key_of(row), i] for i in range(len(wanted))])
+        torch.testing.assert_close(got, scores, atol=1e-4, rtol=1e-4)
+    # each setting must really have done what it is there for
+    assert (sum(s.cached_tokens for s in steps) > 0) == setting.caching
+    assert (sum(s.preemptions for s in steps) > 0) == (setting.blocks == 45)
+    assert (sum(s.recomputed_tokens for s in steps) > 0) == (setting.blocks == 45)
+    assert max(s.prefill_tokens + s.decode_tokens for s in steps) <= setting.budget
+    if setting.budget == 64:
+        assert any(s.prefill_tokens and s.decode_tokens for s in steps), "no step mixed prefill and decode"
+
+
+def sampled(rows: list[list[int]]) -> list[Request]:
+    kinds = [
+        SamplingParams(max_tokens=20, temperature=1.0),
+        SamplingParams(max_tokens=20, temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2),
+        SamplingParams(max_tokens=20),
+        SamplingParams(max_tokens=20, temperature=1.5, min_p=0.02, frequency_penalty=0.3, min_tokens=5),
+    ]
+    keys = np.random.default_rng(4)
+    return [
+        Request(keys.bytes(32), np.array(p, np.int32), kinds[i % len(kinds)]) for i, p in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+def test_a_row_is_the_same_in_any_company_and_order(variant):
+    """Greedy and sampled rows, with 1, 7 and 64 sequences at once, and shuffled."""
+    folder, _, _ = reference(variant)
+    requests = sampled([p for p in prompts() if len(p) <= 129])
+    wanted = {k: c.token_ids.tolist() for k, c in run_engine(folder, Setting(4096), requests)[0].items()}
+    assert len({tuple(t) for t in wanted.values()}) > len(wanted) // 2
+    for setting in (Setting(2048, seqs=1), Setting(64, seqs=7), Setting(300, seqs=64, blocks=60)):
+        shuffled = random.Random(setting.seqs).sample(requests, len(requests))
+        got, _, _ = run_engine(folder, setting, shuffled)
+        assert {k: c.token_ids.tolist() for k, c in got.items()} == wanted
+
+
+def test_a_row_that_no_cache_could_hold_becomes_an_error():
+    folder, _, _ = reference("llama")
+    done, _, _ = run_engine(folder, Setting(64, blocks=10), greedy([[1] * 90, [2] * 5]))
+    assert done[key_of(0)].error is not None
+    assert done[key_of(0)].error.code == "kv_cache_too_small"
+    assert done[key_of(1)].finish_reason in ("length", "stop")
+
+
+def test_stops_lengths_and_limits():
+    folder, tokens, _ = reference("llama")
+    prompt, first = prompts()[5], tokens[5]
+    at = next(i for i in range(1, OUTPUT) if first[i] not in first[:i])
+    make = {
+        "stop": SamplingParams(max_tokens=OUTPUT, stop_token_ids=(first[at],)),
+        "short": SamplingParams(max_tokens=2),
+        "long": SamplingParams(max_tokens=10_000, ignore_eos=True),
+    }
+    requests = [Request(n.encode().ljust(32), np.array(prompt, np.int32), p) for n, p in make.items()]
+    done = {k.decode().strip(): c for k, c in run_engine(folder, Setting(64), requests)[0].items()}
+    assert (done["stop"].token_ids.tolist(), done["stop"].finish_reason) == (first[: at + 1], "stop")
+    assert (done["short"].token_ids.tolist(), done["short"].finish_reason) == (first[:2], "length")
+    assert len(done["long"].token_ids) == MAX_LEN - len(prompt)  # the model's context ends it
+
+
+def test_work_is_accounted_for():
+    """Tokens run + tokens shared = tokens of the rows; every sampled token is counted."""
+    folder, tokens, _ = reference("llama")
+    _, _, steps = run_engine(folder, Setting(64), greedy(prompts()))
+    assert sum(s.sampled_tokens for s in steps) == sum(map(len, tokens))
+    ran = sum(s.prefill_tokens + s.decode_tokens for s in steps)
+    fed_back = sum(len(t) - 1 for t in tokens)
+    assert ran + sum(s.cached_tokens for s in steps) == sum(map(len, prompts())) + fed_back
+    assert all(s.flops > 0 and s.bytes > 0 and s.roofline_s is None for s in steps)

@@ -1,0 +1,96 @@
+"""An engine without a model: the answer is a function of the prompt. For tests of everything around an engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from batchinfer.engine.build import BuiltEngine
+from batchinfer.engine.config import EngineConfig, EngineInfo
+from batchinfer.engine.engine import Engine, StepOutput
+from batchinfer.engine.sequence import StopStreams
+from batchinfer.request import Completion, Request, RequestSample, RowError, StepSample
+
+BATCH = 512
+
+
+def answer(request: Request) -> np.ndarray:
+    """The prompt's last tokens backwards, at most max_tokens of them."""
+    return request.prompt[::-1][: min(request.params.max_tokens, 8)].copy()
+
+
+class FakeEngine:
+    """Steps through what it was given, `BATCH` requests at a time. Faults are asked for by environment variables."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Request] = deque()
+        self._steps = 0
+        self._delay_s = float(os.environ.get("FAKE_ENGINE_DELAY_S", "0"))
+        self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1"))
+        self._fail_every = int(os.environ.get("FAKE_ENGINE_FAILS_EVERY", "0"))
+        self._batch = int(os.environ.get("FAKE_ENGINE_BATCH", str(BATCH)))
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._waiting)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+
+    def forget_waiting(self) -> None:
+        self._waiting.clear()
+
+    def step(self) -> StepOutput:
+        if self._steps == self._die_at:
+            os._exit(3)
+        time.sleep(self._delay_s)
+        taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+        output = StepOutput([self._complete(r) for r in taken], [self._sample(r) for r in taken])
+        tokens = sum(len(r.prompt) for r in taken)
+        sampled = sum(len(c.token_ids) for c in output.completions)
+        output.sample = _step(self._steps, tokens, sampled, len(self._waiting))
+        self._steps += 1
+        return output
+
+    def _complete(self, request: Request) -> Completion:
+        if self._fail_every and int.from_bytes(request.key[:4], "big") % self._fail_every == 0:
+            problem = RowError("fake_failure", "engine", "the fake engine was asked to fail", retryable=True)
+            return Completion(request.key, np.empty(0, np.int32), "error", error=problem)
+        return Completion(request.key, answer(request), "stop")
+
+    def _sample(self, request: Request) -> RequestSample:
+        now = float(self._steps)
+        return RequestSample(request.key, len(request.prompt), len(answer(request)), 0, 0, 0.0, now, now, now)
+
+
+def _step(step: int, tokens: int, sampled: int, waiting: int) -> StepSample:
+    return StepSample(
+        step=step,
+        started_s=float(step),
+        duration_s=0.5,
+        model_s=0.4,
+        prefill_tokens=tokens,
+        decode_tokens=sampled,
+        recomputed_tokens=0,
+        cached_tokens=0,
+        sampled_tokens=sampled,
+        padded_tokens=0,
+        running=0,
+        waiting=waiting,
+        preemptions=0,
+        blocks_used=0,
+        blocks_total=1,
+        flops=1000,
+        bytes=1000,
+        roofline_s=None,
+    )
+
+
+def build(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltEngine:
+    """Takes the place of `batchinfer.engine.build.build_engine`."""
+    info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0, 0.0)
+    engine: Engine = FakeEngine()  # type: ignore[assignment]
+    return BuiltEngine(engine, info)
