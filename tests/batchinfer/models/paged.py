@@ -1,0 +1,84 @@
+"""Runs a decoder over a paged cache the hard way: shuffled blocks, poisoned memory, mixed batches, chunks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.decoder import Decoder
+from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
+
+
+@dataclass
+class PagedSequence:
+    tokens: list[int]
+    blocks: list[int]
+    done: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+
+def run_paged(
+    decoder: Decoder,
+    ops: Ops,
+    prompts: list[list[int]],
+    *,
+    chunk: int | None = None,
+    block_size: int = 16,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Logits of every position of every prompt, (n, vocab) each; all prompts share each step's batch.
+
+    With `chunk`, at most so many tokens of a prompt are run a step, fewer and fewer the later the prompt stands.
+    """
+    rng = random.Random(seed)
+    needs = [-(-len(prompt) // block_size) for prompt in prompts]
+    ids = list(range(sum(needs) + 3))
+    rng.shuffle(ids)
+    sequences = [
+        PagedSequence(prompt, [ids.pop() for _ in range(n)]) for prompt, n in zip(prompts, needs, strict=True)
+    ]
+    caches = decoder.allocate_cache(sum(needs) + 3, block_size, dtype, "cpu")
+    for cache in caches:
+        cache.k.fill_(float("nan"))
+        cache.v.fill_(float("nan"))
+    while pending := [s for s in sequences if s.done < len(s.tokens)]:
+        _step(decoder, ops, pending, caches, chunk, block_size)
+    return [torch.cat(s.logits) for s in sequences]
+
+
+@torch.inference_mode()
+def _step(
+    decoder: Decoder,
+    ops: Ops,
+    batch: list[PagedSequence],
+    caches: list[LayerCache],
+    chunk: int | None,
+    block_size: int,
+) -> None:
+    limits = [len(s.tokens) if chunk is None else max(1, chunk - i) for i, s in enumerate(batch)]
+    spans = [range(s.done, min(s.done + n, len(s.tokens))) for s, n in zip(batch, limits, strict=True)]
+    slots = [
+        s.blocks[p // block_size] * block_size + p % block_size
+        for s, span in zip(batch, spans, strict=True)
+        for p in span
+    ]
+    width = max(len(s.blocks) for s in batch)
+    inputs = AttentionInputs(
+        positions=torch.tensor([p for span in spans for p in span]),
+        slots=torch.tensor(slots),
+        block_tables=torch.tensor(
+            [s.blocks + [0] * (width - len(s.blocks)) for s in batch], dtype=torch.int32
+        ),
+        query_lens=[len(span) for span in spans],
+        context_lens=[span.stop for span in spans],
+    )
+    token_ids = torch.tensor([s.tokens[p] for s, span in zip(batch, spans, strict=True) for p in span])
+    plan = ops.plan_attention(inputs, block_size, decoder.windows)
+    logits = decoder.logits(decoder.forward(token_ids, inputs, caches, plan))
+    for sequence, span, part in zip(batch, spans, logits.split(inputs.query_lens), strict=True):
+        sequence.logits.append(part)
+        sequence.done = span.stop

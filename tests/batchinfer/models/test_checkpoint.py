@@ -1,0 +1,313 @@
+"""Checkpoints that are refused, each with its exit code and a message that names the place; and fingerprints."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from batchinfer.errors import BatchInferError, JobFileError, SecurityRefusal
+from batchinfer.models.checkpoint import INDEX, inspect_checkpoint
+from tests.checkpoints import edit_json, make_checkpoint, make_model_folder
+
+SINGLE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model folder, one weight file."""
+    folder = tmp_path_factory.mktemp("sound")
+    make_model_folder(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    make_checkpoint(folder, "qwen2", shards=3)
+    return folder
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+@pytest.fixture
+def shards(sharded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharded, tmp_path / "model"))
+
+
+def refused(path: Path, code: int, *parts: str) -> None:
+    with pytest.raises(BatchInferError) as raised:
+        inspect_checkpoint(path)
+    assert raised.value.exit_code == code, str(raised.value)
+    assert isinstance(raised.value, SecurityRefusal if code == 77 else JobFileError)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def test_sound(folder: Path) -> None:
+    checkpoint = inspect_checkpoint(folder)
+    assert checkpoint.files == (folder.resolve() / SINGLE,)
+    assert checkpoint.dtype == "float32"
+    tensors = load_file(folder / SINGLE)
+    assert checkpoint.weight_bytes == sum(t.nbytes for t in tensors.values())
+    assert set(checkpoint.tensors) == set(tensors)
+
+
+def test_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from batchinfer.models.checkpoint import inspect_checkpoint\n"
+        "c = inspect_checkpoint(Path(sys.argv[1])); c.fingerprint({}); c.config.decoder_shape(4, 4)\n"
+        "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert out.stdout.strip() == "[]"
+
+
+class TestMissing:
+    def test_no_folder(self, tmp_path: Path) -> None:
+        refused(tmp_path / "nowhere", 78, "nowhere is missing; a checkpoint folder")
+
+    def test_a_file(self, folder: Path) -> None:
+        refused(folder / SINGLE, 78, "is a file; a checkpoint folder")
+
+    def test_no_config(self, folder: Path) -> None:
+        (folder / "config.json").unlink()
+        refused(folder, 78, "has no config.json")
+
+    def test_no_weights(self, folder: Path) -> None:
+        (folder / SINGLE).unlink()
+        refused(folder, 78, "no weights: model.safetensors or model.safetensors.index.json is needed")
+
+    def test_weights_of_another_name(self, folder: Path) -> None:
+        (folder / SINGLE).rename(folder / "consolidated.safetensors")
+        refused(folder, 78, "no weights", "found consolidated.safetensors")
+
+    def test_missing_shard(self, shards: Path) -> None:
+        next(shards.glob("model-00002-*")).unlink()
+        refused(shards, 78, "names model-00002-", "missing in", "download may be incomplete")
+
+    @pytest.mark.parametrize("weight_map", [None, {}, [1]])
+    def test_index_without_a_map(self, shards: Path, weight_map: Any) -> None:
+        edit_json(shards / INDEX, weight_map=weight_map)
+        refused(shards, 78, "weight_map is", "wanted tensor names")
+
+    def test_index_is_not_json(self, shards: Path) -> None:
+        (shards / INDEX).write_text("{")
+        refused(shards, 78, "model.safetensors.index.json is not valid JSON")
+
+    def test_index_names_the_wrong_shard(self, shards: Path) -> None:
+        weight_map = json.loads((shards / INDEX).read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        name = next(n for n, f in weight_map.items() if f == files[0])
+        edit_json(shards / INDEX, weight_map={**weight_map, name: files[1]})
+        refused(shards, 78, "names files that do not hold", name)
+
+
+class TestSecurity:
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+    def test_pickle_only(self, folder: Path, name: str) -> None:
+        (folder / SINGLE).unlink()
+        (folder / name).write_bytes(pickle.dumps({}))
+        refused(folder, 77, f"as pickle ({name})", "convert it to safetensors")
+
+    def test_pickle_beside_safetensors_is_not_read(self, folder: Path) -> None:
+        (folder / "pytorch_model.bin").write_bytes(b"anything")
+        assert [f.name for f in inspect_checkpoint(folder).files] == [SINGLE]
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+    def test_remote_code(self, folder: Path, name: str) -> None:
+        edit_json(folder / name, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+        refused(folder, 77, name, "has an auto_map", "never does")
+
+    def test_remote_code_of_an_unsupported_architecture(self, folder: Path) -> None:
+        edit_json(folder / "config.json", auto_map={"AutoConfig": "x.X"}, model_type="other")
+        refused(folder, 77, "has an auto_map")
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", SINGLE])
+    def test_link_to_a_file_outside(self, folder: Path, name: str) -> None:
+        outside = folder.parent / "outside"
+        (folder / name).rename(outside)
+        (folder / name).symlink_to(outside)
+        refused(folder, 77, f"{name} leads to", "outside the checkpoint")
+
+    def test_dangling_link_to_outside(self, folder: Path) -> None:
+        (folder / "extra.json").symlink_to("../../nothing")
+        refused(folder, 77, "extra.json leads to")
+
+    def test_link_to_itself(self, folder: Path) -> None:
+        (folder / "loop").symlink_to("loop")
+        refused(folder, 77, "loop is a link that leads nowhere")
+
+    def test_linked_folder_outside(self, folder: Path) -> None:
+        (folder.parent / "elsewhere").mkdir()
+        (folder / "sub").symlink_to("../elsewhere")
+        refused(folder, 77, "sub leads to")
+
+    def test_link_inside_is_fine(self, folder: Path) -> None:
+        (folder / SINGLE).rename(folder / "weights.data")
+        (folder / SINGLE).symlink_to("weights.data")
+        inspect_checkpoint(folder)
+
+    def test_linked_checkpoint_folder_is_fine(self, folder: Path) -> None:
+        (folder.parent / "alias").symlink_to("model")
+        inspect_checkpoint(folder.parent / "alias")
+
+    def test_hub_cache(self, sound: Path, tmp_path: Path) -> None:
+        entry = tmp_path / "models--org--tiny"
+        snapshot = entry / "snapshots" / "abc123"
+        snapshot.mkdir(parents=True)
+        shutil.copytree(sound, entry / "blobs")
+        for file in (entry / "blobs").iterdir():
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+        assert inspect_checkpoint(snapshot).config.family == "llama"
+        (entry / "refs").mkdir()
+        (entry / "refs" / "main").write_text("abc123")
+        (snapshot / "extra").symlink_to("../../refs/main")
+        refused(snapshot, 77, "extra leads to")
+
+    @pytest.mark.parametrize(
+        "name",
+        ["../outside.safetensors", "/etc/x.safetensors", "sub/../../x.safetensors", "..\\x.safetensors"],
+    )
+    def test_index_names_a_file_outside(self, shards: Path, name: str) -> None:
+        weight_map = json.loads((shards / INDEX).read_text())["weight_map"]
+        edit_json(shards / INDEX, weight_map={**weight_map, "extra": name})
+        refused(shards, 77, INDEX, repr(name), "only files inside the checkpoint folder are read")
+
+    @pytest.mark.parametrize("name", ["\ud800.safetensors", "\0.safetensors", "x" * 300 + ".safetensors"])
+    def test_index_names_an_impossible_file(self, shards: Path, name: str) -> None:
+        edit_json(shards / INDEX, weight_map={"extra": name})
+        refused(shards, 77, INDEX)
+
+    @pytest.mark.parametrize("name", ["model.bin", "weights.pt", 3, None])
+    def test_index_names_no_safetensors(self, shards: Path, name: Any) -> None:
+        edit_json(shards / INDEX, weight_map={"extra": name})
+        refused(shards, 77, INDEX, "only *.safetensors files are read")
+
+    def test_pipe(self, folder: Path) -> None:
+        (folder / SINGLE).unlink()
+        os.mkfifo(folder / SINGLE)
+        refused(folder, 77, "is not a regular file")
+
+    def test_truncated_weights(self, folder: Path) -> None:
+        os.truncate(folder / SINGLE, (folder / SINGLE).stat().st_size - 1)
+        refused(folder, 77, SINGLE, "malformed safetensors header", "download or convert the file again")
+
+    def test_tensor_in_two_shards(self, shards: Path) -> None:
+        files = sorted(shards.glob("*.safetensors"))
+        name, tensor = next(iter(load_file(files[0]).items()))
+        save_file({**load_file(files[1]), name: tensor}, files[1])
+        refused(shards, 77, name, "it may be in one file only")
+
+
+class TestTensors:
+    def test_missing(self, folder: Path) -> None:
+        edit_tensors(folder, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
+        refused(folder, 78, "missing tensors: model.layers.1.self_attn.k_proj.weight", "than llama")
+
+    def test_many_missing_are_counted(self, folder: Path) -> None:
+        edit_json(folder / "config.json", num_hidden_layers=4)
+        refused(folder, 78, "missing tensors: model.layers.2.", "and 13 more")
+
+    def test_unexpected(self, folder: Path) -> None:
+        edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}))
+        refused(folder, 78, "unexpected tensors: model.layers.0.self_attn.q_proj.bias")
+
+    def test_more_layers_than_said(self, folder: Path) -> None:
+        edit_json(folder / "config.json", num_hidden_layers=1)
+        refused(folder, 78, "unexpected tensors: model.layers.1.", "and 4 more")
+
+    def test_wrong_shape(self, folder: Path) -> None:
+        edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(47)}))
+        refused(folder, 78, "tensors of a wrong shape: model.norm.weight [47] instead of [48]")
+
+    def test_wrong_dtype(self, folder: Path) -> None:
+        edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+        refused(folder, 78, "tensors that are not float: model.norm.weight (I8)")
+
+    def test_untied_without_a_head(self, folder: Path) -> None:
+        edit_tensors(folder, lambda t: t.pop("lm_head.weight"))
+        refused(folder, 78, "missing tensors: lm_head.weight")
+
+    def test_tied_without_either_table(self, folder: Path) -> None:
+        edit_json(folder / "config.json", tie_word_embeddings=True)
+        edit_tensors(folder, lambda t: (t.pop("lm_head.weight"), t.pop("model.embed_tokens.weight")))
+        refused(folder, 78, "missing tensors: model.embed_tokens.weight, lm_head.weight")
+
+    @pytest.mark.parametrize("left_out", ["lm_head.weight", "model.embed_tokens.weight"])
+    def test_tied_needs_one_table(self, folder: Path, left_out: str) -> None:
+        edit_json(folder / "config.json", tie_word_embeddings=True)
+        edit_tensors(folder, lambda t: t.pop(left_out))
+        inspect_checkpoint(folder)
+
+    def test_another_family(self, folder: Path) -> None:
+        edit_json(folder / "config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+        refused(folder, 78, "missing tensors", "q_norm.weight", "another family than qwen3")
+
+    def test_old_rotary_buffers_are_ignored(self, folder: Path) -> None:
+        edit_tensors(
+            folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)})
+        )
+        inspect_checkpoint(folder)
+
+    def test_dtype_is_that_of_most_bytes_when_unstated(self, folder: Path) -> None:
+        edit_json(folder / "config.json", dtype=...)
+        edit_tensors(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items() if "norm" not in n}))
+        assert inspect_checkpoint(folder).dtype == "bfloat16"
+
+
+class TestFingerprint:
+    def test_same_content_elsewhere(self, folder: Path, sound: Path) -> None:
+        assert inspect_checkpoint(folder).fingerprint({}) == inspect_checkpoint(sound).fingerprint({})
+
+    def test_weights_count(self, folder: Path) -> None:
+        before = inspect_checkpoint(folder).fingerprint({})
+        edit_tensors(folder, lambda t: t["model.norm.weight"].add_(1e-3))
+        assert inspect_checkpoint(folder).fingerprint({}) != before
+
+    def test_config_counts_but_not_who_saved_it(self, folder: Path) -> None:
+        before = inspect_checkpoint(folder).fingerprint({})
+        edit_json(folder / "config.json", transformers_version="0.0")
+        assert inspect_checkpoint(folder).fingerprint({}) == before
+        edit_json(folder / "config.json", rms_norm_eps=1e-3)
+        assert inspect_checkpoint(folder).fingerprint({}) != before
+
+    def test_progress_adds_up(self, shards: Path) -> None:
+        checkpoint = inspect_checkpoint(shards)
+        done: list[int] = []
+        checkpoint.fingerprint({}, done.append)
+        assert sum(done) == sum(f.stat().st_size for f in checkpoint.files)
+
+    def test_cache_spares_reading_until_the_file_changes(self, shards: Path) -> None:
+        checkpoint = inspect_checkpoint(shards)
+        cache: dict[str, str] = {}
+        before = checkpoint.fingerprint(cache)
+        assert len(json.loads(json.dumps(cache))) == len(checkpoint.files)
+        for key in cache:
+            cache[key] = "0" * 64
+        assert checkpoint.fingerprint(cache) != before  # what the cache says was believed
+        for file in checkpoint.files:
+            os.utime(file, ns=(1, 1))
+        assert checkpoint.fingerprint(cache) == before

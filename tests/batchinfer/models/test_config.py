@@ -1,0 +1,187 @@
+"""What config.json and generation_config.json say, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.errors import JobFileError
+from batchinfer.models.config import load_config, parse_config
+from tests.batchinfer.models.raw_config import PATH, raw_config
+
+YARN = {"type": "yarn", "factor": 4.0}
+
+
+def parse(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> Any:
+    return parse_config(raw, generation or {}, PATH)
+
+
+def test_defaults_of_each_family() -> None:
+    llama = parse(raw_config("llama", head_dim=None, num_key_value_heads=...))
+    assert (llama.head_dim, llama.kv_heads, llama.activation, llama.tied) == (12, 4, "silu", False)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (False, False, False, False)
+    assert llama.rope.theta == 10_000.0
+    mistral = parse(raw_config("mistral", num_attention_heads=8, num_key_value_heads=...))
+    assert (mistral.kv_heads, mistral.windows) == (8, (4096, 4096))
+    qwen2 = parse(raw_config("qwen2", attention_bias=False))
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.windows) == (True, False, (None, None))
+    qwen3 = parse(raw_config("qwen3"))
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+
+
+@pytest.mark.parametrize(
+    ("raw", "generation", "wanted"),
+    [
+        ({"eos_token_id": 7}, {}, (7,)),
+        ({"eos_token_id": [7, 8]}, {}, (7, 8)),
+        ({"eos_token_id": 7}, {"eos_token_id": [9, 8, 9]}, (9, 8)),
+        ({"eos_token_id": 7}, {"eos_token_id": 0}, (0,)),
+        ({"eos_token_id": 7}, {"eos_token_id": None}, (7,)),
+        ({"eos_token_id": 7}, {"temperature": 0.3}, (7,)),
+        ({"eos_token_id": None}, {}, ()),
+        ({}, {}, (2,)),
+    ],
+)
+def test_eos_token_ids(raw: dict[str, Any], generation: dict[str, Any], wanted: tuple[int, ...]) -> None:
+    assert parse(raw_config(**raw), generation).eos_token_ids == wanted
+
+
+def test_decoder_shape() -> None:
+    shape = parse(raw_config()).decoder_shape(itemsize=2, weight_itemsize=1)
+    assert (shape.layers, shape.hidden, shape.intermediate, shape.vocab) == (2, 48, 64, 260)
+    assert (shape.q_heads, shape.kv_heads, shape.head_dim) == (4, 2, 12)
+    assert shape.kv_bytes_per_token == 2 * 2 * 2 * 12 * 2
+
+
+def test_rope_scaling_beside_rope_parameters_wins() -> None:
+    raw = raw_config(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5.0})
+    assert (parse(raw).rope.kind, parse(raw).rope.theta) == ("linear", 10_000.0)
+    outside = parse(raw_config(rope_scaling=YARN, original_max_position_embeddings=32, rope_theta=77.0))
+    assert (outside.rope.original_max_positions, outside.rope.theta) == (32, 77.0)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; llama, mistral, qwen2, qwen3 are"),
+    ({"model_type": ...}, "model_type None is not supported"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "['LlamaForCausalLM'] is"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM' is not supported"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "only float weights are supported"),
+    ({"hidden_size": ...}, "hidden_size is missing; wanted an integer from 1"),
+    ({"hidden_size": "48"}, "hidden_size is '48'; wanted an integer"),
+    ({"hidden_size": True}, "hidden_size is True; wanted an integer"),
+    ({"hidden_size": 48.0}, "hidden_size is 48.0; wanted an integer"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; wanted"),
+    ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; wanted a number"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+    ({"head_dim": 13}, "head_dim is 13; rotary embedding needs an even one"),
+    ({"num_attention_heads": 5, "head_dim": 8}, "num_attention_heads 5 is no multiple of"),
+    ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; silu,"),
+    ({"hidden_act": 3}, "hidden_act is 3; wanted a string"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; wanted true or false"),
+    ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; wanted a token id or a list"),
+    ({"eos_token_id": [1, -1]}, "eos_token_id is [1, -1]"),
+    ({"rope_scaling": "yarn"}, "the rope parameters are 'yarn'; wanted an object"),
+    (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope type 'dynamic' is not supported; default, linear",
+    ),
+    ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ({"rope_scaling": {"type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
+    ({"rope_scaling": {"type": "linear"}}, "factor is missing; wanted a number above 0"),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0; wanted"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope parameters per layer type"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ({"rope_theta": 1}, "rope_theta is 1; wanted a number above 1"),
+    ({"rope_scaling": {**YARN, "attention_factor": -1.0}}, "attention_factor is -1.0; wanted"),
+    (
+        {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "high_freq_factor 4 must be greater than low_freq_factor 4",
+    ),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; wanted"),
+    (
+        {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
+        "a Mistral with layer_types is not supported",
+    ),
+    ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "wanted 2 times one of"),
+    ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 2}, "wanted 2 times one of"),
+    ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "use_sliding_window is off"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_mistakes(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobFileError) as raised:
+        parse(raw_config(**changes))
+    assert raised.value.exit_code == 78
+    assert message in str(raised.value)
+    assert "model.path" in str(raised.value)
+    assert str(PATH) in str(raised.value)
+
+
+def test_all_mistakes_at_once() -> None:
+    with pytest.raises(JobFileError) as raised:
+        parse(raw_config(hidden_size=None, vocab_size=-1, hidden_act="relu", rope_scaling=3))
+    assert len(raised.value.mistakes) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"model_type": ', "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b"[1]", "a JSON object is needed"),
+        (b"[" * 200_000, "not valid JSON"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_malformed_json(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(JobFileError, match=message):
+        load_config(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+KEYS = [
+    *raw_config(),
+    *("head_dim", "tie_word_embeddings", "hidden_act", "attention_bias", "mlp_bias", "eos_token_id"),
+    *("bos_token_id", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "architectures"),
+    *("partial_rotary_factor", "original_max_position_embeddings", "quantization_config"),
+]
+ROPE_KEYS = (
+    *("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"),
+    *("attention_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
+)
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn", "dynamic"])},
+    optional={key: st.integers(-1, 100) | st.floats() | JSON for key in ROPE_KEYS},
+)
+
+
+@given(
+    family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+    changes=st.dictionaries(st.sampled_from(KEYS), st.integers(-2, 9000) | JSON, max_size=4),
+    rope=st.none() | ROPE,
+    generation=st.dictionaries(st.sampled_from(["eos_token_id", "top_p"]), JSON, max_size=2),
+)
+def test_any_json_parses_or_is_refused(
+    family: str, changes: dict[str, Any], rope: dict[str, Any] | None, generation: dict[str, Any]
+) -> None:
+    raw = {**raw_config(family), "rope_scaling": rope, **changes}
+    try:
+        config = parse(raw, generation)
+    except JobFileError:
+        return
+    assert len(config.windows) == config.layers
+    assert config.head_dim % 2 == 0
+    assert all(0 <= i < 2**31 for i in config.eos_token_ids)

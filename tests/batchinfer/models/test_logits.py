@@ -1,0 +1,197 @@
+"""Logits against transformers, for every family and everything that a configuration can vary."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.decoder import load_decoder
+from batchinfer.ops.torch_ops import TorchOps
+from tests.batchinfer.models.paged import run_paged
+from tests.checkpoints import FAMILIES, ROPES, cast_parameters, edit_json, make_checkpoint
+
+LENGTHS = (1, 2, 17, 63, 100, 300)
+
+
+def prompts_of(vocab: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(n)] for n in lengths]
+
+
+def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS) -> Checkpoint:
+    """Whole prompts in one batch, then in chunks, against transformers one prompt at a time."""
+    checkpoint = inspect_checkpoint(folder)
+    ops = TorchOps()
+    decoder = load_decoder(checkpoint, ops, torch.float32, "cpu", checkpoint.config.max_positions)
+    prompts = prompts_of(checkpoint.config.vocab, lengths)
+    with torch.inference_mode():
+        wanted = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    for chunk, block_size in ((None, 16), (64, 8), (7, 16)):
+        found = run_paged(decoder, ops, prompts, chunk=chunk, block_size=block_size)
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert wanted[-1].std() > 0.3, "logits too flat to tell a right decoder from a wrong one"
+    return checkpoint
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("tied", "shards"), [(False, 1), (True, 1), (False, 3), (True, 3)])
+def test_tied_and_sharded(tmp_path: Path, family: str, tied: bool, shards: int) -> None:
+    model = make_checkpoint(tmp_path, family, tied=tied, shards=shards)
+    checkpoint = check_logits(tmp_path, model)
+    assert len(checkpoint.files) >= shards
+    assert ("lm_head.weight" in checkpoint.tensors) is not tied
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_small_chunks(tmp_path: Path, family: str, chunk: int) -> None:
+    model = make_checkpoint(tmp_path, family)
+    ops = TorchOps()
+    decoder = load_decoder(inspect_checkpoint(tmp_path), ops, torch.float32, "cpu", 512)
+    prompts = prompts_of(260, (1, 2, 17, 63))
+    for prompt, got in zip(prompts, run_paged(decoder, ops, prompts, chunk=chunk, seed=chunk), strict=True):
+        with torch.inference_mode():
+            want = model(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_stored_tables_are_used_as_transformers_does(tmp_path: Path, tied: bool) -> None:
+    """Tied in config.json, but head and embedding both stored: they are one only when they are equal."""
+    make_checkpoint(tmp_path, "llama", tied=False)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=tied)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    check_logits(tmp_path, model, lengths=(17,))
+
+
+def test_base_model_without_prefix(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "whole", "qwen3", tied=True)
+    model.model.save_pretrained(tmp_path / "base")
+    checkpoint = check_logits(tmp_path / "base", model, lengths=(17,))
+    assert checkpoint.prefix == ""
+    assert "embed_tokens.weight" in checkpoint.tensors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_as_transformers_4_wrote_it(tmp_path: Path, family: str) -> None:
+    model = make_checkpoint(tmp_path, family, rope="yarn")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    raw["torch_dtype"] = raw.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    checkpoint = check_logits(tmp_path, model, lengths=(100,))
+    assert checkpoint.config.dtype == "float32"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", [name for name in ROPES if name != "default"])
+def test_rope_variants(tmp_path: Path, family: str, rope: str) -> None:
+    check_logits(tmp_path, make_checkpoint(tmp_path, family, rope=rope), lengths=(17, 100, 300))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", [2, 10, 20, 24, 80, 96])
+def test_odd_head_sizes(tmp_path: Path, family: str, head_dim: int) -> None:
+    check_logits(tmp_path, make_checkpoint(tmp_path, family, head_dim=head_dim), lengths=(2, 63))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(3, 3), (3, 1), (6, 2), (4, 1), (8, 2)])
+def test_query_groups(tmp_path: Path, family: str, q_heads: int, kv_heads: int) -> None:
+    model = make_checkpoint(
+        tmp_path, family, num_attention_heads=q_heads, num_key_value_heads=kv_heads, head_dim=16
+    )
+    check_logits(tmp_path, model, lengths=(1, 17, 63))
+
+
+@pytest.mark.parametrize(
+    ("family", "biases"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+    ],
+)
+def test_biases(tmp_path: Path, family: str, biases: dict[str, bool]) -> None:
+    checkpoint = check_logits(tmp_path, make_checkpoint(tmp_path, family, **biases), lengths=(2, 63))
+    assert any(name.endswith("bias") for name in checkpoint.tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "windows"),
+    [
+        ("mistral", {"sliding_window": 24}, (24, 24, 24)),
+        ("mistral", {"sliding_window": 1}, (1, 1, 1)),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+            (None, 24, 24),
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2},
+            (None, None, 40),
+        ),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (9, None, 9),
+        ),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 9}, (None, None, None)),
+    ],
+)
+def test_sliding_windows(
+    tmp_path: Path, family: str, options: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    model = make_checkpoint(tmp_path, family, num_hidden_layers=3, **options)
+    checkpoint = check_logits(tmp_path, model, lengths=(17, 25, 100, 300))
+    assert checkpoint.config.windows == windows
+
+
+@pytest.mark.parametrize(
+    "activation",
+    ["gelu", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python", "swish"],
+)
+def test_activations(tmp_path: Path, activation: str) -> None:
+    check_logits(tmp_path, make_checkpoint(tmp_path, "llama", hidden_act=activation), lengths=(63,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_checkpoint_run_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = make_checkpoint(tmp_path, "llama", dtype=dtype)
+    cast_parameters(model, torch.float32)
+    checkpoint = check_logits(tmp_path, model, lengths=(17, 63))
+    assert checkpoint.dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_run_stays_near_float32(tmp_path: Path, family: str) -> None:
+    model = make_checkpoint(tmp_path, family)
+    checkpoint = inspect_checkpoint(tmp_path)
+    ops = TorchOps()
+    decoder = load_decoder(checkpoint, ops, torch.bfloat16, "cpu", 512)
+    prompts = prompts_of(checkpoint.config.vocab, (17, 63))
+    with torch.inference_mode():
+        wanted = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+        cast_parameters(model, torch.bfloat16)
+        halves = [model(torch.tensor([prompt])).logits[0].float() for prompt in prompts]
+    for got, want, other in zip(
+        run_paged(decoder, ops, prompts, dtype=torch.bfloat16), wanted, halves, strict=True
+    ):
+        assert got.dtype == torch.float32
+        assert (got - want).abs().mean() < 1.5 * (other - want).abs().mean() + 1e-3

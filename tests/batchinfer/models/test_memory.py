@@ -1,0 +1,45 @@
+"""Loading must not need the model twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+
+LOAD = """
+import resource, sys
+from pathlib import Path
+import torch
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.decoder import load_decoder
+from batchinfer.ops.torch_ops import TorchOps
+
+checkpoint = inspect_checkpoint(Path(sys.argv[1]))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+decoder = load_decoder(checkpoint, TorchOps(), getattr(torch, sys.argv[2]), "cpu", 512)
+print((peak() - before) / checkpoint.weight_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB only on Linux")
+@pytest.mark.parametrize(
+    ("shards", "dtype", "limit"), [(1, "float32", 1.3), (4, "float32", 1.3), (1, "bfloat16", 0.8)]
+)
+def test_peak_while_loading(tmp_path: Path, shards: int, dtype: str, limit: float) -> None:
+    """200 MB in 16 layers: a layer's file pages may be held beside its copy, the model's may not."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "head_dim": 64}
+    make_checkpoint(tmp_path, "llama", shards=shards, num_attention_heads=8, num_key_value_heads=4, **sizes)
+    out = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path), dtype],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ,
+    )
+    assert float(out.stdout) < limit

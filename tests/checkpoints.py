@@ -1,0 +1,169 @@
+"""Tiny random checkpoints and a byte-level tokenizer, saved by transformers as a user's would be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.5,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    },
+    "yarn-attention-factor": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+    },
+}
+BOS, EOS, IM_START, PAD = 256, 257, 258, 259  # the byte-level tokenizer's specials, after its 256 bytes
+VOCAB = 260
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_checkpoint(
+    folder: Path,
+    family: str,
+    *,
+    tied: bool = False,
+    rope: str | dict[str, Any] = "default",
+    shards: int = 1,
+    seed: int = 0,
+    vocab: int = VOCAB,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """Save a random decoder to `folder` and return it, in eval mode with eager attention.
+
+    2 layers, hidden 48, 4 query and 2 KV heads of 12, `overrides` go to the configuration. Biases and norm
+    weights are random too, and weights large enough that a slip in any of them changes the logits visibly.
+    `shards` is the least number of weight files.
+    """
+    config_class, model_class = FAMILIES[family]
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": tied,
+        "rope_parameters": dict(ROPES[rope] if isinstance(rope, str) else rope),
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": None,
+    }
+    if family == "mistral":
+        sizes["sliding_window"] = None
+    config = config_class(**{**sizes, **overrides})
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    _randomise(model, seed)
+    cast_parameters(model, dtype)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(folder, max_shard_size=total + 1 if shards == 1 else total // shards)
+    return model
+
+
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """As loading in that dtype does: `model.to` would round the rotary frequencies, too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _randomise(model: PreTrainedModel, seed: int) -> None:
+    """transformers leaves biases 0 and norm weights 1: then neither could be tested."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            elif "norm" in name:
+                parameter.copy_(1 + torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def make_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Save a byte-level tokenizer: ids 0 … 255 are bytes in byte-level order, then BOS, EOS, IM_START, PAD."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|bos|>", "<|im_end|>", "<|im_start|>", "<|pad|>"])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|bos|>",
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+    return fast
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; `...` removes one."""
+    raw = json.loads(path.read_text())
+    raw.update(changes)
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+
+
+def make_model_folder(folder: Path, family: str = "llama", **options: Any) -> PreTrainedModel:
+    """A full model directory: `make_checkpoint` and `make_tokenizer` in one folder."""
+    make_tokenizer(folder)
+    return make_checkpoint(folder, family, **options)
