@@ -1,0 +1,374 @@
+"""job.yaml → a frozen Job, or every mistake at once.
+
+The shape of the file is these classes: each field says what it is for, and `batchinfer schema` prints that for
+editors. What ties several fields together is checked in jobcheck.py; jobwords.py decides how a mistake reads.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from batchinfer.errors import JobFileError, Mistake
+from batchinfer.jobcheck import check
+from batchinfer.jobfile import read_job_file
+from batchinfer.jobinit import init_files as init_files
+from batchinfer.jobinit import init_text as init_text
+from batchinfer.jobtypes import (
+    INT32_MAX,
+    INT64_MAX,
+    INT64_MIN,
+    Auto,
+    Bytes,
+    Column,
+    KvMemory,
+    MaxLength,
+    Name,
+    OneOrMorePaths,
+    PathField,
+    Stops,
+    Text,
+    Whole,
+)
+from batchinfer.jobvars import Variables
+from batchinfer.jobwords import findings_of
+from batchinfer.request import SamplingParams
+
+
+class Spec(BaseModel):
+    """What all sections share: frozen, nothing unknown, nothing converted silently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSpec(Spec):
+    """The checkpoint that answers."""
+
+    path: PathField = Field(
+        description="Folder of the checkpoint, as from Hugging Face: config.json, *.safetensors, tokenizer.json."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Type to compute in. auto: the checkpoint's, but float32 on a CPU without fast bfloat16.",
+    )
+    max_model_len: MaxLength = Field(
+        default=None,
+        description="Most tokens of a row, prompt and answer together. auto: what the model was made for.",
+    )
+
+
+class InputSpec(Spec):
+    """The rows: files or one SQL query."""
+
+    path: OneOrMorePaths | None = Field(
+        default=None,
+        description="File, folder or glob, or a list of them: JSONL (also .gz, .zst), Parquet, OpenAI batch.",
+    )
+    sql: Text | None = Field(
+        default=None,
+        description="DuckDB query whose rows are the input, instead of path. Its paths start from the job file.",
+    )
+    format: Literal["auto", "jsonl", "parquet", "openai"] = Field(
+        default="auto",
+        description="Format of the files. auto: by their names. openai: lines of custom_id, method, url, body.",
+    )
+    id: Column | None = Field(
+        default=None,
+        description="Column that becomes custom_id in the results. OpenAI batch files have their own.",
+    )
+    unique_ids: bool = Field(
+        default=False, description="Whether a row whose id an earlier row already had becomes an error row."
+    )
+    limit: Whole | None = Field(default=None, description="Only the first so many rows. null: all.")
+    max_line_bytes: Bytes = Field(
+        default=2**24,
+        description="A longer JSONL line becomes an error row, unread.",
+        json_schema_extra={"default": "16MiB"},
+    )
+
+
+class PromptSpec(Spec):
+    """What the model reads of a row: exactly one of user, messages, text and token_ids."""
+
+    system: Text | None = Field(
+        default=None,
+        description="System message before user or messages. Jinja: {{ column }} is the row's value.",
+    )
+    user: Text | None = Field(
+        default=None,
+        description="User message, put into the chat template. Jinja: {{ column }} is the row's value.",
+    )
+    messages: Column | None = Field(
+        default=None, description="Column with a whole chat: a list of {role, content}."
+    )
+    text: Column | None = Field(
+        default=None, description="Column whose text is continued as it stands, without a chat template."
+    )
+    token_ids: Column | None = Field(
+        default=None, description="Column with the prompt's token ids, run as they are."
+    )
+    truncate: Literal["error", "left", "right"] = Field(
+        default="error",
+        description="A prompt too long for the model becomes an error row, or loses tokens at its left or right.",
+    )
+
+
+class SamplingSpec(Spec):
+    """How tokens are chosen. A row's own column of the same name overrides it for that row."""
+
+    max_tokens: Whole = Field(default=256, description="Most tokens of an answer.")
+    min_tokens: int = Field(default=0, ge=0, le=INT32_MAX, description="No end before so many tokens.")
+    temperature: float = Field(
+        default=0.0, ge=0, le=100, description="0: always the likeliest token. Higher: more random."
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Draw only from the likeliest tokens that make up this much probability. 1: off.",
+    )
+    top_k: int = Field(
+        default=0, ge=0, le=INT32_MAX, description="Draw only from so many likeliest tokens. 0: off."
+    )
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Drop tokens less likely than this share of the likeliest. 0: off.",
+    )
+    seed: int = Field(
+        default=0,
+        ge=INT64_MIN,
+        le=INT64_MAX,
+        description="Seed of the draws: the same job gives the same answers.",
+    )
+    stop: Stops = Field(default=(), description="Texts that end an answer; they are cut off.")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
+        default=(), max_length=64, description="Token ids that end an answer."
+    )
+    ignore_eos: bool = Field(
+        default=False, description="Whether to go on after the model's end-of-text token."
+    )
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0,
+        le=100,
+        description="Above 1: tokens that were there already become less likely. 1: off.",
+    )
+    presence_penalty: float = Field(
+        default=0.0, ge=-100, le=100, description="Taken off the score of tokens that the answer has. 0: off."
+    )
+    frequency_penalty: float = Field(
+        default=0.0,
+        ge=-100,
+        le=100,
+        description="Taken off a token's score each time the answer has it. 0: off.",
+    )
+
+    def params(self) -> SamplingParams:
+        """The same as the engine knows it."""
+        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
+
+
+class OutputSpec(Spec):
+    """Where the results go."""
+
+    path: PathField = Field(
+        description="Folder of the results, replaced as a whole. Working state is beside it in .batchinfer-NAME."
+    )
+    columns: tuple[Column, ...] = Field(
+        default=(), description="Input columns to carry into the results, with their own types."
+    )
+    rows_per_file: Whole = Field(default=100_000, description="Rows of one result file.")
+
+
+class EngineSpec(Spec):
+    """How the engine works; nothing here changes what is asked of the model."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute. auto: cuda where there is a GPU."
+    )
+    max_num_seqs: Auto | Whole = Field(default="auto", description="Most rows in work at once.")
+    max_num_batched_tokens: Auto | Whole = Field(default="auto", description="Most tokens of one step.")
+    block_size: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
+        default="auto", description="Tokens of one block of the KV cache."
+    )
+    kv_memory: KvMemory = Field(
+        default="auto",
+        description="Memory for the KV cache: a size such as 4GiB, or a share of what the weights leave free.",
+    )
+    enable_prefix_caching: bool = Field(
+        default=True, description="Whether rows share the computed beginning of their prompts."
+    )
+    threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
+        default="auto", description="CPU threads to compute with. auto: one a core."
+    )
+
+
+class OnErrorSpec(Spec):
+    """How many bad rows a job bears."""
+
+    max_error_rate: float = Field(
+        default=0.01, ge=0, le=1, description="Share of error rows above which the job fails."
+    )
+    publish: bool = Field(
+        default=False, description="Whether a job with more error rows publishes its results all the same."
+    )
+
+
+class CacheSpec(Spec):
+    """A store of completions that several jobs share."""
+
+    path: PathField = Field(
+        description="Folder of the shared store: what another job has answered is not computed again."
+    )
+
+
+class CommitSpec(Spec):
+    """How often finished work is written down; a crash loses at most what came after."""
+
+    rows: Whole = Field(default=1000, description="Most finished rows at risk: commit after so many.")
+    seconds: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="Most seconds at risk: commit after so many, if that comes first.",
+    )
+
+
+class Job(Spec):
+    """A batchinfer job: a table of prompts in, a Parquet table of answers out."""
+
+    name: Name = Field(description="Name of the job, for reports and messages.")
+    model: ModelSpec = Field(description="Which model answers, and in what type it computes.")
+    input: InputSpec = Field(description="The rows: files (path) or a query (sql).")
+    prompt: PromptSpec | None = Field(
+        default=None, description="What the model reads of a row. Absent only with input.format: openai."
+    )
+    sampling: SamplingSpec = Field(
+        default=SamplingSpec(), description="How tokens are chosen; a row's own columns override it."
+    )
+    output: OutputSpec = Field(description="Where the results go, and what is carried along.")
+    engine: EngineSpec = Field(
+        default=EngineSpec(), description="How the engine works; auto fits most machines."
+    )
+    on_error: OnErrorSpec = Field(default=OnErrorSpec(), description="How many bad rows the job bears.")
+    cache: CacheSpec | None = Field(
+        default=None, description="A store of completions shared with other jobs. null: the job's own."
+    )
+    commit: CommitSpec = Field(default=CommitSpec(), description="How often finished work is written down.")
+
+    _source: Path = PrivateAttr(default=Path("job.yaml"))
+    _lines: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    def model_post_init(self, context: Any, /) -> None:
+        if context:
+            self._source = context["source"]
+            self._lines = context.get("lines", {})
+
+    @property
+    def source(self) -> Path:
+        """The job file, absolute; relative paths start from its folder."""
+        return self._source
+
+    def mistake(self, where: str, message: str) -> JobFileError:
+        """What shows only later, e.g. that the input lacks a column: an error with the line of the key `where`."""
+        line = self._lines.get(where, self._lines.get(where.split(".")[0]))
+        return JobFileError(str(self.source), [Mistake(where, message, line)])
+
+    def identity_json(self) -> str:
+        """Canonical JSON of what decides which rows there are and what they hold; not of how they are made."""
+        dump = self.model_dump(mode="json")
+        identity = {key: dump[key] for key in ("model", "input", "prompt", "sampling")}
+        identity["columns"] = dump["output"]["columns"]
+        return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    def describe(self) -> str:
+        """What was understood, one line an option, for people."""
+        lines = [f"{self.name} ({self.source})"]
+        for section, spec in self:
+            if isinstance(spec, Spec):
+                lines += [f"  {section}", *(f"    {key}: {_shown(key, value)}" for key, value in spec)]
+            elif section != "name":
+                lines.append(f"  {section}: none")
+        return "\n".join(lines)
+
+
+def _shown(key: str, value: object) -> str:
+    if value is None:
+        return "auto" if key == "max_model_len" else "none"
+    if key in ("kv_memory", "max_line_bytes") and isinstance(value, int):
+        return f"{value:,} bytes"
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) and re.fullmatch(r"[\w./:*-]+", value):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def load_job(
+    path: str | os.PathLike[str],
+    overrides: Sequence[tuple[str, str]] = (),
+    date: str | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> Job:
+    """Reads and checks a job file; no input is read and nothing is written.
+
+    `overrides` are pairs of a dotted key and YAML text, as `--set` gives them; `date` (YYYY-MM-DD) is what ${date}
+    stands for, today where it is None. Raises JobFileError with every mistake that was found.
+    """
+    source = Path(os.path.abspath(path))
+    file = read_job_file(source, overrides, Variables(_run_date(source, date), env))
+    values = _without_empty_sections(file.values)
+    try:
+        job = Job.model_validate(
+            values, context={"folder": file.folder, "source": source, "lines": file.lines()}
+        )
+        findings = []
+    except ValidationError as error:
+        job, findings = None, findings_of(error, Job, values)
+    findings += check(values, file)
+    mistakes = [*file.mistakes, *(file.mistake(one) for one in findings if one.loc not in file.broken)]
+    if job is None or mistakes:
+        raise JobFileError(str(path), _in_order(mistakes))
+    return job
+
+
+def _run_date(source: Path, date: str | None) -> str:
+    if date is None or _is_day(date):
+        return date or datetime.date.today().isoformat()
+    mistake = Mistake("--date", f"found {json.dumps(date)}; it must be a day that exists, as YYYY-MM-DD")
+    raise JobFileError(str(source), [mistake])
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _without_empty_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with nothing below it (all of it commented out) is a section of defaults."""
+    sections = {name for name, info in Job.model_fields.items() if isinstance(info.annotation, type)} - {
+        "name"
+    }
+    return {key: {} if value is None and key in sections else value for key, value in values.items()}
+
+
+def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
+    """By line; those without one (a missing section, a --set) last, in the order they were found."""
+    return sorted(dict.fromkeys(mistakes), key=lambda one: (one.line is None, one.line or 0))
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a job file, with a description of every option."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Job.model_json_schema()}

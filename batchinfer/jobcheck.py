@@ -1,0 +1,260 @@
+"""What no single field can tell: options that exclude or need each other, templates, folders that overlap.
+
+Works on the values as they were written, so that one wrong field hides no other mistake.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.sandbox import SandboxedEnvironment
+
+from batchinfer.jobfile import JobFile, absolute
+from batchinfer.jobyaml import Finding, Loc, shorten
+
+RESULT_COLUMNS = (
+    "row_id",
+    "file",
+    "row_index",
+    "custom_id",
+    "status",
+    "generated_text",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "error_code",
+    "error_class",
+    "error_message",
+    "retryable",
+)
+PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
+_SOURCES_TEXT = "user, messages, text and token_ids"
+_OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+
+
+def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
+    """Every mistake between fields. Fields of a wrong type are passed over: they have their own finding."""
+    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+    return [
+        *_input(sections.get("input")),
+        *_prompt(values, sections),
+        *_templates(sections.get("prompt", {}), file),
+        *_sampling(sections.get("sampling", {})),
+        *_columns(sections.get("output", {})),
+        *_folders(sections, file),
+    ]
+
+
+def _given(section: Mapping[str, Any], *names: str) -> list[str]:
+    return [name for name in names if section.get(name) is not None]
+
+
+def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
+    if section is None:
+        return
+    given = _given(section, "path", "sql")
+    if not given:
+        yield Finding(("input",), "says neither path nor sql", "give one of the two")
+    if len(given) == 2:
+        yield Finding(("input", "sql"), "stands beside path; right would be one of the two", "take one out")
+    if "sql" in given and section.get("format") not in (None, "auto"):
+        yield Finding(("input", "format"), "belongs to files (path); a query (sql) has none", "take it out")
+    openai = section.get("format") == "openai"
+    if openai and section.get("id") is not None:
+        message = "is not for OpenAI batch files: their custom_id is the id"
+        yield Finding(("input", "id"), message, "take it out")
+    if section.get("unique_ids") is True and not openai and section.get("id") is None:
+        yield Finding(
+            ("input", "unique_ids"), "is true, but no input.id says which column to look at", "give id"
+        )
+
+
+def _prompt(values: Mapping[str, Any], sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+    openai = sections.get("input", {}).get("format") == "openai"
+    section = values.get("prompt")
+    if openai and section is not None:
+        message = "is given, but the lines of an OpenAI batch file (input.format: openai) hold the prompts"
+        yield Finding(("prompt",), message, "take the section or the format out")
+    elif not openai and section is None:
+        message = f"is missing; it must be a section with exactly one of {_SOURCES_TEXT}"
+        yield Finding(("prompt",), message, "OpenAI batch files need none: then write input.format: openai")
+    elif not openai and isinstance(section, dict):
+        yield from _prompt_source(section)
+
+
+def _prompt_source(section: Mapping[str, Any]) -> Iterator[Finding]:
+    given = _given(section, *PROMPT_SOURCES)
+    if not given:
+        yield Finding(("prompt",), f"has none of {_SOURCES_TEXT}; right would be exactly one of them")
+    for extra in given[1:]:
+        message = f"stands beside {given[0]}; right would be exactly one of {_SOURCES_TEXT}"
+        yield Finding(("prompt", extra), message, "take one out")
+    if section.get("system") is not None and given and not {"user", "messages"} & set(given):
+        message = (
+            f"is given, but {given[0]} takes the prompt as it is; a system message goes with user or messages"
+        )
+        yield Finding(("prompt", "system"), message, "take it out")
+
+
+def _templates(section: Mapping[str, Any], file: JobFile) -> Iterator[Finding]:
+    for name in ("system", "user"):
+        text = section.get(name)
+        if isinstance(text, str):
+            yield from _template(text, ("prompt", name), file.place(("prompt", name)).text_line)
+
+
+def _template(text: str, loc: Loc, first_line: int | None) -> Iterator[Finding]:
+    try:
+        faults = list(_template_faults(text))
+    except RecursionError:
+        faults = [(1, "is a Jinja template that nests too deeply", "take it apart with {% set %}")]
+    for number, message, hint in faults:
+        yield Finding(loc, message, hint, None if first_line is None else first_line + number - 1)
+
+
+def _template_faults(text: str) -> Iterator[tuple[int, str, str]]:
+    """Line, message and hint of each fault.
+
+    Parses, and only parses: running even a constant expression of a template could take for ever.
+    """
+    environment = SandboxedEnvironment()
+    try:
+        tree = environment.parse(text)
+    except TemplateSyntaxError as error:
+        yield error.lineno, f"is no valid Jinja template: {error.message}", "{{ column }} is a row's value"
+        return
+    for other in tree.find_all(_OTHER_FILES):
+        yield other.lineno, "asks for another template; a job's template stands alone", "write it out here"
+    for kind, used, known in (
+        ("filter", nodes.Filter, environment.filters),
+        ("test", nodes.Test, environment.tests),
+    ):
+        for node in tree.find_all(used):
+            if node.name not in known:
+                near = difflib.get_close_matches(node.name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else "Jinja's documentation lists them"
+                yield node.lineno, f"uses the {kind} {shorten(node.name)}, which Jinja does not have", hint
+
+
+def _whole(section: Mapping[str, Any], name: str, default: int) -> int | None:
+    value = section.get(name, default)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _sampling(section: Mapping[str, Any]) -> Iterator[Finding]:
+    most, least = _whole(section, "max_tokens", 256), _whole(section, "min_tokens", 0)
+    if most is not None and least is not None and 1 <= most < least:
+        message = f"is {least}, more than max_tokens, which is {most}; it must be at most that"
+        yield Finding(("sampling", "min_tokens"), message)
+
+
+def _columns(section: Mapping[str, Any]) -> Iterator[Finding]:
+    """Names are compared as DuckDB does: without regard to case."""
+    columns = section.get("columns")
+    seen: dict[str, str] = {}
+    for at, column in enumerate(columns if isinstance(columns, tuple) else ()):
+        if not isinstance(column, str):
+            continue
+        folded = column.casefold()
+        loc = ("output", "columns", at)
+        if folded in RESULT_COLUMNS:
+            message = f"{shorten(column)} is the name of a column that every result has"
+            yield Finding(loc, message, "give it another name with a query: input.sql")
+        elif folded in seen:
+            message = (
+                f"{shorten(column)} stands twice" if seen[folded] == column else _alike(column, seen[folded])
+            )
+            yield Finding(loc, message, "name each column once")
+        seen.setdefault(folded, column)
+
+
+def _alike(one: str, other: str) -> str:
+    return f"{shorten(one)} and {shorten(other)} differ only in case, which DuckDB does not tell apart"
+
+
+def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
+    model = _folder_at(sections, "model", file)
+    output = _folder_at(sections, "output", file)
+    cache = _folder_at(sections, "cache", file)
+    if model is not None and not os.path.isdir(model):
+        yield Finding(
+            ("model", "path"),
+            f"{shorten(model, 200)} {_no_folder(model)}",
+            "it is the folder of a checkpoint",
+        )
+    if output is None:
+        return
+    real = Path(os.path.realpath(output))
+    if model is not None and _within(real, model):
+        yield _overlap("output", f"{shorten(output, 200)} is the model's folder or lies in it")
+    if model is not None and Path(os.path.realpath(model)).is_relative_to(real) and not _within(real, model):
+        yield _overlap(
+            "output", f"{shorten(output, 200)} holds the model, and results replace their folder as a whole"
+        )
+    if file.path.is_relative_to(output):
+        yield _overlap(
+            "output",
+            f"{shorten(output, 200)} holds the job file, and results replace their folder as a whole",
+        )
+    if cache is not None and _within(Path(os.path.realpath(cache)), output):
+        yield _overlap("cache", f"{shorten(cache, 200)} is the results' folder or lies in it")
+    for path in _inputs(sections.get("input", {}), file):
+        message = _input_overlap(path, real)
+        if message:
+            yield _overlap("output", f"{shorten(output, 200)} {message}")
+
+
+def _overlap(section: str, message: str) -> Finding:
+    return Finding((section, "path"), message, "take a folder of its own")
+
+
+def _folder_at(sections: Mapping[str, dict[str, Any]], section: str, file: JobFile) -> str | None:
+    text = sections.get(section, {}).get("path")
+    return absolute(file.folder, text) if isinstance(text, str) and _usable(text) else None
+
+
+def _usable(text: str) -> bool:
+    return bool(text) and "\0" not in text and not text.startswith("~") and "://" not in text
+
+
+def _no_folder(path: str) -> str:
+    return "is a file, not a folder" if os.path.isfile(path) else "does not exist"
+
+
+def _within(path: Path, folder: str) -> bool:
+    return path.is_relative_to(os.path.realpath(folder))
+
+
+def _inputs(section: Mapping[str, Any], file: JobFile) -> list[str]:
+    value = section.get("path")
+    texts = value if isinstance(value, tuple) else (value,)
+    return [absolute(file.folder, text) for text in texts if isinstance(text, str) and _usable(text)]
+
+
+def _input_overlap(path: str, output: Path) -> str | None:
+    """How results in `output` would fall upon the input `path`; None if they would not."""
+    base = os.path.realpath(_fixed_part(path))
+    if Path(base).is_relative_to(output):
+        return f"holds the input {shorten(path, 200)}, and results replace their folder as a whole"
+    if output.is_relative_to(base) and (base == os.path.realpath(path) or _may_match_results(path)):
+        return f"lies in the input's folder {shorten(base, 200)}: a later run would read its own results"
+    return None
+
+
+def _fixed_part(path: str) -> str:
+    """The folder of a glob, before its first wildcard; a path without one, as it is."""
+    parts = Path(path).parts
+    fixed = next((at for at, part in enumerate(parts) if re.search(r"[*?\[]", part)), len(parts))
+    return str(Path(*parts[:fixed]))
+
+
+def _may_match_results(glob: str) -> bool:
+    """False for a glob whose file names end in something else than .parquet, such as *.jsonl."""
+    ending = re.search(r"\.[A-Za-z0-9]+$", glob)
+    return ending is None or ending[0].lower() == ".parquet"

@@ -1,0 +1,212 @@
+"""A job file as plain values, each of which knows where it was written: a line of the file, or a --set."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import JobFileError, Mistake
+from batchinfer.jobvars import Variables
+from batchinfer.jobyaml import UNUSABLE, Finding, Loc, Node, read_yaml, shorten
+
+MAX_BYTES = 1 << 20  # of a job file; the longest prompts are a few hundred KB
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value was written: the line of its key, or the dotted key of the --set that gave it."""
+
+    line: int | None
+    override: Loc | None = None
+    text_line: int | None = None  # where the text begins, when its lines are the file's lines
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """What was read: `values` are plain (dict, tuple, str, int, float, bool, None); `mistakes`, so far."""
+
+    path: Path
+    values: dict[str, Any]
+    places: dict[Loc, Place]
+    mistakes: tuple[Mistake, ...]
+    broken: frozenset[Loc]  # values whose mistake is known: what else is wrong with them only follows from it
+
+    @property
+    def folder(self) -> Path:
+        """What relative paths start from."""
+        return self.path.parent
+
+    def lines(self) -> dict[str, int]:
+        """Dotted key → line, for what is found out later."""
+        return {dotted(loc): place.line for loc, place in self.places.items() if place.line and _is_key(loc)}
+
+    def mistake(self, finding: Finding) -> Mistake:
+        """`finding` with the line of its key, or of the nearest key above it that was written."""
+        place = self.place(finding.loc)
+        where = dotted(finding.loc)
+        if place.override is None:
+            return Mistake(where, finding.message, finding.line or place.line, finding.hint)
+        inner = f"{where}: " if where != dotted(place.override) else ""
+        return Mistake(f"--set {dotted(place.override)}", inner + finding.message, None, finding.hint)
+
+    def place(self, loc: Loc) -> Place:
+        for length in range(len(loc), 0, -1):
+            if loc[:length] in self.places:
+                return self.places[loc[:length]]
+        return Place(None)
+
+
+def _is_key(loc: Loc) -> bool:
+    return all(isinstance(part, str) for part in loc)
+
+
+def dotted(loc: Iterable[str | int]) -> str:
+    """`("output", "columns", 1)` → `output.columns`; a key that is no plain word is quoted."""
+    names = (part for part in loc if isinstance(part, str))
+    return ".".join(name if re.fullmatch(r"[\w-]{1,60}", name) else shorten(name) for name in names)
+
+
+def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: Variables) -> JobFile:
+    """The file's values with the overrides laid over them.
+
+    Raises JobFileError where nothing of the file is of use: unreadable, no UTF-8, not YAML, empty, no mapping.
+    """
+    text = _read_text(path)
+    root, findings = read_yaml(text)
+    values = _Values(variables)
+    if root is not None and isinstance(root.value, dict):
+        values.take(root)
+    elif root is not None or not findings:
+        findings.append(_not_a_job(root))
+    if not values.root and findings:
+        raise JobFileError(str(path), [_plain(finding) for finding in findings])
+    laid = [mistake for key, value in overrides for mistake in values.override(key, value)]
+    mistakes = [*(_plain(finding) for finding in [*findings, *values.findings]), *laid]
+    return JobFile(path, values.root, values.places, tuple(mistakes), frozenset(values.broken))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise JobFileError(str(path), [Mistake("", f"the job file cannot be read: {reason}")]) from error
+    if len(data) > MAX_BYTES:
+        mistake = Mistake(
+            "", f"a job file has at most {MAX_BYTES:,} bytes", None, "rows belong into input files"
+        )
+        raise JobFileError(str(path), [mistake])
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        mistake = Mistake(
+            "", f"the byte 0x{data[error.start]:02x} is not UTF-8", line, "save the file as UTF-8"
+        )
+        raise JobFileError(str(path), [mistake]) from error
+
+
+def _not_a_job(root: Node | None) -> Finding:
+    hint = "`batchinfer init DIR` writes a job file to start from"
+    if root is None or root.value is None:
+        return Finding((), "the job file is empty", hint)
+    kind = "a list" if isinstance(root.value, tuple) else "a single value"
+    return Finding(
+        (), f"found {kind}; a job file is a mapping of sections (model, input, …)", hint, root.line
+    )
+
+
+def _plain(finding: Finding) -> Mistake:
+    return Mistake(dotted(finding.loc), finding.message, finding.line, finding.hint)
+
+
+@dataclass(slots=True)
+class _Values:
+    """Gathers plain values and their places, first from the file and then from each override."""
+
+    variables: Variables
+    root: dict[str, Any] = field(default_factory=dict)
+    places: dict[Loc, Place] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    broken: set[Loc] = field(default_factory=set)
+
+    def take(self, root: Node) -> None:
+        self.root = self._value(root, (), None)
+
+    def override(self, key: str, text: str) -> list[Mistake]:
+        """Lays one `--set key=text` over the values; gives what was wrong with it."""
+        loc = tuple(UNUSABLE.sub("\ufffd", key).split("."))
+        node, findings = read_yaml(text)
+        if not all(loc):
+            message = "names no option; right would be SECTION.KEY=VALUE, as in engine.max_num_seqs=64"
+            findings.append(Finding((), message))
+        elif not findings:
+            findings += self._lay(loc, node)
+        return [Mistake(f"--set {dotted(loc)}", one.message, None, one.hint) for one in findings]
+
+    def _lay(self, loc: tuple[str, ...], node: Node | None) -> list[Finding]:
+        self._forget(loc)
+        known, self.findings = self.findings, []
+        value = None if node is None else self._value(node, loc, loc)
+        self.places[loc] = Place(None, loc)
+        mine, self.findings = self.findings, known
+        return mine + self._put(loc, value)
+
+    def _put(self, loc: tuple[str, ...], value: Any) -> list[Finding]:
+        at = self.root
+        for depth, part in enumerate(loc[:-1], 1):
+            if at.get(part) is None:
+                at[part] = {}
+                self.places.setdefault(loc[:depth], Place(None, loc))
+            if not isinstance(at[part], dict):
+                return [Finding((), f"{dotted(loc[:depth])} is a value, not a section with keys of its own")]
+            at = at[part]
+        at[loc[-1]] = value
+        return []
+
+    def _forget(self, loc: Loc) -> None:
+        """What was there, with what was wrong with it."""
+        self.places = {at: place for at, place in self.places.items() if at[: len(loc)] != loc}
+        self.broken = {at for at in self.broken if at[: len(loc)] != loc}
+        self.findings = [finding for finding in self.findings if finding.loc[: len(loc)] != loc]
+
+    def _value(self, node: Node, loc: Loc, override: Loc | None) -> Any:
+        if isinstance(node.value, dict):
+            for key, entry in node.value.items():
+                self._place((*loc, key), entry.line, entry.node, override)
+            return {k: self._value(entry.node, (*loc, k), override) for k, entry in node.value.items()}
+        if isinstance(node.value, tuple):
+            for at, item in enumerate(node.value):
+                self._place((*loc, at), item.line, item, override)
+            return tuple(self._value(item, (*loc, at), override) for at, item in enumerate(node.value))
+        return self._expanded(node.value, loc) if isinstance(node.value, str) else node.value
+
+    def _place(self, loc: Loc, line: int, node: Node, override: Loc | None) -> None:
+        here = Place(line, None, node.text_line) if override is None else Place(None, override)
+        self.places[loc] = here
+
+    def _expanded(self, text: str, loc: Loc) -> str:
+        value, problems = self.variables.expand(text)
+        place = self.places.get(loc, Place(None))
+        for problem in problems:
+            line = place.line
+            if place.text_line is not None:
+                line = place.text_line + text.count("\n", 0, problem.offset)
+            self.findings.append(Finding(loc, problem.message, problem.hint, line))
+        if UNUSABLE.search(value):
+            self.findings.append(
+                Finding(loc, "a variable in it holds bytes that are not UTF-8", None, place.line)
+            )
+        if problems or UNUSABLE.search(value):
+            self.broken.add(loc)
+        return UNUSABLE.sub("\ufffd", value)
+
+
+def absolute(folder: Path, text: str) -> str:
+    """`text` as an absolute path, from `folder` on if it is relative; `..` folded, links and globs kept."""
+    return os.path.normpath(os.path.join(folder, text))

@@ -1,0 +1,74 @@
+"""The variables of a job file: ${VAR}, ${VAR:-default}, ${date}, and $$ for a plain $."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from batchinfer.jobyaml import shorten
+
+MAX_TEXT = (
+    1 << 20
+)  # characters of one text after expansion: a job file cannot make an endless one of a long variable
+
+# ${{, ${% and ${# are a dollar before Jinja's own marks and stay as they are.
+_VARIABLE = re.compile(r"\$(?:\$|\{(?![{%#])(?P<inner>[^{}\n]*)(?P<end>\}?))")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Unexpanded:
+    """Why a variable could not be replaced. `offset` is where it stands in the text."""
+
+    offset: int
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """What the names stand for. `date` is the run's date, YYYY-MM-DD, and wins over a variable so named."""
+
+    date: str
+    env: Mapping[str, str]
+
+    def expand(self, text: str) -> tuple[str, list[Unexpanded]]:
+        """`text` with its variables replaced, and one entry for each that could not be."""
+        if "$" not in text:
+            return text, []
+        pieces: list[str] = []
+        problems: list[Unexpanded] = []
+        end = length = 0
+        for match in _VARIABLE.finditer(text):
+            value = self._value(match)
+            if isinstance(value, Unexpanded):
+                problems.append(value)
+                value = match[0]
+            pieces += [text[end : match.start()], value]
+            end = match.end()
+            length += len(value)
+            if length > MAX_TEXT:
+                message = f"the text grows over {MAX_TEXT:,} characters once its variables are replaced"
+                return "", [*problems, Unexpanded(match.start(), message, "use shorter variables")]
+        return "".join([*pieces, text[end:]]), problems
+
+    def _value(self, match: re.Match[str]) -> str | Unexpanded:
+        inner = match["inner"]
+        if inner is None:
+            return "$"
+        name, dash, default = inner.partition(":-")
+        if not match["end"] or not _NAME.fullmatch(name):
+            message = f"{shorten(match[0])} is no variable; right would be ${{NAME}} or ${{NAME:-default}}"
+            return Unexpanded(match.start(), message, "write $$ for a plain dollar sign")
+        if name == "date":
+            return self.date
+        value = self.env.get(name, "")
+        if value or dash:
+            return value or default
+        if name in self.env:
+            return value
+        message = f"the environment variable {name} is not set and ${{{name}}} has no default"
+        return Unexpanded(
+            match.start(), message, f"set it, or write ${{{name}:-default}}; $$ is a plain dollar sign"
+        )

@@ -1,0 +1,207 @@
+"""How a wrong field reads: what was found, and what would be right, from the field's own type and bounds."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from batchinfer.jobyaml import Finding, Loc, resolve, shorten
+
+_NAMES: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text that is not empty",
+    Path: "a path",
+}
+_OTHER_WORDS = {"gpu": "cuda", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_BOOLEAN_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", "true", "false"})
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """Stands in a field's type and says what would be right, where the type alone says it badly."""
+
+    text: str
+
+
+def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Finding]:
+    """One finding a field, in people's words, however many complaints pydantic has about it."""
+    groups: dict[Loc, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        groups.setdefault(_field_of(model, details["loc"]), []).append(details)
+    return [_finding(model, loc, group, values) for loc, group in groups.items()]
+
+
+def right(info: FieldInfo) -> str:
+    """What a value of this field must be, e.g. `a whole number from 1 to 64, or auto`."""
+    return _phrase(info.annotation, info.metadata)
+
+
+def found(value: object) -> str:
+    """What a value is, e.g. `the text "64"`."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        text = repr(value) if isinstance(value, float) else f"{value:d}"
+        return f"the number {text[:40]}"
+    if isinstance(value, str):
+        return f"the text {shorten(value)}"
+    return "a list" if isinstance(value, tuple) else "a mapping"
+
+
+def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The class of the section `name` of `model`; None where it is a value or unknown."""
+    info = model.model_fields.get(name)
+    candidates = [info.annotation, *get_args(info.annotation)] if info else []
+    return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
+def _field_of(model: type[BaseModel], loc: Loc) -> Loc:
+    """`loc` without what pydantic adds below a field (members of a union, places in a list)."""
+    current: type[BaseModel] | None = model
+    kept: list[str | int] = []
+    for part in loc:
+        if current is None:
+            break
+        kept.append(part)
+        current = section_of(current, str(part))
+    return tuple(kept)
+
+
+def _finding(
+    model: type[BaseModel], loc: Loc, group: list[ErrorDetails], values: Mapping[str, Any]
+) -> Finding:
+    owner = model
+    for part in loc[:-1]:
+        owner = section_of(owner, str(part)) or owner
+    kinds = {details["type"] for details in group}
+    if "extra_forbidden" in kinds:
+        return _unknown(model, owner, loc)
+    section = section_of(owner, str(loc[-1]))
+    expected = _keys(section) if section else right(owner.model_fields[str(loc[-1])])
+    if "missing" in kinds:
+        return Finding(loc, f"is missing; it must be {expected}")
+    own = [details["ctx"]["error"] for details in group if details["type"] == "value_error"]
+    if own:
+        return Finding(loc, str(own[0]))
+    return _wrong(loc, _at(values, loc), expected, group)
+
+
+def _wrong(loc: Loc, value: object, expected: str, group: list[ErrorDetails]) -> Finding:
+    items = [part for details in group for part in details["loc"] if isinstance(part, int)]
+    if isinstance(value, tuple) and items:
+        message = f"found {found(value[items[0]])} as item {items[0] + 1}; it must be {expected}"
+        return Finding((*loc, items[0]), message)
+    if value in ("", ()):
+        return Finding(loc, f"is empty; it must be {expected}")
+    return Finding(loc, f"found {found(value)}; it must be {expected}", _cure(value, expected))
+
+
+def _cure(value: object, expected: str) -> str | None:
+    if not isinstance(value, str):
+        return None
+    if "true or false" in expected and value.lower() in _BOOLEAN_WORDS:
+        return "in YAML 1.2 only true and false are truth values, without quotes"
+    if "number" in expected and isinstance(resolve(value), int | float):
+        return "write the number without quotes; a ${VARIABLE} always gives a text, --set gives a number"
+    words = expected.replace(",", "").split()
+    same = _OTHER_WORDS.get(value.lower())
+    near = [same] if same in words else difflib.get_close_matches(value, words, 1)
+    return f'did you mean "{near[0]}"?' if near and value not in near else None
+
+
+def _unknown(model: type[BaseModel], owner: type[BaseModel], loc: Loc) -> Finding:
+    key = str(loc[-1])
+    place = f"the section {loc[-2]}" if len(loc) > 1 else "a job file"
+    return Finding(loc, f"{place} has no key {shorten(key)}", _nearest(model, owner, key))
+
+
+def _nearest(model: type[BaseModel], owner: type[BaseModel], key: str) -> str:
+    known = list(owner.model_fields)
+    near = difflib.get_close_matches(key, known, 1, 0.7)
+    if near:
+        return f"did you mean {near[0]}?"
+    for name in model.model_fields:
+        section = section_of(model, name)
+        if section is not None and section is not owner and key in section.model_fields:
+            return f"did you mean {name}.{key}?"
+    if owner is not model and key in model.model_fields:
+        return f"{key} is a section of its own: check the indentation"
+    loose = difflib.get_close_matches(key, known, 1, 0.5)
+    return f"did you mean {loose[0]}?" if loose else f"known keys: {', '.join(known)}"
+
+
+def _keys(section: type[BaseModel]) -> str:
+    return f"a section with keys among {', '.join(section.model_fields)}"
+
+
+def _at(values: Mapping[str, Any], loc: Loc) -> object:
+    value: Any = values
+    for part in loc:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _phrase(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    flat = _flat(metadata)
+    own = next((one.text for one in flat if isinstance(one, Right)), None)
+    if own is not None:
+        return own
+    if isinstance(annotation, types.GenericAlias) or get_origin(annotation) is tuple:
+        return _list(get_args(annotation)[0], flat)
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _phrase(inner, more)
+    if get_origin(annotation) is Literal:
+        return _choice([str(one) for one in get_args(annotation)])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _any_of([one for one in get_args(annotation) if one is not type(None)], flat)
+    return _NAMES[annotation] + _range(flat)
+
+
+def _flat(metadata: Iterable[Any]) -> list[Any]:
+    """The bounds, also those that pydantic has wrapped in a FieldInfo."""
+    flat: list[Any] = []
+    for one in metadata:
+        flat += _flat(one.metadata) if isinstance(one, FieldInfo) else [one]
+    return flat
+
+
+def _list(item: Any, metadata: list[Any]) -> str:
+    most = next((one.max_length for one in metadata if getattr(one, "max_length", None) is not None), None)
+    bound = f"of at most {most}" if most is not None else "of"
+    return f"a list, in brackets, {bound} items that are each {_phrase(item)}"
+
+
+def _any_of(members: list[Any], metadata: list[Any]) -> str:
+    """auto goes last: it is the exception."""
+    phrases = [_phrase(one, metadata) for one in members]
+    plain = [phrase for phrase in phrases if phrase != "auto"]
+    return ", or ".join([*plain, *(["auto"] if "auto" in phrases else [])])
+
+
+def _choice(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+
+
+def _range(metadata: list[Any]) -> str:
+    bounds = {
+        name: getattr(one, name) for one in metadata for name in ("ge", "gt", "le") if hasattr(one, name)
+    }
+    high = f"{bounds['le']:,}" if "le" in bounds else None
+    if "gt" in bounds:
+        return f" above {bounds['gt']:,}" + (f" and up to {high}" if high else "")
+    if "ge" in bounds:
+        return f" from {bounds['ge']:,} to {high}" if high else f", {bounds['ge']:,} or more"
+    return ""

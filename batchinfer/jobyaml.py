@@ -1,0 +1,310 @@
+"""YAML 1.2 text → a tree in which every value knows its line.
+
+Read from parser events by the core schema's own rules (`no`, `1_000` and `2026-01-01` are texts); nothing is
+ever constructed. No tags, directives, second document or duplicate keys; aliases are followed up to a bound.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+)
+from ruamel.yaml.reader import ReaderError
+
+Scalar = str | int | float | bool | None
+Loc = tuple[str | int, ...]
+
+MAX_DEPTH = 32  # a job needs 4; deeper nesting is an attack on the stack
+MAX_NODES = 100_000  # 1 MiB of `- a` takes 5 s to parse: stop at 2 s
+MAX_WEIGHT = 8 << 20  # characters once aliases are followed, a node counting NODE_WEIGHT
+NODE_WEIGHT = 64
+MAX_DIGITS = 400  # more than any float has; int() itself refuses 4,300
+
+UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")  # no path and no UTF-8 can hold these
+_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], int | float]], ...] = (
+    (re.compile(r"[-+]?[0-9]+"), int),
+    (re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
+    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text[2:], 16)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)"), lambda text: float(text.replace(".", ""))),
+    (re.compile(r"\.(nan|NaN|NAN)"), lambda _: float("nan")),
+)
+_QUOTE_BRACES = "put a text that holds { } or ${…} in quotes, or write it below the key after |"
+# What the parser says, and what a person would do about it.
+_CURES = (
+    ("'\\t'", "indent with spaces, not tabs"),
+    ("mapping values are not allowed", 'put a text that holds ": " in quotes'),
+    ("unexpected end of stream", "close the quotes"),
+    ("unknown escape", "inside double quotes write \\\\ for a backslash, or use single quotes"),
+    ("'%'", "put a text that begins with % in quotes"),
+    ("'@'", "put a text that begins with @ in quotes"),
+    ("'`'", "put a text that begins with ` in quotes"),
+    ("<block end>", "check that the keys of a section begin in the same column"),
+    ("could not find expected ':'", 'a key is followed by ": "'),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A mistake at a place of the tree. `line` is set where it is not the line of the place's key."""
+
+    loc: Loc
+    message: str
+    hint: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value. `text_line` is where the text of a `|` block begins: its lines are lines of the file."""
+
+    value: Scalar | tuple[Node, ...] | dict[str, Entry]
+    line: int
+    weight: int
+    depth: int = 0
+    text_line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What stands under a key, and the line of the key."""
+
+    line: int
+    node: Node
+
+
+class _Stopped(Exception):
+    """The rest cannot be read; carries the last finding."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """`text` as it may stand in a message: one line, quoted, at most about `limit` characters."""
+    return json.dumps(text if len(text) <= limit else text[: limit - 1] + "…", ensure_ascii=False)
+
+
+def read_yaml(text: str) -> tuple[Node | None, list[Finding]]:
+    """The tree of the only document of `text`, and every mistake. None: empty, or not readable to its end."""
+    reader = _Reader(text)
+    try:
+        return reader.document(), reader.findings
+    except _Stopped as stopped:
+        return None, [*reader.findings, stopped.finding]
+
+
+def resolve(text: str) -> Scalar:
+    """A plain scalar's value by the core schema of YAML 1.2."""
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if len(text) > MAX_DIGITS:
+        return text
+    for pattern, number in _NUMBERS:
+        if pattern.fullmatch(text):
+            return number(text)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """Lines as editors count them; the parser takes U+0085 and U+2028 for line ends too."""
+
+    starts: list[int]
+
+    @classmethod
+    def of(cls, text: str) -> _Lines:
+        return cls([0, *(match.end() for match in re.finditer(r"\r\n?|\n", text))])
+
+    def at(self, index: int) -> int:
+        """The 1-based line of the character `index`."""
+        return bisect.bisect_right(self.starts, index)
+
+
+def _events(text: str, lines: _Lines) -> Iterator[Any]:
+    """Parser events; what the parser refuses becomes _Stopped, with its line and a cure."""
+    directive = re.search(r"^%", text, re.MULTILINE)
+    if directive:
+        message = "a line that begins with % (a YAML directive) has no place in a job file"
+        raise _Stopped(Finding((), message, "remove the line", lines.at(directive.start())))
+    try:
+        yield from YAML(typ="safe", pure=True).parse(text)
+    except ReaderError as error:
+        message = f"the character U+{ord(text[error.position]):04X} has no place in a text file"
+        raise _Stopped(Finding((), message, "remove it", lines.at(error.position))) from None
+    except MarkedYAMLError as error:
+        raise _Stopped(_syntax(error, text, lines)) from None
+    except YAMLError as error:
+        raise _Stopped(Finding((), f"this is not valid YAML: {error}")) from None
+
+
+def _syntax(error: MarkedYAMLError, text: str, lines: _Lines) -> Finding:
+    mark = error.problem_mark or error.context_mark
+    line = lines.at(mark.index)
+    started = lines.at(error.context_mark.index) if error.context_mark else line
+    context = f"{error.context}, " if error.context else ""
+    began = f" (it began in line {started})" if started != line else ""
+    problem = f"{context}{error.problem}"
+    source = text[lines.starts[line - 1] :].split("\n", 1)[0]
+    return Finding((), f"this is not valid YAML: {problem}{began}", _cure(problem, source), line)
+
+
+def _cure(problem: str, source: str) -> str | None:
+    if "{{" in source or "${" in source:
+        return _QUOTE_BRACES
+    return next((cure for fragment, cure in _CURES if fragment in problem), None)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One pass over the events. Findings that leave the tree usable are collected; the others stop it."""
+
+    text: str
+    findings: list[Finding] = field(default_factory=list)
+    _anchors: dict[str, Node] = field(default_factory=dict)
+    _nodes: int = 0
+    _lines: _Lines = field(init=False)
+    _source: Iterator[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lines = _Lines.of(self.text)
+        self._source = _events(self.text, self._lines)
+
+    def document(self) -> Node | None:
+        next(self._source)  # the stream's start
+        if isinstance(next(self._source), StreamEndEvent):
+            return None
+        root = self._node(next(self._source), ())
+        next(self._source)  # the document's end
+        following = next(self._source)
+        if isinstance(following, DocumentStartEvent):
+            line = self._line(following)
+            raise _Stopped(
+                Finding((), "a second document begins here; a job file is one", "remove ---", line)
+            )
+        return root
+
+    def _node(self, event: Any, loc: Loc) -> Node:
+        self._bound(event, loc)
+        if isinstance(event, AliasEvent):
+            return self._alias(event, loc)
+        if event.tag is not None:
+            self._found(
+                loc, f"the tag {shorten(str(event.tag))} has no place in a job file", "remove it", event
+            )
+        node = self._untagged(event, loc)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = node
+        return node
+
+    def _untagged(self, event: Any, loc: Loc) -> Node:
+        if isinstance(event, MappingStartEvent):
+            return self._mapping(event, loc)
+        if isinstance(event, SequenceStartEvent):
+            return self._sequence(event, loc)
+        return self._scalar(event, loc)
+
+    def _scalar(self, event: Any, loc: Loc) -> Node:
+        text = self._text(event, loc)
+        line = self._line(event)
+        value = text if event.style or event.tag is not None else resolve(text)
+        text_line = line + 1 if event.style == "|" else None
+        return Node(value, line, NODE_WEIGHT + len(text), text_line=text_line)
+
+    def _sequence(self, start: Any, loc: Loc) -> Node:
+        items: list[Node] = []
+        while not isinstance(event := next(self._source), SequenceEndEvent):
+            items.append(self._node(event, (*loc, len(items))))
+        return self._container(tuple(items), items, start, loc)
+
+    def _mapping(self, start: Any, loc: Loc) -> Node:
+        entries: dict[str, Entry] = {}
+        while not isinstance(event := next(self._source), MappingEndEvent):
+            key = self._key(event, loc)
+            node = self._node(next(self._source), (*loc, key))
+            if key in entries:
+                message = f"the key stands here a second time; the first is in line {entries[key].line}"
+                self._found((*loc, key), message, "keep one of the two", event)
+            else:
+                entries[key] = Entry(self._line(event), node)
+        return self._container(entries, [entry.node for entry in entries.values()], start, loc)
+
+    def _key(self, event: Any, loc: Loc) -> str:
+        if not isinstance(event, ScalarEvent):
+            raise _Stopped(
+                Finding(
+                    loc,
+                    "a key must be plain text; found braces, brackets or an alias",
+                    _QUOTE_BRACES,
+                    self._line(event),
+                )
+            )
+        self._bound(event, loc)
+        if event.tag is not None:
+            self._found(
+                loc, f"the tag {shorten(str(event.tag))} has no place in a job file", "remove it", event
+            )
+        return self._text(event, loc)
+
+    def _text(self, event: Any, loc: Loc) -> str:
+        r"""What stands there; "\ud83d\ude00", as JSON writes what lies beyond 16 bits, is one character."""
+        text: str = event.value
+        if not UNUSABLE.search(text):
+            return text
+        paired = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+        if UNUSABLE.search(paired):
+            self._found(loc, "the text holds a NUL or half a surrogate pair", "remove the escape", event)
+        return UNUSABLE.sub("\ufffd", paired)
+
+    def _container(self, value: Any, children: list[Node], start: Any, loc: Loc) -> Node:
+        weight = NODE_WEIGHT + sum(child.weight for child in children)
+        depth = 1 + max((child.depth for child in children), default=0)
+        if weight > MAX_WEIGHT or depth > MAX_DEPTH:
+            message = "this grows too large once its aliases (*name) are followed"
+            raise _Stopped(Finding(loc, message, "write out what is meant", self._line(start)))
+        return Node(value, self._line(start), weight, depth)
+
+    def _alias(self, event: Any, loc: Loc) -> Node:
+        node = self._anchors.get(event.anchor)
+        if node is None:
+            message = f"the alias *{event.anchor} names no anchor that was complete before it"
+            raise _Stopped(
+                Finding(loc, message, f"put &{event.anchor} at the value it means", self._line(event))
+            )
+        return node
+
+    def _bound(self, event: Any, loc: Loc) -> None:
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            raise _Stopped(
+                Finding(loc, f"a job file has at most {MAX_NODES:,} values", None, self._line(event))
+            )
+        if len(loc) > MAX_DEPTH:
+            raise _Stopped(Finding((), f"a job file nests at most {MAX_DEPTH} deep", None, self._line(event)))
+
+    def _found(self, loc: Loc, message: str, hint: str, event: Any) -> None:
+        self.findings.append(Finding(loc, message, hint, self._line(event)))
+
+    def _line(self, event: Any) -> int:
+        return self._lines.at(event.start_mark.index)

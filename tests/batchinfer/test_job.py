@@ -1,0 +1,293 @@
+"""A right job file: what it becomes, its defaults, variables, overrides and identity."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from batchinfer.data.result_rows import RESULT_SCHEMA
+from batchinfer.data.sampling_fields import override
+from batchinfer.errors import Mistake
+from batchinfer.job import EngineSpec, Job, SamplingSpec, load_job
+from batchinfer.jobcheck import RESULT_COLUMNS
+from batchinfer.request import SamplingParams
+
+MINIMAL = """\
+name: triage
+model: {path: m}
+input: {path: rows.jsonl}
+prompt: {user: "{{ q }}"}
+output: {path: results}
+"""
+REPOSITORY = Path(__file__).parents[2]
+
+
+def load(folder: Path, text: str = MINIMAL, *overrides: tuple[str, str], **env: str) -> Job:
+    (folder / "m").mkdir(exist_ok=True)
+    (folder / "job.yaml").write_text(text)
+    return load_job(folder / "job.yaml", overrides, "2026-01-02", env)
+
+
+def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
+    job = load(tmp_path)
+    assert job.source == tmp_path / "job.yaml"
+    assert job.model.path == tmp_path / "m"
+    assert (job.model.dtype, job.model.max_model_len) == ("auto", None)
+    assert job.input.path == str(tmp_path / "rows.jsonl")
+    assert (job.input.sql, job.input.format, job.input.limit, job.input.max_line_bytes) == (
+        None,
+        "auto",
+        None,
+        2**24,
+    )
+    assert job.prompt is not None
+    assert (job.prompt.user, job.prompt.truncate) == ("{{ q }}", "error")
+    assert (job.output.path, job.output.columns, job.output.rows_per_file) == (
+        tmp_path / "results",
+        (),
+        100_000,
+    )
+    assert set(job.engine.model_dump().values()) == {"auto", True}
+    assert (job.on_error.max_error_rate, job.on_error.publish, job.cache) == (0.01, False, None)
+    assert (job.commit.rows, job.commit.seconds) == (1000, 30.0)
+    assert job.sampling.params() == SamplingParams()
+
+
+def test_everything_said(tmp_path: Path) -> None:
+    job = load(
+        tmp_path,
+        """\
+name: all of it
+model: {path: ./x/../m, dtype: bfloat16, max_model_len: 4096}
+input: {path: [a.jsonl, "/abs/*.parquet", ../up/**/x.jsonl], format: jsonl, id: k, unique_ids: true,
+  limit: 5, max_line_bytes: 1KiB}
+prompt: {system: "s {{ a }}", messages: chat, truncate: left}
+sampling: {max_tokens: 9, min_tokens: 9, temperature: 1, top_p: 0.5, top_k: 3, min_p: 1, seed: -7, stop: [a, b],
+  stop_token_ids: [0, 5], ignore_eos: true, repetition_penalty: 1.5, presence_penalty: -2, frequency_penalty: 2}
+output: {path: out/r, columns: [k, b], rows_per_file: 10}
+engine: {device: cpu, max_num_seqs: 1, max_num_batched_tokens: 1, block_size: 16, kv_memory: 0.5,
+  enable_prefix_caching: false, threads: 2}
+on_error: {max_error_rate: 1, publish: true}
+cache: {path: shared}
+commit: {rows: 1, seconds: 0.5}
+""",
+    )
+    up = tmp_path.parent / "up"
+    assert job.input.path == (str(tmp_path / "a.jsonl"), "/abs/*.parquet", str(up / "**/x.jsonl"))
+    assert (job.input.id, job.input.limit, job.input.max_line_bytes) == ("k", 5, 1024)
+    assert (job.model.path, job.model.max_model_len) == (tmp_path / "m", 4096)
+    assert job.sampling.params() == SamplingParams(
+        9, 9, 1.0, 0.5, 3, 1.0, -7, ("a", "b"), (0, 5), True, 1.5, -2.0, 2.0
+    )
+    assert isinstance(job.sampling.temperature, float)
+    assert job.output.columns == ("k", "b")
+    assert (job.engine.kv_memory, job.engine.threads, job.engine.block_size) == (0.5, 2, 16)
+    assert job.cache is not None
+    assert job.cache.path == tmp_path / "shared"
+    assert job.commit.seconds == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("auto", "auto"),
+        ("4GiB", 4 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("2MB", 2_000_000),
+        ("1", 1.0),
+        ("1.0", 1.0),
+        (".25", 0.25),
+        ("4294967296", 1 << 32),
+    ],
+)
+def test_kv_memory(tmp_path: Path, text: str, value: object) -> None:
+    got = load(tmp_path, MINIMAL, ("engine.kv_memory", text)).engine.kv_memory
+    assert (got, type(got)) == (value, type(value))
+
+
+def test_one_stop_is_a_list_of_one(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL, ("sampling.stop", '"\\n"')).sampling.params().stop == ("\n",)
+
+
+def test_other_inputs_and_prompts(tmp_path: Path) -> None:
+    query = load(tmp_path, MINIMAL.replace("path: rows.jsonl", 'sql: "select 1 as q", id: q'))
+    assert (query.input.sql, query.input.path) == ("select 1 as q", None)
+    openai = load(
+        tmp_path,
+        MINIMAL.replace('prompt: {user: "{{ q }}"}\n', "").replace(
+            "rows.jsonl", "rows.jsonl, format: openai, unique_ids: true"
+        ),
+    )
+    assert openai.prompt is None
+    text = load(tmp_path, MINIMAL.replace('user: "{{ q }}"', "text: q, truncate: right"))
+    assert text.prompt is not None
+    assert text.prompt.text == "q"
+
+
+@pytest.mark.parametrize(
+    ("given", "output"),
+    [
+        ("*.jsonl", "results"),
+        ("in/*.jsonl.gz", "in/out"),
+        ("in/a.parquet", "in/out"),
+        ("in", "out"),
+        ("in/*", "in2"),
+        ("in/x", "in/y"),
+    ],
+)
+def test_outputs_that_no_input_can_meet(tmp_path: Path, given: str, output: str) -> None:
+    job = load(tmp_path, MINIMAL, ("input.path", f"'{given}'"), ("output.path", output))
+    assert job.output.path == tmp_path / output
+
+
+def test_variables_reach_every_text(tmp_path: Path) -> None:
+    text = MINIMAL.replace("path: results", "path: 'r/${date}', columns: ['${C}']").replace(
+        "{{ q }}", "${C} ${{ q }} $$"
+    )
+    job = load(tmp_path, text + "engine: {device: '${DEVICE:-cpu}', kv_memory: '${KV}'}\n", C="c", KV="2GiB")
+    assert job.output.path == tmp_path / "r/2026-01-02"
+    assert job.output.columns == ("c",)
+    assert job.prompt is not None
+    assert job.prompt.user == "c ${{ q }} $"
+    assert (job.engine.device, job.engine.kv_memory) == ("cpu", 2 << 30)
+
+
+def test_the_date_is_today_unless_given(tmp_path: Path) -> None:
+    load(tmp_path, MINIMAL.replace("triage", '"${date}"'))
+    days = {datetime.date.today().isoformat()}
+    name = load_job(tmp_path / "job.yaml").name
+    assert name in days | {datetime.date.today().isoformat()}
+    assert load_job(tmp_path / "job.yaml", date="2020-02-29").name == "2020-02-29"
+
+
+def test_overrides(tmp_path: Path) -> None:
+    job = load(
+        tmp_path,
+        MINIMAL + "cache:\nengine: {threads: 3}\n",
+        ("engine.max_num_seqs", "64"),
+        ("engine.max_num_seqs", "65"),
+        ("engine.threads", "auto"),
+        ("output.columns", "[a, 'b c']"),
+        ("cache.path", "c/${date}"),
+        ("prompt.user", "null"),
+        ("prompt.text", "q"),
+        ("commit", "{rows: 7}"),
+        ("input.limit", ""),
+        ("model.max_model_len", "auto"),
+    )
+    assert (job.engine.max_num_seqs, job.engine.threads) == (65, "auto")
+    assert job.output.columns == ("a", "b c")
+    assert job.cache is not None
+    assert job.cache.path == tmp_path / "c/2026-01-02"
+    assert job.prompt is not None
+    assert (job.prompt.user, job.prompt.text) == (None, "q")
+    assert (job.commit.rows, job.commit.seconds) == (7, 30.0)
+    assert (job.input.limit, job.model.max_model_len) == (None, None)
+
+
+def test_an_override_of_one_alias_leaves_the_other(tmp_path: Path) -> None:
+    text = MINIMAL.replace("output: {path: results}", "output: &o {path: results}\ncache: *o")
+    job = load(tmp_path, text, ("cache.path", "c"))
+    assert job.output.path == tmp_path / "results"
+
+
+def test_a_relative_path_of_the_job_file_counts_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    job = load_job(f"{tmp_path.name}/job.yaml")
+    assert (job.source, job.model.path) == (tmp_path / "job.yaml", tmp_path / "m")
+
+
+def test_a_job_is_frozen_and_travels(tmp_path: Path) -> None:
+    job = load(tmp_path)
+    with pytest.raises(ValidationError):
+        job.engine.threads = 5  # type: ignore[misc]
+    again = pickle.loads(pickle.dumps(job))
+    assert (again, again.source) == (job, job.source)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "same"),
+    [
+        ("name", "other", True),
+        ("engine.threads", "2", True),
+        ("commit.rows", "5", True),
+        ("output.path", "elsewhere", True),
+        ("output.rows_per_file", "5", True),
+        ("on_error.publish", "true", True),
+        ("cache.path", "c", True),
+        ("sampling.temperature", "0.0", True),
+        ("input.limit", "5", False),
+        ("prompt.user", "'{{ r }}'", False),
+        ("sampling.seed", "1", False),
+        ("output.columns", "[a]", False),
+        ("model.max_model_len", "5", False),
+        ("model.dtype", "float32", False),
+    ],
+)
+def test_identity_is_what_the_rows_depend_on(tmp_path: Path, key: str, value: str, same: bool) -> None:
+    plain, other = load(tmp_path).identity_json(), load(tmp_path, MINIMAL, (key, value)).identity_json()
+    assert (plain == other) is same
+    assert json.dumps(json.loads(plain), sort_keys=True, separators=(",", ":")) == plain
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [("prompt.user", 4), ("output.columns", 5), ("engine.threads", None), ("commit.rows", 6)],
+)
+def test_what_is_found_later_has_its_line_too(tmp_path: Path, where: str, line: int | None) -> None:
+    job = load(tmp_path, MINIMAL + "commit:\n", ("commit.rows", "3"))
+    error = job.mistake(where, "is wrong")
+    assert (error.path, error.mistakes) == (str(tmp_path / "job.yaml"), (Mistake(where, "is wrong", line),))
+
+
+def test_describe_says_every_option(tmp_path: Path) -> None:
+    job = load(tmp_path, MINIMAL + "engine: {kv_memory: 1GiB}\n")
+    lines = [line.strip() for line in job.describe().splitlines()]
+    assert lines[0] == f"triage ({tmp_path / 'job.yaml'})"
+    assert {
+        "max_model_len: auto",
+        "kv_memory: 1,073,741,824 bytes",
+        "limit: none",
+        "cache: none",
+        "top_p: 1.0",
+        "dtype: auto",
+    } <= set(lines)
+    assert f"path: {tmp_path / 'results'}" in lines
+
+
+def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
+    assert list(SamplingSpec.model_fields) == [f.name for f in fields(SamplingParams)]
+    assert SamplingSpec().params() == SamplingParams()
+    assert override(SamplingParams(), SamplingSpec().model_dump()) == SamplingParams()
+
+
+def test_result_columns_are_those_that_are_written() -> None:
+    assert list(RESULT_COLUMNS) == RESULT_SCHEMA.names
+
+
+def test_a_dumped_section_is_a_section() -> None:
+    spec = EngineSpec(kv_memory=1 << 32)
+    assert EngineSpec.model_validate(spec.model_dump()) == spec
+
+
+def test_loading_brings_neither_torch_nor_arrow(tmp_path: Path) -> None:
+    load(tmp_path)
+    code = f"""if True:
+        import sys, batchinfer.job
+        batchinfer.job.load_job({str(tmp_path / "job.yaml")!r})
+        print({{"torch", "pyarrow", "duckdb", "transformers"}} & set(sys.modules))"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
