@@ -35,11 +35,13 @@ def cut(batches: Iterable[pa.RecordBatch], sizes: Iterator[int]) -> Iterator[pa.
         yield pa.Table.from_batches(held).combine_chunks()
 
 
-def parquet_batches(paths: Sequence[Path], rows: int) -> Iterator[pa.RecordBatch]:
+def parquet_batches(
+    paths: Sequence[Path], rows: int, columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
     """The batches of Parquet files, one file after the other. Raises InputCorrupt for a damaged one."""
     for path in paths:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                yield from file.iter_batches(batch_size=rows)
+                yield from file.iter_batches(batch_size=rows, columns=columns)
         except (pa.ArrowInvalid, OSError) as error:
             raise InputCorrupt(f"{path}: {error}; remove its folder to have it written again") from error

@@ -57,9 +57,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _stop_streams(spec: WorkerSpec) -> StopStreams | None:
     if spec.tokenizer is None:
         return None
-    from batchinfer.data.stop_strings import StopStringWatch
+    from batchinfer.data.stop_strings import stop_streams
+    from batchinfer.data.tokenizer import Tokenizer
 
-    return StopStringWatch(spec.tokenizer).stream
+    return stop_streams(Tokenizer.load(spec.tokenizer).rust)
 
 
 class _Worker:

@@ -1,0 +1,319 @@
+"""A job from its file to its published result: the rooms, in the order in which the data passes them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from batchinfer.collect import Budget, Collector
+from batchinfer.data.completion_store import CompletionStore
+from batchinfer.data.error_summary import ErrorSummary, summarise_errors
+from batchinfer.data.files import InputFile, list_inputs
+from batchinfer.data.index import Index
+from batchinfer.data.ingest import IngestOptions, ingest
+from batchinfer.data.ingest import Progress as IngestProgress
+from batchinfer.data.join import ErrorCounts, count_errors
+from batchinfer.data.manifest import Manifest, PublishSpec, check_destination, is_published, read_manifest
+from batchinfer.data.openai_output import index_endpoints, write_openai
+from batchinfer.data.publisher import publish
+from batchinfer.data.remembered import published_inputs, read_digests, remember_inputs, write_digests
+from batchinfer.data.state import StateFolder
+from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.engine.config import NUMERICS_VERSION
+from batchinfer.errors import BatchInferError, ErrorBudgetExceeded
+from batchinfer.job import Job
+from batchinfer.launch.engine_host import EngineHost
+from batchinfer.launch.feed import run_plan
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.launch.messages import WorkerSpec
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.plan.plan import Plan
+from batchinfer.plan.planner import plan_job
+from batchinfer.report.progress import Progress
+from batchinfer.report.tables import RunRow
+from batchinfer.resolve import Setting, resolve
+from batchinfer.run_report import RunReport
+
+ENGINE = "batchinfer.engine.build:build_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the command line adds to a job."""
+
+    limit: int | None = None
+    replace: bool = False
+    retry_errors: bool = False
+    verify: bool = False
+    to_openai: Path | None = None
+    engine: str = ENGINE  # "module:function" that builds the engine in its process
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended. `row` is the run table's; `error` says why the exit code is not 0."""
+
+    exit_code: int
+    row: RunRow
+    error: str | None = None
+
+
+def run_job(
+    job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
+) -> Outcome:
+    """Run a job, or what is left of it. `notice` gets a line for what a user should know meanwhile.
+
+    Raises the exception tree of errors.py; whatever was finished before is committed.
+    """
+    completions = job.cache.path if job.cache else None
+    if options.limit is not None:
+        completions = completions or StateFolder(job.output.path).completions  # a trial's answers are not wasted
+        job = first_rows(job, options.limit)
+    checkpoint = inspect_checkpoint(job.model.path)
+    setting = resolve(job, checkpoint)
+    state = StateFolder(job.output.path, cache=completions)
+    check_destination(state.results, job.name, options.replace)
+    with state.lock():
+        run = _Run(job, options, checkpoint, setting, state, progress, interrupts, notice)
+        with run.reported():
+            return run.outcome()
+
+
+def first_rows(job: Job, limit: int) -> Job:
+    """The same job over its first `limit` rows, with a result folder of its own beside the whole one's."""
+    output = job.output.model_copy(
+        update={"path": job.output.path.with_name(f"{job.output.path.name}-first-{limit}")}
+    )
+    fewest = limit if job.input.limit is None else min(limit, job.input.limit)
+    rows = job.input.model_copy(update={"limit": fewest})
+    return job.model_copy(update={"output": output, "input": rows})
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of one job, holding its lock."""
+
+    job: Job
+    options: RunOptions
+    checkpoint: Checkpoint
+    setting: Setting
+    state: StateFolder
+    progress: Progress
+    interrupts: Interrupts
+    notice: Callable[[str], None]
+    report: RunReport = field(init=False)
+    tokenizer: Tokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.report = RunReport(self.job, self.setting)
+        self.tokenizer = Tokenizer.load(self.job.model.path)
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """However the run ends, its report is written."""
+        try:
+            yield
+        except BatchInferError as error:
+            self.report.failed(error)
+            raise
+        finally:
+            self.progress.close()
+            self.report.close()
+
+    def outcome(self) -> Outcome:
+        """Read, plan, run, publish."""
+        self.state.remove_old_generations()
+        context = self._context()
+        if self._is_done(context):
+            return self._nothing_to_do(context)
+        index = self._ingest(context)
+        budget = Budget(index.rows, self.job.on_error.max_error_rate, self.job.on_error.publish)
+        self._refuse_hopeless(index, budget)
+        with CompletionStore(
+            self.state.completions,
+            numerics=NUMERICS_VERSION,
+            rows=self.job.commit.rows,
+            seconds=self.job.commit.seconds,
+            verify=self.options.verify,
+            ops=self.state.ops,
+        ) as store:
+            for lost in store.discarded:
+                self.notice(f"{lost.path}: {lost.reason}; its rows run again")
+            plan = self._plan(index, store)
+            if plan.to_run:
+                self._execute(plan, index, store, budget)
+            counts = count_errors(index.index_parts, store.parts(), self.state.staging / "count")
+            if budget.exceeded(counts.errors) and not budget.publish:
+                raise ErrorBudgetExceeded(_budget_text(counts, budget, summarise_errors(index.index_parts)))
+            manifest = self._publish(context, index, store)
+        return self._finished(manifest, index, budget)
+
+    def _context(self) -> bytes:
+        """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
+        digests = read_digests(self.state.fingerprints)
+        known = dict(digests)
+        fingerprint = self.checkpoint.fingerprint(digests)
+        if digests != known:
+            write_digests(self.state.fingerprints, digests, self.state.ops)
+        return self.setting.context(self.checkpoint, fingerprint, self.tokenizer.fingerprint)
+
+    def _identity(self, context: bytes) -> str:
+        material = self.job.identity_json().encode() + context
+        return hashlib.sha256(material).hexdigest()
+
+    def _spec(self, context: bytes, inputs: list[dict[str, Any]]) -> PublishSpec:
+        return PublishSpec(
+            self.job.name, self._identity(context), tuple(inputs), NUMERICS_VERSION, self.job.output.rows_per_file
+        )
+
+    @property
+    def _published_inputs(self) -> Path:
+        return self.state.path / "published.json"
+
+    def _is_done(self, context: bytes) -> bool:
+        """Whether this very result is published and no input file has changed since. SQL always runs again."""
+        if self.job.input.sql or self.options.retry_errors:
+            return False
+        inputs = published_inputs(self._published_inputs, self._files())
+        return inputs is not None and is_published(self.state.results, self._spec(context, inputs))
+
+    def _files(self) -> list[InputFile]:
+        return list_inputs(self.job.input.path or "", self.job.source.parent, self.job.input.format)
+
+    def _nothing_to_do(self, context: bytes) -> Outcome:
+        manifest = read_manifest(self.state.results)
+        if manifest is None:
+            raise BatchInferError(f"{self.state.results}: the manifest vanished while it was read")
+        if self.options.to_openai is not None:
+            write_openai(self.state.results, self.options.to_openai, model=self.job.model.path.name)
+        self.report.note(rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors)
+        return Outcome(0, self.report.done("already published, nothing to do"))
+
+    def _ingest(self, context: bytes) -> Index:
+        self.progress.phase("reading")
+        options = IngestOptions(
+            context=context,
+            max_model_len=self.setting.max_model_len,
+            vocab_size=self.checkpoint.config.vocab,
+            now=datetime.now().astimezone(),
+        )
+        seen = 0
+
+        def read(at: IngestProgress) -> None:
+            nonlocal seen
+            self.progress.rows(at.rows - seen)
+            seen = at.rows
+
+        with self.report.timed("ingest_s"):
+            index = ingest(self.job, options, self.state.scratch, read, self.state.ops)
+        self.state.purge_scratch(keep=index.folder.name)
+        self.report.note(rows=index.rows)
+        return index
+
+    def _refuse_hopeless(self, index: Index, budget: Budget) -> None:
+        """Too many bad rows before the model is even loaded."""
+        if budget.exceeded(index.error_rows) and not budget.publish:
+            counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
+            raise ErrorBudgetExceeded(_budget_text(counts, budget, summarise_errors(index.index_parts)))
+
+    def _plan(self, index: Index, store: CompletionStore) -> Plan:
+        self.progress.phase("planning")
+        with self.report.timed("plan_s"):
+            plan = plan_job(
+                index.index_dir,
+                store.parts(),
+                index.folder / "plan",
+                retry_errors=self.options.retry_errors,
+            )
+        self.report.planned(plan)
+        return plan
+
+    def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:
+        """The engine's part. On a signal: what runs may finish, all that is finished is committed."""
+        config = self.setting.engine_config(self.job, plan.longest)
+        spec = WorkerSpec(config, self.job.model.path, self.options.engine)
+        meter = self.report.open_meter()
+        collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows))
+        self.progress.phase("loading model")
+        with EngineHost(spec) as host, self.interrupts.deferred():
+            try:
+                self._wait_until_ready(host)
+                self.progress.running(
+                    rows=plan.to_run + plan.duplicates,
+                    prompt_tokens=plan.prompt_tokens,
+                    expected_tokens=plan.expected_tokens,
+                )
+                with self.report.timed("engine_s"):
+                    run_plan(plan, index.tokens, host, collector, self.interrupts, self._draining)
+            finally:
+                store.commit()
+                self.report.ran(host.info, host.peak_rss)
+        self.interrupts.raise_pending(
+            f"interrupted; {len(store)} answers are stored and the same command continues from there"
+        )
+
+    def _wait_until_ready(self, host: EngineHost) -> None:
+        with self.report.timed("load_s"):
+            while host.info is None and self.interrupts.pending is None:
+                host.receive(0.1)
+                self.progress.tick()
+
+    def _draining(self, seconds: float) -> None:
+        self.notice(
+            f"stopping: rows in work may finish for up to {seconds:.0f} s; signal again to stop at once"
+        )
+
+    def _publish(self, context: bytes, index: Index, store: CompletionStore) -> Manifest:
+        self.progress.phase("publishing", index.rows)
+        index.inputs_unchanged()
+        inputs = [_input_identity(file, index) for file in index.inputs]
+        with self.report.timed("publish_s"):
+            manifest = publish(
+                index,
+                store.parts(),
+                self._spec(context, inputs),
+                self.tokenizer.decode_batch,
+                self.state,
+                replace=self.options.replace,
+                on_rows=self.progress.rows,
+            )
+        if not self.job.input.sql:
+            remember_inputs(self._published_inputs, index.inputs, inputs, self.state.ops)
+        if self.options.to_openai is not None:
+            endpoints = index_endpoints(index) if manifest.endpoints else None
+            write_openai(
+                self.state.results, self.options.to_openai, model=self.job.model.path.name, endpoints=endpoints
+            )
+        return manifest
+
+    def _finished(self, manifest: Manifest, index: Index, budget: Budget) -> Outcome:
+        self.state.purge_scratch()
+        codes = summarise_errors([self.state.results / file.name for file in manifest.files])
+        self.report.note(
+            rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors, error_codes=dict(codes.codes)
+        )
+        if not budget.exceeded(manifest.errors):
+            return Outcome(0, self.report.done("published"))
+        counts = ErrorCounts(manifest.rows, manifest.errors, 0, manifest.retryable)
+        text = _budget_text(counts, budget, codes)
+        code = ErrorBudgetExceeded.exit_code
+        return Outcome(code, self.report.done("published over its error budget", code), text)
+
+
+def _input_identity(file: InputFile, index: Index) -> dict[str, Any]:
+    """Content, not time: the same rows in a file written again are the same input."""
+    digest = index.sha256.get(file.path)
+    whole = {"sha256": digest} if digest else {"mtime_ns": file.mtime_ns}  # a limit left the file unread
+    return {"name": file.name, "bytes": file.size, **whole}
+
+
+def _budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> str:
+    allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
+    text = f"{counts.errors} of {counts.rows} rows are errors and {allowed}; mend them, or raise the rate"
+    return "\n".join(filter(None, [text, errors.text()]))
+

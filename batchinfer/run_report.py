@@ -1,0 +1,102 @@
+"""Gathers what a run's report needs while the pipeline passes the rooms, and writes it however the run ends."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from batchinfer.engine.config import EngineInfo
+from batchinfer.errors import BatchInferError
+from batchinfer.job import Job
+from batchinfer.plan.plan import Plan
+from batchinfer.report.folder import new_run_id, report_folder, sweep
+from batchinfer.report.meter import Measured, Meter
+from batchinfer.report.tables import RunFacts, RunRow, run_row, write_run
+from batchinfer.resolve import Setting
+
+
+class RunReport:
+    """The facts of one run. `done` or `failed` says how it ended; `close` writes the run table."""
+
+    def __init__(self, job: Job, setting: Setting) -> None:
+        self._job, self._setting = job, setting
+        self._folder = report_folder(job.output.path)
+        self._run_id = new_run_id()
+        self._started = datetime.now(UTC)
+        self._facts: dict[str, Any] = {"dtype": setting.dtype}
+        self._meter: Meter | None = None
+        self._measured: Measured | None = None
+        self._row: RunRow | None = None
+
+    def note(self, **facts: Any) -> None:
+        """Facts by their names in `RunFacts`."""
+        self._facts |= facts
+
+    @contextmanager
+    def timed(self, fact: str) -> Iterator[None]:
+        """Seconds spent inside become that fact, also when an exception leaves it."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._facts[fact] = time.perf_counter() - began
+
+    def planned(self, plan: Plan) -> None:
+        self.note(
+            distinct_requests=plan.distinct,
+            duplicate_rows=plan.duplicates,
+            reused_requests=plan.present,
+        )
+
+    def open_meter(self) -> Meter:
+        """The meter that the engine's samples go to."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        sweep(self._folder)
+        self._meter = Meter(self._folder, self._run_id, self._setting.hardware.peaks(self._setting.dtype))
+        return self._meter
+
+    def ran(self, info: EngineInfo | None, worker_peak_rss: int | None) -> None:
+        """What the engine's process turned out to be; None where it never got so far."""
+        self.note(worker_peak_rss_bytes=worker_peak_rss)
+        if info is not None:
+            self.note(ops={"decoder": info.ops}, threads=info.threads)
+
+    def done(self, status: str, exit_code: int = 0) -> RunRow:
+        """The run table's row, complete."""
+        if self._row is None:
+            self._row = self._finished_row(status, exit_code)
+        return self._row
+
+    def failed(self, error: BatchInferError) -> None:
+        """The run ends with this error."""
+        self.done(type(error).__name__, error.exit_code)
+
+    def close(self) -> None:
+        """Write the run table. Raises OSError."""
+        write_run(self._folder, self.done("a bug", BatchInferError.exit_code))
+
+    def _finished_row(self, status: str, exit_code: int) -> RunRow:
+        if self._meter is not None:
+            self._measured = self._meter.finish()
+        facts = RunFacts(
+            run_id=self._run_id,
+            job=self._job.name,
+            output=str(self._job.output.path),
+            started_at=self._started,
+            finished_at=datetime.now(UTC),
+            exit_code=exit_code,
+            exit_status=status,
+            parent_peak_rss_bytes=_peak_rss(),
+            **self._facts,
+        )
+        return run_row(facts, self._setting.hardware, self._measured)
+
+
+def _peak_rss() -> int:
+    """Bytes. Linux counts kilobytes here, macOS bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
