@@ -15,9 +15,10 @@ from typing import Annotated
 
 import typer
 
-from batchinfer import __version__, pipeline
+from batchinfer import __version__, pipeline, verbs
 from batchinfer.errors import BatchInferError, Interrupted, StorageError, UsageError
 from batchinfer.job import Job, job_schema, load_job
+from batchinfer.jobinit import init_files
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.report.summary import as_json, summary
@@ -77,8 +78,9 @@ def _meaning(error: Exception) -> tuple[int, str]:
         return 71, "out of memory; lower engine.kv_memory, or run on a machine with more"
     if isinstance(error, OSError):
         return StorageError.exit_code, f"{error}; the same command continues once that is mended"
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # click's usage errors
-        return UsageError.exit_code, f"{error.format_message()} (see `batchinfer --help`)"
+    told = getattr(error, "format_message", None)
+    if told is not None:  # a usage error of click's; typer brings a click of its own, so its class cannot be named
+        return UsageError.exit_code, f"{told()} (see `batchinfer --help`)"
     detail = "".join(traceback.format_exception(error))
     return BatchInferError.exit_code, f"a bug in batchinfer {__version__}, please report it:\n{detail}"
 
@@ -143,7 +145,7 @@ def run(
 def validate(job_file: JobPath, overrides: Overrides = None, date: Date = None, quiet: Quiet = False) -> None:
     """Check a job file, its checkpoint and that its input exists, without running anything."""
     job = _load(job_file, overrides, date)
-    lines = pipeline.validate_job(job)
+    lines = verbs.validate_job(job)
     if not quiet:
         typer.echo("\n".join([job.describe(), *lines]))
 
@@ -156,7 +158,7 @@ def preview(
     date: Date = None,
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
-    for text in pipeline.preview_job(_load(job_file, overrides, date), rows):
+    for text in verbs.preview_job(_load(job_file, overrides, date), rows):
         typer.echo(text)
 
 
@@ -172,7 +174,7 @@ def init(
     model: Annotated[str, typer.Option(help="Checkpoint folder that the job names.")] = "model",
 ) -> None:
     """Write a commented job that runs, with a few prompts, to start from."""
-    for path in pipeline.init_folder(folder, model):
+    for path in verbs.init_folder(folder, init_files(model)):
         typer.echo(f"wrote {path}")
     typer.echo(f"next: batchinfer validate {folder / 'job.yaml'}")
 
@@ -186,8 +188,8 @@ def doctor(
     """Say what this machine has, and what batchinfer knows of it."""
     if measure:
         typer.echo("measuring matrix products and memory, a few seconds ...", err=True)
-        typer.echo(f"wrote {pipeline.measure_hardware()}", err=True)
-    facts = pipeline.machine_facts()
+        typer.echo(f"wrote {verbs.measure_hardware()}", err=True)
+    facts = verbs.machine_facts()
     width = max(len(fact.name) for fact in facts)
     for fact in facts:
         typer.echo(f"{fact.name:<{width}}  {fact.value}")
@@ -202,13 +204,13 @@ def query(
     ] = False,
 ) -> None:
     """Query a result folder with DuckDB."""
-    typer.echo(pipeline.query_results(results, sql, partial))
+    typer.echo(verbs.query_results(results, sql, partial))
 
 
 @app.command()
 def verify(results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")]) -> int:
     """Read a result and its stored completions whole, and check every checksum."""
-    problems = pipeline.verify_results(results)
+    problems = verbs.verify_results(results)
     for problem in problems:
         typer.echo(f"{problem.path}: {problem.message}", err=True)
     typer.echo(f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found in {results}")

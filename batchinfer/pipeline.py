@@ -21,7 +21,7 @@ from batchinfer.data.join import ErrorCounts, count_errors
 from batchinfer.data.manifest import Manifest, PublishSpec, check_destination, is_published, read_manifest
 from batchinfer.data.openai_output import index_endpoints, write_openai
 from batchinfer.data.publisher import publish
-from batchinfer.data.remembered import published_inputs, read_digests, remember_inputs, write_digests
+from batchinfer.data.remembered import PARTIAL, published_inputs, read_strings, remember_inputs, write_strings
 from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.config import NUMERICS_VERSION
@@ -155,11 +155,11 @@ class _Run:
 
     def _context(self) -> bytes:
         """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
-        digests = read_digests(self.state.fingerprints)
+        digests = read_strings(self.state.fingerprints)
         known = dict(digests)
         fingerprint = self.checkpoint.fingerprint(digests)
         if digests != known:
-            write_digests(self.state.fingerprints, digests, self.state.ops)
+            write_strings(self.state.fingerprints, digests, self.state.ops)
         return self.setting.context(self.checkpoint, fingerprint, self.tokenizer.fingerprint)
 
     def _identity(self, context: bytes) -> str:
@@ -212,6 +212,8 @@ class _Run:
         with self.report.timed("ingest_s"):
             index = ingest(self.job, options, self.state.scratch, read, self.state.ops)
         self.state.purge_scratch(keep=index.folder.name)
+        where = {"model": str(self.job.model.path), "completions": str(self.state.completions)}
+        write_strings(index.folder / PARTIAL, where, self.state.ops)
         self.report.note(rows=index.rows)
         return index
 

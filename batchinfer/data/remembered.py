@@ -14,18 +14,20 @@ from typing import Any
 from batchinfer.data.durable import FileOps, write_json
 from batchinfer.data.files import InputFile
 
+PARTIAL = "partial.json"  # beside an index: the model and the store that its partial results are made of
+
 _log = logging.getLogger(__name__)
 
 
-def read_digests(path: Path) -> dict[str, str]:
-    """What `write_digests` wrote; empty when there is nothing usable."""
+def read_strings(path: Path) -> dict[str, str]:
+    """What `write_strings` wrote, e.g. digests by file; empty when there is nothing usable."""
     value = _read(path)
     return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
-def write_digests(path: Path, digests: dict[str, str], ops: FileOps | None = None) -> None:
+def write_strings(path: Path, values: dict[str, str], ops: FileOps | None = None) -> None:
     """Raises StorageError."""
-    write_json(path, digests, ops or FileOps())
+    write_json(path, values, ops or FileOps())
 
 
 def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:

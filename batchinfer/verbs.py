@@ -1,0 +1,158 @@
+"""What the smaller verbs do. They return text and facts; the command line prints them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from batchinfer.data.durable import FileOps, storage, write_bytes
+from batchinfer.data.files import list_inputs
+from batchinfer.data.index import MARKER, Index
+from batchinfer.data.ingest import IngestOptions, ingest
+from batchinfer.data.manifest import check_destination, read_manifest
+from batchinfer.data.partial import partial_reader
+from batchinfer.data.rebatch import parquet_batches
+from batchinfer.data.remembered import PARTIAL, read_strings
+from batchinfer.data.state import StateFolder
+from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.data.verify import Problem, verify_result, verify_store
+from batchinfer.errors import InputMissing, UsageError
+from batchinfer.job import Job
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.report.doctor import Fact, doctor
+from batchinfer.report.hardware import Gpu, detect, nvidia_gpus, remember
+from batchinfer.resolve import resolve
+
+TOKENS_SHOWN = 64  # of a previewed prompt: what is amiss with a template shows at its ends
+
+
+def validate_job(job: Job) -> list[str]:
+    """Check all that can be checked without reading the input or loading the model; what was found out."""
+    checkpoint = inspect_checkpoint(job.model.path)
+    setting = resolve(job, checkpoint)
+    tokenizer = Tokenizer.load(job.model.path)
+    check_destination(job.output.path, job.name)
+    found = [
+        f"model: {checkpoint.config.family}, {checkpoint.weight_bytes / 2**20:,.1f} MiB of weights, "
+        f"to be run in {setting.dtype} on {setting.device}, up to {setting.max_model_len} tokens a row",
+        f"tokenizer: {tokenizer.vocab_size} tokens, "
+        + ("with a chat template" if tokenizer.chat_template else "without a chat template"),
+    ]
+    if job.input.sql is None:
+        files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
+        total = sum(file.size for file in files)
+        found.append(f"input: {len(files)} file{'s' * (len(files) != 1)}, {total / 2**20:,.1f} MiB")
+    return [*found, "the job file is right; the rows are checked when it runs"]
+
+
+def preview_job(job: Job, rows: int) -> Iterator[str]:
+    """The first rows as the model reads them: text with its special tokens, ids, parameters, or their error."""
+    checkpoint = inspect_checkpoint(job.model.path)
+    setting = resolve(job, checkpoint)
+    tokenizer = Tokenizer.load(job.model.path)
+    few = job.model_copy(
+        update={
+            "input": job.input.model_copy(update={"limit": rows}),
+            "output": job.output.model_copy(update={"columns": ()}),
+        }
+    )
+    options = IngestOptions(
+        b"", setting.max_model_len, checkpoint.config.vocab, datetime.now().astimezone(), workers=1
+    )
+    with tempfile.TemporaryDirectory(prefix="batchinfer-preview-") as scratch:
+        index = ingest(few, options, Path(scratch))
+        for batch in parquet_batches(index.index_parts, rows):
+            for row in batch.to_pylist():
+                yield _previewed(row, index, tokenizer)
+
+
+def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> str:
+    head = f"── {row['file']} row {row['row_index']}" + (f", id {row['custom_id']}" if row["custom_id"] else "")
+    if row["key"] is None:
+        return f"{head}\nerror {row['error_code']}: {row['error_message']}\n"
+    ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
+    shown = ids if len(ids) <= TOKENS_SHOWN else [*ids[: TOKENS_SHOWN // 2], "…", *ids[-TOKENS_SHOWN // 2 :]]
+    text = tokenizer.rust.decode(ids, skip_special_tokens=False)
+    return f"{head}\n{text}\n{len(ids)} tokens: {' '.join(map(str, shown))}\nsampling: {row['params']}\n"
+
+
+def query_results(results: Path, sql: str, partial: bool) -> str:
+    """Run SQL over a result folder, whose table is called `results`, and show what it gives.
+
+    Raises InputMissing when nothing is published there, UsageError for SQL that DuckDB refuses.
+    """
+    connection = duckdb.connect(
+        config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+    )
+    with connection, tempfile.TemporaryDirectory(prefix="batchinfer-query-") as spill:
+        results_table = _partial(results, Path(spill)) if partial else _published(connection, results)
+        connection.register("results", results_table)
+        try:
+            return str(connection.sql(sql) or "")
+        except duckdb.Error as error:
+            raise UsageError(f"DuckDB refuses the query: {error}") from error
+
+
+def _published(connection: duckdb.DuckDBPyConnection, results: Path) -> Any:
+    manifest = read_manifest(results)
+    if manifest is None:
+        raise InputMissing(f"{results}: no published result there; --partial reads what a run has finished so far")
+    return connection.read_parquet([str(results / file.name) for file in manifest.files])
+
+
+def _partial(results: Path, spill: Path) -> Any:
+    """What is committed, joined with the index that the unfinished run left or is still using."""
+    state = StateFolder(results)
+    indexes = sorted(state.scratch.glob(f"*/{MARKER}"), key=lambda p: p.stat().st_mtime)
+    if not indexes:
+        raise InputMissing(f"{results}: no unfinished run there; without --partial the published result is read")
+    folder = indexes[-1].parent
+    where = read_strings(folder / PARTIAL)
+    if not where:
+        raise InputMissing(f"{results}: the run has finished nothing yet; try again later")
+    tokenizer = Tokenizer.load(Path(where["model"]))
+    return partial_reader(Index.open(folder), Path(where["completions"]), tokenizer.decode_batch, spill)
+
+
+def verify_results(results: Path) -> list[Problem]:
+    """Read a result and its stored completions whole; what is damaged."""
+    state = StateFolder(results)
+    stored = verify_store(state.completions) if state.completions.is_dir() else []
+    return [*verify_result(results), *stored]
+
+
+def init_folder(folder: Path, files: dict[str, str]) -> list[Path]:
+    """Write a new job's files. Raises UsageError when one is there already, StorageError."""
+    there = [name for name in files if (folder / name).exists()]
+    if there:
+        raise UsageError(f"{folder / there[0]}: exists already; choose another folder")
+    with storage(folder, "create"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_bytes(folder / name, text.encode(), FileOps())
+    return [folder / name for name in files]
+
+
+def machine_facts() -> list[Fact]:
+    """What `doctor` says."""
+    return doctor()
+
+
+def measure_hardware() -> Path:
+    """Measure the peaks of the CPU, and of the GPU where torch sees one, and remember them; the file written."""
+    import torch
+
+    from batchinfer.ops.peaks import measure_peaks
+
+    found = measure_peaks("cpu")
+    path = remember(detect("cpu").measured(found.peak_flops, found.bandwidth))
+    if nvidia_gpus() and torch.cuda.is_available():
+        found = measure_peaks("cuda")
+        gpu = Gpu(found.name or "unknown GPU", None)
+        path = remember(detect("cuda", gpu=gpu).measured(found.peak_flops, found.bandwidth))
+    return path
