@@ -21,6 +21,7 @@ from typing import Any
 from batchinfer.errors import StorageError
 
 TEMPORARY = ".tmp"
+_WRITE_BYTES = 1 << 20  # a Parquet file is written in hundreds of small pieces, 4 a column chunk
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
@@ -128,28 +129,25 @@ class DurableFile:
         self._ops = ops
         self._hash = hashlib.sha256()
         self._bytes = 0
+        self._buffer = bytearray()
         self._abandoned = False
         with storage(self.temporary, "create"):
             self._fd = ops.open(self.temporary)
 
     def write(self, data: Any) -> int:
-        """Write all of a bytes-like object, however many system calls it takes."""
-        view = memoryview(data).cast("B")
+        """Take all of a bytes-like object; it reaches the disk in large pieces."""
         if self._abandoned:  # ParquetWriter's destructor writes a footer: it must reach nobody
-            return len(view)
-        self._hash.update(view)
-        self._bytes += len(view)
-        with storage(self.temporary, "write"):
-            rest = view
-            while len(rest):
-                rest = rest[self._ops.write(self._fd, rest) :]
-        return len(view)
+            return len(data)
+        self._buffer += data
+        if len(self._buffer) >= _WRITE_BYTES:
+            self._drain()
+        return len(data)
 
     def tell(self) -> int:
-        return self._bytes
+        return self._bytes + len(self._buffer)
 
     def flush(self) -> None:
-        """Nothing is buffered here."""
+        """Nothing to do: only `commit` promises anything."""
 
     def writable(self) -> bool:
         return True
@@ -168,6 +166,7 @@ class DurableFile:
     def commit(self) -> Digest:
         """fsync, close, rename to the final name, fsync the folder. On failure the file is given up."""
         try:
+            self._drain()
             with storage(self.temporary, "fsync"):
                 self._ops.fsync(self._fd)
             self._close_descriptor()
@@ -190,6 +189,16 @@ class DurableFile:
                 undo()
             except StorageError:  # the error that led here is the one to report; a leftover .tmp is swept
                 continue
+
+    def _drain(self) -> None:
+        """Write the buffer, however many system calls it takes."""
+        data, self._buffer = bytes(self._buffer), bytearray()
+        self._hash.update(data)
+        self._bytes += len(data)
+        rest = memoryview(data)
+        with storage(self.temporary, "write"):
+            while len(rest):
+                rest = rest[self._ops.write(self._fd, rest) :]
 
     def _close_descriptor(self) -> None:
         fd, self._fd = self._fd, -1

@@ -32,8 +32,9 @@ RESULT_SCHEMA = pa.schema(
         ("retryable", pa.bool_()),
     ]
 )
-# Rows decoded, joined and held at a time, and the row group of a result file. 100,000 rows of 40 tokens
-# publish at the same speed (within 5%) with 1,024 and 16,384; small keeps long rows small.
+# Rows decoded, joined and held at a time, and the row group of a result file. 1,024, 4,096 and 16,384 published
+# 100,000 rows of 40 tokens equally fast within the noise (26 to 64 thousand rows a second on two busy cores), with
+# files of 5.5, 5.3 and 5.3 MB: small enough for long rows, large enough for the compression.
 BATCH_ROWS = 4096
 
 DecodeBatch = Callable[[list[Sequence[int]]], list[str]]

@@ -1,0 +1,68 @@
+"""A small write-commit-publish job that can be killed at any file operation.
+
+    python crash_job.py ROOT LAST STEP      runs the job for every STEP-th operation number below LAST in a folder ROOT/<n>: a forked
+                                            child dies at operation n, another one runs the job again undisturbed
+
+Run as a script of its own: it forks, so it must not hold threads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from batchinfer.data.completion_store import CompletionStore
+from batchinfer.data.durable import FileOps
+from batchinfer.data.manifest import Manifest, PublishSpec
+from batchinfer.data.publisher import publish
+from batchinfer.data.state import StateFolder
+from batchinfer.plan.planner import plan_job
+from tests.batchinfer.data.failing_ops import FailingOps
+from tests.batchinfer.data.small_index import SmallIndex, answer, decode, mixed_rows, write_index
+
+ROWS, COMMIT, PER_FILE = 24, 7, 10
+SPEC = PublishSpec("crash", "0" * 64, ({"path": "in.jsonl", "bytes": 1, "sha256": "ab"},), 1, PER_FILE)
+
+
+def prepare(folder: Path) -> SmallIndex:
+    """An index, and an older result in place, so that publishing has to exchange."""
+    older = write_index(folder / "older", mixed_rows(5))
+    run_job(folder, older, FileOps())
+    return write_index(folder / "newer", mixed_rows(ROWS))
+
+
+def run_job(folder: Path, index: SmallIndex, ops: FileOps) -> Manifest:
+    state = StateFolder(folder / "res", ops=ops)
+    with state.lock(), CompletionStore(state.completions, rows=COMMIT, ops=ops) as store:
+        plan = plan_job(index.folder / "index", store.parts(), index.folder / "plan", threads=1)
+        for window in plan.windows(COMMIT):
+            store.append(answer(key) for key in window.keys)
+            store.maybe_commit()
+        store.commit()
+        return publish(index, store.parts(), SPEC, decode, state, threads=1)
+
+
+def in_child(work: object) -> int:
+    """Run `work()` in a forked child; its exit status as os.waitpid gives it."""
+    pid = os.fork()
+    if pid == 0:
+        work()  # type: ignore[operator]
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def main(root: Path, last: int, step: int) -> None:
+    for number in range(0, last, step):
+        folder = root / str(number)
+        if in_child(lambda: prepare(folder)):  # noqa: B023 — called at once
+            raise SystemExit(f"operation {number}: prepare failed")
+        index = SmallIndex(folder / "newer", ROWS)
+        status = in_child(lambda: run_job(folder, index, FailingOps(number)))  # noqa: B023
+        print(number, "killed" if os.WIFSIGNALED(status) else "ended", flush=True)
+        if in_child(lambda: run_job(folder, index, FileOps())):  # noqa: B023
+            raise SystemExit(f"operation {number}: the rerun failed")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,37 @@
+"""Partial results: what is finished so far, in input order, without a lock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import duckdb
+import pyarrow.parquet as pq
+
+from batchinfer.data.completion_store import CompletionStore
+from batchinfer.data.partial import partial_reader, write_partial
+from batchinfer.data.result_rows import RESULT_SCHEMA
+from tests.batchinfer.data.small_index import answer, decode, keys_in, mixed_rows, write_index
+
+
+def test_finished_rows_while_a_run_holds_the_store(tmp_path: Path) -> None:
+    rows = mixed_rows(30)
+    index = write_index(tmp_path / "x", rows)
+    keys = keys_in(rows)
+    with CompletionStore(tmp_path / "c") as store:
+        store.append(answer(key) for key in keys[5:12])
+        store.commit()
+        store.append([answer(keys[0])])  # not committed: not seen
+        with partial_reader(index, store.path, decode, tmp_path / "spill") as reader:
+            table = duckdb.from_arrow(reader).to_arrow_table()
+    wanted = [row["row_id"] for row in rows if row.get("key") is None or row["key"] in keys[5:12]]
+    assert table["row_id"].to_pylist() == wanted
+
+
+def test_before_anything_ran_only_error_rows_are_there(tmp_path: Path) -> None:
+    index = write_index(tmp_path / "x", mixed_rows(14))
+    out = tmp_path / "partial.parquet"
+    with partial_reader(index, tmp_path / "none", decode, tmp_path / "spill") as reader:
+        write_partial(reader, out)
+    table = pq.read_table(out)
+    assert table.schema.equals(RESULT_SCHEMA)
+    assert table["status"].to_pylist() == ["error", "error"]
