@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ def naming_errors(place: Path) -> Iterator[None]:
 
 
 def parquet(paths: Sequence[Path], options: str = "") -> str:
-    """The SQL table function that reads these files, in this order."""
-    return f"read_parquet([{', '.join(literal(path) for path in paths)}]{options})"
+    """The SQL table function that reads these files, in this order.
+
+    Names are escaped: unescaped, `a[1]/x.parquet` reads `a1/x.parquet` where that exists.
+    """
+    return f"read_parquet([{', '.join(literal(escape(str(path))) for path in paths)}]{options})"
 
 
 def literal(value: object) -> str:

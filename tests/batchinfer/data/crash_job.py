@@ -1,7 +1,9 @@
 """A small write-commit-publish job that can be killed at any file operation.
 
-    python crash_job.py ROOT LAST STEP      runs the job for every STEP-th operation number below LAST in a folder ROOT/<n>: a forked
-                                            child dies at operation n, another one runs the job again undisturbed
+    python -m tests.batchinfer.data.crash_job ROOT LAST STEP
+
+runs the job for every STEP-th operation number below LAST in a folder ROOT/<n>: a forked child dies at operation n,
+another one runs the job again undisturbed.
 
 Run as a script of its own: it forks, so it must not hold threads.
 """

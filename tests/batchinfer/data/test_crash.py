@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,8 @@ def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) 
         folder = root / str(number)
         index = crash_job.prepare(folder)
         ops = FailingOps(number, code)
-        try:
+        with suppress(StorageError):  # any other exception fails; an exchange that cannot be made is a rename
             crash_job.run_job(folder, index, ops)
-        except StorageError as error:
-            assert errno.errorcode[code] in str(error), ops.log[number]
         assert contents(folder) in (older, newer), (
             f"operation {number}, {ops.log[number]}: neither old nor new"
         )

@@ -139,6 +139,14 @@ def test_equal_rows_give_equal_bytes_however_they_were_computed(tmp_path: Path) 
     assert one == two
 
 
+def test_a_path_with_glob_characters_is_only_a_path(tmp_path: Path) -> None:
+    """`a[1]` must not read from its neighbour `a1`."""
+    for name, count in (("a1", 3), ("a[1]", 5), ("a*'", 7)):
+        rows = [good_row(i, [count, i]) for i in range(count)]
+        index = write_index(tmp_path / name / "x", rows)
+        assert published(tmp_path / name, index, [answer(key) for key in keys_in(rows)]).ok == count
+
+
 def test_missing_completions_publish_nothing(tmp_path: Path) -> None:
     rows = mixed_rows(20)
     with pytest.raises(BatchInferError, match="3 rows have no completion yet"):
