@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import JobFileError
@@ -48,6 +48,15 @@ def test_defaults_of_each_family() -> None:
 )
 def test_eos_token_ids(raw: dict[str, Any], generation: dict[str, Any], wanted: tuple[int, ...]) -> None:
     assert parse(raw_config(**raw), generation).eos_token_ids == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_windows_by_layer_number(family: str) -> None:
+    raw = raw_config(family, num_hidden_layers=4, use_sliding_window=True, max_window_layers=2)
+    assert parse(raw).windows == (None, None, 4096, 4096)
+    assert parse({**raw, "sliding_window": 9}).windows == (None, None, 9, 9)
+    assert parse({**raw, "sliding_window": None}).windows == (None,) * 4
+    assert parse({**raw, "use_sliding_window": False}).windows == (None,) * 4
 
 
 def test_decoder_shape() -> None:
@@ -174,6 +183,7 @@ ROPE = st.fixed_dictionaries(
     rope=st.none() | ROPE,
     generation=st.dictionaries(st.sampled_from(["eos_token_id", "top_p"]), JSON, max_size=2),
 )
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_json_parses_or_is_refused(
     family: str, changes: dict[str, Any], rope: dict[str, Any] | None, generation: dict[str, Any]
 ) -> None:

@@ -101,7 +101,9 @@ def check_read(path: Path, content: bytes) -> None:
         assert info.nbytes == int(np.prod(info.shape, dtype=object)) * DTYPE_BYTES[info.dtype]
 
 
-ANY_BYTES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+ANY_BYTES = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 OFFSET = st.integers(-1, 20) | st.integers() | st.floats()
 ENTRY = st.fixed_dictionaries(
     {
