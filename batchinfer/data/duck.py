@@ -12,6 +12,7 @@ from typing import Any
 
 import duckdb
 
+from batchinfer.data.durable import storage
 from batchinfer.errors import OutOfMemory, StorageError
 
 
@@ -25,6 +26,8 @@ def connection(spill: Path, memory_limit: str = "1GiB", threads: int = 2) -> Ite
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
     }
+    with storage(spill.parent, "create"):
+        spill.parent.mkdir(parents=True, exist_ok=True)  # DuckDB makes and removes the last one itself
     with naming_errors(spill), duckdb.connect(config=settings) as database:
         yield database
 
@@ -34,8 +37,8 @@ def naming_errors(place: Path) -> Iterator[None]:
     """Turn DuckDB's I/O and memory errors into StorageError and OutOfMemory."""
     try:
         yield
-    except duckdb.IOException as error:
-        raise StorageError(f"{place}: {error}") from error
+    except (duckdb.IOException, duckdb.InvalidInputException) as error:  # the second: a damaged Parquet file
+        raise StorageError(f"{place}: {error}; `--verify` finds and drops damaged parts") from error
     except duckdb.OutOfMemoryException as error:
         raise OutOfMemory(f"{place}: {error}; give more memory, or free disk space to spill to") from error
 

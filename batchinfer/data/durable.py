@@ -35,7 +35,7 @@ class FileOps:
     """The operations that change the disk, one method each; a fault-injecting test overrides them."""
 
     def open(self, path: Path) -> int:
-        """A new file for writing, readable by its owner only until it is published under its name."""
+        """A new file for writing; what keeps prompts private is the mode of the state folder around it."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self, fd: int, data: memoryview) -> int:

@@ -31,12 +31,6 @@ class ErrorCounts:
     def errors(self) -> int:
         return self.input_errors + self.engine_errors
 
-    def exceeds(self, max_error_rate: float) -> bool:
-        """Whether the budget is exceeded. Errors only grow in number and `rows` is fixed: once true,
-        certain.
-        """
-        return self.errors > max_error_rate * self.rows
-
 
 def count_errors(
     index_parts: Sequence[Path],

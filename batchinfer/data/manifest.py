@@ -135,9 +135,18 @@ def is_published(folder: Path, spec: PublishSpec) -> bool:
     manifest = read_manifest(folder)
     if manifest is None:
         return False
+    cut = [
+        min(spec.rows_per_file, manifest.rows - start) for start in _starts(manifest.rows, spec.rows_per_file)
+    ]
     ours = (spec.job, spec.identity, tuple(spec.inputs), spec.numerics)
     theirs = (manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
-    return ours == theirs and is_whole(folder, manifest)
+    sizes = [file.rows for file in manifest.files]
+    return ours == theirs and sizes == cut and is_whole(folder, manifest)
+
+
+def _starts(rows: int, rows_per_file: int) -> range:
+    """The first row of each file; one file even without rows."""
+    return range(0, max(rows, 1), rows_per_file)
 
 
 def is_whole(folder: Path, manifest: Manifest) -> bool:

@@ -48,6 +48,17 @@ def forecast(plan: Plan, shape: DecoderShape | None, peaks: Peaks | None, max_nu
     return Forecast(prefill, decode, total.flops, total.bytes, seconds, kv_bytes)
 
 
+def describe(plan: Plan, seen: Forecast) -> str:
+    """The plan in one line, for people, before it runs."""
+    rows = f"plan: {plan.rows:,} rows, {plan.error_rows:,} of them bad, {plan.duplicates:,} duplicates"
+    if not plan.to_run:
+        return f"{rows}; every answer is stored already"
+    present = f", {plan.present:,} answers stored already" if plan.present else ""
+    tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
+    least = "" if seen.seconds is None else f", at least {max(seen.seconds, 0.1):,.1f} s on this hardware"
+    return f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens{least}"
+
+
 def _prefill_step(plan: Plan, tokens: int, shape: DecoderShape) -> StepShape:
     mean_prompt = plan.prompt_tokens / plan.to_run
     pairs = int(tokens * (mean_prompt + 1) / 2)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.duck import connection, naming_errors, parquet
+from batchinfer.data.durable import storage
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
 
 LADDER = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -43,7 +44,6 @@ def plan_job(
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
     which spills into `out_dir`. Raises StorageError, OutOfMemory.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
     index = sorted(index_dir.glob("part-*.parquet"))
     with connection(out_dir / "spill", memory_limit, threads) as database:
         _load_work(database, index, completion_parts, retry_errors)
@@ -97,7 +97,7 @@ def _group_level(database: Any, level: int) -> int:
 def _write(database: Any, path: Path) -> None:
     query = database.sql(_ordered_sql())
     done = 0
-    with naming_errors(path):
+    with naming_errors(path), storage(path, "write"):
         writer = pq.ParquetWriter(path, PLAN_SCHEMA, compression="zstd", write_page_checksum=True)
         for batch in query.to_arrow_reader(_ROWS_PER_GROUP):
             seq = pa.array(range(done, done + batch.num_rows), pa.int64())
