@@ -86,13 +86,18 @@ class _Opaque(str):
 class Traced(_Opaque):
     """Stands for a content whose text is not known yet."""
 
-    def __new__(cls, text: str, *_: Any) -> Traced:
-        return super().__new__(cls, text)
+    _trace: Trace
+    _index: int
+    _path: tuple[Op, ...]
 
-    def __init__(self, text: str, trace: Trace, index: int, path: tuple[Op, ...]) -> None:
-        self._trace = trace
-        self._index = index
-        self._path = path
+    # Not in __init__: `str(stand_in)` gives the stand-in itself, and Python would initialise it again.
+    def __new__(cls, text: str, trace: Trace, index: int, path: tuple[Op, ...]) -> Traced:
+        self = super().__new__(cls, text)
+        self._trace, self._index, self._path = trace, index, path
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        """Everything is there already."""
 
     def _ask(self, name: str, *args: Any) -> bool:
         if not all(type(a) is str or (type(a) is tuple and set(map(type, a)) == {str}) for a in args):

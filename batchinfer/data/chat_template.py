@@ -8,10 +8,11 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = dict[str, Any]
@@ -23,14 +24,38 @@ class NullRendered(Exception):
 
 def row_environment() -> ImmutableSandboxedEnvironment:
     """For the job's templates: a missing column or a printed null is an error, not an empty string."""
-    # Nothing is computed while compiling, outside any row: not optimized, and a finalize that needs the context.
-    return ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_no_null, keep_trailing_newline=True, optimized=False
     )
+    environment.code_generator_class = _NothingEarly
+    return environment
 
 
-@jinja2.pass_context
-def _no_null(_: Context, value: Any) -> Any:
+class _AtRuntime:
+    """Computes nothing while compiling: `{{ 'a' * 10**10 }}` is to cost rows, not the process that compiles it."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return node.data
+
+
+class _NothingEarly(_AtRuntime, CodeGenerator):
+    """Compiles templates."""
+
+
+class _Names(_AtRuntime, meta.TrackingCodeGenerator):
+    """Collects the variables of a template."""
+
+
+def variables(environment: ImmutableSandboxedEnvironment, tree: nodes.Template) -> set[str]:
+    """The names that a template reads from outside, without the environment's own."""
+    generator = _Names(environment)
+    generator.visit(tree)
+    return set(generator.undeclared_identifiers) - set(environment.globals)
+
+
+def _no_null(value: Any) -> Any:
     if value is None:
         raise NullRendered
     return value
@@ -77,6 +102,7 @@ def _chat_environment(now: datetime) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
     )
+    environment.code_generator_class = _NothingEarly
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = now.strftime

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.data.files import InputFile, sha256_of
@@ -152,8 +153,8 @@ def _unpacked_size(batch: pa.RecordBatch) -> int:
 def _column_size(column: pa.Array) -> int:
     if not pa.types.is_dictionary(column.type):
         return int(column.nbytes)
-    lengths = pa.compute.binary_length(column.dictionary)
-    return int(pa.compute.sum(lengths.take(column.indices)).as_py() or 0)
+    lengths = pc.binary_length(column.dictionary)
+    return int(pc.sum(lengths.take(column.indices)).as_py() or 0)
 
 
 def _unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -13,10 +13,10 @@ from decimal import Decimal
 from typing import Any, Literal
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
 
 from batchinfer.data.chat_shapes import ChatShapes
-from batchinfer.data.chat_template import ChatTemplate, Message, NullRendered, row_environment
+from batchinfer.data.chat_template import ChatTemplate, Message, NullRendered, row_environment, variables
 from batchinfer.data.openai_input import CHAT_URL, openai_request
 from batchinfer.data.rows import RowProblem, Values, kind_of
 from batchinfer.data.sampling_fields import override, override_openai
@@ -67,7 +67,7 @@ def template_columns(source: str | None) -> set[str]:
     if source is None:
         return set()
     environment = row_environment()
-    return meta.find_undeclared_variables(environment.parse(source)) - set(environment.globals)
+    return variables(environment, environment.parse(source))
 
 
 class PromptBuilder:
@@ -164,7 +164,7 @@ class _RowTemplate:
         self._source = source
         environment = row_environment()
         tree = environment.parse(source)
-        self._names = sorted(meta.find_undeclared_variables(tree))
+        self._names = sorted(variables(environment, tree))
         self._constant = _constant_text(tree)
         self._template = environment.from_string(source)
         self._whole_row = ROW_VARIABLE in self._names
