@@ -51,6 +51,7 @@ class _Names(_AtRuntime, meta.TrackingCodeGenerator):
 def variables(environment: ImmutableSandboxedEnvironment, tree: nodes.Template) -> set[str]:
     """The names that a template reads from outside, without the environment's own."""
     generator = _Names(environment)
+    generator.optimizer = None
     generator.visit(tree)
     return set(generator.undeclared_identifiers) - set(environment.globals)
 
