@@ -24,7 +24,7 @@ from batchinfer.data.publisher import publish
 from batchinfer.data.remembered import PARTIAL, published_inputs, read_strings, remember_inputs, write_strings
 from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.engine.config import NUMERICS_VERSION
+from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
 from batchinfer.errors import BatchInferError, ErrorBudgetExceeded
 from batchinfer.job import Job
 from batchinfer.launch.engine_host import EngineHost
@@ -32,6 +32,7 @@ from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.plan.forecast import Forecast, describe, forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.report.progress import Progress
@@ -232,8 +233,18 @@ class _Run:
                 index.folder / "plan",
                 retry_errors=self.options.retry_errors,
             )
+        seen = self._forecast(plan)
         self.report.planned(plan)
+        self.report.note(forecast_s=seen.seconds)
+        self.progress.close()
+        self.notice(describe(plan, seen))
         return plan
+
+    def _forecast(self, plan: Plan) -> Forecast:
+        config = self.setting.engine_config(self.job, plan.longest)
+        itemsize = 4 if config.dtype == "float32" else 2
+        shape = self.checkpoint.config.decoder_shape(itemsize, itemsize)
+        return forecast(plan, shape, config.peaks, config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
 
     def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:
         """The engine's part. On a signal: what runs may finish, all that is finished is committed."""

@@ -27,7 +27,7 @@ _MOST_KNOWN = 200  # names remembered for a message
 class Columns:
     """`send` are the columns that workers get (None: all), `read` those to decode (None: all, or no choice).
 
-    `overrides` are columns that override a sampling parameter: named like one and used for nothing else.
+    `overrides` are columns that override a sampling parameter: named like one, and neither id nor part of the prompt.
     """
 
     job: str
@@ -75,7 +75,7 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
     identifier = "custom_id" if mode == "openai" else job.input.id
     variables = template_columns(prompt.system) | template_columns(prompt.user) if prompt else set()
-    used = {identifier, column, *variables, *job.output.columns}
+    used = {identifier, column, *variables}
     overrides = () if mode == "openai" else tuple(name for name in NAMES if name not in used)
     whole = mode == "openai" or ROW_VARIABLE in variables
     send = None if whole else tuple(sorted({*variables, *overrides, *([column] if column else [])}))

@@ -16,7 +16,7 @@ from batchinfer.data.durable import storage
 from batchinfer.errors import OutputConflict
 
 MANIFEST_FORMAT = 1
-MANIFEST_NAME = "manifest.json"
+MANIFEST_NAME = "_manifest.json"  # pyarrow, pandas and Spark skip names that begin so
 # what a desktop leaves behind in any folder that is looked at
 _LITTER = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
 
@@ -44,7 +44,7 @@ class ResultFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of manifest.json."""
+    """The contents of _manifest.json."""
 
     job: str
     identity: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer.engine.config import EngineConfig, EngineInfo
+from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.memory import cache_blocks, free_bytes
@@ -22,7 +22,6 @@ from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.choose import choose_ops
 
-DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_BLOCK_SIZE = 16
 

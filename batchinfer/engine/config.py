@@ -10,6 +10,8 @@ from batchinfer_kernels.cost import Peaks
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+DEFAULT_MAX_NUM_SEQS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

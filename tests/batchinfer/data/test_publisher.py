@@ -206,7 +206,7 @@ def test_without_an_exchange_the_older_result_is_moved_away_first(tmp_path: Path
 def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
     (tmp_path / "res").mkdir()
     published(tmp_path, write_index(tmp_path / "x", [bad_row(0)]), [])
-    assert (tmp_path / "res" / "manifest.json").exists()
+    assert (tmp_path / "res" / "_manifest.json").exists()
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -237,7 +237,7 @@ def test_another_jobs_result_needs_replace(tmp_path: Path) -> None:
 def test_a_newer_manifest_is_refused(tmp_path: Path) -> None:
     index = write_index(tmp_path / "x", [bad_row(0)])
     published(tmp_path, index, [])
-    path = tmp_path / "res" / "manifest.json"
+    path = tmp_path / "res" / "_manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 9}))
     with pytest.raises(OutputConflict, match="manifest format 9"):
         published(tmp_path, index, [], replace=True)

@@ -1,0 +1,297 @@
+"""Whole jobs, from the file to the published Parquet: with a fake engine, and with a tiny real model."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from batchinfer.errors import BatchInferError, ErrorBudgetExceeded
+from batchinfer.job import load_job
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.pipeline import Outcome, RunOptions, run_job
+from batchinfer.report.progress import Progress
+
+from tests.checkpoints import make_checkpoint, make_tokenizer
+
+FAKE = RunOptions(engine="tests.fake_engine:build")
+NO_ENGINE = RunOptions(engine="tests.batchinfer.test_pipeline:no_engine")  # a run that needs an engine fails
+
+
+def no_engine(*_: object) -> None:
+    raise BatchInferError("this run must not need an engine")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make_checkpoint(folder, "llama", seed=3)
+    make_tokenizer(folder)
+    return folder
+
+
+def write_job(folder: Path, checkpoint: Path, rows: list[Any] | None = None, **sections: Any) -> Path:
+    """job.yaml (JSON is YAML) and its input; `sections` are merged into a job that greets `text`."""
+    if rows is not None:
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (folder / "in.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    job: dict[str, Any] = {
+        "name": "greetings",
+        "model": {"path": str(checkpoint)},
+        "input": {"path": "in.jsonl"},
+        "prompt": {"system": "Be brief and friendly to everyone.", "user": "Greet {{ text }}"},
+        "sampling": {"max_tokens": 8},
+        "output": {"path": "out/res"},
+    }
+    for name, section in sections.items():
+        job[name] = section if not isinstance(section, dict) else job.get(name, {}) | section
+    path = folder / "job.yaml"
+    path.write_text(json.dumps({k: v for k, v in job.items() if v is not None}))
+    return path
+
+
+def run(path: Path, options: RunOptions = FAKE, *sets: tuple[str, str]) -> Outcome:
+    notices: list[str] = []
+    return run_job(
+        load_job(path, sets), options, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append
+    )
+
+
+def table(path: Path, columns: str = "*") -> list[dict[str, Any]]:
+    query = f"SELECT {columns} FROM read_parquet('{path.parent}/out/res/*.parquet') ORDER BY row_id"
+    return duckdb.sql(query).to_arrow_table().to_pylist()
+
+
+def people(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"p{i}", "text": f"person {i}", "age": i} for i in range(count)]
+
+
+def test_rows_come_back_in_order_with_their_columns_duplicates_and_errors(tmp_path, model):
+    rows: list[Any] = people(50)
+    rows[10] = "{not json"
+    rows[20] = {"id": "p20", "text": None, "age": 20}
+    rows[30] = rows[5] | {"id": "p30"}
+    path = write_job(
+        tmp_path,
+        model,
+        rows,
+        input={"path": "in.jsonl", "id": "id"},
+        output={"path": "out/res", "columns": ["age"]},
+        on_error={"max_error_rate": 0.1},
+    )
+    outcome = run(path)
+    got = table(path)
+    assert outcome.exit_code == 0
+    assert [r["row_id"] for r in got] == list(range(50))
+    assert [r["row_index"] for r in got] == list(range(50))
+    assert {r["file"] for r in got} == {"in.jsonl"}
+    assert [r["status"] for r in got] == ["error" if i in (10, 20) else "ok" for i in range(50)]
+    assert (got[10]["error_code"], got[20]["error_code"]) == ("bad_json", "null_in_template")
+    assert got[20]["custom_id"] == "p20"
+    assert [r["age"] for r in got[:10]] == list(range(10))
+    assert got[30]["generated_text"] == got[5]["generated_text"] is not None
+    assert outcome.row["duplicate_rows"] == 1
+    assert outcome.row["computed_requests"] == 47
+    assert (outcome.row["rows_ok"], outcome.row["rows_error"]) == (48, 2)
+
+
+def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model):
+    path = write_job(tmp_path, model, people(20))
+    run(path)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()}
+    again = run(path, NO_ENGINE)
+    assert again.exit_code == 0
+    assert again.row["exit_status"] == "already published, nothing to do"
+    (tmp_path / "out/.batchinfer-res/published.json").unlink()  # and without the shortcut: joined anew
+    assert run(path, NO_ENGINE).row["reused_requests"] == 20
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()} == before
+
+
+def test_a_nightly_run_computes_only_what_is_new(tmp_path, model):
+    path = write_job(tmp_path, model, people(20))
+    run(path)
+    rows = people(25)
+    random.Random(0).shuffle(rows)
+    write_job(tmp_path, model, rows)
+    outcome = run(path)
+    assert outcome.row["computed_requests"] == 5
+    assert outcome.row["reused_requests"] == 20
+    assert len(table(path)) == 25
+
+
+def test_a_changed_prompt_is_new_work(tmp_path, model):
+    path = write_job(tmp_path, model, people(5))
+    run(path)
+    write_job(tmp_path, model, prompt={"system": "Be rude."})
+    assert run(path).row["computed_requests"] == 5
+
+
+def test_a_run_with_too_many_bad_rows_starts_no_engine_and_publishes_nothing(tmp_path, model):
+    path = write_job(tmp_path, model, [*people(20), "{", "{"])
+    with pytest.raises(ErrorBudgetExceeded, match=r"2 of 22 rows are errors .* allows 0 \(1.00%\)") as caught:
+        run(path, NO_ENGINE)
+    assert "bad_json" in str(caught.value)
+    assert "in.jsonl" in str(caught.value)
+    assert not (tmp_path / "out/res").exists()
+
+
+def test_over_budget_is_published_when_the_job_says_so_and_still_fails(tmp_path, model):
+    path = write_job(tmp_path, model, [*people(20), "{"], on_error={"publish": True})
+    outcome = run(path)
+    assert outcome.exit_code == 65
+    assert outcome.error is not None
+    assert len(table(path)) == 21
+
+
+def test_the_engines_errors_count_and_are_retried_only_when_asked(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
+    path = write_job(tmp_path, model, people(40), on_error={"max_error_rate": 1.0})
+    failed = run(path).row["rows_error"]
+    assert 5 < failed < 35
+    bad = [r for r in table(path) if r["status"] == "error"]
+    assert {(r["error_code"], r["error_class"], r["retryable"]) for r in bad} == {("fake_failure", "engine", True)}
+    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
+    assert run(path, NO_ENGINE).row["rows_error"] == failed
+    mended = run(path, replace(FAKE, retry_errors=True))
+    assert mended.row["computed_requests"] == failed
+    assert mended.row["rows_error"] == 0
+
+
+def test_a_run_stops_early_when_the_budget_cannot_hold(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.02")
+    path = write_job(tmp_path, model, people(2000))
+    with pytest.raises(ErrorBudgetExceeded):
+        run(path)
+    stored = (tmp_path / "out/.batchinfer-res/completions").glob("*.json")
+    assert 20 < sum(json.loads(p.read_text())["rows"] for p in stored) < 1000
+
+
+def test_an_engine_that_dies_loses_nothing(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "3")
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.1")
+    path = write_job(tmp_path, model, people(40))
+    with pytest.raises(BatchInferError, match="same command resumes") as caught:
+        run(path)
+    assert caught.value.exit_code == 69
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
+    outcome = run(path)
+    assert outcome.row["reused_requests"] == 15
+    assert len(table(path)) == 40
+
+
+def test_a_trial_publishes_beside_and_its_answers_are_kept(tmp_path, model):
+    path = write_job(tmp_path, model, people(30))
+    run(path, replace(FAKE, limit=10))
+    trial = pq.read_table(tmp_path / "out/res-first-10")
+    assert trial.num_rows == 10
+    assert not (tmp_path / "out/res").exists()
+    assert run(path).row["reused_requests"] == 10
+
+
+def test_parquet_and_sql_keep_types(tmp_path, model):
+    rows = pa.table(
+        {
+            "text": ["a", "b"],
+            "at": pa.array([1, 2], pa.timestamp("ns", "UTC")),
+            "small": pa.array([1, None], pa.int8()),
+            "tags": [["x"], []],
+        }
+    )
+    pq.write_table(rows, tmp_path / "in.parquet")
+    output = {"path": "out/res", "columns": ["at", "small", "tags"]}
+    path = write_job(tmp_path, model, input={"path": "in.parquet"}, output=output)
+    run(path)
+    got = pq.read_table(next((tmp_path / "out/res").glob("*.parquet")))
+    assert got.schema.field("at").type == pa.timestamp("ns", "UTC")
+    assert got.schema.field("small").type == pa.int8()
+    assert got.column("tags").to_pylist() == [["x"], []]
+    sql = {"path": None, "sql": "SELECT text, small FROM 'in.parquet' WHERE small IS NOT NULL"}
+    path = write_job(tmp_path, model, name="by-sql", input=sql, output={"path": "out/sql", "columns": ["small"]})
+    assert run(path).row["rows"] == 1
+
+
+def test_an_openai_batch_goes_in_and_comes_out(tmp_path, model):
+    bodies = [{"messages": [{"role": "user", "content": f"hello {i}"}], "max_tokens": 4} for i in range(3)]
+    rows = [
+        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **body}}
+        for i, body in enumerate(bodies)
+    ]
+    rows.append(rows[0] | {"custom_id": "bad", "body": {"model": "m", "messages": []}})
+    path = write_job(
+        tmp_path,
+        model,
+        rows,
+        input={"path": "in.jsonl", "format": "openai"},
+        prompt=None,
+        on_error={"max_error_rate": 0.5},
+    )
+    run(path, replace(FAKE, to_openai=tmp_path / "batch.jsonl"))
+    lines = [json.loads(line) for line in (tmp_path / "batch.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == ["c0", "c1", "c2", "bad"]
+    answer = lines[0]["response"]["body"]["choices"][0]["message"]
+    assert (answer["role"], answer["content"]) == ("assistant", table(path)[0]["generated_text"])
+    assert lines[3]["error"] is not None
+
+
+# With a model ---------------------------------------------------------------------------------------------------
+
+
+def mixed_rows() -> list[dict[str, Any]]:
+    """Greedy and sampled rows, equal sampled rows among them, prompts of many lengths."""
+    rng = random.Random(2)
+    rows = []
+    for i in range(36):
+        text = " ".join(rng.choice(["ant", "bee", "cat", "dog"]) for _ in range(rng.randrange(1, 30)))
+        rows.append({"id": f"r{i}", "text": text, "temperature": (0, 0.9, 1.4)[i % 3]})
+    return rows + [{"id": f"same{i}", "text": "the same", "temperature": 1.0} for i in range(4)]
+
+
+def answers(folder: Path, model: Path, rows: list[dict[str, Any]], seqs: int) -> Counter[tuple[Any, ...]]:
+    """(text, temperature, answer) of every row: equal rows are compared as a multiset."""
+    folder.mkdir()
+    path = write_job(
+        folder,
+        model,
+        rows,
+        model={"dtype": "float32"},
+        sampling={"max_tokens": 12, "seed": 5, "top_p": 0.95},
+        output={"columns": ["text", "temperature"]},
+    )
+    outcome = run(path, RunOptions(), ("engine.max_num_seqs", str(seqs)), ("engine.max_num_batched_tokens", "512"))
+    assert outcome.exit_code == 0
+    got = table(path, "row_id, text, temperature, generated_text")
+    return Counter((r["text"], float(r["temperature"]), r["generated_text"]) for r in got)
+
+
+def test_answers_do_not_depend_on_the_batch_or_the_order_of_rows(tmp_path, model):
+    rows = mixed_rows()
+    wanted = answers(tmp_path / "seqs64", model, rows, 64)
+    assert len({k for k in wanted if k[0] == "the same"}) == 4, "equal sampled rows must get different samples"
+    assert answers(tmp_path / "seqs7", model, rows, 7) == wanted
+    random.Random(9).shuffle(rows)
+    assert answers(tmp_path / "seqs1-shuffled", model, rows, 1) == wanted
+
+
+def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
+    rows = [{"text": f"n {i}"} for i in range(6)]
+    path = write_job(tmp_path, model, rows, sampling={"max_tokens": 40, "ignore_eos": True})
+    run(path, RunOptions())
+    full = [r["generated_text"] for r in table(path)]
+    stop = full[0][10:13]
+    path = write_job(tmp_path, model, rows, sampling={"max_tokens": 40, "ignore_eos": True, "stop": [stop]})
+    run(path, RunOptions())
+    cut = table(path)
+    assert [r["generated_text"] for r in cut] == [text.split(stop)[0] for text in full]
+    assert cut[0]["finish_reason"] == "stop"
+    assert cut[0]["completion_tokens"] < 40
