@@ -83,10 +83,9 @@ class ParquetReader:
         try:
             return list(part.to_pylist())
         except UnicodeDecodeError:
-            pass
-        if part.num_rows > 1:
-            return [row for i in range(part.num_rows) for row in self._rows(part.slice(i, 1))]
-        return [row_error("bad_utf8", f"{self._file.name}: a text column of this row is not UTF-8")]
+            if part.num_rows > 1:  # find the row
+                return [row for i in range(part.num_rows) for row in self._rows(part.slice(i, 1))]
+            return [row_error("bad_utf8", f"{self._file.name}: a text column of this row is not UTF-8")]
 
     def _check_sizes(self, metadata: pq.FileMetaData) -> None:
         for group in range(metadata.num_row_groups):
