@@ -228,7 +228,8 @@ class _Ingest:
         )
         truncate = prompt.truncate if prompt else "error"
         limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context)
-        return WorkerSpec(self._job.model.path, plan, limits, str(self._job.source), options.row_timeout_s)
+        model, definition = self._job.model.path, self._tokenizer.definition
+        return WorkerSpec(model, definition, plan, limits, str(self._job.source), options.row_timeout_s)
 
     def _finish(self, writer: IndexWriter, reader: Reader) -> Index:
         spill, parts = self._layout.folder / "spill", writer.parts

@@ -44,6 +44,7 @@ class WorkerSpec:
     """
 
     tokenizer: Path
+    definition: str  # of the tokenizer: Tokenizer.definition
     plan: PromptPlan
     limits: Limits
     job: str = "job.yaml"
@@ -203,7 +204,7 @@ def _serve(spec: WorkerSpec, pipe: Connection, at: Any, parent: int) -> None:
     def report(row: int) -> None:
         at.value = row
 
-    tokenizer = Tokenizer.load(spec.tokenizer)
+    tokenizer = Tokenizer(spec.tokenizer, spec.definition)
     _limit_memory(spec.memory_bytes)
     preparer = Preparer(spec.plan, spec.limits, tokenizer, report)
     while True:

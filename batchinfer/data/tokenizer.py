@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from batchinfer.data.slow_tokenizer import converted
 from batchinfer.errors import InputCorrupt, InputMissing
 
 _FAST = "tokenizer.json"
@@ -27,13 +27,13 @@ class Tokenizer:
 
     `rust` is the `tokenizers.Tokenizer` itself. `specials` maps the text of each special token to its id.
     `named` holds bos_token, eos_token and so on as the chat template sees them.
-    `chat_template` is None when the checkpoint has none.
+    `chat_template` is None when the checkpoint has none. `definition` is the JSON that makes `rust` again.
     """
 
     def __init__(self, folder: Path, definition: str) -> None:
         self.folder = folder
         self.rust = _from_json(folder, definition)
-        self._definition = definition
+        self.definition = definition
         added = self.rust.get_added_tokens_decoder()
         self._added = {token.content: token for token in added.values() if token.special}
         self.specials = {token.content: number for number, token in added.items() if token.special}
@@ -49,7 +49,7 @@ class Tokenizer:
         if fast.is_file():
             return cls(folder, fast.read_text("utf-8"))
         if any((folder / name).is_file() for name in _SLOW):
-            return cls(folder, _converted(folder))
+            return cls(folder, converted(folder))
         raise InputMissing(f"{folder}: no tokenizer here; {_FAST} is needed")
 
     @property
@@ -78,7 +78,7 @@ class Tokenizer:
 
     def segments(self) -> SegmentEncoder:
         """Encodes texts in which some special-token literals are to stay plain text."""
-        return SegmentEncoder(self._definition, self._added, self.specials, self.special_pattern)
+        return SegmentEncoder(self.definition, self._added, self.specials, self.special_pattern)
 
 
 class SegmentEncoder:
@@ -143,18 +143,6 @@ def _from_json(folder: Path, definition: str) -> Any:
     rust.no_padding()
     rust.no_truncation()
     return rust
-
-
-def _converted(folder: Path) -> str:
-    """The Rust form of a tokenizer that is kept in an older form. Raises InputCorrupt."""
-    os.environ.setdefault("USE_TORCH", "0")
-    from transformers import AutoTokenizer
-
-    try:
-        slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        return str(slow.backend_tokenizer.to_str())
-    except (OSError, ValueError, ImportError, AttributeError, KeyError) as error:
-        raise InputCorrupt(f"{folder}: its tokenizer cannot be converted to {_FAST}: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def test_no_double_bos(folder: Path) -> None:
     ]
 
 
-def test_columns_override_unless_the_job_uses_them(folder: Path) -> None:
+def test_columns_override_unless_they_are_part_of_the_prompt(folder: Path) -> None:
     rows = [{"text": "a", "max_tokens": 5, "seed": 3, "stop": "x"}, {"text": "b", "max_tokens": None}]
     index = ingest_rows(
         folder,
@@ -224,7 +224,7 @@ def test_columns_override_unless_the_job_uses_them(folder: Path) -> None:
     )
     found = [SamplingParams.from_json(r["params"]) for r in rows_of(index)]
     assert [p.max_tokens for p in found] == [5, 256]
-    assert [p.seed for p in found] == [0, 0]
+    assert [p.seed for p in found] == [3, 0]  # carried along as well
     assert found[0].stop == ()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from tokenizers import Tokenizer as Rust
 
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import InputCorrupt, InputMissing
-from tests.batchinfer.data.ingest_kit import CHATML, checkpoint
+from tests.batchinfer.data.ingest_kit import CHATML, byte_bpe, checkpoint
 
 PIECES = st.lists(
     st.sampled_from(["<|im_start|>", "<|im_end|>", "a b", " ", "\n", "é漢🙂", "the"]), max_size=8
@@ -79,3 +81,17 @@ def test_pieces_of_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     for text in ("a</s>a b", "</s>a", "a a</s> a</s>"):
         assert tokenizer.segments().encode(text, {}) == rust.encode(text).ids
+
+
+def test_an_older_form_is_converted_without_torch_here(tmp_path: Path) -> None:
+    rust = byte_bpe()
+    model = json.loads(rust.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text(
+        "\n".join(["#version: 0.2", *(" ".join(m) for m in model["merges"])]) + "\n"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    before = "torch" in sys.modules
+    assert Tokenizer.load(tmp_path).rust.encode("hello 🙂").ids == rust.encode("hello 🙂").ids
+    assert ("torch" in sys.modules) is before
