@@ -17,8 +17,7 @@ import typer
 
 from batchinfer import __version__, pipeline, verbs
 from batchinfer.errors import BatchInferError, Interrupted, StorageError, UsageError
-from batchinfer.job import Job, job_schema, load_job
-from batchinfer.jobinit import init_files
+from batchinfer.job import Job, init_files, job_schema, load_job
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.report.summary import as_json, summary
@@ -174,7 +173,8 @@ def init(
     model: Annotated[str, typer.Option(help="Checkpoint folder that the job names.")] = "model",
 ) -> None:
     """Write a commented job that runs, with a few prompts, to start from."""
-    for path in verbs.init_folder(folder, init_files(model)):
+    written = model if model == "model" else os.path.relpath(model, folder)  # a job file's paths start from its folder
+    for path in verbs.init_folder(folder, init_files(written)):
         typer.echo(f"wrote {path}")
     typer.echo(f"next: batchinfer validate {folder / 'job.yaml'}")
 

@@ -17,7 +17,7 @@ from batchinfer.data.result_rows import RESULT_SCHEMA
 from batchinfer.data.sampling_fields import override
 from batchinfer.errors import Mistake
 from batchinfer.job import EngineSpec, Job, SamplingSpec, load_job
-from batchinfer.jobcheck import RESULT_COLUMNS
+from batchinfer.job.check import RESULT_COLUMNS
 from batchinfer.request import SamplingParams
 
 MINIMAL = """\

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchinfer.job import Job, init_files, init_text, job_schema, load_job
-from batchinfer.jobyaml import read_yaml, resolve
+from batchinfer.job.yaml_tree import read_yaml, resolve
 
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENT = (REPOSITORY / "docs/job-file.md").read_text()

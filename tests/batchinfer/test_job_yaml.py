@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from batchinfer.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.jobfile import read_job_file
-from batchinfer.jobvars import Variables
-from batchinfer.jobyaml import read_yaml, resolve
+from batchinfer.job.file import read_job_file
+from batchinfer.job.variables import Variables
+from batchinfer.job.yaml_tree import read_yaml, resolve
 
 PLAIN = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 VARIABLES = Variables("2026-01-02", {"A": "a", "EMPTY": "", "BRACES": "{{ x }}"})

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from batchinfer.jobyaml import shorten
+from batchinfer.job.yaml_tree import shorten
 
 MAX_TEXT = (
     1 << 20

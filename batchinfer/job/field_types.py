@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
 
-from batchinfer.jobfile import absolute
-from batchinfer.jobwords import Right
-from batchinfer.jobyaml import shorten
+from batchinfer.job.file import absolute
+from batchinfer.job.wording import Right
+from batchinfer.job.yaml_tree import shorten
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1

@@ -1,7 +1,7 @@
 """job.yaml → a frozen Job, or every mistake at once.
 
 The shape of the file is these classes: each field says what it is for, and `batchinfer schema` prints that for
-editors. What ties several fields together is checked in jobcheck.py; jobwords.py decides how a mistake reads.
+editors. What ties several fields together is checked in check.py; wording.py decides how a mistake reads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from batchinfer.errors import JobFileError, Mistake
-from batchinfer.jobcheck import check
-from batchinfer.jobfile import read_job_file
-from batchinfer.jobinit import init_files as init_files
-from batchinfer.jobinit import init_text as init_text
-from batchinfer.jobtypes import (
+from batchinfer.job.check import check
+from batchinfer.job.field_types import (
     INT32_MAX,
     INT64_MAX,
     INT64_MIN,
@@ -38,8 +35,9 @@ from batchinfer.jobtypes import (
     Text,
     Whole,
 )
-from batchinfer.jobvars import Variables
-from batchinfer.jobwords import findings_of
+from batchinfer.job.file import read_job_file
+from batchinfer.job.variables import Variables
+from batchinfer.job.wording import findings_of
 from batchinfer.request import SamplingParams
 
 

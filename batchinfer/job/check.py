@@ -15,8 +15,8 @@ from typing import Any
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
-from batchinfer.jobfile import JobFile, absolute
-from batchinfer.jobyaml import Finding, Loc, shorten
+from batchinfer.job.file import JobFile, absolute
+from batchinfer.job.yaml_tree import Finding, Loc, shorten
 
 RESULT_COLUMNS = (
     "row_id",

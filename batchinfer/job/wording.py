@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from batchinfer.jobyaml import Finding, Loc, resolve, shorten
+from batchinfer.job.yaml_tree import Finding, Loc, resolve, shorten
 
 _NAMES: dict[object, str] = {
     int: "a whole number",

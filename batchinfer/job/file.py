@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import JobFileError, Mistake
-from batchinfer.jobvars import Variables
-from batchinfer.jobyaml import UNUSABLE, Finding, Loc, Node, read_yaml, shorten
+from batchinfer.job.variables import Variables
+from batchinfer.job.yaml_tree import UNUSABLE, Finding, Loc, Node, read_yaml, shorten
 
 MAX_BYTES = 1 << 20  # of a job file; the longest prompts are a few hundred KB
 
