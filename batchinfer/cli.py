@@ -34,9 +34,13 @@ app = typer.Typer(
 JobPath = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. engine.max_num_seqs=64."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. engine.max_num_seqs=64."
+    ),
 ]
-Date = Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="What ${date} stands for; today by default.")]
+Date = Annotated[
+    str | None, typer.Option(metavar="YYYY-MM-DD", help="What ${date} stands for; today by default.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON on stdout instead of text.")]
 
@@ -78,7 +82,9 @@ def _meaning(error: Exception) -> tuple[int, str]:
     if isinstance(error, OSError):
         return StorageError.exit_code, f"{error}; the same command continues once that is mended"
     told = getattr(error, "format_message", None)
-    if told is not None:  # a usage error of click's; typer brings a click of its own, so its class cannot be named
+    if (
+        told is not None
+    ):  # a usage error of click's; typer brings a click of its own, so its class cannot be named
         return UsageError.exit_code, f"{told()} (see `batchinfer --help`)"
     detail = "".join(traceback.format_exception(error))
     return BatchInferError.exit_code, f"a bug in batchinfer {__version__}, please report it:\n{detail}"
@@ -112,16 +118,24 @@ def run(
     date: Date = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Try the job: only the first N rows, published to PATH-first-N."),
+        typer.Option(
+            min=1, metavar="N", help="Try the job: only the first N rows, published to PATH-first-N."
+        ),
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Take the place of another job's results.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the place of another job's results.")
+    ] = False,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Run rows again whose error was marked retryable.")
     ] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the digests of what earlier runs stored.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the digests of what earlier runs stored.")
+    ] = False,
     to_openai: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="For an OpenAI batch input: also write an OpenAI batch output file."),
+        typer.Option(
+            metavar="FILE", help="For an OpenAI batch input: also write an OpenAI batch output file."
+        ),
     ] = None,
     quiet: Quiet = False,
     as_line: Json = False,
@@ -173,7 +187,9 @@ def init(
     model: Annotated[str, typer.Option(help="Checkpoint folder that the job names.")] = "model",
 ) -> None:
     """Write a commented job that runs, with a few prompts, to start from."""
-    written = model if model == "model" else os.path.relpath(model, folder)  # a job file's paths start from its folder
+    written = (
+        model if model == "model" else os.path.relpath(model, folder)
+    )  # a job file's paths start from its folder
     for path in verbs.init_folder(folder, init_files(written)):
         typer.echo(f"wrote {path}")
     typer.echo(f"next: batchinfer validate {folder / 'job.yaml'}")
@@ -182,7 +198,10 @@ def init(
 @app.command()
 def doctor(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine's peaks, so that reports can compare with them.")
+        bool,
+        typer.Option(
+            "--measure", help="Measure this machine's peaks, so that reports can compare with them."
+        ),
     ] = False,
 ) -> None:
     """Say what this machine has, and what batchinfer knows of it."""
@@ -198,7 +217,9 @@ def doctor(
 @app.command()
 def query(
     results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")],
-    sql: Annotated[str, typer.Argument(help="DuckDB SQL; the table is called results.")] = "FROM results LIMIT 20",
+    sql: Annotated[
+        str, typer.Argument(metavar="SQL", help="DuckDB SQL; the table is called results.")
+    ] = "FROM results LIMIT 20",
     partial: Annotated[
         bool, typer.Option("--partial", help="Read what an unfinished run has committed so far.")
     ] = False,
@@ -218,7 +239,9 @@ def verify(results: Annotated[Path, typer.Argument(metavar="RESULT", help="A res
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
     """Offline batch inference."""
     if version:
         typer.echo(f"batchinfer {__version__}")

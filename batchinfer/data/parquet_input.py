@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -81,11 +82,17 @@ class ParquetReader:
 
     def _rows(self, part: pa.RecordBatch) -> list[Values | RowError]:
         try:
-            return list(part.to_pylist())
+            columns = [_values(column) for column in part.columns]
         except UnicodeDecodeError:
-            if part.num_rows > 1:  # find the row
-                return [row for i in range(part.num_rows) for row in self._rows(part.slice(i, 1))]
-            return [row_error("bad_utf8", f"{self._file.name}: a text column of this row is not UTF-8")]
+            return self._rows_apart(part)
+        names = part.schema.names
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] or [{}] * part.num_rows
+
+    def _rows_apart(self, part: pa.RecordBatch) -> list[Values | RowError]:
+        """One row after the other, so that the row that is not UTF-8 costs itself only."""
+        if part.num_rows > 1:
+            return [row for i in range(part.num_rows) for row in self._rows(part.slice(i, 1))]
+        return [row_error("bad_utf8", f"{self._file.name}: a text column of this row is not UTF-8")]
 
     def _check_sizes(self, metadata: pq.FileMetaData) -> None:
         for group in range(metadata.num_row_groups):
@@ -118,6 +125,31 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
 
 def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """As Python sees them. Times finer than Python's are cut to microseconds, those beyond its years are text."""
+    coarse = _in_microseconds(column.type)
+    try:
+        return list((column if coarse == column.type else column.cast(coarse, safe=False)).to_pylist())
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, OverflowError):
+        return list(column.cast(pa.string()).to_pylist())
+
+
+def _in_microseconds(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_time64(kind) and kind.unit == "ns":
+        return pa.time64("us")
+    if pa.types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    if pa.types.is_list(kind):
+        return pa.list_(_in_microseconds(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _in_microseconds(field.type)) for field in kind])
+    return kind
 
 
 def _wide_dictionaries(parquet: pq.ParquetFile) -> list[str]:

@@ -6,8 +6,11 @@ Works on the values as they were written, so that one wrong field hides no other
 from __future__ import annotations
 
 import difflib
+import gzip
+import json
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,8 @@ RESULT_COLUMNS = (
 )
 PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
 _SOURCES_TEXT = "user, messages, text and token_ids"
+_OPENAI_KEYS = {"custom_id", "method", "url", "body"}
+_PEEK_BYTES = 1 << 20  # a first line longer than this is not looked at: then the format has to be named
 _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
@@ -43,7 +48,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     return [
         *_input(sections.get("input")),
-        *_prompt(values, sections),
+        *_prompt(values, sections, file),
         *_templates(sections.get("prompt", {}), file),
         *_sampling(sections.get("sampling", {})),
         *_columns(sections.get("output", {})),
@@ -75,17 +80,32 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
         )
 
 
-def _prompt(values: Mapping[str, Any], sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+def _prompt(
+    values: Mapping[str, Any], sections: Mapping[str, dict[str, Any]], file: JobFile
+) -> Iterator[Finding]:
     openai = sections.get("input", {}).get("format") == "openai"
     section = values.get("prompt")
     if openai and section is not None:
         message = "is given, but the lines of an OpenAI batch file (input.format: openai) hold the prompts"
         yield Finding(("prompt",), message, "take the section or the format out")
-    elif not openai and section is None:
+    elif section is None and not openai and not _is_openai(sections.get("input", {}), file):
         message = f"is missing; it must be a section with exactly one of {_SOURCES_TEXT}"
         yield Finding(("prompt",), message, "OpenAI batch files need none: then write input.format: openai")
     elif not openai and isinstance(section, dict):
         yield from _prompt_source(section)
+
+
+def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:
+    """Whether the first input that is one readable file begins as an OpenAI batch does."""
+    for path in _inputs(section, file)[:1]:
+        try:
+            with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as lines:
+                first = lines.read(_PEEK_BYTES).lstrip(b"\xef\xbb\xbf \r\n").split(b"\n", 1)[0]
+            value = json.loads(first)
+        except (OSError, EOFError, ValueError, zlib.error):
+            return False  # not there, not one file, or not whole JSON: whoever reads the input will say so
+        return isinstance(value, dict) and value.keys() >= _OPENAI_KEYS
+    return False
 
 
 def _prompt_source(section: Mapping[str, Any]) -> Iterator[Finding]:

@@ -228,14 +228,7 @@ def test_an_openai_batch_goes_in_and_comes_out(tmp_path, model):
         for i, body in enumerate(bodies)
     ]
     rows.append(rows[0] | {"custom_id": "bad", "body": {"model": "m", "messages": []}})
-    path = write_job(
-        tmp_path,
-        model,
-        rows,
-        input={"path": "in.jsonl", "format": "openai"},
-        prompt=None,
-        on_error={"max_error_rate": 0.5},
-    )
+    path = write_job(tmp_path, model, rows, prompt=None, on_error={"max_error_rate": 0.5})  # found out by itself
     run(path, replace(FAKE, to_openai=tmp_path / "batch.jsonl"))
     lines = [json.loads(line) for line in (tmp_path / "batch.jsonl").read_text().splitlines()]
     assert [line["custom_id"] for line in lines] == ["c0", "c1", "c2", "bad"]

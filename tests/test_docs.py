@@ -1,0 +1,75 @@
+"""What README and docs say holds: links lead somewhere, examples load, queries run, commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+from batchinfer.cli import app
+from batchinfer.errors import JobFileError
+from batchinfer.job import load_job
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "jobs").rglob("*.md")])
+VERBS = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_exist(page):
+    for verb in re.findall(r"`batchinfer ([a-z]+)", page.read_text()):
+        assert verb in VERBS, f"{page.name} names the verb {verb!r}"
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE):
+        assert target in targets, f"{page.name} names make {target}"
+
+
+def test_the_readmes_job_is_right(tmp_path):
+    (tmp_path / "models/qwen2.5-7b").mkdir(parents=True)
+    (tmp_path / "job.yaml").write_text(fenced(ROOT / "README.md", "yaml")[0])
+    job = load_job(tmp_path / "job.yaml")
+    assert job.name == "ticket-triage"
+
+
+def test_the_readmes_job_says_so_without_its_model(tmp_path):
+    (tmp_path / "job.yaml").write_text(fenced(ROOT / "README.md", "yaml")[0])
+    with pytest.raises(JobFileError, match="models/qwen2.5-7b"):
+        load_job(tmp_path / "job.yaml")
+
+
+def test_the_readmes_queries_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = pa.table(
+        {
+            "status": ["ok", "ok", "error"],
+            "error_code": [None, None, "bad_json"],
+            "generated_text": ["a", "b", None],
+            "expected": ["a", "c", None],
+        }
+    )
+    for name in ("tickets", "quickstart"):
+        (tmp_path / "results" / name).mkdir(parents=True)
+        pq.write_table(rows, tmp_path / "results" / name / "part.parquet")
+    by_status, accuracy = (duckdb.sql(q).fetchall() for q in fenced(ROOT / "README.md", "sql"))
+    assert len(by_status) == 2
+    assert accuracy == [(1, 2, 50.0)]
+
+
+def test_the_suite_of_the_readme_is_what_ci_runs():
+    assert "make test" in fenced(ROOT / "README.md", "sh")[1]
+    assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
