@@ -82,9 +82,7 @@ def _meaning(error: Exception) -> tuple[int, str]:
     if isinstance(error, OSError):
         return StorageError.exit_code, f"{error}; the same command continues once that is mended"
     told = getattr(error, "format_message", None)
-    if (
-        told is not None
-    ):  # a usage error of click's; typer brings a click of its own, so its class cannot be named
+    if told is not None:  # a usage error of click's; typer brings its own click, whose class cannot be named
         return UsageError.exit_code, f"{told()} (see `batchinfer --help`)"
     detail = "".join(traceback.format_exception(error))
     return BatchInferError.exit_code, f"a bug in batchinfer {__version__}, please report it:\n{detail}"
@@ -187,9 +185,8 @@ def init(
     model: Annotated[str, typer.Option(help="Checkpoint folder that the job names.")] = "model",
 ) -> None:
     """Write a commented job that runs, with a few prompts, to start from."""
-    written = (
-        model if model == "model" else os.path.relpath(model, folder)
-    )  # a job file's paths start from its folder
+    # a job file's paths start from its folder
+    written = model if model == "model" else os.path.relpath(model, folder)
     for path in verbs.init_folder(folder, init_files(written)):
         typer.echo(f"wrote {path}")
     typer.echo(f"next: batchinfer validate {folder / 'job.yaml'}")

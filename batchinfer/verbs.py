@@ -15,7 +15,7 @@ from batchinfer.data.files import list_inputs
 from batchinfer.data.index import MARKER, Index
 from batchinfer.data.ingest import IngestOptions, ingest
 from batchinfer.data.manifest import check_destination, read_manifest
-from batchinfer.data.partial import partial_reader
+from batchinfer.data.partial import partial_reader, write_partial
 from batchinfer.data.rebatch import parquet_batches
 from batchinfer.data.remembered import PARTIAL, read_strings
 from batchinfer.data.state import StateFolder
@@ -72,7 +72,9 @@ def preview_job(job: Job, rows: int) -> Iterator[str]:
 
 
 def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> str:
-    head = f"── {row['file']} row {row['row_index']}" + (f", id {row['custom_id']}" if row["custom_id"] else "")
+    head = f"── {row['file']} row {row['row_index']}" + (
+        f", id {row['custom_id']}" if row["custom_id"] else ""
+    )
     if row["key"] is None:
         return f"{head}\nerror {row['error_code']}: {row['error_message']}\n"
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
@@ -90,7 +92,9 @@ def query_results(results: Path, sql: str, partial: bool) -> str:
         config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
     )
     with connection, tempfile.TemporaryDirectory(prefix="batchinfer-query-") as spill:
-        results_table = _partial(results, Path(spill)) if partial else _published(connection, results)
+        results_table = (
+            _partial(connection, results, Path(spill)) if partial else _published(connection, results)
+        )
         connection.register("results", results_table)
         try:
             return str(connection.sql(sql) or "")
@@ -101,22 +105,31 @@ def query_results(results: Path, sql: str, partial: bool) -> str:
 def _published(connection: duckdb.DuckDBPyConnection, results: Path) -> Any:
     manifest = read_manifest(results)
     if manifest is None:
-        raise InputMissing(f"{results}: no published result there; --partial reads what a run has finished so far")
+        raise InputMissing(
+            f"{results}: no published result there; --partial reads what a run has finished so far"
+        )
     return connection.read_parquet([str(results / file.name) for file in manifest.files])
 
 
-def _partial(results: Path, spill: Path) -> Any:
-    """What is committed, joined with the index that the unfinished run left or is still using."""
+def _partial(connection: duckdb.DuckDBPyConnection, results: Path, spill: Path) -> Any:
+    """What is committed, joined with the index that the unfinished run left or is still using.
+
+    Written to a file first: a query may read its table more than once, a stream can be read only once.
+    """
     state = StateFolder(results)
     indexes = sorted(state.scratch.glob(f"*/{MARKER}"), key=lambda p: p.stat().st_mtime)
     if not indexes:
-        raise InputMissing(f"{results}: no unfinished run there; without --partial the published result is read")
+        raise InputMissing(
+            f"{results}: no unfinished run there; without --partial the published result is read"
+        )
     folder = indexes[-1].parent
     where = read_strings(folder / PARTIAL)
     if not where:
         raise InputMissing(f"{results}: the run has finished nothing yet; try again later")
     tokenizer = Tokenizer.load(Path(where["model"]))
-    return partial_reader(Index.open(folder), Path(where["completions"]), tokenizer.decode_batch, spill)
+    reader = partial_reader(Index.open(folder), Path(where["completions"]), tokenizer.decode_batch, spill)
+    write_partial(reader, spill / "partial.parquet")
+    return connection.read_parquet(str(spill / "partial.parquet"))
 
 
 def verify_results(results: Path) -> list[Problem]:

@@ -1,0 +1,17 @@
+"""An engine during whose start somebody appends to the input."""
+
+from __future__ import annotations
+
+import os
+
+from batchinfer.engine.build import BuiltEngine
+from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.sequence import StopStreams
+from tests import fake_engine
+
+
+def build(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltEngine:
+    """As the fake engine's; MEDDLE_WITH names the file."""
+    with open(os.environ["MEDDLE_WITH"], "ab") as file:
+        file.write(b'{"id": "late", "text": "late"}\n')
+    return fake_engine.build(config, stop_streams)

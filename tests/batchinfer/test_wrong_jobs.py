@@ -1,0 +1,841 @@
+"""Everything that can be wrong with a job, its checkpoint and its input, and what a user is told about it."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from batchinfer import pipeline
+from batchinfer.data.manifest import MANIFEST_NAME, Manifest
+from batchinfer.report.hardware import nvidia_gpus
+from tests.batchinfer.wrong_jobs import (
+    NO_ENGINE,
+    ROWS,
+    Place,
+    command,
+    environment,
+    flip,
+    make_place,
+)
+from tests.checkpoints import edit_json, make_checkpoint, make_model_folder
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make_model_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path) -> Place:
+    return make_place(tmp_path / "job", model)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One wrong thing: the exit code, the words that the message must hold, how it is made, what is run."""
+
+    code: int
+    words: tuple[str, ...]
+    arrange: Callable[[Place], object]
+    arguments: tuple[str, ...] = ()
+    verbs: tuple[str, ...] = ("run",)
+
+
+def cut(count: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:-count]
+
+
+def wrong_crc(data: bytes) -> bytes:
+    return data[:-8] + struct.pack("<I", zlib.crc32(data)) + data[-4:]
+
+
+# The job file: 78, found by `validate` too.
+JOB_FILES = {
+    "unknown key": Wrong(
+        78,
+        ("job.yaml", "line 5", "sampling", "max_tokns", "did you mean max_tokens?"),
+        lambda p: p.job(sampling="sampling: {max_tokns: 8}"),
+    ),
+    "wrong type": Wrong(
+        78,
+        ("line 5", "sampling.temperature", "hot"),
+        lambda p: p.job(sampling="sampling: {temperature: hot}"),
+    ),
+    "out of range": Wrong(
+        78, ("line 5", "sampling.top_p", "1.5"), lambda p: p.job(sampling="sampling: {top_p: 1.5}")
+    ),
+    "duplicate key": Wrong(78, ("line 7", "name", "line 1"), lambda p: p.job("name: again")),
+    "YAML tag": Wrong(
+        78,
+        ("line 1", "python/name:os.system", "remove it"),
+        lambda p: p.job(name="name: !!python/name:os.system x"),
+    ),
+    "no YAML": Wrong(78, ("line 2", "not valid YAML"), lambda p: p.job(model="model: {path: [")),
+    "several mistakes": Wrong(
+        78,
+        ("3 mistakes", "line 1: name", "line 3", "formt", "line 5", "sampling.max_tokens", "-1"),
+        lambda p: p.job(
+            name="name: [a]",
+            input="input: {path: rows.jsonl, formt: x}",
+            sampling="sampling: {max_tokens: -1}",
+        ),
+    ),
+    "unset variable": Wrong(
+        78,
+        ("line 6", "output.path", "NO_SUCH_VARIABLE"),
+        lambda p: p.job(output='output: {path: "${NO_SUCH_VARIABLE}/x"}'),
+    ),
+    "template syntax": Wrong(
+        78, ("line 4", "prompt.user"), lambda p: p.job(prompt='prompt: {user: "Say {{ text "}')
+    ),
+    "unknown filter": Wrong(
+        78,
+        ("line 4", "prompt.user", "uper", "did you mean upper"),
+        lambda p: p.job(prompt='prompt: {user: "{{ text | uper }}"}'),
+    ),
+    "two kinds of prompt": Wrong(
+        78, ("line 4", "prompt", "user", "text"), lambda p: p.job(prompt="prompt: {user: a, text: b}")
+    ),
+    "no output": Wrong(78, ("output",), lambda p: p.job(output="")),
+    "openai with prompt": Wrong(
+        78, ("prompt", "openai"), lambda p: p.job(input="input: {path: rows.jsonl, format: openai}")
+    ),
+    "no job file": Wrong(78, ("job.yaml",), lambda p: (p.folder / "job.yaml").unlink()),
+    "a folder as job file": Wrong(
+        78, ("job.yaml",), lambda p: ((p.folder / "job.yaml").unlink(), (p.folder / "job.yaml").mkdir())
+    ),
+    "too long for the model": Wrong(
+        78,
+        ("model.max_model_len", "4096", "512", "leave it out"),
+        lambda p: p.job(model="model: {path: model, max_model_len: 4096}"),
+    ),
+    "--set without =": Wrong(2, ("--set engine", "KEY=VALUE"), lambda p: None, ("--set", "engine")),
+    "--set unknown key": Wrong(
+        78, ("--set", "engine.threds", "did you mean threads?"), lambda p: None, ("--set", "engine.threds=1")
+    ),
+    "--set wrong type": Wrong(
+        78, ("--set", "commit.rows", "many"), lambda p: None, ("--set", "commit.rows=many")
+    ),
+    "--date not a day": Wrong(
+        78, ("--date", "2026-02-30", "YYYY-MM-DD"), lambda p: None, ("--date", "2026-02-30")
+    ),
+    "--date not a date": Wrong(78, ("--date", "tomorrow"), lambda p: None, ("--date", "tomorrow")),
+}
+
+
+def pickled(p: Place) -> None:
+    folder = p.own_model()
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+
+
+def sharded(p: Place, **wrong: str) -> Path:
+    folder = p.own_model()
+    make_checkpoint(folder, "llama", shards=2)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    index = folder / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    raw["weight_map"] |= wrong
+    index.write_text(json.dumps(raw))
+    return folder
+
+
+def outside_link(p: Place) -> None:
+    folder = p.own_model()
+    shutil.move(folder / "tokenizer.json", p.folder / "elsewhere.json")
+    (folder / "tokenizer.json").symlink_to(p.folder / "elsewhere.json")
+
+
+def header(p: Place, text: bytes, length: int | None = None) -> None:
+    data = struct.pack("<Q", len(text) if length is None else length) + text
+    (p.own_model() / "model.safetensors").write_bytes(data)
+
+
+def without_tensor(p: Place) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = p.own_model() / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
+
+
+CHECKPOINTS = {
+    "missing model folder": Wrong(
+        78, ("line 2", "model.path", "nowhere"), lambda p: p.job(model="model: {path: nowhere}")
+    ),
+    "no config.json": Wrong(78, ("config.json", "model"), lambda p: (p.own_model() / "config.json").unlink()),
+    "config.json not JSON": Wrong(
+        78, ("config.json", "not valid JSON"), lambda p: (p.own_model() / "config.json").write_text("{")
+    ),
+    "unsupported architecture": Wrong(
+        78,
+        ("config.json", "model_type 'rwkv'", "llama, mistral, qwen2, qwen3"),
+        lambda p: edit_json(
+            p.own_model() / "config.json", architectures=["RwkvForCausalLM"], model_type="rwkv"
+        ),
+    ),
+    "no weights": Wrong(
+        78, ("no weights", "model.safetensors"), lambda p: (p.own_model() / "model.safetensors").unlink()
+    ),
+    "pickle only": Wrong(77, ("pytorch_model.bin", "pickle", "convert it to safetensors"), pickled),
+    "auto_map": Wrong(
+        77,
+        ("config.json", "auto_map"),
+        lambda p: edit_json(p.own_model() / "config.json", auto_map={"AutoModel": "code.Model"}),
+    ),
+    "auto_map of the tokenizer": Wrong(
+        77,
+        ("tokenizer_config.json", "auto_map"),
+        lambda p: edit_json(p.own_model() / "tokenizer_config.json", auto_map={"AutoTokenizer": "code.T"}),
+    ),
+    "a link that leaves": Wrong(77, ("tokenizer.json", "elsewhere.json", "copy"), outside_link),
+    "shard outside": Wrong(
+        77,
+        ("index.json", "../outside.safetensors"),
+        lambda p: sharded(p, **{"model.norm.weight": "../outside.safetensors"}),
+    ),
+    "shard absolute": Wrong(
+        77,
+        ("index.json", "/etc/x.safetensors"),
+        lambda p: sharded(p, **{"lm_head.weight": "/etc/x.safetensors"}),
+    ),
+    "shard missing": Wrong(
+        78,
+        ("index.json", "model-00009.safetensors", "incomplete"),
+        lambda p: sharded(p, **{"lm_head.weight": "model-00009.safetensors"}),
+    ),
+    "header too long": Wrong(
+        77, ("model.safetensors", "malformed", "again"), lambda p: header(p, b"{}", 1 << 40)
+    ),
+    "header not JSON": Wrong(77, ("model.safetensors", "malformed"), lambda p: header(p, b"{]")),
+    "header with a hole": Wrong(
+        77,
+        ("model.safetensors", "malformed"),
+        lambda p: header(p, b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}' + b"\0" * 8, 54),
+    ),
+    "weights cut short": Wrong(
+        77,
+        ("model.safetensors", "malformed"),
+        lambda p: (w := p.own_model() / "model.safetensors").write_bytes(w.read_bytes()[:-64]),
+    ),
+    "missing tensor": Wrong(78, ("missing tensors", "model.norm.weight"), without_tensor),
+    "weights of another shape": Wrong(
+        78,
+        ("wrong shape", "model.layers.0.mlp.gate_proj.weight", "[64, 48]", "[96, 48]"),
+        lambda p: edit_json(p.own_model() / "config.json", intermediate_size=96),
+    ),
+    "no tokenizer": Wrong(66, ("tokenizer.json",), lambda p: (p.own_model() / "tokenizer.json").unlink()),
+    "damaged tokenizer": Wrong(
+        65, ("tokenizer.json",), lambda p: (p.own_model() / "tokenizer.json").write_text('{"a": 1}')
+    ),
+}
+
+
+def from_file(name: str, more: str = "") -> str:
+    return f"input: {{path: {json.dumps(name)}{more}}}"
+
+
+def damaged_page(p: Place) -> None:
+    table = pa.table({"id": [f"r{i}" for i in range(500)], "text": [f"word {i}" for i in range(500)]})
+    flip(p.parquet("rows.parquet", table), 6000)  # in the text column: the job reads no other
+    p.job(input=from_file("rows.parquet"))
+
+
+def two_schemas(p: Place) -> None:
+    (p.folder / "a").mkdir()
+    p.parquet("a/one.parquet")
+    p.parquet("a/two.parquet", pa.table({"id": ["x"], "text": [7]}))
+    p.job(input=from_file("a"))
+
+
+def two_formats(p: Place) -> None:
+    p.bytes(b'{"id":"x","text":"y"}\n', "a/one.jsonl")
+    p.parquet("a/two.parquet")
+    p.job(input=from_file("a"))
+
+
+def from_sql(query: str) -> Callable[[Place], object]:
+    return lambda p: p.job(input=f"input: {{sql: {json.dumps(query)}}}")
+
+
+INPUTS = {
+    "truncated gzip": Wrong(
+        65,
+        ("rows.jsonl.gz", "damaged gzip", "decompressed bytes", "truncated"),
+        lambda p: (p.gzip("rows.jsonl.gz", cut(12)), p.job(input=from_file("rows.jsonl.gz"))),
+    ),
+    "bad CRC": Wrong(
+        65,
+        ("rows.jsonl.gz", "damaged gzip", "CRC"),
+        lambda p: (p.gzip("rows.jsonl.gz", wrong_crc), p.job(input=from_file("rows.jsonl.gz"))),
+    ),
+    "not gzip": Wrong(
+        65,
+        ("rows.jsonl.gz", "gzip"),
+        lambda p: (p.bytes(b'{"text": "x"}\n', "rows.jsonl.gz"), p.job(input=from_file("rows.jsonl.gz"))),
+    ),
+    "not Parquet": Wrong(
+        65,
+        ("rows.parquet", "not a Parquet file"),
+        lambda p: (p.bytes(b"id,text\n1,x\n", "rows.parquet"), p.job(input=from_file("rows.parquet"))),
+    ),
+    "Parquet cut short": Wrong(
+        65,
+        ("rows.parquet", "cut short"),
+        lambda p: (
+            p.bytes(p.parquet("rows.parquet").read_bytes()[:-20], "rows.parquet"),
+            p.job(input=from_file("rows.parquet")),
+        ),
+    ),
+    "damaged page": Wrong(65, ("rows.parquet", "damaged after row"), damaged_page),
+    "differing schemas": Wrong(65, ("two.parquet", "'text'", "int64", "string", "one.parquet"), two_schemas),
+    "two formats": Wrong(65, ("two.parquet", "is parquet", "one.jsonl", "one format"), two_formats),
+    "UTF-16": Wrong(
+        65,
+        ("rows.jsonl", "UTF-16", "iconv"),
+        lambda p: p.bytes('{"id": "x", "text": "y"}\n'.encode("utf-16")),
+    ),
+    "missing file": Wrong(
+        66,
+        ("gone.jsonl", "no such file"),
+        lambda p: p.job(input=from_file("gone.jsonl")),
+        (),
+        ("run", "validate"),
+    ),
+    "empty glob": Wrong(
+        66,
+        ("data/*.jsonl", "matches no file"),
+        lambda p: p.job(input=from_file("data/*.jsonl")),
+        (),
+        ("run", "validate"),
+    ),
+    "empty folder": Wrong(
+        66,
+        ("data", "no input file", ".jsonl"),
+        lambda p: ((p.folder / "data").mkdir(), p.job(input=from_file("data"))),
+    ),
+    "failing query": Wrong(78, ("input.sql", "nothing_here"), from_sql("select * from nothing_here")),
+    "query of a missing file": Wrong(
+        78, ("input.sql", "gone.parquet"), from_sql("select * from 'gone.parquet'")
+    ),
+    "query that writes": Wrong(78, ("input.sql", "SELECT"), from_sql("create table t as select 1 as text")),
+    "two queries": Wrong(78, ("input.sql", "2 statement"), from_sql("select 1 as text; select 2 as text")),
+    "column in no row, template": Wrong(
+        65,
+        ("20 of 20 rows are errors", "template_error", "rows.jsonl row 0", "no column 'txet'"),
+        lambda p: p.job(prompt='prompt: {user: "{{ txet }}"}'),
+    ),
+    "column in no row, Parquet template": Wrong(
+        78,
+        ("prompt", "no column 'txet'", "id, text", "did you mean 'text'?"),
+        lambda p: (
+            p.parquet("rows.parquet"),
+            p.job(input=from_file("rows.parquet"), prompt='prompt: {user: "{{ txet }}"}'),
+        ),
+    ),
+    "column in no row, text": Wrong(
+        78,
+        ("line 4", "prompt", "no column 'txt'", "did you mean 'text'?"),
+        lambda p: p.job(prompt="prompt: {text: txt}"),
+    ),
+    "column in no row, id": Wrong(
+        78,
+        ("line 3", "input.id", "no column 'ident'", "id, text"),
+        lambda p: p.job(input=from_file("rows.jsonl", ", id: ident")),
+    ),
+    "column in no row, output": Wrong(
+        78,
+        ("line 6", "output.columns", "no column 'txt'", "did you mean 'text'?"),
+        lambda p: p.job(output="output: {path: out/res, columns: [txt]}"),
+    ),
+    "column in no row, Parquet output": Wrong(
+        78,
+        ("output.columns", "no column 'txt'"),
+        lambda p: (
+            p.parquet("rows.parquet"),
+            p.job(input=from_file("rows.parquet"), output="output: {path: out/res, columns: [txt]}"),
+        ),
+    ),
+    "no chat template": Wrong(
+        78,
+        ("prompt.user", "no chat template", "prompt.text"),
+        lambda p: (
+            edit_json(p.own_model() / "tokenizer_config.json", chat_template=...)
+            or (p.folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
+        ),
+    ),
+    "too many bad rows": Wrong(
+        65,
+        ("5 of 20 rows are errors", "on_error.max_error_rate", "1.00%", "5 × bad_json", "rows.jsonl row 15"),
+        lambda p: p.rows(*ROWS[:15], *[b"{not json"] * 5),
+    ),
+}
+
+
+def other_job(p: Place) -> None:
+    manifest = Manifest("weekly", "x", (), 1, "0" * 16, 0, 0, 0, 0, (), ())
+    p.bytes(json.dumps(manifest.to_json()).encode(), f"out/res/{MANIFEST_NAME}")
+
+
+def strangers(p: Place) -> None:
+    p.results.mkdir(parents=True)
+    (p.results / "thesis.txt").write_text("precious")
+
+
+DESTINATIONS = {
+    "strangers' files": Wrong(
+        73, ("out/res", "'thesis.txt'", "move them away"), strangers, (), ("run", "validate")
+    ),
+    "strangers' files, --replace": Wrong(73, ("out/res", "'thesis.txt'"), strangers, ("--replace",)),
+    "a file": Wrong(
+        73, ("out/res", "is a file", "folder"), lambda p: p.bytes(b"x", "out/res"), (), ("run", "validate")
+    ),
+    "result of another job": Wrong(
+        73, ("out/res", "'weekly'", "'nightly'", "--replace"), other_job, (), ("run", "validate")
+    ),
+    "a file on the way": Wrong(
+        73, ("job/out", "is a file", "output.path"), lambda p: p.bytes(b"x", "out"), (), ("run", "validate")
+    ),
+    "state of a newer version": Wrong(
+        74,
+        ("state.json", "format 9", "remove the folder"),
+        lambda p: p.bytes(b'{"format": 9}', "out/.batchinfer-res/state.json"),
+    ),
+    "unreadable manifest": Wrong(
+        73,
+        (MANIFEST_NAME, "move the folder away"),
+        lambda p: p.bytes(b"\x00", f"out/res/{MANIFEST_NAME}"),
+        (),
+        ("run", "validate"),
+    ),
+}
+REFUSED = JOB_FILES | CHECKPOINTS | INPUTS | DESTINATIONS
+
+
+def both(cases: dict[str, Wrong]) -> Iterator[tuple[str, str]]:
+    for name, case in cases.items():
+        verbs = ("run", "validate") if case in (*JOB_FILES.values(), *CHECKPOINTS.values()) else case.verbs
+        yield from ((name, verb) for verb in verbs)
+
+
+def clear(message: str) -> None:
+    """What no message may hold: Python's insides, or nothing at all."""
+    assert message.startswith("batchinfer: ")
+    for word in ("Traceback", "a bug in", "pydantic", "errors.pydantic", "BatchInferError", "<class"):
+        assert word not in message
+
+
+@pytest.mark.parametrize(("name", "verb"), list(both(REFUSED)))
+def test_refused(name: str, verb: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    case = REFUSED[name]
+    monkeypatch.chdir(place.folder)
+    case.arrange(place)
+    before = place.published()
+    ended = command(capsys, monkeypatch, NO_ENGINE)(verb, "job.yaml", *case.arguments)
+    print(name, verb, ended.code, ended.err)
+    assert ended.code == case.code, ended.err
+    for word in case.words:
+        assert word in ended.err
+    clear(ended.err)
+    assert ended.out == ""
+    assert place.published() == before
+
+
+def test_an_empty_file_is_an_empty_result(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    place.rows()
+    place.job(output="output: {path: out/res}")
+    ended = command(capsys, monkeypatch, NO_ENGINE)("run", place.folder / "job.yaml", "--json")
+    assert (ended.code, json.loads(ended.out)["rows"]) == (0, 0)
+    assert place.table() == []
+
+
+def test_a_held_lock(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    place.bytes(b"4711\n", "out/.batchinfer-res/lock")
+    with (place.state / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = command(capsys, monkeypatch, NO_ENGINE)("run", place.folder / "job.yaml")
+    assert ended.code == 75
+    assert "process 4711" in ended.err
+    assert "try again" in ended.err
+    clear(ended.err)
+
+
+# What is typed wrong: 2, and where help is.
+USAGE = {
+    "no such verb": (("walk",), "walk"),
+    "no such option": (("run", "job.yaml", "--fast"), "--fast"),
+    "no job": (("run",), "JOB.YAML"),
+    "no rows": (("run", "job.yaml", "--limit", "0"), "--limit"),
+    "not a number": (("preview", "job.yaml", "--rows", "few"), "--rows"),
+    "SQL that DuckDB refuses": (("query", "out/res", "selec 1"), "selec"),
+    "a job is there already": (("init", "."), "job.yaml: exists already"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_usage(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(place.folder)
+    place.rows()
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    if name.startswith("SQL"):
+        place.job(output="output: {path: out/res}")
+        assert run("run", "job.yaml", "-q").code == 0
+    arguments, word = USAGE[name]
+    ended = run(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert word in ended.err
+    clear(ended.err)
+
+
+def separate(
+    place: Place, *arguments: str, module: str = "batchinfer", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, as a user's shell runs it."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(
+        command,
+        cwd=place.folder,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [(JOB_FILES, "several mistakes"), (CHECKPOINTS, "auto_map"), (INPUTS, "truncated gzip")],
+)
+def test_the_exit_status(group: dict[str, Wrong], name: str, place: Place) -> None:
+    case = group[name]
+    case.arrange(place)
+    ended = separate(place, "run", "job.yaml")
+    assert ended.returncode == case.code
+    assert all(word in ended.stderr for word in case.words), ended.stderr
+    clear(ended.stderr)
+    assert ended.stdout == ""
+    assert not place.results.exists()
+
+
+def test_a_pipe_is_no_input(place: Place) -> None:
+    """In a process of its own: opening a pipe that nobody writes to never ends."""
+    os.mkfifo(place.folder / "pipe.jsonl")
+    place.job(input=from_file("pipe.jsonl"))
+    ended = separate(place, "run", "job.yaml")
+    assert ended.returncode == 66
+    assert "pipe.jsonl" in ended.stderr
+    assert "not a regular file" in ended.stderr
+
+
+# One bad thing a row: (line, error code, error class).
+GOOD_ROW = {"id": "good", "text": "fine"}
+Bad = tuple[object, str, str]
+TEMPLATE = (
+    "{% if times is defined %}{{ text * times }}{% elif divisor is defined %}{{ 1 // divisor }}"
+    "{% else %}{{ text }}{% endif %}"
+)
+
+
+def with_field(**fields: object) -> dict[str, object]:
+    return {"text": "fine", **fields}
+
+
+BAD_ROWS: list[Bad] = [
+    (b'{"id": "a", "text": "\xff"}', "bad_utf8", "input"),
+    (b'{"id": "b", "text": "\\ud83d"}', "lone_surrogate", "input"),
+    (b'{"id": "c", "text": "open', "bad_json", "input"),
+    (b"{'id': 'c'}", "bad_json", "input"),
+    (b'{"text": "x"} {"text": "y"}', "bad_json", "input"),
+    (b'{"text": ' + b"9" * 5000 + b"}", "bad_json", "input"),
+    (b'{"text": NaN}', "nan", "input"),
+    (b'{"text": -Infinity}', "nan", "input"),
+    (b'{"text": 1e999}', "nan", "input"),
+    (b'{"text": "x", "text": "y"}', "duplicate_keys", "input"),
+    (b'{"text": ' + b"[" * 65 + b"]" * 65 + b"}", "nesting", "input"),
+    (b'{"text": "' + b"x" * 70_000 + b'"}', "line_too_long", "input"),
+    (b'["text"]', "not_an_object", "input"),
+    (b"null", "not_an_object", "input"),
+    ({"id": "no-text"}, "template_error", "input"),
+    ({"id": "null", "text": None}, "null_in_template", "input"),
+    ({"text": {"a": 1}, "times": 2}, "template_error", "input"),
+    (with_field(divisor=0), "template_error", "input"),
+    (with_field(times=2_000_000), "text_too_long", "policy"),
+    (with_field(times=10**11), "template_memory", "resource"),
+    ({"text": "x" * 600}, "prompt_too_long", "policy"),
+    (with_field(max_tokens=0), "bad_parameter", "input"),
+    (with_field(max_tokens=-3), "bad_parameter", "input"),
+    (with_field(max_tokens=1.5), "bad_parameter", "input"),
+    (with_field(max_tokens=True), "bad_parameter", "input"),
+    (with_field(min_tokens=9), "bad_parameter", "input"),
+    (with_field(temperature=-0.1), "bad_parameter", "input"),
+    (with_field(temperature="hot"), "bad_parameter", "input"),
+    (with_field(top_p=1.01), "bad_parameter", "input"),
+    (with_field(top_p=0), "bad_parameter", "input"),
+    (with_field(seed=2**63), "bad_parameter", "input"),
+    (with_field(stop=[""]), "bad_parameter", "input"),
+    (with_field(stop=list("abcdefghijklmnopq")), "too_many_stops", "input"),
+    (with_field(stop_token_ids=[-1]), "bad_parameter", "input"),
+    (with_field(ignore_eos="no"), "bad_parameter", "input"),
+    ({"id": "good", "text": "again"}, "duplicate_custom_id", "input"),
+]
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def request(body: object, url: str = CHAT, **more: object) -> dict[str, object]:
+    return {"custom_id": "x", "method": "POST", "url": url, "body": body, **more}
+
+
+def chat(*messages: object, **fields: object) -> dict[str, object]:
+    return request({"model": "m", "messages": list(messages), **fields})
+
+
+def says(content: object, role: str = "user") -> dict[str, object]:
+    return {"role": role, "content": content}
+
+
+BAD_REQUESTS: list[Bad] = [
+    (request({"model": "m"}), "prompt_missing", "input"),
+    (request({"messages": None}), "prompt_missing", "input"),
+    (request({"messages": "hello"}), "prompt_type", "input"),
+    (chat(), "empty_messages", "input"),
+    (chat("hello"), "prompt_type", "input"),
+    (chat(says("hello", "wizard")), "unknown_role", "input"),
+    (chat({"content": "hello"}), "unknown_role", "input"),
+    (chat(says(7)), "prompt_type", "input"),
+    (chat(says(None)), "prompt_type", "input"),
+    (chat(says([{"type": "image_url", "image_url": {"url": "x"}}])), "unsupported_content", "input"),
+    (chat(says("hi"), n=2), "n_over_limit", "input"),
+    (chat(says("hi"), temprature=1), "unknown_field", "input"),
+    (chat(says("hi"), tools=[{"type": "function"}]), "unknown_field", "input"),
+    (chat(says("hi"), response_format={"type": "json_schema"}), "unknown_field", "input"),
+    (chat(says("hi"), stream=True), "stream", "input"),
+    (chat(says("hi"), max_completion_tokens=0), "bad_parameter", "input"),
+    (request({"prompt": None}, TEXT), "prompt_missing", "input"),
+    (request({"prompt": 7}, TEXT), "prompt_type", "input"),
+    (request({"prompt": ""}, TEXT), "empty_prompt", "input"),
+    (request({"prompt": [1, 260]}, TEXT), "token_id_out_of_range", "input"),
+    (request({"prompt": [-1]}, TEXT), "token_id_out_of_range", "input"),
+    (request({"prompt": ["a"]}, TEXT), "prompt_type", "input"),
+    (request({"prompt": [5] * 512}, TEXT), "prompt_too_long", "policy"),
+    (request({}, "/v1/embeddings"), "bad_request", "input"),
+    (request([]), "bad_request", "input"),
+    ({**chat(says("hi")), "method": "GET"}, "bad_request", "input"),
+    ({**chat(says("hi")), "priority": 1}, "unknown_field", "input"),
+    ({"custom_id": "x", "body": {}}, "bad_request", "input"),
+]
+
+
+def one_after_another(good: object, bad: list[Bad]) -> list[object]:
+    """A good row, then each bad one followed by a good one."""
+    return [good, *(row for line, _, _ in bad for row in (line, good))]
+
+
+def check_errors(place: Place, bad: list[Bad]) -> None:
+    table = place.table()
+    assert [row["row_id"] for row in table] == list(range(2 * len(bad) + 1))
+    assert [row["row_index"] for row in table] == list(range(2 * len(bad) + 1))
+    assert {row["status"] for row in table[::2]} == {"ok"}
+    assert all(row["generated_text"] and row["error_code"] is None for row in table[::2])
+    found = [(row["status"], row["error_code"], row["error_class"]) for row in table[1::2]]
+    assert found == [("error", code, kind) for _, code, kind in bad]
+    for row in table[1::2]:
+        assert row["generated_text"] is row["finish_reason"] is row["completion_tokens"] is None
+        assert 0 < len(row["error_message"].encode()) <= 2048
+        assert row["retryable"] is False
+        print(row["row_id"], row["error_code"], row["error_message"])
+
+
+def test_bad_rows(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Each costs itself, and nothing else."""
+    good = iter(range(1000))
+    rows = [
+        {"id": "good" if row == 0 else f"good-{next(good)}", "text": "fine"} if line is GOOD_ROW else line
+        for row, line in enumerate(one_after_another(GOOD_ROW, BAD_ROWS))
+    ]
+    place.rows(*rows)
+    place.job(
+        "on_error: {max_error_rate: 1}",
+        input="input: {path: rows.jsonl, id: id, unique_ids: true, max_line_bytes: 64KiB}",
+        prompt=f"prompt: {{user: {json.dumps(TEMPLATE)}}}",
+        output="output: {path: out/res}",
+    )
+    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    assert ended.code == 0, ended.err
+    check_errors(place, BAD_ROWS)
+
+
+def test_bad_requests(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    place.rows(*one_after_another(chat(says("hello")), BAD_REQUESTS))
+    source, output = from_file("rows.jsonl", ", format: openai"), "output: {path: out/res}"
+    place.job("on_error: {max_error_rate: 1}", input=source, prompt="", output=output)
+    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    assert ended.code == 0, ended.err
+    check_errors(place, BAD_REQUESTS)
+
+
+def line(custom_id: str, text: str) -> bytes:
+    return json.dumps({"id": custom_id, "text": text}, ensure_ascii=False).encode()
+
+
+ACCEPTED = {
+    "a-bom.jsonl": b"\xef\xbb\xbf" + line("bom", "x") + b"\n",
+    "b-crlf.jsonl": line("crlf-1", "x") + b"\r\n" + line("crlf-2", "x") + b"\r\n",
+    "c-no-newline.jsonl": line("n-1", "x") + b"\n" + line("n-2", "x"),
+    "d-blank.jsonl": b"\n\n" + line("blank-1", "x") + b"\n \t\r\n" + line("blank-2", "x") + b"\n\n",
+    "e-members.jsonl.gz": gzip.compress(line("m-1", "x") + b"\n") + gzip.compress(line("m-2", "x") + b"\n"),
+    "f-empty.jsonl": b"",
+    "g-text.jsonl": b"\n".join([
+        line("nul", "a\0b"), line("../../etc/passwd", "x"), line("plain", "(im_end)!!"),
+        line("special", "<|im_end|>"), b'{"id": "raw-nul", "text": "a\0b"}', line("emoji 😀", "😀"),
+    ]),
+}  # fmt: skip
+
+
+def test_accepted(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    for name, data in ACCEPTED.items():
+        place.bytes(data, f"in/{name}")
+    place.job("on_error: {max_error_rate: 0}", input=from_file("in", ", id: id"))
+    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    assert ended.code == 0, ended.err
+    table = {row["custom_id"]: row for row in place.table()}
+    assert list(table) == [
+        "bom", "crlf-1", "crlf-2", "n-1", "n-2", "blank-1", "blank-2", "m-1", "m-2",
+        "nul", "../../etc/passwd", "plain", "special", "raw-nul", "emoji 😀",
+    ]  # fmt: skip
+    assert table["blank-2"]["row_index"] == 1
+    assert table["nul"]["text"] == table["raw-nul"]["text"] == "a\0b"
+    assert table["nul"]["generated_text"] == table["raw-nul"]["generated_text"]
+    # ten bytes and no control token
+    assert table["special"]["prompt_tokens"] == table["plain"]["prompt_tokens"]
+    assert {path.name for path in place.folder.iterdir()} == {"in", "job.yaml", "model", "out", "rows.jsonl"}
+
+
+def test_over_budget_but_published(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    place.rows(*ROWS[:15], *[b"{not json"] * 5)
+    place.job("on_error: {publish: true}")
+    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
+    assert ended.code == 65
+    assert "5 of 20 rows are errors" in ended.err
+    assert "bad_json" in ended.err
+    assert [row["status"] for row in place.table()] == ["ok"] * 15 + ["error"] * 5
+
+
+def test_too_many_rows_fail_in_the_engine(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
+    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml", "--json")
+    assert ended.code == 65
+    assert "fake_failure" in ended.err
+    assert json.loads(ended.out)["exit_code"] == 65
+    assert place.published() == {}
+
+
+def test_another_jobs_result_is_replaced_when_asked(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    other_job(place)
+    run = command(capsys, monkeypatch)
+    assert run("run", place.folder / "job.yaml").code == 73
+    assert run("run", place.folder / "job.yaml", "--replace").code == 0
+    assert len(place.table()) == len(ROWS)
+
+
+def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """69; what it had finished is stored, and the same command does the rest."""
+    place.job("commit: {rows: 1}")
+    run = command(capsys, monkeypatch)
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "3")
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")
+    ended = run("run", place.folder / "job.yaml", "--json")
+    assert ended.code == 69
+    assert "exit status 3" in ended.err
+    assert "the same command resumes" in ended.err
+    clear(ended.err.split("\n", 1)[-1] if ended.err.startswith("plan:") else ended.err)
+    assert place.published() == {}
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
+    again = run("run", place.folder / "job.yaml", "--json")
+    assert again.code == 0, again.err
+    told = json.loads(again.out)
+    assert told["reused_requests"] >= 4
+    assert told["reused_requests"] + told["computed_requests"] == len(ROWS)
+
+
+def test_the_input_changes_meanwhile(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("MEDDLE_WITH", str(place.folder / "rows.jsonl"))
+    ended = command(capsys, monkeypatch, "tests.batchinfer.meddling:build")("run", place.folder / "job.yaml")
+    assert ended.code == 65
+    assert "rows.jsonl" in ended.err
+    assert "changed" in ended.err
+    assert place.published() == {}
+
+
+def test_the_kv_cache_does_not_fit(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    edit_json(place.own_model() / "config.json", max_position_embeddings=100_000)
+    place.job("engine: {device: cpu, kv_memory: 1MiB}", sampling="sampling: {max_tokens: 50000}")
+    ended = command(capsys, monkeypatch, pipeline.ENGINE)("run", place.folder / "job.yaml")
+    assert ended.code == 71
+    assert "the KV cache of the longest row" in ended.err
+    assert "engine.kv_memory" in ended.err
+    assert "Traceback" not in ended.err
+    assert place.published() == {}
+
+
+@pytest.mark.skipif(bool(nvidia_gpus()), reason="there is a GPU")
+def test_no_gpu(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, pipeline.ENGINE)
+    ended = run("run", place.folder / "job.yaml", "--set", "engine.device=cuda")
+    assert ended.code == 69
+    assert "engine.device" in ended.err
+    assert "Traceback" not in ended.err
+    assert place.published() == {}
+
+
+def test_the_disk_is_full(place: Place) -> None:
+    """As far as that can be had without a disk: no file may grow beyond 64 KiB."""
+    place.rows(*({"id": f"r{i}", "text": f"{i:099d}"} for i in range(1000)))
+    ended = limited(place, 64 << 10)
+    assert ended.returncode == 74, ended.stderr
+    assert ".batchinfer-res" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert place.published() == {}
+    assert separate(place, "run", "job.yaml", module="tests.fake_cli").returncode == 0
+    assert len(place.table()) == 1000
+
+
+def limited(place: Place, file_bytes: int) -> subprocess.CompletedProcess[str]:
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({file_bytes}, {file_bytes}));"
+        "import sys; sys.argv[1:] = ['run', 'job.yaml']; from tests.fake_cli import main; main()"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=place.folder, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_template_that_never_ends(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    loop = "".join(f"{{% for {name} in range(99999) %}}" for name in "ijk") + "{% endfor %}" * 3
+    place.job(prompt=f"prompt: {{user: {json.dumps(loop + '{{ text }}')}}}")
+    ended = command(capsys, monkeypatch, NO_ENGINE)("run", place.folder / "job.yaml")
+    assert ended.code == 78
+    assert "prompt" in ended.err
+    assert "loop for ever" in ended.err

@@ -1,0 +1,163 @@
+"""A folder with a right job in it, for tests that make one thing wrong and run the command line on it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer import cli, pipeline
+
+FAKE = "tests.fake_engine:build"
+NO_ENGINE = "tests.there_is_no_such_engine:build"  # a job that starts it ends with 70, which no case expects
+SECTIONS = {
+    "name": "name: nightly",
+    "model": "model: {path: model}",
+    "input": "input: {path: rows.jsonl, id: id}",
+    "prompt": 'prompt: {user: "Say {{ text }}"}',
+    "sampling": "sampling: {max_tokens: 8}",
+    "output": "output: {path: out/res, columns: [text]}",
+}
+ROWS = [{"id": f"r{i}", "text": f"word {i}"} for i in range(20)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of one job. Every method makes something in it; `model` is shared until `own_model`."""
+
+    folder: Path
+    shared_model: Path
+
+    def job(self, *extra: str, file: str = "job.yaml", **sections: str) -> Path:
+        """Write the job file with these sections in place of the right ones, in their order; `extra` at the end."""
+        lines = [*(SECTIONS | sections).values(), *extra]
+        path = self.folder / file
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    def rows(self, *rows: Any, name: str = "rows.jsonl") -> Path:
+        """Write a JSONL file; bytes go in as they are."""
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        return self.bytes(b"".join(line + b"\n" for line in lines), name)
+
+    def bytes(self, data: bytes, name: str = "rows.jsonl") -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    def gzip(self, name: str, damage: Callable[[bytes], bytes] = bytes) -> Path:
+        plain = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+        return self.bytes(damage(gzip.compress(plain, mtime=0)), name)
+
+    def parquet(self, name: str, table: pa.Table | None = None) -> Path:
+        path = self.folder / name
+        pq.write_table(
+            table or pa.Table.from_pylist(ROWS), path, write_page_checksum=True, compression="none"
+        )
+        return path
+
+    def own_model(self) -> Path:
+        """A copy of the checkpoint that may be damaged."""
+        link = self.folder / "model"
+        link.unlink()
+        shutil.copytree(self.shared_model, link)
+        return link
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "out" / "res"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "out" / ".batchinfer-res"
+
+    def published(self) -> dict[str, bytes]:
+        """What lies in the result folder: name → content."""
+        if not self.results.is_dir():
+            return {}
+        return {path.name: path.read_bytes() for path in sorted(self.results.iterdir()) if path.is_file()}
+
+    def table(self) -> list[dict[str, Any]]:
+        """The published rows."""
+        files = sorted(self.results.glob("*.parquet"))
+        return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def make_place(folder: Path, model: Path) -> Place:
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Place(folder, model)
+    (folder / "model").symlink_to(model)
+    place.job()
+    place.rows(*ROWS)
+    return place
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str = FAKE
+) -> Command:
+    """A function that runs the command line in this process, with that engine in the real one's place."""
+    monkeypatch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=engine))
+
+    def run(*arguments: object) -> Ended:
+        capsys.readouterr()
+        code = cli._guarded([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        return Ended(code, told.out, told.err)
+
+    return run
+
+
+def flip(path: Path, at: int, mask: int = 0x40) -> None:
+    """Change one bit of a file; a negative position counts from its end."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)
+
+
+def children(pid: int) -> Iterator[int]:
+    """The processes below a process, as Linux knows them."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield int(child)
+            yield from children(int(child))
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    """Those of the processes that still run (a zombie does not)."""
+    return [pid for pid in pids if _state(pid) not in ("Z", "X", "")]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a command in a process of its own."""
+    root = Path(__file__).parents[2]
+    return os.environ | {"PYTHONPATH": str(root)} | more

@@ -1,0 +1,19 @@
+"""The command line with the fake engine in the real one's place: `python -m tests.fake_cli run job.yaml`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from batchinfer import cli, pipeline
+
+FAKE = "tests.fake_engine:build"
+
+
+def main() -> None:
+    """As `batchinfer.cli.main`, in a process of its own."""
+    pipeline.RunOptions = partial(pipeline.RunOptions, engine=FAKE)  # type: ignore[assignment,misc]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
