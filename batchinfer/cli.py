@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from batchinfer import __version__, pipeline, verbs
-from batchinfer.errors import BatchInferError, Interrupted, StorageError, UsageError
+from batchinfer.errors import BatchInferError, Interrupted, JobFileError, StorageError, UsageError
 from batchinfer.job import Job, init_files, job_schema, load_job
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
@@ -98,6 +98,15 @@ def _load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
     return load_job(path, pairs, date)
 
 
+@contextlib.contextmanager
+def _located(job: Job) -> Iterator[None]:
+    """What turns out to be wrong with the job file only later is told with its line, too."""
+    try:
+        yield
+    except JobFileError as error:
+        raise job.located(error) from error
+
+
 def _notice(quiet: bool, text: str) -> None:
     if not quiet:
         typer.echo(text, err=True)
@@ -141,7 +150,7 @@ def run(
     """Run a job, or carry on with it: what an earlier run finished is not computed again."""
     job = _load(job_file, overrides, date)
     options = pipeline.RunOptions(limit, replace, retry_errors, verify, to_openai)
-    with _watched(quiet or as_line) as (progress, interrupts):
+    with _located(job), _watched(quiet or as_line) as (progress, interrupts):
         outcome = pipeline.run_job(job, options, progress, interrupts, lambda text: _notice(quiet, text))
     if as_line:
         typer.echo(as_json(outcome.row))
@@ -156,7 +165,8 @@ def run(
 def validate(job_file: JobPath, overrides: Overrides = None, date: Date = None, quiet: Quiet = False) -> None:
     """Check a job file, its checkpoint and that its input exists, without running anything."""
     job = _load(job_file, overrides, date)
-    lines = verbs.validate_job(job)
+    with _located(job):
+        lines = verbs.validate_job(job)
     if not quiet:
         typer.echo("\n".join([job.describe(), *lines]))
 
@@ -169,8 +179,10 @@ def preview(
     date: Date = None,
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
-    for text in verbs.preview_job(_load(job_file, overrides, date), rows):
-        typer.echo(text)
+    job = _load(job_file, overrides, date)
+    with _located(job):
+        for text in verbs.preview_job(job, rows):
+            typer.echo(text)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchinfer.collect import Budget, Collector
 from batchinfer.data.completion_store import CompletionStore
-from batchinfer.data.error_summary import ErrorSummary, summarise_errors
+from batchinfer.data.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
 from batchinfer.data.files import InputFile, list_inputs
 from batchinfer.data.index import Index
 from batchinfer.data.ingest import IngestOptions, ingest
@@ -40,6 +40,7 @@ from batchinfer.report.tables import RunRow
 from batchinfer.resolve import Setting, resolve
 from batchinfer.run_report import RunReport
 
+SPACE_PER_INPUT_BYTE = 2  # at least: a disk with less will not hold the job
 ENGINE = "batchinfer.engine.build:build_engine"
 
 
@@ -73,7 +74,8 @@ def run_job(
     """
     completions = job.cache.path if job.cache else None
     if options.limit is not None:
-        completions = completions or StateFolder(job.output.path).completions  # a trial's answers are not wasted
+        # a trial's answers are not wasted
+        completions = completions or StateFolder(job.output.path).completions
         job = first_rows(job, options.limit)
     checkpoint = inspect_checkpoint(job.model.path)
     setting = resolve(job, checkpoint)
@@ -150,7 +152,8 @@ class _Run:
                 self._execute(plan, index, store, budget)
             counts = count_errors(index.index_parts, store.parts(), self.state.staging / "count")
             if budget.exceeded(counts.errors) and not budget.publish:
-                raise ErrorBudgetExceeded(_budget_text(counts, budget, summarise_errors(index.index_parts)))
+                errors = summarise_all_errors(index.index_parts, store.parts(), self.state.staging / "count")
+                raise ErrorBudgetExceeded(_budget_text(counts, budget, errors))
             manifest = self._publish(context, index, store)
         return self._finished(manifest, index, budget)
 
@@ -169,7 +172,11 @@ class _Run:
 
     def _spec(self, context: bytes, inputs: list[dict[str, Any]]) -> PublishSpec:
         return PublishSpec(
-            self.job.name, self._identity(context), tuple(inputs), NUMERICS_VERSION, self.job.output.rows_per_file
+            self.job.name,
+            self._identity(context),
+            tuple(inputs),
+            NUMERICS_VERSION,
+            self.job.output.rows_per_file,
         )
 
     @property
@@ -195,8 +202,14 @@ class _Run:
         self.report.note(rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors)
         return Outcome(0, self.report.done("already published, nothing to do"))
 
+    def _check_space(self) -> None:
+        """Before anything is read for the first time: tokens and carried columns take about the input's size each."""
+        if not self.job.input.sql and not self.state.scratch.exists():
+            self.state.check_space(SPACE_PER_INPUT_BYTE * sum(file.size for file in self._files()))
+
     def _ingest(self, context: bytes) -> Index:
         self.progress.phase("reading")
+        self._check_space()
         options = IngestOptions(
             context=context,
             max_model_len=self.setting.max_model_len,
@@ -300,7 +313,10 @@ class _Run:
         if self.options.to_openai is not None:
             endpoints = index_endpoints(index) if manifest.endpoints else None
             write_openai(
-                self.state.results, self.options.to_openai, model=self.job.model.path.name, endpoints=endpoints
+                self.state.results,
+                self.options.to_openai,
+                model=self.job.model.path.name,
+                endpoints=endpoints,
             )
         return manifest
 
@@ -329,4 +345,3 @@ def _budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> s
     allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
     text = f"{counts.errors} of {counts.rows} rows are errors and {allowed}; mend them, or raise the rate"
     return "\n".join(filter(None, [text, errors.text()]))
-

@@ -36,6 +36,7 @@ class Columns:
     send: tuple[str, ...] | None
     read: tuple[str, ...] | None
     overrides: tuple[str, ...]
+    prompt_key: str = "prompt"  # the job's key that names `prompt`
     known: dict[str, None] = field(default_factory=dict)  # names seen, in order
     rows: int = 0
 
@@ -58,7 +59,7 @@ class Columns:
     def check_all_seen(self) -> None:
         """Raises JobFileError when rows were read and not one had the id or prompt column."""
         full = len(self.known) >= _MOST_KNOWN
-        for where, name in (("input.id", self.id), ("prompt", self.prompt)):
+        for where, name in (("input.id", self.id), (self.prompt_key, self.prompt)):
             if self.rows and not full and name is not None and name not in self.known:
                 self.refuse([name], where)
 
@@ -81,17 +82,17 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     send = None if whole else tuple(sorted({*variables, *overrides, *([column] if column else [])}))
     read = None
     if schema is not None:
-        _check_schema(job, schema, column, variables)
+        _check_schema(job, schema, mode, column, variables)
         wanted = {*(send or schema.names), *job.output.columns, identifier}
         read = tuple(name for name in schema.names if name in wanted)
-    return Columns(str(job.source), column, identifier, send, read, overrides)
+    return Columns(str(job.source), column, identifier, send, read, overrides, f"prompt.{mode}")
 
 
-def _check_schema(job: Job, schema: pa.Schema, column: str | None, variables: set[str]) -> None:
+def _check_schema(job: Job, schema: pa.Schema, mode: Mode, column: str | None, variables: set[str]) -> None:
     names = list(schema.names)
     wanted = [
         ("input.id", job.input.id),
-        ("prompt", column),
+        (f"prompt.{mode}", column),
         *(("output.columns", n) for n in job.output.columns),
     ]
     if job.prompt is not None and not _asks_whether_defined(job.prompt.system, job.prompt.user):

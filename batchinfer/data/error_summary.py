@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
+from batchinfer.data.join import engine_errors
 from batchinfer.data.rebatch import parquet_batches
 
 _COLUMNS = ["row_id", "file", "row_index", "error_code", "error_message"]
@@ -28,7 +29,20 @@ class ErrorSummary:
 
     def text(self, most: int = 5) -> str:
         """The most frequent codes, one a line, each with its first row."""
-        return "\n".join(f"  {count} × {code}, first {self.examples[code]}" for code, count in self.codes.most_common(most))
+        return "\n".join(
+            f"  {count} × {code}, first {self.examples[code]}" for code, count in self.codes.most_common(most)
+        )
+
+
+def summarise_all_errors(
+    index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path
+) -> ErrorSummary:
+    """Over the rows that could not become requests and those whose completion is an error."""
+    found = summarise_errors(index_parts)
+    for code, rows, example in engine_errors(index_parts, completion_parts, spill):
+        found.codes[code] += rows
+        found.examples.setdefault(code, example)
+    return found
 
 
 def summarise_errors(parts: Sequence[Path]) -> ErrorSummary:

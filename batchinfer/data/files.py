@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,6 +103,10 @@ def known_suffix(name: str) -> Format | None:
 def _describe(path: str, base: Path, named_format: str) -> InputFile:
     try:
         found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):  # a pipe can be read only once, and opening it may never end
+            raise InputMissing(
+                f"{path}: is not a regular file; write what comes from a pipe or device to a file"
+            )
         form = _format(path, named_format)
     except FileNotFoundError:
         raise InputMissing(f"{path}: there is no such file") from None

@@ -53,6 +53,29 @@ def count_errors(
     return ErrorCounts(*(int(value) for value in found[0]))
 
 
+def engine_errors(
+    index_parts: Sequence[Path],
+    completion_parts: Sequence[Path],
+    spill: Path,
+    *,
+    memory_limit: str = "1GiB",
+    threads: int = 2,
+) -> list[tuple[str, int, str]]:
+    """Of rows whose completion is an error: (code, how many rows, the first one's place and message)."""
+    if not index_parts or not completion_parts:
+        return []
+    with connection(spill, memory_limit, threads) as database:
+        _load_chosen(database, completion_parts)
+        failed = f"({_placed(completion_parts, 'error_code AS code, error_message AS message')})"
+        rows = database.execute(
+            "SELECT e.code, count(*), "
+            "arg_min(i.file || ' row ' || i.row_index || ': ' || coalesce(e.message, ''), i.row_id) "
+            f"FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key JOIN {failed} e ON c.place = e.place "
+            "WHERE c.place >> 60 > 0 GROUP BY e.code ORDER BY e.code"
+        ).fetchall()
+    return [(str(code), int(count), str(first)) for code, count, first in rows]
+
+
 def finished_rows(
     index_parts: Sequence[Path],
     completion_parts: Sequence[Path],

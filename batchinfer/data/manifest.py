@@ -108,6 +108,9 @@ def check_destination(folder: Path, job: str, replace: bool = False) -> Manifest
     Raises OutputConflict for a file, a folder with anything in it that we did not write (`replace` or not),
     and for the result of another job unless `replace`.
     """
+    for parent in folder.parents:
+        if parent.exists() and not parent.is_dir():
+            raise OutputConflict(f"{parent}: is a file; output.path ({folder}) needs a folder there")
     if not folder.exists():
         return None
     if not folder.is_dir():

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -279,8 +279,17 @@ class Job(Spec):
 
     def mistake(self, where: str, message: str) -> JobFileError:
         """What shows only later, e.g. that the input lacks a column: an error with the line of the key `where`."""
-        line = self._lines.get(where, self._lines.get(where.split(".")[0]))
-        return JobFileError(str(self.source), [Mistake(where, message, line)])
+        return JobFileError(str(self.source), [Mistake(where, message, self._line(where))])
+
+    def located(self, error: JobFileError) -> JobFileError:
+        """`error` with the lines of this file's keys, where whoever found the mistakes did not know them."""
+        if error.path != str(self.source):
+            return error
+        found = [one if one.line else replace(one, line=self._line(one.where)) for one in error.mistakes]
+        return JobFileError(error.path, found)
+
+    def _line(self, where: str) -> int | None:
+        return self._lines.get(where, self._lines.get(where.split(".")[0]))
 
     def identity_json(self) -> str:
         """Canonical JSON of what decides which rows there are and what they hold; not of how they are made."""

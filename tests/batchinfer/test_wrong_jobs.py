@@ -123,7 +123,7 @@ JOB_FILES = {
     ),
     "too long for the model": Wrong(
         78,
-        ("model.max_model_len", "4096", "512", "leave it out"),
+        ("line 2", "model.max_model_len", "4096", "512", "leave it out"),
         lambda p: p.job(model="model: {path: model, max_model_len: 4096}"),
     ),
     "--set without =": Wrong(2, ("--set engine", "KEY=VALUE"), lambda p: None, ("--set", "engine")),
@@ -266,6 +266,11 @@ def two_schemas(p: Place) -> None:
     p.job(input=from_file("a"))
 
 
+def huge(p: Place) -> None:
+    with (p.folder / "rows.jsonl").open("r+b") as file:
+        file.truncate(1 << 42)  # of holes
+
+
 def two_formats(p: Place) -> None:
     p.bytes(b'{"id":"x","text":"y"}\n', "a/one.jsonl")
     p.parquet("a/two.parquet")
@@ -306,6 +311,7 @@ INPUTS = {
         ),
     ),
     "damaged page": Wrong(65, ("rows.parquet", "damaged after row"), damaged_page),
+    "no space": Wrong(74, ("GiB of disk", "are free", "make room"), huge),
     "differing schemas": Wrong(65, ("two.parquet", "'text'", "int64", "string", "one.parquet"), two_schemas),
     "two formats": Wrong(65, ("two.parquet", "is parquet", "one.jsonl", "one format"), two_formats),
     "UTF-16": Wrong(
@@ -332,12 +338,18 @@ INPUTS = {
         ("data", "no input file", ".jsonl"),
         lambda p: ((p.folder / "data").mkdir(), p.job(input=from_file("data"))),
     ),
-    "failing query": Wrong(78, ("input.sql", "nothing_here"), from_sql("select * from nothing_here")),
-    "query of a missing file": Wrong(
-        78, ("input.sql", "gone.parquet"), from_sql("select * from 'gone.parquet'")
+    "failing query": Wrong(
+        78, ("line 3", "input.sql", "nothing_here"), from_sql("select * from nothing_here")
     ),
-    "query that writes": Wrong(78, ("input.sql", "SELECT"), from_sql("create table t as select 1 as text")),
-    "two queries": Wrong(78, ("input.sql", "2 statement"), from_sql("select 1 as text; select 2 as text")),
+    "query of a missing file": Wrong(
+        78, ("line 3", "input.sql", "gone.parquet"), from_sql("select * from 'gone.parquet'")
+    ),
+    "query that writes": Wrong(
+        78, ("line 3", "input.sql", "SELECT"), from_sql("create table t as select 1 as text")
+    ),
+    "two queries": Wrong(
+        78, ("line 3", "input.sql", "2 statement"), from_sql("select 1 as text; select 2 as text")
+    ),
     "column in no row, template": Wrong(
         65,
         ("20 of 20 rows are errors", "template_error", "rows.jsonl row 0", "no column 'txet'"),
@@ -345,7 +357,7 @@ INPUTS = {
     ),
     "column in no row, Parquet template": Wrong(
         78,
-        ("prompt", "no column 'txet'", "id, text", "did you mean 'text'?"),
+        ("line 4", "prompt", "no column 'txet'", "id, text", "did you mean 'text'?"),
         lambda p: (
             p.parquet("rows.parquet"),
             p.job(input=from_file("rows.parquet"), prompt='prompt: {user: "{{ txet }}"}'),
@@ -353,7 +365,7 @@ INPUTS = {
     ),
     "column in no row, text": Wrong(
         78,
-        ("line 4", "prompt", "no column 'txt'", "did you mean 'text'?"),
+        ("line 4", "prompt.text", "no column 'txt'", "did you mean 'text'?"),
         lambda p: p.job(prompt="prompt: {text: txt}"),
     ),
     "column in no row, id": Wrong(
@@ -368,7 +380,7 @@ INPUTS = {
     ),
     "column in no row, Parquet output": Wrong(
         78,
-        ("output.columns", "no column 'txt'"),
+        ("line 6", "output.columns", "no column 'txt'"),
         lambda p: (
             p.parquet("rows.parquet"),
             p.job(input=from_file("rows.parquet"), output="output: {path: out/res, columns: [txt]}"),
@@ -376,7 +388,7 @@ INPUTS = {
     ),
     "no chat template": Wrong(
         78,
-        ("prompt.user", "no chat template", "prompt.text"),
+        ("line 4", "prompt.user", "no chat template", "prompt.text"),
         lambda p: (
             edit_json(p.own_model() / "tokenizer_config.json", chat_template=...)
             or (p.folder / "model" / "chat_template.jinja").unlink(missing_ok=True)

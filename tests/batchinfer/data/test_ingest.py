@@ -330,7 +330,7 @@ def test_sql_input(folder: Path) -> None:
     [
         ({"columns": ("lable",)}, "output.columns: the input has no column 'lable'.*did you mean 'label'"),
         ({"id": "ident"}, "input.id: the input has no column 'ident'"),
-        ({"prompt": {"text": "txt"}}, "prompt: the input has no column 'txt'.*did you mean 'text'"),
+        ({"prompt": {"text": "txt"}}, "prompt.text: the input has no column 'txt'.*did you mean 'text'"),
     ],
 )
 def test_a_column_that_no_row_has(folder: Path, kind: str, changes: dict[str, Any], words: str) -> None:
