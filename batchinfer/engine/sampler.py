@@ -12,6 +12,7 @@ from batchinfer.engine.draws import uniforms
 from batchinfer.engine.sequence import Sequence
 
 NO_TOKEN = -1  # the row's logits are not numbers
+MIN_TEMPERATURE = 1e-30  # a float32 holds it; one that float32 rounds to 0 would divide 0 by 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,10 @@ def penalise(logits: Tensor, sequence: Sequence) -> None:
 def draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Sampled token ids (n,) int64 by inversion: the first token whose cumulated probability exceeds the draw."""
     params = [s.request.params for s in sequences]
-    scale = torch.tensor([p.temperature for p in params], device=logits.device)
-    probabilities = (logits / scale[:, None]).softmax(-1).double()
+    # the likeliest token becomes 0 first, so that no temperature, however small, divides a score to infinity
+    scale = torch.tensor([max(p.temperature, MIN_TEMPERATURE) for p in params], device=logits.device)
+    below = logits - logits.amax(-1, keepdim=True)
+    probabilities = (below / scale[:, None]).softmax(-1).double()
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
         keep_likeliest(probabilities, [p.top_k for p in params], [p.top_p for p in params])
     floor = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=logits.device)

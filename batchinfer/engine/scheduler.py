@@ -38,7 +38,7 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        return self.length == 1 and self.start >= self.sequence.prompt_length
+        return self.length == 1 and self.start >= self.sequence.prompt_length and not self.recomputed
 
     @property
     def recomputed(self) -> int:

@@ -5,6 +5,7 @@ Grouping bounds the padding; a Python loop runs over groups, not over sequences.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 # A group may hold at most so many (query, key) pairs a head, padding included: 4 Mi scores are 16 MiB in float32,
 # which stays near the cache of a large CPU while amortising the ~10 us that an operator call costs.
 MAX_GROUP_PAIRS = 4 << 20
+# A group's K and V are copied out of the cache: at 8 KV heads of 128 in float32 so many keys are 512 MiB each.
+MAX_GROUP_KEYS = 1 << 17
 # A sequence joins a group when padding it to the group's shape at most doubles its queries or quarters its keys.
 MAX_QUERY_PADDING = 2.0
 MAX_KEY_PADDING = 1.25
@@ -34,7 +37,7 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class SequenceShape:
-    """One sequence of the step: where its queries start, how many, and how much is cached with them."""
+    """Adjacent queries of one sequence: where they start, how many, and how much is cached up to the last one."""
 
     row: int
     start: int
@@ -44,7 +47,8 @@ class SequenceShape:
 
 def group_sequences(shapes: list[SequenceShape]) -> list[list[SequenceShape]]:
     """Sort by shape and cut wherever padding would exceed the limits above."""
-    ordered = sorted(shapes, key=lambda s: (s.queries, s.context), reverse=True)
+    tiles = [tile for shape in shapes for tile in _tiles(shape)]
+    ordered = sorted(tiles, key=lambda s: (s.queries, s.context), reverse=True)
     groups: list[list[SequenceShape]] = []
     for shape in ordered:
         if groups and _fits(groups[-1], shape):
@@ -54,13 +58,24 @@ def group_sequences(shapes: list[SequenceShape]) -> list[list[SequenceShape]]:
     return groups
 
 
+def _tiles(shape: SequenceShape) -> Iterator[SequenceShape]:
+    """Cut a long chunk of a long sequence: with four heads a KV head, the masks of 1,024 queries over 16,384 keys
+    took 370 MiB.
+    """
+    most = max(1, MAX_GROUP_PAIRS // shape.context)
+    before = shape.context - shape.queries
+    for at in range(0, shape.queries, most):
+        queries = min(most, shape.queries - at)
+        yield SequenceShape(shape.row, shape.start + at, queries, before + at + queries)
+
+
 def _fits(group: list[SequenceShape], shape: SequenceShape) -> bool:
     queries, keys = group[0].queries, max(s.context for s in group)
     least = min(min(s.context for s in group), shape.context)
     keys = max(keys, shape.context)
     pairs = (len(group) + 1) * queries * keys
     similar = queries <= MAX_QUERY_PADDING * shape.queries and keys <= MAX_KEY_PADDING * least + KEY_SLACK
-    return similar and pairs <= MAX_GROUP_PAIRS
+    return similar and pairs <= MAX_GROUP_PAIRS and (len(group) + 1) * keys <= MAX_GROUP_KEYS
 
 
 def build_group(

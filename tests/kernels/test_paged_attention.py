@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import batchinfer_kernels.cpu.paged_attention as paged
 import pytest
 import torch
 from batchinfer_kernels.cpu.paged_attention import (
@@ -71,6 +72,23 @@ def test_grouped_equals_reference(seed, kv_heads, share, dim, block_size, window
 def test_decodes_of_like_length_share_a_group():
     shapes = [SequenceShape(i, i, 1, 200 + i) for i in range(64)]
     assert len(group_sequences(shapes)) == 1
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_long_chunk_is_cut_and_gives_the_same(monkeypatch, window):
+    """Else the masks of one long prompt take gibibytes that nobody counted."""
+    chunks = [(33, 90), (1, 90), (1, 85), (7, 7), (64, 64)]
+    q, caches, table = poisoned_case(3, 4, 2, 8, 4, chunks)
+    wanted = paged_attention_reference(
+        q, *caches, table, [n for n, _ in chunks], [c for _, c in chunks], 0.3, window
+    )
+    monkeypatch.setattr(paged, "MAX_GROUP_PAIRS", 200)
+    monkeypatch.setattr(paged, "MAX_GROUP_KEYS", 100)
+    got = grouped(q, caches, table, chunks, 4, 0.3, window)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+    groups = group_sequences([SequenceShape(i, 0, *c) for i, c in enumerate(chunks)])
+    assert all(len(g) * max(s.queries for s in g) * max(s.context for s in g) <= 200 for g in groups)
+    assert all(len(g) * max(s.context for s in g) <= 100 for g in groups)
 
 
 def test_reference_refuses_heads_that_do_not_divide():

@@ -131,3 +131,12 @@ def test_nucleus_always_keeps_the_likeliest_token():
     probabilities = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
     keep_likeliest(probabilities, [0], [1e-9])
     assert probabilities.tolist() == [[0.0, 0.5, 0.0]]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-37, 1e-46, 5e-324])
+def test_the_smallest_temperatures_draw_the_likeliest_token(temperature):
+    """Divided by it a score is infinite: a token beyond the vocabulary was drawn, which ends the engine."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 10
+    wanted = logits.argmax(-1).tolist()
+    rows = [make(i, [1], [], temperature=temperature) for i in range(3)]
+    assert Sampler(frozenset()).sample(logits, rows) == wanted

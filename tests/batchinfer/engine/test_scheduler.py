@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
+from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Step
 from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Request, SamplingParams
 
@@ -169,3 +169,13 @@ def test_integrity_check_notices_a_leak():
     pool.allocate()
     with pytest.raises(AssertionError, match="reference counts"):
         pool.check_integrity([])
+
+
+def test_a_token_run_again_is_prefill_however_short_its_chunk():
+    """Counted as a decode, it made `prefill - recomputed`, which the progress adds up, negative."""
+    seq = sequence(list(range(4)), 8)
+    seq.tokens.extend([7, 7])
+    seq.computed, seq.high_water = 4, 5  # preempted after five tokens; four of them run again so far
+    again, new = Chunk(seq, 4, 1), Chunk(seq, 5, 1)
+    assert (again.recomputed, again.is_decode) == (1, False)
+    assert (new.recomputed, new.is_decode) == (0, True)
