@@ -83,7 +83,7 @@ def run_job(
     check_destination(state.results, job.name, options.replace)
     with state.lock():
         run = _Run(job, options, checkpoint, setting, state, progress, interrupts, notice)
-        with run.reported():
+        with run.reported(), interrupts.retold():
             return run.outcome()
 
 
@@ -122,11 +122,13 @@ class _Run:
         try:
             yield
         except BatchInferError as error:
-            self.report.failed(error)
+            with self.interrupts.deferred():
+                self.report.failed(error)
             raise
         finally:
-            self.progress.close()
-            self.report.close()
+            with self.interrupts.deferred():
+                self.progress.close()
+                self.report.close()
 
     def outcome(self) -> Outcome:
         """Read, plan, run, publish."""
@@ -155,7 +157,8 @@ class _Run:
                 errors = summarise_all_errors(index.index_parts, store.parts(), self.state.staging / "count")
                 raise ErrorBudgetExceeded(_budget_text(counts, budget, errors))
             manifest = self._publish(context, index, store)
-        return self._finished(manifest, index, budget)
+        with self.interrupts.deferred():  # it is published: nothing is left that could be interrupted
+            return self._finished(manifest, index, budget)
 
     def _context(self) -> bytes:
         """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
@@ -266,7 +269,7 @@ class _Run:
         meter = self.report.open_meter()
         collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows))
         self.progress.phase("loading model")
-        with EngineHost(spec) as host, self.interrupts.deferred():
+        with self.interrupts.deferred(), EngineHost(spec) as host:
             try:
                 self._wait_until_ready(host)
                 self.progress.running(

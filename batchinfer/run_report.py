@@ -81,8 +81,12 @@ class RunReport:
         write_run(self._folder, self.done("a bug", BatchInferError.exit_code))
 
     def _finished_row(self, status: str, exit_code: int) -> RunRow:
-        if self._meter is not None:
-            self._measured = self._meter.finish()
+        meter, self._meter = (
+            self._meter,
+            None,
+        )  # a signal may end this before it is done: never finished twice
+        if meter is not None:
+            self._measured = meter.finish()
         facts = RunFacts(
             run_id=self._run_id,
             job=self._job.name,

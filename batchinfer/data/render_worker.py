@@ -30,6 +30,7 @@ from batchinfer.data.rows import Values, row_error
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake, Unavailable
 from batchinfer.request import RowError
+from batchinfer.spawning import start_deaf
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
@@ -74,7 +75,7 @@ class RenderWorker:
             daemon=True,
             name="batchinfer-render",
         )
-        self._process.start()
+        start_deaf(self._process)
         theirs.close()
 
     def submit(self, rows: Sequence[Values]) -> None:

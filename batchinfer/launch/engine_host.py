@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn
 
 from batchinfer.engine.config import EngineInfo
 from batchinfer.errors import (
@@ -21,6 +22,7 @@ from batchinfer.errors import (
 from batchinfer.launch import worker
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
 from batchinfer.request import Request
+from batchinfer.spawning import start_deaf
 
 LEAVE_S = 10.0  # a worker that was told to leave and has not by then is killed
 _BY_CODE: dict[int, type[BatchInferError]] = {
@@ -38,9 +40,10 @@ class EngineHost:
         self._process = context.Process(
             target=worker.main, args=(spec, child), name="batchinfer-engine", daemon=True
         )
-        self._process.start()
+        start_deaf(self._process)
         child.close()
         self._left = False
+        self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
         self.info: EngineInfo | None = None  # known once it is ready
 
@@ -72,19 +75,29 @@ class EngineHost:
         return self._left
 
     def receive(self, timeout_s: float) -> list[Progress]:
-        """What has come, waiting for at most `timeout_s` when there is nothing. Raises when the worker failed."""
+        """What has come, waiting for at most `timeout_s` when there is nothing.
+
+        Raises what ended the worker, once everything that it had finished was received.
+        """
         heard: list[Progress] = []
-        while not self._left and self._connection.poll(0 if heard else timeout_s):
+        while not self._ended and self._connection.poll(0 if heard else timeout_s):
             try:
                 message = self._connection.recv()
             except (EOFError, ConnectionResetError):
+                if heard:
+                    return heard  # the next call finds the end again
                 self._raise_death()
-            if isinstance(message, Progress):
-                heard.append(message)
-            else:
+            if not isinstance(message, Progress):
                 self._note(message)
                 break
+            heard.append(message)
+        if self._failed is not None and not heard:
+            self._raise_death()
         return heard
+
+    @property
+    def _ended(self) -> bool:
+        return self._left or self._failed is not None
 
     def close(self) -> None:
         """End the worker, gently when it has left already or waits for work."""
@@ -103,11 +116,11 @@ class EngineHost:
         elif isinstance(message, Left):
             self._left, self.peak_rss = True, message.peak_rss
         elif isinstance(message, Failed):
-            raise _error_of(message, str(self._spec.config.model))
+            self._failed = message
         else:
             raise BatchInferError(f"the engine's process sent {type(message).__name__}, which nobody expects")
 
-    def _raise_death(self) -> None:
+    def _raise_death(self) -> NoReturn:
         pending = self._last_words()
         if pending is not None:
             raise _error_of(pending, str(self._spec.config.model))
@@ -125,6 +138,8 @@ class EngineHost:
 
     def _last_words(self) -> Failed | None:
         """What the worker sent before it died, if it could still say why."""
+        if self._failed is not None:
+            return self._failed
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and self._connection.poll(0.1):
             try:

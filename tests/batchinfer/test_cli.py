@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ def started(place: Place, *arguments: str, **env: str) -> Iterator[subprocess.Po
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fake_cli", *arguments],
         cwd=place.folder, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
     )  # fmt: skip
     with process:
         try:
@@ -84,7 +85,7 @@ def finish(place: Place, *arguments: str) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def waits_for(what: Any) -> None:
+def waits_for(what: Callable[[], bool]) -> None:
     """Until `what()` is true."""
     deadline = time.monotonic() + PATIENCE_S
     while not what():
@@ -346,6 +347,34 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monke
     check_whole(place)
 
 
+def interrupt_the_group(place: Place, when: Callable[[], bool]) -> None:
+    """As Ctrl-C does in a terminal: the children hear it, too."""
+    with started(place, "run", "job.yaml", **SLOW) as process:
+        waits_for(when)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (130, ""), err
+    assert "the same command continues" in err
+    assert "Traceback" not in err
+    assert place.published() == {}
+
+
+def test_ctrl_c_while_the_model_loads(place: Place) -> None:
+    long_job(place)
+    interrupt_the_group(place, lambda: any(place.state.glob("scratch/*/plan")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0])
+def test_ctrl_c_at_any_time(after_s: float, place: Place) -> None:
+    """From the moment on when the run has its lock."""
+    long_job(place)
+    lock = place.state / "state.json"
+    interrupt_the_group(place, lambda: lock.exists() and time.time() > lock.stat().st_mtime + after_s)
+    assert finish(place, "run", "job.yaml", "-q").code == 0
+    check_whole(place)
+
+
 def test_the_parent_is_killed(place: Place) -> None:
     """No process is left behind, and the next run finishes."""
     long_job(place)
@@ -359,7 +388,7 @@ def test_the_parent_is_killed(place: Place) -> None:
     done = committed(place)
     assert finish(place, "run", "job.yaml", "-q").code == 0
     assert runs(place)[-1]["reused_requests"] == done
-    check_whole(place)
+    assert [row["custom_id"] for row in place.table()] == [row["id"] for row in MANY]
 
 
 def engine_of(pid: int) -> int:
