@@ -113,7 +113,9 @@ def key_of(row: int) -> bytes:
 
 def run_engine(folder: Path, setting: Setting, requests: list[Request]):
     """(completions by key, logits by key and position, steps): integrity is checked after every step."""
-    checkpoint, ops, block_size = inspect_checkpoint(folder), choose_ops(), 8
+    checkpoint, block_size = inspect_checkpoint(folder), 8
+    heads = checkpoint.config.q_heads // checkpoint.config.kv_heads
+    ops = choose_ops(torch.device("cpu"), torch.float32, heads, checkpoint.config.head_dim)
     model = load_decoder(checkpoint, ops, torch.float32, torch.device("cpu"), MAX_LEN)
     shape, windows = checkpoint.config.decoder_shape(4, 4), checkpoint.config.windows
     caches = model.allocate_cache(setting.blocks, block_size, torch.float32, torch.device("cpu"))

@@ -1,0 +1,100 @@
+"""Compiles ops.c for this very CPU, once, with the system's compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("ops.c")
+# Reassociation lets reductions vectorise. Not -ffast-math: it would assume that no NaN exists, which is how broken
+# weights show, and older compilers would make the whole process flush denormals.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-ffp-contract=fast",
+    "-std=gnu11",
+    "-shared",
+    "-fPIC",
+)
+TIMEOUT_S = 120
+
+
+class NoCompiler(RuntimeError):
+    """There is no C compiler here, or it cannot build the operators; says which and why."""
+
+
+def load_library(cache: Path | None = None) -> ctypes.CDLL:
+    """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source.
+
+    torch must have been imported: then both share one OpenMP runtime. Raises NoCompiler.
+    """
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise NoCompiler("no C compiler (cc, gcc or clang) is installed")
+    folder = cache or cache_folder()
+    library = folder / f"ops-{_fingerprint(compiler)}.so"
+    if not library.exists():
+        _compile(compiler, library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NoCompiler(f"{library} was built and cannot be loaded: {error}") from error
+
+
+def cache_folder() -> Path:
+    """`${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "batchinfer" / "kernels"
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Build aside, then rename: a build that was cut short is never loaded."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            built = Path(folder) / library.name
+            done = subprocess.run(
+                [compiler, *FLAGS, str(SOURCE), "-o", str(built), "-lm"],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+            if done.returncode != 0:
+                raise NoCompiler(f"{compiler} cannot build the operators: {done.stderr.strip()[:500]}")
+            os.replace(built, library)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoCompiler(f"{compiler} cannot build the operators: {error}") from error
+
+
+def _fingerprint(compiler: str) -> str:
+    """What the library depends on: `-march=native` makes it good for this kind of CPU alone."""
+    try:
+        version = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoCompiler(f"{compiler} does not run: {error}") from error
+    parts = (SOURCE.read_text(), *FLAGS, compiler, version, platform.machine(), _cpu())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """Model and instruction sets of the CPU."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor()
+    names = ("model name", "flags", "Features", "CPU part")
+    lines = path.read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if line.startswith(names))
