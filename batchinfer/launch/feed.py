@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -19,6 +20,7 @@ WINDOW = 512  # requests in one message to the engine
 QUEUED = 3  # times max_num_seqs: enough that the engine never waits for us, little enough to stay bounded
 POLL_S = 0.1
 DRAIN_S = 15.0  # after a signal: what runs may finish for so long
+LATE_S = 3.0  # a worker in the middle of a long step hears of it only afterwards
 
 
 class Prompts(Protocol):
@@ -59,8 +61,9 @@ def run_plan(
     in_flight, more = 0, True
     while more or in_flight:
         if interrupts.pending is not None:
-            draining(DRAIN_S)
-            _drain(host, sink)
+            if in_flight:  # else the model may still be loading, and nothing is worth waiting for
+                draining(DRAIN_S)
+                _drain(host, sink)
             return
         if sink.enough():
             return
@@ -80,9 +83,10 @@ def run_plan(
 
 
 def _drain(host: EngineHost, sink: Sink) -> None:
-    """Have the worker finish what runs and leave."""
+    """Have the worker finish what runs and leave; whoever closes the host ends one that did not."""
     host.finish(DRAIN_S)
-    while not host.left:
+    give_up = time.monotonic() + DRAIN_S + LATE_S
+    while not host.left and time.monotonic() < give_up:
         for progress in host.receive(POLL_S):
             sink.take(progress)
         sink.tick()

@@ -9,6 +9,8 @@ from types import FrameType
 
 from batchinfer.errors import Interrupted
 
+CONTINUES = "interrupted; the same command continues where it stopped"
+
 
 class Interrupts:
     """Turns signals into `Interrupted`. While deferred, the first one only sets `pending`; a second one raises."""
@@ -36,6 +38,16 @@ class Interrupts:
         finally:
             self._deferred = False
 
+    @contextmanager
+    def retold(self) -> Iterator[None]:
+        """DuckDB turns what a signal raises during a query into a RuntimeError: here it is `Interrupted` again."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.pending is None:
+                raise
+            raise Interrupted(self.pending, CONTINUES) from error
+
     def raise_pending(self, message: str) -> None:
         """Raises Interrupted when a signal has come."""
         if self.pending is not None:
@@ -45,4 +57,4 @@ class Interrupts:
         again = self.pending is not None
         self.pending = signum
         if again or not self._deferred:
-            raise Interrupted(signum, "interrupted; the same command continues where it stopped")
+            raise Interrupted(signum, CONTINUES)

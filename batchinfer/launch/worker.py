@@ -78,14 +78,19 @@ class _Worker:
         connection.send(Ready(info))
 
     def run(self) -> None:
-        """Until told to finish, or until the parent is gone."""
+        """Until told to finish, or until the parent is gone. When a step fails, what was finished before is sent."""
+        try:
+            self._work()
+        finally:
+            self._send(force=True)
+        self._connection.send(Left(_peak_rss()))
+
+    def _work(self) -> None:
         while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):
             self._take_messages()
             if self._engine.unfinished:
                 self._collect(self._engine.step())
             self._send(force=not self._engine.unfinished)
-        self._send(force=True)
-        self._connection.send(Left(_peak_rss()))
 
     def _read(self) -> None:
         while True:
