@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from batchinfer.data.completion_store import CompletionStore
 from batchinfer.launch.messages import Progress as EngineProgress
@@ -23,7 +24,9 @@ class Budget:
 
     @property
     def allowed(self) -> int:
-        return int(self.rows * self.max_error_rate)
+        return int(
+            self.rows * Fraction(str(self.max_error_rate))
+        )  # as written: 100 × 0.29 is 28.99… in floats
 
     def exceeded(self, errors: int) -> bool:
         return errors > self.allowed

@@ -19,7 +19,7 @@ from batchinfer.data.ingest import IngestOptions, ingest
 from batchinfer.data.ingest import Progress as IngestProgress
 from batchinfer.data.join import ErrorCounts, count_errors
 from batchinfer.data.manifest import Manifest, PublishSpec, check_destination, is_published, read_manifest
-from batchinfer.data.openai_output import index_endpoints, write_openai
+from batchinfer.data.openai_output import index_endpoints, refuse_other_input, write_openai
 from batchinfer.data.publisher import publish
 from batchinfer.data.remembered import PARTIAL, published_inputs, read_strings, remember_inputs, write_strings
 from batchinfer.data.state import StateFolder
@@ -111,10 +111,12 @@ class _Run:
     notice: Callable[[str], None]
     report: RunReport = field(init=False)
     tokenizer: Tokenizer = field(init=False)
+    now: datetime = field(init=False)  # one for the whole run: it may pass midnight
 
     def __post_init__(self) -> None:
         self.report = RunReport(self.job, self.setting)
         self.tokenizer = Tokenizer.load(self.job.model.path)
+        self.now = datetime.now().astimezone()
 
     @contextmanager
     def reported(self) -> Iterator[None]:
@@ -135,9 +137,11 @@ class _Run:
         self.state.remove_old_generations()
         context = self._context()
         if self._is_done(context):
-            return self._nothing_to_do(context)
+            return self._nothing_to_do()
         index = self._ingest(context)
-        budget = Budget(index.rows, self.job.on_error.max_error_rate, self.job.on_error.publish)
+        if self.options.to_openai is not None:
+            refuse_other_input(index)
+        budget = self._budget(index.rows)
         self._refuse_hopeless(index, budget)
         with CompletionStore(
             self.state.completions,
@@ -158,7 +162,7 @@ class _Run:
                 raise ErrorBudgetExceeded(_budget_text(counts, budget, errors))
             manifest = self._publish(context, index, store)
         with self.interrupts.deferred():  # it is published: nothing is left that could be interrupted
-            return self._finished(manifest, index, budget)
+            return self._finished(manifest)
 
     def _context(self) -> bytes:
         """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
@@ -170,7 +174,8 @@ class _Run:
         return self.setting.context(self.checkpoint, fingerprint, self.tokenizer.fingerprint)
 
     def _identity(self, context: bytes) -> str:
-        material = self.job.identity_json().encode() + context
+        day = self.now.date().isoformat() if self.tokenizer.tells_the_day else ""
+        material = self.job.identity_json().encode() + context + day.encode()
         return hashlib.sha256(material).hexdigest()
 
     def _spec(self, context: bytes, inputs: list[dict[str, Any]]) -> PublishSpec:
@@ -188,22 +193,29 @@ class _Run:
 
     def _is_done(self, context: bytes) -> bool:
         """Whether this very result is published and no input file has changed since. SQL always runs again."""
-        if self.job.input.sql or self.options.retry_errors:
+        if self.job.input.sql or self.options.retry_errors or self._needs_endpoints():
             return False
         inputs = published_inputs(self._published_inputs, self._files())
         return inputs is not None and is_published(self.state.results, self._spec(context, inputs))
 
+    def _needs_endpoints(self) -> bool:
+        """Which row was for which endpoint stands in the index alone, so the input is read again."""
+        manifest = None if self.options.to_openai is None else read_manifest(self.state.results)
+        return manifest is not None and len(manifest.endpoints) > 1
+
+    def _budget(self, rows: int) -> Budget:
+        return Budget(rows, self.job.on_error.max_error_rate, self.job.on_error.publish)
+
     def _files(self) -> list[InputFile]:
         return list_inputs(self.job.input.path or "", self.job.source.parent, self.job.input.format)
 
-    def _nothing_to_do(self, context: bytes) -> Outcome:
+    def _nothing_to_do(self) -> Outcome:
         manifest = read_manifest(self.state.results)
         if manifest is None:
             raise BatchInferError(f"{self.state.results}: the manifest vanished while it was read")
         if self.options.to_openai is not None:
             write_openai(self.state.results, self.options.to_openai, model=self.job.model.path.name)
-        self.report.note(rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors)
-        return Outcome(0, self.report.done("already published, nothing to do"))
+        return self._judged(manifest, "already published, nothing to do")
 
     def _check_space(self) -> None:
         """Before anything is read for the first time: tokens and carried columns take about the input's size each."""
@@ -217,7 +229,7 @@ class _Run:
             context=context,
             max_model_len=self.setting.max_model_len,
             vocab_size=self.checkpoint.config.vocab,
-            now=datetime.now().astimezone(),
+            now=self.now,
         )
         seen = 0
 
@@ -323,18 +335,25 @@ class _Run:
             )
         return manifest
 
-    def _finished(self, manifest: Manifest, index: Index, budget: Budget) -> Outcome:
+    def _finished(self, manifest: Manifest) -> Outcome:
         self.state.purge_scratch()
-        codes = summarise_errors([self.state.results / file.name for file in manifest.files])
+        return self._judged(manifest, "published")
+
+    def _judged(self, manifest: Manifest, status: str) -> Outcome:
+        """What a published result means for the exit code: the same for the run that published it and every later."""
+        codes = summarise_errors(
+            [self.state.results / file.name for file in manifest.files if manifest.errors]
+        )
         self.report.note(
             rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors, error_codes=dict(codes.codes)
         )
+        budget = self._budget(manifest.rows)
         if not budget.exceeded(manifest.errors):
-            return Outcome(0, self.report.done("published"))
+            return Outcome(0, self.report.done(status))
         counts = ErrorCounts(manifest.rows, manifest.errors, 0, manifest.retryable)
         text = _budget_text(counts, budget, codes)
         code = ErrorBudgetExceeded.exit_code
-        return Outcome(code, self.report.done("published over its error budget", code), text)
+        return Outcome(code, self.report.done(f"{status}, over its error budget", code), text)
 
 
 def _input_identity(file: InputFile, index: Index) -> dict[str, Any]:
@@ -346,5 +365,8 @@ def _input_identity(file: InputFile, index: Index) -> dict[str, Any]:
 
 def _budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> str:
     allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
-    text = f"{counts.errors} of {counts.rows} rows are errors and {allowed}; mend them, or raise the rate"
+    again = f"; --retry-errors runs {counts.retryable} of them again" if counts.retryable else ""
+    text = (
+        f"{counts.errors} of {counts.rows} rows are errors and {allowed}; mend them, or raise the rate{again}"
+    )
     return "\n".join(filter(None, [text, errors.text()]))

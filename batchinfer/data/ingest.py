@@ -93,7 +93,6 @@ def ingest(
 
 def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
     """sha256 over all that shapes the index. For SQL that is the query: it runs once, until scratch is purged."""
-    dated = "strftime_now" in (tokenizer.chat_template or "")
     value = {
         "format": INGEST_FORMAT,
         "job": json.loads(job.identity_json()),
@@ -101,7 +100,7 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
         "limits": [options.max_model_len, options.vocab_size],
         "tokenizer": tokenizer.fingerprint,
         "inputs": [f.to_json() for f in files],
-        "now": options.now.date().isoformat() if dated else None,
+        "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
     }
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 

@@ -13,6 +13,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from batchinfer.data.durable import DurableFile, FileOps
 from batchinfer.data.manifest import Manifest, read_manifest
 from batchinfer.data.rebatch import parquet_batches
@@ -38,6 +40,14 @@ def index_endpoints(index: IndexView) -> Iterator[str | None]:
     """The endpoint of every row of an index, in order."""
     for batch in parquet_batches(index.index_parts, 4096):
         yield from batch.column("endpoint").to_pylist()
+
+
+def refuse_other_input(index: IndexView) -> None:
+    """Raises UsageError before anything is computed when the input is no OpenAI batch file."""
+    if any("endpoint" not in pq.read_schema(part).names for part in index.index_parts[:1]):
+        raise UsageError(
+            "--to-openai: the input is no OpenAI batch file, which it needs; leave the option out"
+        )
 
 
 def write_openai(

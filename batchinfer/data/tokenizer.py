@@ -58,6 +58,11 @@ class Tokenizer:
         return max(self.rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
+    def tells_the_day(self) -> bool:
+        """Whether the chat template writes the day on which it is rendered into the prompt."""
+        return "strftime_now" in (self.chat_template or "")
+
+    @property
     def fingerprint(self) -> str:
         """sha256 over the tokenizer's files, the chat template among them."""
         digest = hashlib.sha256()

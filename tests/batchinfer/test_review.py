@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from batchinfer.collect import Budget
 from batchinfer.data.duck import connection
 from batchinfer.engine.build import BuiltEngine
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.engine import StepOutput
-from batchinfer.errors import BatchInferError, Interrupted
+from batchinfer.errors import BatchInferError, ErrorBudgetExceeded, Interrupted, UsageError
 from batchinfer.launch import feed
 from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.interrupts import Interrupts
@@ -26,6 +30,8 @@ from batchinfer.launch.messages import Progress, WorkerSpec
 from batchinfer.plan.plan import Plan
 from batchinfer.request import Request, SamplingParams
 from tests import fake_engine
+from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
+from tests.checkpoints import make_checkpoint, make_tokenizer
 
 CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
 
@@ -178,3 +184,80 @@ def test_what_was_finished_before_a_failure_is_received_before_the_failure(late)
             receive_for_ever(host, done)
     assert caught.value.exit_code == 71
     assert sorted(done) == [r.key for r in requests]
+
+
+# What is taken for done -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make_checkpoint(folder, "llama", seed=3)
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rate", "rows", "allowed"), [(0.29, 100, 29), (0.57, 100, 57), (0.01, 99, 0), (1e-5, 10**5, 1)]
+)
+def test_a_budget_is_what_is_written(rate, rows, allowed):
+    """In floats 0.29 × 100 is less than 29."""
+    assert Budget(rows, rate, publish=False).allowed == allowed
+
+
+def test_a_result_over_its_budget_is_no_success_the_second_time_either(tmp_path, model):
+    path = write_job(tmp_path, model, [*people(20), "{"], on_error={"publish": True})
+    first = run(path)
+    second = run(path, NO_ENGINE)
+    assert (first.exit_code, second.exit_code) == (65, 65)
+    assert second.error == first.error
+    assert second.row["exit_status"] == "already published, nothing to do, over its error budget"
+    write_job(tmp_path, model, on_error={"publish": True, "max_error_rate": 0.5})
+    assert run(path, NO_ENGINE).exit_code == 0
+
+
+def test_errors_that_may_pass_are_told_with_their_cure(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
+    path = write_job(tmp_path, model, people(4))
+    with pytest.raises(ErrorBudgetExceeded, match="--retry-errors runs 4 of them again"):
+        run(path)
+
+
+def test_a_template_that_tells_the_day_makes_new_work_every_day(tmp_path, model, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    template = "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    path = write_job(tmp_path, folder, people(3))
+    for day, computed in ((1, 3), (1, 0), (2, 3)):
+        at_noon(monkeypatch, day)
+        assert (run(path).row["computed_requests"] or 0) == computed
+
+
+def at_noon(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2026, 1, day, 12, tzinfo=tz or UTC)
+
+    monkeypatch.setattr("batchinfer.pipeline.datetime", Clock)
+
+
+def test_an_openai_file_can_be_asked_for_again(tmp_path, model):
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    plain = {"prompt": "hello", "max_tokens": 4}
+    rows = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **chat}},
+        {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"model": "m", **plain}},
+    ]
+    path = write_job(tmp_path, model, rows, prompt=None)
+    run(path, replace(FAKE, to_openai=tmp_path / "first.jsonl"))
+    run(path, replace(NO_ENGINE, to_openai=tmp_path / "second.jsonl"))
+    assert (tmp_path / "first.jsonl").read_bytes() == (tmp_path / "second.jsonl").read_bytes()
+    assert len(table(path)) == 2
+
+
+def test_an_openai_file_of_another_input_is_refused_before_the_engine(tmp_path, model):
+    path = write_job(tmp_path, model, people(3))
+    with pytest.raises(UsageError, match="no OpenAI batch file"):
+        run(path, replace(NO_ENGINE, to_openai=tmp_path / "out.jsonl"))
