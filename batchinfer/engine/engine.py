@@ -8,14 +8,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-from batchinfer_kernels.cost import (
-    Peaks,
-    StepShape,
-    decoder_step_costs,
-    model_flops,
-    roofline_seconds,
-    step_total,
-)
 
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.sampler import NO_TOKEN
@@ -27,9 +19,17 @@ from batchinfer.request import (
     Request,
     RequestSample,
     RowError,
-    SamplingParams,
     StepSample,
 )
+from batchinfer_kernels.cost import (
+    Peaks,
+    StepShape,
+    decoder_step_costs,
+    model_flops,
+    roofline_seconds,
+    step_total,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from batchinfer_kernels.cost import DecoderShape, StepShape
 from torch import Tensor
 
 from batchinfer.engine.batch import build_batch
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+from batchinfer_kernels.cost import DecoderShape, StepShape
 
 
 class Model(Protocol):

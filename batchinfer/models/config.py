@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from batchinfer_kernels.cost import DecoderShape
-
 from batchinfer.models.config_fields import Fields, load_json_object, shown, wrong_checkpoint
 from batchinfer.models.rope_config import RopeConfig, parse_rope
+from batchinfer_kernels.cost import DecoderShape
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 import torch
-from batchinfer_kernels.cpu.build import NoCompiler
-from batchinfer_kernels.cpu.compiled import CompiledOperators
 
 from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer.ops.interface import Ops
 from batchinfer.ops.torch_ops import TorchOps
+from batchinfer_kernels.cpu.build import NoCompiler
+from batchinfer_kernels.cpu.compiled import CompiledOperators
 
 _log = logging.getLogger(__name__)
 

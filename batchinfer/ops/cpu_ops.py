@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, MAX_ROWS, CompiledOperators, attention_items
-from batchinfer_kernels.gated_activation import Activation
 from torch import Tensor
 
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Linear, RopeTable
 from batchinfer.ops.torch_ops import TorchLinear, TorchOps
+from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, MAX_ROWS, CompiledOperators, attention_items
+from batchinfer_kernels.gated_activation import Activation
 
 # The batch size that a packed weight is laid out for. Of 16, 64, 128, 256 and 2048 it made no difference that could be
 # told from noise for batches of 8 to 2048 (135M Llama shapes, two cores); decode batches are the usual ones.

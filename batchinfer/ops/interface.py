@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from batchinfer_kernels.gated_activation import Activation
 from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
+from torch import Tensor
+
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Linear, Ops, RopeTable
 from batchinfer_kernels.cpu.paged_attention import (
     AttentionGroup,
     SequenceShape,
@@ -13,9 +16,6 @@ from batchinfer_kernels.cpu.paged_attention import (
 from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
-from torch import Tensor
-
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Linear, Ops, RopeTable
 
 # A float32 matrix product of fewer rows goes another way through the BLAS and rounds differently: padding to
 # eight rows makes a row's numbers (almost) independent of how many rows it is computed with.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer_kernels.cost import DecoderShape, Peaks, StepShape, decoder_step_costs, step_total
-
 from batchinfer.plan.plan import Plan
+from batchinfer_kernels.cost import DecoderShape, Peaks, StepShape, decoder_step_costs, step_total
 
 
 @dataclass(frozen=True, slots=True)

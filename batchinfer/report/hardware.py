@@ -20,9 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from batchinfer_kernels.cost import Peaks
-
 from batchinfer.report.datasheet import datasheet
+from batchinfer_kernels.cost import Peaks
 
 Source = Literal["measured", "datasheet", "unknown"]
 DeviceKind = Literal["cpu", "cuda"]

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from batchinfer_kernels.cost import Cost, Peaks
-
 from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
 from batchinfer.report.folder import table_path
 from batchinfer.report.percentiles import UNKNOWN, Spread, spread, weighted_spread
 from batchinfer.report.spool import BUFFER_ROWS, Spool
 from batchinfer.request import RequestSample, StepSample
+from batchinfer_kernels.cost import Cost, Peaks
 
 
 @dataclass(slots=True)
