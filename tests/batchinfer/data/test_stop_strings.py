@@ -61,3 +61,26 @@ def test_special_tokens_are_no_text() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopStrings(BPE, [""])
+
+
+def test_no_stop_string_ends_an_answer_below_min_tokens() -> None:
+    ids = BPE.encode("a.b🙂.c.d").ids
+    texts = [BPE.decode(ids[:count], skip_special_tokens=True) for count in range(len(ids) + 1)]
+    for least in range(len(ids) + 1):
+        watch = StopStrings(BPE, ["."], least)
+        kept = [watch.push(token) for token in ids]
+        ended = next((count for count, keep in enumerate(kept, 1) if keep is not None), None)
+        wanted = next(
+            (n for n in range(max(1, least), len(ids) + 1) if "." in texts[n][len(texts[n - 1]) :]), None
+        )
+        assert ended == wanted
+        if ended is not None:
+            assert kept[ended - 1] == texts[ended].rindex(".")
+
+
+def test_a_stop_string_before_a_character_that_never_ends() -> None:
+    """The token holds " 🙂" and half of another: an answer that ended with it kept its stop string."""
+    token = next(
+        i for i in range(BPE.get_vocab_size()) if BPE.decode([i]).strip("\ufffd") == " 🙂" != BPE.decode([i])
+    )
+    assert found([token], [" "]) == (1, 0)
