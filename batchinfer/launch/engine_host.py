@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
@@ -56,18 +57,17 @@ class EngineHost:
         self.close()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises what ended the worker, when it is gone."""
-        try:
-            self._connection.send(Add(requests))
-        except (BrokenPipeError, ConnectionResetError):
-            self._raise_death()
+        """Queue requests. Should the worker be gone, the next `receive` tells."""
+        self._send(Add(requests))
 
     def finish(self, within_s: float) -> None:
         """Tell the worker to drop what waits, finish what runs within `within_s` seconds, and leave."""
-        try:
-            self._connection.send(Finish(within_s))
-        except (BrokenPipeError, ConnectionResetError):
-            self._raise_death()
+        self._send(Finish(within_s))
+
+    def _send(self, message: Add | Finish) -> None:
+        """Raises nothing when nobody reads it: what the worker said before it ended is still to be received."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send(message)
 
     @property
     def left(self) -> bool:
