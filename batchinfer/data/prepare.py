@@ -143,7 +143,10 @@ class Preparer:
         if self._limits.truncate == "error":
             message = f"{len(tokens)} prompt tokens and one to generate; the model has {limit} positions"
             raise RowProblem("prompt_too_long", message, "policy")
-        keep = max(1, limit - draft.params.max_tokens)
+        keep = limit - draft.params.max_tokens
+        if keep < 1:  # one token of a prompt would be answered, and nobody told
+            message = f"max_tokens {draft.params.max_tokens} leaves no room for a prompt in {limit} positions"
+            raise RowProblem("prompt_too_long", message, "policy")
         return tokens[-keep:] if self._limits.truncate == "left" else tokens[:keep]
 
 

@@ -245,6 +245,15 @@ def test_truncation_leaves_room_for_the_answer(folder: Path, side: str, kept: li
     assert [r["expected_tokens"] for r in rows_of(index)] == [3, 3]
 
 
+def test_truncation_to_nothing_is_an_error(folder: Path) -> None:
+    """One token was kept, and the model answered that."""
+    prompt = {"token_ids": "t", "truncate": "left"}
+    index = ingest_rows(
+        folder, [{"t": [1] * 9}, {"t": [2]}], prompt, max_model_len=7, sampling={"max_tokens": 7}
+    )
+    assert [r["error_code"] for r in rows_of(index)] == ["prompt_too_long", None]
+
+
 def test_equal_sampled_rows_get_different_keys(folder: Path) -> None:
     rows = [{"text": "a"}, {"text": "b"}, {"text": "a"}, {"text": "a", "temperature": 0}] * 2
     index = ingest_rows(folder, rows, sampling={"temperature": 0.7})
