@@ -15,7 +15,7 @@ from batchinfer.data.completion_store import CompletionStore
 from batchinfer.data.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
 from batchinfer.data.files import InputFile, list_inputs
 from batchinfer.data.index import Index
-from batchinfer.data.ingest import IngestOptions, ingest
+from batchinfer.data.ingest import INGEST_FORMAT, IngestOptions, ingest
 from batchinfer.data.ingest import Progress as IngestProgress
 from batchinfer.data.join import ErrorCounts, count_errors
 from batchinfer.data.manifest import Manifest, PublishSpec, check_destination, is_published, read_manifest
@@ -123,14 +123,15 @@ class _Run:
         """However the run ends, its report is written."""
         try:
             yield
-        except BatchInferError as error:
-            with self.interrupts.deferred():
+        except BaseException as error:
+            with self.interrupts.deferred(), told_by(self.notice):
                 self.report.failed(error)
+                self.report.close()
             raise
         finally:
-            with self.interrupts.deferred():
-                self.progress.close()
-                self.report.close()
+            self.progress.close()
+        with self.interrupts.deferred():
+            self.report.close()
 
     def outcome(self) -> Outcome:
         """Read, plan, run, publish."""
@@ -175,7 +176,7 @@ class _Run:
 
     def _identity(self, context: bytes) -> str:
         day = self.now.date().isoformat() if self.tokenizer.tells_the_day else ""
-        material = self.job.identity_json().encode() + context + day.encode()
+        material = self.job.identity_json().encode() + context + f"{day} {INGEST_FORMAT}".encode()
         return hashlib.sha256(material).hexdigest()
 
     def _spec(self, context: bytes, inputs: list[dict[str, Any]]) -> PublishSpec:
@@ -354,6 +355,15 @@ class _Run:
         text = _budget_text(counts, budget, codes)
         code = ErrorBudgetExceeded.exit_code
         return Outcome(code, self.report.done(f"{status}, over its error budget", code), text)
+
+
+@contextmanager
+def told_by(notice: Callable[[str], None]) -> Iterator[None]:
+    """A report that cannot be written must not hide why the run failed: it becomes a line of its own."""
+    try:
+        yield
+    except (OSError, BatchInferError) as error:
+        notice(f"the report of this run could not be written: {error}")
 
 
 def _input_identity(file: InputFile, index: Index) -> dict[str, Any]:

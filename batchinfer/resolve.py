@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal
 
 from batchinfer.engine.config import NUMERICS_VERSION, Dtype, EngineConfig
@@ -64,9 +65,15 @@ def resolve(job: Job, checkpoint: Checkpoint) -> Setting:
     positions = checkpoint.config.max_positions
     asked = job.model.max_model_len
     if asked is not None and asked > positions:
-        text = f"{asked} is more than the {positions} positions that the checkpoint was made for; leave it out"
+        text = (
+            f"{asked} is more than the {positions} positions that the checkpoint was made for; leave it out"
+        )
         raise JobFileError(str(job.source), [Mistake("model.max_model_len", text)])
-    dtype = job.model.dtype if job.model.dtype != "auto" else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
+    dtype = (
+        job.model.dtype
+        if job.model.dtype != "auto"
+        else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
+    )
     return Setting(device, dtype, asked or positions, detect(device))
 
 
@@ -78,7 +85,9 @@ def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
 
 
 def _device() -> Device:
-    return "cuda" if nvidia_gpus() else "cpu"
+    """A GPU counts only with a torch that can use it; its CPU build says so in its version."""
+    can = not version("torch").endswith("+cpu")
+    return "cuda" if can and nvidia_gpus() else "cpu"
 
 
 def _chosen(value: int | Literal["auto"]) -> int | None:

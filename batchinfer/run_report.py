@@ -72,9 +72,10 @@ class RunReport:
             self._row = self._finished_row(status, exit_code)
         return self._row
 
-    def failed(self, error: BatchInferError) -> None:
-        """The run ends with this error."""
-        self.done(type(error).__name__, error.exit_code)
+    def failed(self, error: BaseException) -> None:
+        """The run ends with this error; what is not of our own tree is a bug."""
+        code = error.exit_code if isinstance(error, BatchInferError) else BatchInferError.exit_code
+        self.done(type(error).__name__, code)
 
     def close(self) -> None:
         """Write the run table. Raises OSError."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from batchinfer_kernels.rms_norm import rms_norm_reference
 from torch import Tensor
+
+from batchinfer_kernels.rms_norm import rms_norm_reference
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

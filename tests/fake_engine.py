@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+
 from batchinfer.engine.build import BuiltEngine
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.engine.engine import Engine, StepOutput

@@ -59,7 +59,13 @@ ONLY = {
     "typer": ("batchinfer.cli",),
     "batchinfer.cli": ("batchinfer.__main__", "batchinfer.cli"),
     "batchinfer.pipeline": ("batchinfer.cli", "batchinfer.bench"),
-    "batchinfer.launch": ("batchinfer.cli", "batchinfer.pipeline", "batchinfer.collect", "batchinfer.bench", "batchinfer.launch"),
+    "batchinfer.launch": (
+        "batchinfer.cli",
+        "batchinfer.pipeline",
+        "batchinfer.collect",
+        "batchinfer.bench",
+        "batchinfer.launch",
+    ),
     "pickle": (),
     "marshal": (),
 }

@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import pyarrow as pa
 from batchinfer.data.columns import Columns, choose_columns
 from batchinfer.data.duplicates import number_equal_samples, refuse_repeated_ids
 from batchinfer.data.durable import FileOps, storage
-from batchinfer.data.files import InputFile, list_inputs
+from batchinfer.data.files import InputFile, list_inputs, sha256_of
 from batchinfer.data.index import Index, Layout
 from batchinfer.data.index_writer import IndexWriter
 from batchinfer.data.passthrough import JsonSpool, TypedColumns
@@ -80,7 +80,7 @@ def ingest(
     StorageError (74). A bad row raises nothing: it is an error row of the index.
     """
     tokenizer = Tokenizer.load(job.model.path)
-    files = [] if job.input.sql else list_inputs(job.input.path or "", job.source.parent, job.input.format)
+    files = _files(job, scratch)
     identity = _identity(job, options, tokenizer, files)
     folder = scratch / identity[:16]
     found = Index.find(folder, identity)
@@ -91,15 +91,23 @@ def ingest(
     )
 
 
+def _files(job: Job, scratch: Path) -> list[InputFile]:
+    """A query runs anew at every start: an interrupted job must not publish yesterday's rows as today's."""
+    if job.input.sql is None:
+        return list_inputs(job.input.path or "", job.source.parent, job.input.format)
+    queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet")
+    return [replace(queried, mtime_ns=0)]  # when the query ran says nothing about its rows
+
+
 def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
-    """sha256 over all that shapes the index. For SQL that is the query: it runs once, until scratch is purged."""
+    """sha256 over all that shapes the index. The rows of a query count by their content."""
     value = {
         "format": INGEST_FORMAT,
         "job": json.loads(job.identity_json()),
         "context": options.context.hex(),
         "limits": [options.max_model_len, options.vocab_size],
         "tokenizer": tokenizer.fingerprint,
-        "inputs": [f.to_json() for f in files],
+        "inputs": [f.to_json() | ({"sha256": sha256_of(f.path)} if job.input.sql else {}) for f in files],
         "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
     }
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -163,9 +171,12 @@ class _Ingest:
         return self._layout.folder / "spool"
 
     def _inputs(self) -> Sequence[InputFile]:
-        if self._job.input.sql:
-            return [materialise(self._job.input.sql, self._job.source, self._layout.folder / "sql.parquet")]
-        return self._files
+        if not self._job.input.sql:
+            return self._files
+        kept = self._layout.folder / "sql.parquet"
+        with storage(kept, "keep the rows of the query"):
+            self._ops.rename(Path(self._files[0].path), kept)
+        return [replace(self._files[0], path=str(kept), mtime_ns=kept.stat().st_mtime_ns)]
 
     def _mode(self, reader: Reader) -> Mode:
         prompt = self._job.prompt

@@ -86,7 +86,9 @@ class ParquetReader:
         except UnicodeDecodeError:
             return self._rows_apart(part)
         names = part.schema.names
-        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] or [{}] * part.num_rows
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] or [
+            {}
+        ] * part.num_rows
 
     def _rows_apart(self, part: pa.RecordBatch) -> list[Values | RowError]:
         """One row after the other, so that the row that is not UTF-8 costs itself only."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from batchinfer.cpus import usable_cpus
 from batchinfer.data.prepare import Prepared
 from batchinfer.data.render_worker import RenderWorker, WorkerSpec
 from batchinfer.data.rows import Values
@@ -18,7 +18,7 @@ class RenderPool:
     """Use as a context manager; at most `workers` batches are under way."""
 
     def __init__(self, spec: WorkerSpec, workers: int | None = None) -> None:
-        count = workers or min(2, os.cpu_count() or 1)
+        count = workers or min(2, usable_cpus())
         self._free = deque(RenderWorker(spec) for _ in range(count))
         self._all = tuple(self._free)
 

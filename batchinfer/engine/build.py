@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass
 
 import torch
 
+from batchinfer.cpus import usable_cpus
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
@@ -97,7 +97,6 @@ def _device_name(device: torch.device) -> str:
 
 
 def _set_threads(config: EngineConfig) -> int:
-    """By default one thread for each core that this process may run on (taskset and cpusets are respected)."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.threads or usable)
+    """By default one thread for each core that this process may use."""
+    torch.set_num_threads(config.threads or usable_cpus())
     return torch.get_num_threads()

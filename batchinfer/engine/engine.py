@@ -203,8 +203,8 @@ class Engine:
             blocks_used=pool.used,
             blocks_total=pool.total,
             flops=int(model_flops(self._runner.shape, shape) * useful),
-            bytes=step_total(costs).bytes,
-            roofline_s=roofline_seconds(costs, self._peaks) if self._peaks else None,
+            bytes=int(step_total(costs).bytes * useful),
+            roofline_s=roofline_seconds(costs, self._peaks) * useful if self._peaks else None,
         )
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from batchinfer.engine.draws import uniforms
 from batchinfer.engine.sequence import Sequence
 
+# Drawing needs about 40 bytes a logit; 32 rows of a vocabulary of 150,000 are 190 MB, which the KV cache leaves free.
+ROWS_AT_ONCE = 32
 NO_TOKEN = -1  # the row's logits are not numbers
 MIN_TEMPERATURE = 1e-30  # a float32 holds it; one that float32 rounds to 0 would divide 0 by 0
 
@@ -29,9 +31,10 @@ class Sampler:
         self._reshape(logits, sequences)
         best, chosen = logits.max(-1)
         drawn = [i for i, s in enumerate(sequences) if not s.request.params.greedy]
-        if drawn:
-            rows = torch.tensor(drawn, device=logits.device)
-            chosen[rows] = draw(logits[rows], [sequences[i] for i in drawn])
+        for start in range(0, len(drawn), ROWS_AT_ONCE):
+            some = drawn[start : start + ROWS_AT_ONCE]
+            rows = torch.tensor(some, device=logits.device)
+            chosen[rows] = draw(logits[rows], [sequences[i] for i in some])
         return torch.where(best.isfinite(), chosen, NO_TOKEN).tolist()
 
     def _reshape(self, logits: Tensor, sequences: list[Sequence]) -> None:

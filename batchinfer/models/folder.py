@@ -78,7 +78,11 @@ def _is_plain(name: str) -> bool:
     """Relative, printable, of bearable length, and without a step upwards."""
     pure = PurePosixPath(name)
     harmless = name.isprintable() and "\\" not in name and not pure.is_absolute()
-    return harmless and bool(pure.parts) and all(part != ".." and len(part.encode()) <= 255 for part in pure.parts)
+    return (
+        harmless
+        and bool(pure.parts)
+        and all(part != ".." and len(part.encode()) <= 255 for part in pure.parts)
+    )
 
 
 def _hub_blobs(path: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from batchinfer.cpus import usable_cpus
 from batchinfer.report.datasheet import datasheet
 from batchinfer_kernels.cost import Peaks
 
@@ -212,10 +213,8 @@ def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
 
 
 def cpu_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use."""
+    return usable_cpus()
 
 
 def memory_bytes(limits: tuple[Path, ...] = _MEMORY_LIMITS) -> int | None:

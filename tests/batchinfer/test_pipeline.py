@@ -14,12 +14,12 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from batchinfer.errors import BatchInferError, ErrorBudgetExceeded
 from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.pipeline import Outcome, RunOptions, run_job
 from batchinfer.report.progress import Progress
-
 from tests.checkpoints import make_checkpoint, make_tokenizer
 
 FAKE = RunOptions(engine="tests.fake_engine:build")
@@ -157,7 +157,9 @@ def test_the_engines_errors_count_and_are_retried_only_when_asked(tmp_path, mode
     failed = run(path).row["rows_error"]
     assert 5 < failed < 35
     bad = [r for r in table(path) if r["status"] == "error"]
-    assert {(r["error_code"], r["error_class"], r["retryable"]) for r in bad} == {("fake_failure", "engine", True)}
+    assert {(r["error_code"], r["error_class"], r["retryable"]) for r in bad} == {
+        ("fake_failure", "engine", True)
+    }
     monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
     assert run(path, NO_ENGINE).row["rows_error"] == failed
     mended = run(path, replace(FAKE, retry_errors=True))
@@ -217,18 +219,45 @@ def test_parquet_and_sql_keep_types(tmp_path, model):
     assert got.schema.field("small").type == pa.int8()
     assert got.column("tags").to_pylist() == [["x"], []]
     sql = {"path": None, "sql": "SELECT text, small FROM 'in.parquet' WHERE small IS NOT NULL"}
-    path = write_job(tmp_path, model, name="by-sql", input=sql, output={"path": "out/sql", "columns": ["small"]})
+    path = write_job(
+        tmp_path, model, name="by-sql", input=sql, output={"path": "out/sql", "columns": ["small"]}
+    )
     assert run(path).row["rows"] == 1
+
+
+def test_an_interrupted_query_is_asked_again(tmp_path, model, monkeypatch):
+    """What was answered before the interruption is kept; rows that changed since are not published as they were."""
+    sql = {"path": None, "sql": "SELECT text FROM 'in.jsonl'"}
+    path = write_job(tmp_path, model, people(6), input=sql)
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "1")
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "3")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")
+    with pytest.raises(BatchInferError, match="same command resumes"):
+        run(path)
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
+    write_job(tmp_path, model, [*people(6)[1:], {"id": "new", "text": "somebody new", "age": 0}], input=sql)
+    outcome = run(path, FAKE)
+    assert outcome.row["rows"] == 6
+    assert outcome.row["computed_requests"] + outcome.row["reused_requests"] == 6
+    assert outcome.row["reused_requests"] in (2, 3)
+    assert not any(r["generated_text"] is None for r in table(path))
 
 
 def test_an_openai_batch_goes_in_and_comes_out(tmp_path, model):
     bodies = [{"messages": [{"role": "user", "content": f"hello {i}"}], "max_tokens": 4} for i in range(3)]
     rows = [
-        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **body}}
+        {
+            "custom_id": f"c{i}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "m", **body},
+        }
         for i, body in enumerate(bodies)
     ]
     rows.append(rows[0] | {"custom_id": "bad", "body": {"model": "m", "messages": []}})
-    path = write_job(tmp_path, model, rows, prompt=None, on_error={"max_error_rate": 0.5})  # found out by itself
+    path = write_job(
+        tmp_path, model, rows, prompt=None, on_error={"max_error_rate": 0.5}
+    )  # found out by itself
     run(path, replace(FAKE, to_openai=tmp_path / "batch.jsonl"))
     lines = [json.loads(line) for line in (tmp_path / "batch.jsonl").read_text().splitlines()]
     assert [line["custom_id"] for line in lines] == ["c0", "c1", "c2", "bad"]
@@ -261,7 +290,9 @@ def answers(folder: Path, model: Path, rows: list[dict[str, Any]], seqs: int) ->
         sampling={"max_tokens": 12, "seed": 5, "top_p": 0.95},
         output={"columns": ["text", "temperature"]},
     )
-    outcome = run(path, RunOptions(), ("engine.max_num_seqs", str(seqs)), ("engine.max_num_batched_tokens", "512"))
+    outcome = run(
+        path, RunOptions(), ("engine.max_num_seqs", str(seqs)), ("engine.max_num_batched_tokens", "512")
+    )
     assert outcome.exit_code == 0
     got = table(path, "row_id, text, temperature, generated_text")
     return Counter((r["text"], float(r["temperature"]), r["generated_text"]) for r in got)
@@ -270,7 +301,9 @@ def answers(folder: Path, model: Path, rows: list[dict[str, Any]], seqs: int) ->
 def test_answers_do_not_depend_on_the_batch_or_the_order_of_rows(tmp_path, model):
     rows = mixed_rows()
     wanted = answers(tmp_path / "seqs64", model, rows, 64)
-    assert len({k for k in wanted if k[0] == "the same"}) == 4, "equal sampled rows must get different samples"
+    assert len({k for k in wanted if k[0] == "the same"}) == 4, (
+        "equal sampled rows must get different samples"
+    )
     assert answers(tmp_path / "seqs7", model, rows, 7) == wanted
     random.Random(9).shuffle(rows)
     assert answers(tmp_path / "seqs1-shuffled", model, rows, 1) == wanted

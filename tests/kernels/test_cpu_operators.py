@@ -6,15 +6,15 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.compiled import CompiledOperators, attention_items
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.paged_attention import paged_attention_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.kernels.test_paged_attention import poisoned_case
 
 DTYPES = (torch.float32, torch.bfloat16)

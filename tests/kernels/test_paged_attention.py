@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 
-import batchinfer_kernels.cpu.paged_attention as paged
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchinfer_kernels.cpu.paged_attention as paged
 from batchinfer_kernels.cpu.paged_attention import (
     SequenceShape,
     build_group,
@@ -14,8 +17,6 @@ from batchinfer_kernels.cpu.paged_attention import (
     grouped_attention,
 )
 from batchinfer_kernels.paged_attention import paged_attention_reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def poisoned_case(

@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 import numpy as np
 import pytest
 import torch
+
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.model_runner import ModelRunner
@@ -21,7 +22,6 @@ from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.choose import choose_ops
 from batchinfer.request import Completion, Request, SamplingParams
-
 from tests.checkpoints import EOS, make_checkpoint
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)
@@ -35,7 +35,10 @@ VARIANTS = {
     "mistral": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 24, "shards": 2}),
     "qwen2": ("qwen2", {"tied": True}),
-    "qwen2-yarn-odd-heads": ("qwen2", {"rope": "yarn", "head_dim": 20, "num_key_value_heads": 4, "shards": 2}),
+    "qwen2-yarn-odd-heads": (
+        "qwen2",
+        {"rope": "yarn", "head_dim": 20, "num_key_value_heads": 4, "shards": 2},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),
 }
@@ -179,9 +182,7 @@ def sampled(rows: list[list[int]]) -> list[Request]:
         SamplingParams(max_tokens=20, temperature=1.5, min_p=0.02, frequency_penalty=0.3, min_tokens=5),
     ]
     keys = np.random.default_rng(4)
-    return [
-        Request(keys.bytes(32), np.array(p, np.int32), kinds[i % len(kinds)]) for i, p in enumerate(rows)
-    ]
+    return [Request(keys.bytes(32), np.array(p, np.int32), kinds[i % len(kinds)]) for i, p in enumerate(rows)]
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])

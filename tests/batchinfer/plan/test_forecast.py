@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from batchinfer_kernels.cost import DecoderShape, Peaks
 
 from batchinfer.plan.forecast import forecast
 from batchinfer.plan.plan import Plan
+from batchinfer_kernels.cost import DecoderShape, Peaks
 
 SHAPE = DecoderShape(2, 64, 128, 4, 2, 16, 1000, 4, 4)
 PEAKS = Peaks(1e9, 1e8)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from batchinfer_kernels.cost import Peaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.report.columns import REQUEST_SCHEMA, STEP_SCHEMA
 from batchinfer.report.meter import Measured, Meter, tpot
 from batchinfer.request import RequestSample, StepSample
+from batchinfer_kernels.cost import Peaks
 
 counts = st.integers(0, 10_000)
 spans = st.floats(0.001, 100)

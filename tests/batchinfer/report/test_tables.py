@@ -9,7 +9,6 @@ from typing import Any
 import duckdb
 import pyarrow.parquet as pq
 import pytest
-from batchinfer_kernels.cost import Peaks
 
 from batchinfer.report import folder, spool
 from batchinfer.report.columns import RUN_SCHEMA
@@ -17,6 +16,7 @@ from batchinfer.report.hardware import Hardware
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.spool import Spool, write_row
 from batchinfer.report.tables import RunFacts, run_row, versions, write_run
+from batchinfer_kernels.cost import Peaks
 
 START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
 
