@@ -54,8 +54,10 @@ def describe(plan: Plan, seen: Forecast) -> str:
         return f"{rows}; every answer is stored already"
     present = f", {plan.present:,} answers stored already" if plan.present else ""
     tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
-    least = "" if seen.seconds is None else f", at least {max(seen.seconds, 0.1):,.1f} s on this hardware"
-    return f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens{least}"
+    limit = ""
+    if seen.seconds is not None:
+        limit = f"; {max(seen.seconds, 0.1):,.1f} s at this hardware's limit if every answer is that long"
+    return f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens{limit}"
 
 
 def _prefill_step(plan: Plan, tokens: int, shape: DecoderShape) -> StepShape:

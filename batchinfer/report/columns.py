@@ -131,7 +131,9 @@ RUN_COLUMNS: tuple[Column, ...] = (
     *_spread("latency", "engine got the request to its last token"),
     _count("parent_peak_rss_bytes", "bytes", "peak resident memory of the command"),
     _count("worker_peak_rss_bytes", "bytes", "peak resident memory of the worker with the model"),
-    _seconds("forecast_s", "the plan's forecast of `engine_s`"),
+    _seconds(
+        "forecast_s", "the plan's forecast of `engine_s`: at the roofline, every answer as long as it may be"
+    ),
     Column("forecast_error", _REAL, "", "`engine_s` ÷ `forecast_s` − 1; negative: faster than forecast"),
 )
 
