@@ -24,9 +24,8 @@ class Budget:
 
     @property
     def allowed(self) -> int:
-        return int(
-            self.rows * Fraction(str(self.max_error_rate))
-        )  # as written: 100 × 0.29 is 28.99… in floats
+        """Counted with the rate as it is written: 100 × 0.29 is 28.99… in floats."""
+        return int(self.rows * Fraction(str(self.max_error_rate)))
 
     def exceeded(self, errors: int) -> bool:
         return errors > self.allowed
