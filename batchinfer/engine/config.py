@@ -9,6 +9,7 @@ from typing import Literal
 from batchinfer_kernels.cost import Peaks
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
 
 DEFAULT_MAX_NUM_SEQS = 256
 
@@ -31,6 +32,8 @@ class EngineConfig:
     prefix_caching: bool = True
     threads: int | None = None
     peaks: Peaks | None = None
+    quantization: Quantization = "none"
+    deterministic: bool = False  # a row's numbers depend neither on its batch, nor on chunking, nor on the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,9 @@ class EngineInfo:
     kv_bytes: int
     weight_bytes: int
     load_s: float
+    quantization: str = "none"
+    deterministic: bool = False
+    linear: str = ""  # how the linear layers are computed, for the report
 
 
 # Part of every work key. Raised when a change of operators may change a token, so that no stored answer of the old
