@@ -107,7 +107,7 @@ class Engine:
 
     def forget_waiting(self) -> None:
         """Drop what has not been admitted; what runs goes on."""
-        self._scheduler.waiting.clear()
+        self._scheduler.forget_waiting()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the KV cache's accounting is off."""

@@ -1,15 +1,19 @@
-"""Which block of the KV cache belongs to whom. Ints only: the tensors are the runner's."""
+"""Which block of the KV cache belongs to whom, and what is kept for whom. Ints only: the tensors are the runner's."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 
 
 class BlockPool:
-    """Reference-counted blocks. A block is used (count > 0), cached (count 0, content findable by hash) or free.
+    """Reference-counted blocks. A block is used (count > 0), cached (count 0, but reserved) or free.
 
-    Cached blocks are taken again last-used-last when no free one is left, children before their parents.
+    A waiting sequence reserves the contents that it could share (`reserve`), by its turn in the queue. A block that
+    nobody uses is kept exactly while its content is reserved. When no free block is left, cached ones give way:
+    the one whose next user is farthest away first, children before their parents.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -19,9 +23,10 @@ class BlockPool:
         self.block_size = block_size
         self._references = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: dict[int, None] = {}  # in the order in which they fell idle, so children before parents
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._turns: dict[bytes, list[int]] = {}  # content → the turns that reserve it, ascending
 
     @property
     def available(self) -> int:
@@ -32,6 +37,11 @@ class BlockPool:
     def used(self) -> int:
         return self.total - self.available
 
+    @property
+    def cached(self) -> int:
+        """Blocks that are kept for sequences that wait."""
+        return len(self._cached)
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -39,9 +49,30 @@ class BlockPool:
         """The block that holds this content, if one does."""
         return self._block_of.get(digest)
 
-    def is_idle(self, block: int) -> bool:
-        """Cached but used by nobody: acquiring it costs one available block."""
-        return self._references[block] == 0
+    def users(self, block: int) -> int:
+        """How many block tables hold it."""
+        return self._references[block]
+
+    def reserve(self, digests: Iterable[bytes], turn: int) -> None:
+        """Keep these contents, once computed, for the sequence with this turn; a smaller turn comes earlier."""
+        for digest in digests:
+            turns = self._turns.setdefault(digest, [])
+            if turns and turn < turns[-1]:
+                insort(turns, turn)  # a preempted sequence is back
+            else:
+                turns.append(turn)
+
+    def unreserve(self, digests: Iterable[bytes], turn: int) -> None:
+        """The sequence was admitted or dropped; what nobody uses and nobody waits for is free."""
+        for digest in digests:
+            turns = self._turns[digest]
+            del turns[bisect_left(turns, turn)]
+            if not turns:
+                del self._turns[digest]
+                block = self._block_of.get(digest)
+                if block is not None and block in self._cached:
+                    del self._cached[block]
+                    self._free_block(block)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more user for each of these blocks, found by `find`."""
@@ -49,27 +80,25 @@ class BlockPool:
             self._cached.pop(block, None)
             self._references[block] += 1
 
-    def allocate(self) -> int:
-        """A block with one user and no content. Raises IndexError when none is available."""
-        if self._free:
-            block = self._free.pop()
-        elif self._cached:
-            block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
-        else:
-            raise IndexError("no KV block is available")
-        self._references[block] = 1
-        return block
+    def allocate(self, count: int) -> list[int]:
+        """Blocks with one user and no content. Raises IndexError when so many are not available."""
+        missing = count - len(self._free)
+        if missing > 0:
+            self._evict(missing)
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self._references[block] = 1
+        return taken
 
     def release(self, blocks: Sequence[int]) -> None:
         """One user less for each. Last blocks first, so that a prefix outlives what was built on it."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._hash_of:
+                if self._hash_of.get(block) in self._turns:
                     self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    self._free_block(block)
 
     def register(self, block: int, digest: bytes) -> None:
         """Make a used block findable. The first block with a content keeps it; another stays private."""
@@ -77,8 +106,29 @@ class BlockPool:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
-    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless free + used + cached = total and the counts equal the block tables' uses."""
+    def _evict(self, count: int) -> None:
+        """Of equals `nlargest` takes the first, that is the child."""
+        if count > len(self._cached):
+            raise IndexError(f"{count} KV blocks are missing and {len(self._cached)} can be evicted")
+        for block in nlargest(count, self._cached, key=self._next_turn):
+            del self._cached[block]
+            self._free_block(block)
+
+    def _next_turn(self, block: int) -> int:
+        return self._turns[self._hash_of[block]][0]
+
+    def _free_block(self, block: int) -> None:
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+        self._free.append(block)
+
+    def check_integrity(
+        self, tables: Iterable[Sequence[int]], reservations: Mapping[int, Sequence[bytes]] | None = None
+    ) -> None:
+        """Raises AssertionError unless free + used + cached = total, the counts equal the block tables' uses, and
+        exactly what `reservations` (turn → contents) names is kept.
+        """
         uses = Counter(block for table in tables for block in table)
         assert [uses[b] for b in range(self.total)] == self._references, (
             "reference counts differ from the tables"
@@ -90,6 +140,11 @@ class BlockPool:
             "free + used + cached differs from the total"
         )
         assert used | free | cached == set(range(self.total)), "a block is in two states"
-        assert cached <= set(self._hash_of), "a cached block has no content"
         assert not free & set(self._hash_of), "a free block has content"
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hashes and blocks disagree"
+        wanted: dict[bytes, list[int]] = {}
+        for turn, digests in sorted((reservations or {}).items()):
+            for digest in digests:
+                wanted.setdefault(digest, []).append(turn)
+        assert wanted == self._turns, "reservations differ from what waits"
+        assert all(self._hash_of.get(b) in wanted for b in cached), "a block is kept for nobody"

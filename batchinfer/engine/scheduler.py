@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from batchinfer.engine.admission import peak_blocks
 from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.output_lengths import OutputLengths
 from batchinfer.engine.sequence import Sequence
 
 
@@ -19,9 +22,8 @@ class SchedulerConfig:
     prefix_caching: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens [start, start + length) of a sequence run in this step."""
+class Chunk(NamedTuple):
+    """Tokens [start, start + length) of a sequence run in this step. A tuple, as each step makes hundreds."""
 
     sequence: Sequence
     start: int
@@ -34,7 +36,7 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's end, so that its next token can be sampled."""
-        return self.end == len(self.sequence)
+        return self.start + self.length == len(self.sequence.tokens)
 
     @property
     def is_decode(self) -> bool:
@@ -56,29 +58,56 @@ class Step:
 
 
 class Scheduler:
-    """Continuous batching: running sequences first, oldest first; then new ones while budget and blocks last.
+    """Continuous batching: running sequences first, oldest first; then new ones, in the order in which they were added,
+    while budget and memory last.
+
+    Memory lasts if all that runs can end without a preemption, as far as lengths are known (`peak_blocks`,
+    `OutputLengths`). A waiting sequence reserves the prefix blocks that it could share; the reservation ends when
+    it is admitted, and a preemption restores it.
 
     A chunk's full prompt blocks are findable as soon as it is scheduled, so that a sequence admitted later in the
     same step shares them: in every layer, all K and V of a step are written before any attention reads them.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, lengths: OutputLengths | None = None
+    ) -> None:
         if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
             raise ValueError(f"both limits must be at least 1: {config}")
         self.config = config
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}  # oldest first; a dict, because any of them may leave
+        self._lengths = lengths or OutputLengths()
+        self._added = 0
+        self._next_prefix: list[bytes] = []  # contents that the request to be added next will look for
+        self._most = (
+            0  # blocks that all running sequences hold if none shares and each grows to its max_length
+        )
+        self._blocked = False  # the first in the queue did not fit, and nothing has ended since
 
     def add(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that the whole cache could not hold."""
         most = self.pool.blocks_for(sequence.max_length)
-        if most > self.pool.total:
+        sequence.turn, fits = self._added, most <= self.pool.total
+        if fits:
+            self._reserve(sequence)
+            self.waiting.append(sequence)
+        self._expect_next(sequence)
+        if not fits:
             raise ValueError(
                 f"{sequence.max_length} tokens need {most} KV blocks and there are {self.pool.total}; "
                 "raise engine.kv_memory or lower max_tokens"
             )
-        self.waiting.append(sequence)
+
+    def _expect_next(self, sequence: Sequence) -> None:
+        """Keep what the request that comes after this one will look for: the queue may run dry before it comes."""
+        size, before, turn = self.pool.block_size, self._next_prefix, self._added
+        shared = min(sequence.request.shares_next, sequence.prompt_length) // size
+        self._next_prefix = sequence.block_hashes(shared if self.config.prefix_caching else 0, size)
+        self._added += 1
+        self.pool.reserve(self._next_prefix, self._added)
+        self.pool.unreserve(before, turn)
 
     def schedule(self) -> Step:
         """The next step. Empty only when nothing is left to do."""
@@ -90,56 +119,87 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence is done: its blocks go back."""
-        self.running.remove(sequence)
+        del self.running[sequence]
+        self._lengths.record(sequence)
         self._release(sequence)
+        self._blocked = False
+
+    def forget_waiting(self) -> None:
+        """Drop what has not been admitted, and what is kept for it."""
+        while self.waiting:
+            self._unreserve(self.waiting.popleft())
+        self.pool.unreserve(self._next_prefix, self._added)
+        self._next_prefix = []
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the block accounting is off."""
-        self.pool.check_integrity(s.blocks for s in self.running)
+        reservations = {s.turn: s.hashes[: s.reserved] for s in self.waiting}
+        reservations[self._added] = self._next_prefix
+        self.pool.check_integrity((s.blocks for s in self.running), reservations)
         assert not any(s.blocks for s in self.waiting), "a waiting sequence holds blocks"
+        assert not any(s.reserved for s in self.running), "a running sequence holds a reservation"
+        assert self._most == sum(self.pool.blocks_for(s.max_length) for s in self.running), "the bound is off"
         for sequence in self.running:
             assert len(sequence.blocks) >= self.pool.blocks_for(sequence.computed), (
                 "computed tokens without block"
             )
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        done = 0
-        while done < len(self.running) and budget > 0:
-            sequence = self.running[done]
-            length = min(sequence.remaining, budget)
+        for sequence in list(self.running):
+            if budget == 0 or sequence not in self.running:
+                break  # the youngest ones may have been preempted
+            length = min(len(sequence.tokens) - sequence.computed, budget)
             if not self._make_room(sequence, sequence.computed + length, step):
                 break  # it was the youngest, and preempted itself
             self._run(sequence, length, step)
             budget -= length
-            done += 1
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int, step: Step) -> bool:
         """Blocks for so many tokens, by preempting the youngest while needed; False: it was preempted itself."""
-        missing = self.pool.blocks_for(tokens) - len(sequence.blocks)
+        missing = -(-tokens // self.pool.block_size) - len(sequence.blocks)
+        if missing <= 0:
+            return True
         while missing > self.pool.available:
-            victim = self.running.pop()
+            victim, _ = self.running.popitem()
             self._preempt(victim)
             step.preemptions += 1
             if victim is sequence:
                 return False
-        sequence.blocks.extend(self.pool.allocate() for _ in range(missing))
+        sequence.blocks += self.pool.allocate(missing)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._reserve(sequence)  # first: what is released is then kept for it
         self._release(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
         self.waiting.appendleft(sequence)
+        self._blocked = False
+
+    def _reserve(self, sequence: Sequence) -> None:
+        sequence.reserved = self._sharable(sequence)
+        self.pool.reserve(sequence.block_hashes(sequence.reserved, self.pool.block_size), sequence.turn)
+
+    def _unreserve(self, sequence: Sequence) -> None:
+        self.pool.unreserve(sequence.hashes[: sequence.reserved], sequence.turn)
+        sequence.reserved = 0
+
+    def _sharable(self, sequence: Sequence) -> int:
+        """Prompt blocks that it can take over. The last token is never among them: it has to run."""
+        if not self.config.prefix_caching:
+            return 0
+        return sequence.prompt_blocks(len(sequence) - 1, self.pool.block_size)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
+        self._most -= self.pool.blocks_for(sequence.max_length)
 
     def _run(self, sequence: Sequence, length: int, step: Step) -> None:
         chunk = Chunk(sequence, sequence.computed, length)
         step.chunks.append(chunk)
-        if self.config.prefix_caching:
+        if self.config.prefix_caching and chunk.start < sequence.prompt_length:
             self._register(chunk)
 
     def _register(self, chunk: Chunk) -> None:
@@ -150,32 +210,56 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            if self._blocked:
+                return
             sequence = self.waiting[0]
-            shared = list(self._shared_blocks(sequence)) if self.config.prefix_caching else []
-            idle = sum(self.pool.is_idle(b) for b in shared)
-            missing = self.pool.blocks_for(len(sequence)) - len(shared)
-            if missing + idle > self.pool.available:
-                return  # its whole prompt has to fit: admitted piecemeal, it would only be preempted
-            self._start(self.waiting.popleft(), shared, step)
+            self._take_shared(sequence)
+            if not self._fits(sequence):
+                self._give_back(sequence)
+                return
+            self._start(self.waiting.popleft(), step)
             length = min(sequence.remaining, budget)
             self._make_room(sequence, sequence.computed + length, step)
             self._run(sequence, length, step)
             budget -= length
 
+    def _take_shared(self, sequence: Sequence) -> None:
+        """Its first blocks, as far as they are cached."""
+        shared = list(self._shared_blocks(sequence))
+        self.pool.acquire(shared)
+        sequence.blocks = shared
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        self._blocked = True
+
     def _shared_blocks(self, sequence: Sequence) -> Iterator[int]:
-        """Cached blocks of its prompt, from the start on. The last token is never among them: it has to run."""
-        most = sequence.prompt_blocks(len(sequence) - 1, self.pool.block_size)
-        for index in range(most):
-            block = self.pool.find(sequence.block_hash(index, self.pool.block_size))
+        for digest in sequence.hashes[: sequence.reserved]:
+            block = self.pool.find(digest)
             if block is None:
                 return
             yield block
 
-    def _start(self, sequence: Sequence, shared: list[int], step: Step) -> None:
-        self.pool.acquire(shared)
-        sequence.blocks = shared
-        sequence.computed = len(shared) * self.pool.block_size
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether it and all that runs can end without a preemption, as far as lengths are known."""
+        if self._most + self.pool.blocks_for(sequence.max_length) <= self.pool.total:
+            return True
+        self._lengths.survey(self.running)
+        return peak_blocks(self._ends((*self.running, sequence)), self.pool) <= self.pool.total
+
+    def _ends(self, sequences: Iterable[Sequence]) -> Iterator[tuple[int, Sequence]]:
+        """(steps until the last one, sequence). The last token is sampled, and never run."""
+        budget = self.config.max_num_batched_tokens
+        for sequence in sequences:
+            reading = (len(sequence.tokens) - sequence.computed - 1) // budget
+            yield self._lengths.longest(sequence) - len(sequence.tokens) - 1 + reading, sequence
+
+    def _start(self, sequence: Sequence, step: Step) -> None:
+        self._unreserve(sequence)
+        sequence.computed = len(sequence.blocks) * self.pool.block_size
         if not sequence.preemptions:
             sequence.cached_tokens = sequence.computed
             step.cached_tokens += sequence.computed
-        self.running.append(sequence)
+        self.running[sequence] = None
+        self._most += self.pool.blocks_for(sequence.max_length)

@@ -28,6 +28,8 @@ class Sequence:
     high_water: int = 0  # most tokens that were ever computed: less than that again is recomputation
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
+    turn: int = 0  # place in the order of admission, kept over a preemption
+    reserved: int = 0  # while it waits: how many of its first blocks' contents are kept for it
     cached_tokens: int = 0  # prompt tokens taken from a shared prefix at the first admission
     preemptions: int = 0
     queued_s: float = 0.0
@@ -42,6 +44,12 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is sure to grow to max_length: nothing else can end it."""
+        params = self.request.params
+        return params.ignore_eos and not params.stop and not params.stop_token_ids
 
     @property
     def remaining(self) -> int:
@@ -60,6 +68,12 @@ class Sequence:
             piece = self.tokens[start : start + block_size].tobytes()
             self.hashes.append(blake2b(parent + piece, digest_size=16).digest())
         return self.hashes[index]
+
+    def block_hashes(self, count: int, block_size: int) -> list[bytes]:
+        """Of the first `count` blocks, which must be full of prompt."""
+        if count:
+            self.block_hash(count - 1, block_size)
+        return self.hashes[:count]
 
     def prompt_blocks(self, tokens: int, block_size: int) -> int:
         """How many full blocks of prompt lie within the first `tokens` tokens."""

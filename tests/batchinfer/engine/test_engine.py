@@ -22,6 +22,7 @@ from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.choose import choose_ops
 from batchinfer.request import Completion, Request, SamplingParams
+from tests.batchinfer.engine.driver import Hopeful
 from tests.checkpoints import EOS, make_checkpoint
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)
@@ -53,6 +54,11 @@ class Setting:
     seqs: int = 64
     caching: bool = True
     blocks: int = 600
+
+    @property
+    def scarce(self) -> bool:
+        """Too few blocks: the scheduler, which would rather wait, is made to hope for short answers."""
+        return self.blocks == 45
 
     def __str__(self) -> str:
         shared = "shared" if self.caching else "private"
@@ -130,7 +136,7 @@ def run_engine(folder: Path, setting: Setting, requests: list[Request]):
     config = SchedulerConfig(setting.seqs, setting.budget, setting.caching)
     engine = Engine(
         runner,
-        Scheduler(config, BlockPool(setting.blocks, block_size)),
+        Scheduler(config, BlockPool(setting.blocks, block_size), Hopeful() if setting.scarce else None),
         EngineLimits(MAX_LEN, sampler.eos_token_ids),
     )
     engine.add(requests)
@@ -167,8 +173,8 @@ def test_tokens_and_logits_equal_transformers(variant, setting):
         torch.testing.assert_close(got, scores, atol=1e-4, rtol=1e-4)
     # each setting must really have done what it is there for
     assert (sum(s.cached_tokens for s in steps) > 0) == setting.caching
-    assert (sum(s.preemptions for s in steps) > 0) == (setting.blocks == 45)
-    assert (sum(s.recomputed_tokens for s in steps) > 0) == (setting.blocks == 45)
+    assert (sum(s.preemptions for s in steps) > 0) == setting.scarce
+    assert (sum(s.recomputed_tokens for s in steps) > 0) == setting.scarce
     assert max(s.prefill_tokens + s.decode_tokens for s in steps) <= setting.budget
     if setting.budget == 64:
         assert any(s.prefill_tokens and s.decode_tokens for s in steps), "no step mixed prefill and decode"

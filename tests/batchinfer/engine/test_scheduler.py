@@ -4,74 +4,13 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Step
-from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Request, SamplingParams
-
-
-def sequence(tokens: list[int], max_tokens: int, key: int = 0) -> Sequence:
-    request = Request(
-        key.to_bytes(32, "big"), np.array(tokens, np.int32), SamplingParams(max_tokens=max_tokens)
-    )
-    return Sequence.of(request, 10_000, None, 0.0)
-
-
-class Driver:
-    """Runs steps as the engine does, and knows what every cached slot holds, so that sharing can be checked."""
-
-    def __init__(self, scheduler: Scheduler, seed: int) -> None:
-        self.scheduler, self.random = scheduler, random.Random(seed)
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) → tokens up to this one
-        self.finished: list[Sequence] = []
-        self.cached = self.preempted = self.steps = 0
-
-    def step(self) -> Step:
-        step = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        self.check_limits(step)
-        size = self.scheduler.pool.block_size
-        for chunk in step.chunks:
-            tokens = chunk.sequence.tokens
-            for at in range(chunk.start, chunk.end):
-                self.slots[chunk.sequence.blocks[at // size], at % size] = tuple(tokens[: at + 1])
-        for chunk in step.chunks:
-            self.check_reads(chunk.sequence, chunk.end)
-        for chunk in step.chunks:
-            self.post_process(chunk.sequence, chunk.end, chunk.samples)
-        self.scheduler.check_integrity()
-        self.cached += step.cached_tokens
-        self.preempted += step.preemptions
-        self.steps += 1
-        return step
-
-    def check_limits(self, step: Step) -> None:
-        config = self.scheduler.config
-        assert sum(c.length for c in step.chunks) <= config.max_num_batched_tokens
-        assert len(self.scheduler.running) <= config.max_num_seqs
-        assert len({id(c.sequence) for c in step.chunks}) == len(step.chunks)
-        assert all(c.length >= 1 for c in step.chunks)
-
-    def check_reads(self, seq: Sequence, end: int) -> None:
-        """Everything that attention reads is this sequence's own prefix."""
-        size = self.scheduler.pool.block_size
-        for at in range(end):
-            assert self.slots[seq.blocks[at // size], at % size] == tuple(seq.tokens[: at + 1])
-
-    def post_process(self, seq: Sequence, end: int, samples: bool) -> None:
-        seq.computed = end
-        seq.high_water = max(seq.high_water, end)
-        if samples:
-            seq.tokens.append(self.random.randrange(3))
-            if len(seq) >= seq.max_length or self.random.random() < 0.1:
-                self.scheduler.finish(seq)
-                self.finished.append(seq)
-
+from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig
+from tests.batchinfer.engine.driver import Driver, Hopeful, sequence
 
 prompts = st.lists(
     st.tuples(
@@ -91,19 +30,24 @@ prompts = st.lists(
     max_num_seqs=st.integers(1, 12),
     budget=st.sampled_from([1, 3, 7, 64]),
     caching=st.booleans(),
+    hopeful=st.booleans(),
+    stops=st.sampled_from([0.0, 0.1, 0.5]),
     seed=st.integers(0, 1 << 16),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, print_blob=True)
 def test_every_sequence_finishes_and_reads_only_its_own_prefix(
-    rows, blocks, block_size, max_num_seqs, budget, caching, seed
+    rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, seed
 ):
+    """Random arrivals, lengths, trees, early ends and preemptions; `Driver` checks every step."""
     pool = BlockPool(blocks * (4 // block_size), block_size)
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, caching), pool)
-    driver = Driver(scheduler, seed)
+    lengths = Hopeful() if hopeful else None
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, caching), pool, lengths)
+    driver = Driver(scheduler, seed, stops)
+    tokens = [[10 + branch for branch in path for _ in range(5)] + [99] * own for path, own, _ in rows]
     waiting = [
-        sequence([10 + branch for branch in path for _ in range(5)] + [99] * own, out, key)
-        for key, (path, own, out) in enumerate(rows)
-    ]
+        sequence(tokens[key], out, key, exact=key % 3 == 0, shares_next=common(tokens, key))
+        for key, (_, _, out) in enumerate(rows)
+    ][::-1]
     arrivals = random.Random(seed)
     while waiting or scheduler.waiting or scheduler.running:
         for _ in range(arrivals.randrange(4)):
@@ -114,8 +58,33 @@ def test_every_sequence_finishes_and_reads_only_its_own_prefix(
     event(f"preempted: {driver.preempted > 0}")
     event(f"shared: {driver.cached > 0}")
     assert len(driver.finished) == len(rows)
-    assert pool.used == 0
+    assert (pool.used, pool.cached) == (0, 0)
     assert caching or driver.cached == 0
+
+
+def common(tokens: list[list[int]], row: int) -> int:
+    """Tokens that the row after this one begins with as well."""
+    if row + 1 == len(tokens):
+        return 0
+    pairs = enumerate(zip(tokens[row], tokens[row + 1], strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(map(len, tokens[row : row + 2])))
+
+
+@given(rows=prompts, seed=st.integers(0, 1 << 16))
+@settings(max_examples=30, deadline=None, print_blob=True)
+def test_what_waits_can_be_forgotten_at_any_time(rows, seed):
+    scheduler = Scheduler(SchedulerConfig(4, 16), BlockPool(24, 2), Hopeful())
+    driver = Driver(scheduler, seed)
+    for key, (path, own, out) in enumerate(rows):
+        scheduler.add(
+            sequence([10 + b for b in path for _ in range(5)] + [99] * own, out, key, shares_next=3)
+        )
+    for _ in range(seed % 20):
+        driver.step()
+    scheduler.forget_waiting()
+    scheduler.check_integrity()
+    driver.drain()
+    assert (scheduler.pool.used, scheduler.pool.cached) == (0, 0)
 
 
 def test_rows_of_one_step_share_the_prefix_that_is_computed_in_it():
@@ -131,19 +100,17 @@ def test_rows_of_one_step_share_the_prefix_that_is_computed_in_it():
 
 def test_the_youngest_is_preempted_and_comes_back_first():
     pool = BlockPool(6, 1)
-    scheduler = Scheduler(SchedulerConfig(2, 64, prefix_caching=False), pool)
+    scheduler = Scheduler(SchedulerConfig(2, 64, prefix_caching=False), pool, Hopeful())
     old, young = sequence([1, 2], 4, 1), sequence([3, 4], 4, 2)
     scheduler.add(old)
     scheduler.add(young)
-    driver = Driver(scheduler, 3)
-    driver.random.random = lambda: 1.0  # type: ignore[method-assign]  # nobody stops early
+    driver = Driver(scheduler)
     while not driver.preempted:
         driver.step()
     assert young.preemptions == 1
     assert old.preemptions == 0
     assert scheduler.waiting[0] is young
-    while scheduler.running or scheduler.waiting:
-        driver.step()
+    driver.drain()
     assert driver.finished == [old, young]
 
 
@@ -153,20 +120,61 @@ def test_a_sequence_larger_than_the_cache_is_refused_with_the_numbers():
         scheduler.add(sequence([1] * 10, 7))
 
 
-def test_cached_blocks_are_evicted_children_first():
-    pool = BlockPool(3, 1)
-    blocks = [pool.allocate() for _ in range(3)]
+def pool_with_cached_chain(turns: list[list[int]]) -> tuple[BlockPool, list[int]]:
+    """One idle block for each list of the turns that reserve it."""
+    pool = BlockPool(len(turns), 1)
+    blocks = pool.allocate(len(turns))
     for i, block in enumerate(blocks):
         pool.register(block, bytes([i]))
+        for turn in turns[i]:
+            pool.reserve([bytes([i])], turn)
     pool.release(blocks)
-    pool.allocate()
-    assert pool.find(bytes([0])) is not None
-    assert pool.find(bytes([2])) is None
+    return pool, blocks
+
+
+def kept(pool: BlockPool) -> list[int]:
+    return [i for i in range(pool.total) if pool.find(bytes([i])) is not None]
+
+
+def test_cached_blocks_are_evicted_children_first():
+    pool, _ = pool_with_cached_chain([[1], [1], [1]])
+    pool.allocate(1)
+    assert kept(pool) == [0, 1]
+    pool.allocate(1)
+    assert kept(pool) == [0]
+
+
+def test_the_block_with_the_farthest_next_user_goes_first():
+    pool, _ = pool_with_cached_chain([[5, 6], [2, 9], [7]])
+    pool.allocate(1)
+    assert kept(pool) == [0, 1]
+    pool.reserve([bytes([0])], 1)  # a preempted sequence is back, and wants it before all others
+    pool.allocate(1)
+    assert kept(pool) == [0]
+
+
+def test_a_block_is_free_once_nobody_uses_it_and_nobody_waits_for_it():
+    pool, blocks = pool_with_cached_chain([[1, 2], []])
+    assert kept(pool) == [0]
+    pool.unreserve([bytes([0])], 1)
+    assert kept(pool) == [0]
+    pool.acquire(blocks[:1])
+    pool.unreserve([bytes([0])], 2)
+    assert kept(pool) == [0]
+    pool.release(blocks[:1])
+    assert (kept(pool), pool.available, pool.cached) == ([], 2, 0)
+
+
+def test_blocks_that_nobody_can_give_up_are_not_given():
+    pool = BlockPool(2, 1)
+    pool.allocate(2)
+    with pytest.raises(IndexError, match="1 KV blocks are missing"):
+        pool.allocate(1)
 
 
 def test_integrity_check_notices_a_leak():
     pool = BlockPool(3, 1)
-    pool.allocate()
+    pool.allocate(1)
     with pytest.raises(AssertionError, match="reference counts"):
         pool.check_integrity([])
 

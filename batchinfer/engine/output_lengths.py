@@ -1,0 +1,78 @@
+"""How long answers will become, learnt from those that the job has given so far. Ints only."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from batchinfer.engine.sequence import Sequence
+
+BINS = (
+    32  # parts of max_tokens; an estimate is wrong by one of them at most, and the pass over them stays small
+)
+CERTAIN = 1 << 20  # a probability of one
+PRIOR = 2  # rows' worth of belief that a length not reached yet is like those before it
+_GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: multiples of it fill [0, 2^32) evenly, however many are taken
+
+
+class OutputLengths:
+    """An estimate of each running sequence's last length.
+
+    `max_tokens` is an upper bound that answers rarely reach: reserving it would leave the batch half empty, and
+    taking the mean would count on every answer ending at once. So the share of max_tokens at which answers end is
+    estimated as survival analysis does (Kaplan and Meier, 1958): rows that still run count as having lived so long,
+    without which the first, short answers would make all look short. Each row then stands for its own quantile of
+    what is left of the distribution, evenly spread over any run of neighbours: together they end as a real
+    batch does, and the estimate of a row does not jump from step to step.
+    """
+
+    def __init__(self) -> None:
+        self._ended = [0] * BINS
+        self._dead = [0] * (BINS + 1)  # out of CERTAIN: those that have ended before the bin; ascending
+
+    def record(self, sequence: Sequence) -> None:
+        """It has ended."""
+        if not sequence.exact:
+            self._ended[_bin(sequence)] += 1
+
+    def survey(self, running: Iterable[Sequence]) -> None:
+        """Take what has ended and what still runs into the estimate."""
+        alive = [0] * BINS
+        for sequence in running:
+            if not sequence.exact:
+                alive[_bin(sequence)] += 1
+        reached = [0] * BINS
+        total = 0
+        for at in range(BINS - 1, -1, -1):
+            total += self._ended[at] + alive[at]
+            reached[at] = total
+        self._dead = _deaths(self._ended, reached)
+
+    def longest(self, sequence: Sequence) -> int:
+        """Tokens, prompt included, that it is expected to grow to. A preempted row gets all that it may need:
+        the estimate has failed it once.
+        """
+        if sequence.exact or sequence.preemptions:
+            return sequence.max_length
+        most, now = sequence.max_length - sequence.prompt_length, _bin(sequence)
+        left = CERTAIN - self._dead[now]
+        quantile = (sequence.turn * _GOLDEN & 0xFFFFFFFF) * left >> 32
+        end = bisect_right(self._dead, self._dead[now] + quantile, now + 1, BINS)
+        return max(sequence.prompt_length + -(-most * end // BINS), len(sequence) + 1)
+
+
+def _bin(sequence: Sequence) -> int:
+    most = sequence.max_length - sequence.prompt_length
+    return min(BINS - 1, sequence.output_length * BINS // max(most, 1))
+
+
+def _deaths(ended: list[int], reached: list[int]) -> list[int]:
+    """Each bin's hazard, drawn towards that of all bins together where few rows have reached it."""
+    ends, exposed = sum(ended), sum(reached)
+    dead, alive = [0], CERTAIN
+    for count, rows in zip(ended, reached, strict=True):
+        if exposed:
+            top, bottom = count * exposed + PRIOR * ends, (rows + PRIOR) * exposed
+            alive -= alive * top // bottom
+        dead.append(CERTAIN - alive)
+    return dead

@@ -1,0 +1,84 @@
+"""Drives a scheduler without a model."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from batchinfer.engine.output_lengths import OutputLengths
+from batchinfer.engine.scheduler import Scheduler, Step
+from batchinfer.engine.sequence import Sequence
+from batchinfer.request import Request, SamplingParams
+
+
+class Hopeful(OutputLengths):
+    """Believes that every row ends with its next token, so that a scarce cache overflows."""
+
+    def longest(self, sequence: Sequence) -> int:
+        return len(sequence) + 1
+
+
+def sequence(
+    tokens: list[int], max_tokens: int, key: int = 0, exact: bool = False, shares_next: int = 0
+) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=exact)
+    request = Request(key.to_bytes(32, "big"), np.array(tokens, np.int32), params, shares_next)
+    return Sequence.of(request, 100_000, None, 0.0)
+
+
+class Driver:
+    """Runs steps as the engine does, and knows what every cached slot holds, so that sharing can be checked."""
+
+    def __init__(self, scheduler: Scheduler, seed: int = 0, stops: float = 0.0) -> None:
+        self.scheduler, self.random, self.stops = scheduler, random.Random(seed), stops
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) → tokens up to this one
+        self.finished: list[Sequence] = []
+        self.cached = self.preempted = self.steps = self.ran = 0
+
+    def step(self) -> Step:
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        self.check_limits(step)
+        size = self.scheduler.pool.block_size
+        for chunk in step.chunks:
+            tokens = chunk.sequence.tokens
+            for at in range(chunk.start, chunk.end):
+                self.slots[chunk.sequence.blocks[at // size], at % size] = tuple(tokens[: at + 1])
+        for chunk in step.chunks:
+            self.check_reads(chunk.sequence, chunk.end)
+        for chunk in step.chunks:
+            self.post_process(chunk.sequence, chunk.end, chunk.samples)
+        self.scheduler.check_integrity()
+        self.cached += step.cached_tokens
+        self.preempted += step.preemptions
+        self.steps += 1
+        self.ran += sum(c.length for c in step.chunks)
+        return step
+
+    def drain(self) -> None:
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+
+    def check_limits(self, step: Step) -> None:
+        config = self.scheduler.config
+        assert sum(c.length for c in step.chunks) <= config.max_num_batched_tokens
+        assert len(self.scheduler.running) <= config.max_num_seqs
+        assert len({id(c.sequence) for c in step.chunks}) == len(step.chunks)
+        assert all(c.length >= 1 for c in step.chunks)
+
+    def check_reads(self, seq: Sequence, end: int) -> None:
+        """Everything that attention reads is this sequence's own prefix."""
+        size = self.scheduler.pool.block_size
+        for at in range(end):
+            assert self.slots[seq.blocks[at // size], at % size] == tuple(seq.tokens[: at + 1])
+
+    def post_process(self, seq: Sequence, end: int, samples: bool) -> None:
+        seq.computed = end
+        seq.high_water = max(seq.high_water, end)
+        if samples:
+            seq.tokens.append(self.random.randrange(3))
+            early = not seq.exact and self.random.random() < self.stops
+            if len(seq) >= seq.max_length or early:
+                self.scheduler.finish(seq)
+                self.finished.append(seq)
