@@ -100,6 +100,12 @@ def test_long_work_comes_first_and_groups_stay_together(tmp_path: Path) -> None:
     assert [p["prefix_tokens"] for p in planned(plan)] == [0, 16, 16, 0, 0]
 
 
+def test_an_output_token_weighs_more_than_a_prompt_token(tmp_path: Path) -> None:
+    rows = [good_row(0, list(range(300)), 5), good_row(1, [7], 100), good_row(2, list(range(50, 90)), 100)]
+    order = [p["expected_tokens"] + p["token_count"] for p in planned(plan_rows(tmp_path, rows))]
+    assert order == [140, 101, 305]
+
+
 def test_two_level_tree_counts_each_node_once(tmp_path: Path) -> None:
     rows = []
     for document in range(3):
