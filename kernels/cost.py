@@ -16,24 +16,36 @@ class Peaks:
 
     flops_per_s: float
     bytes_per_s: float
+    int8_ops_per_s: float | None = None  # of linear layers when they are quantised; None: as flops_per_s
+
+    @property
+    def fastest(self) -> float:
+        """Operations a second that nothing here exceeds."""
+        return max(self.flops_per_s, self.int8_ops_per_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """FLOPs and bytes of one operator call, or of several one after the other."""
 
-    flops: int = 0
+    flops: int = 0  # all operations, those on integers included
     bytes: int = 0
+    int8_ops: int = 0  # how many of them multiply and add int8
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.int8_ops + other.int8_ops)
 
     def __mul__(self, times: int) -> Cost:
-        return Cost(self.flops * times, self.bytes * times)
+        return Cost(self.flops * times, self.bytes * times, self.int8_ops * times)
 
     def seconds(self, peaks: Peaks) -> float:
-        """The least time that this cost can take on hardware with these peaks."""
-        return max(self.flops / peaks.flops_per_s, self.bytes / peaks.bytes_per_s)
+        """The least time that this cost can take on hardware with these peaks.
+
+        Integer and floating-point operations share their units, so their times add up.
+        """
+        integer = self.int8_ops / (peaks.int8_ops_per_s or peaks.flops_per_s)
+        computing = (self.flops - self.int8_ops) / peaks.flops_per_s + integer
+        return max(computing, self.bytes / peaks.bytes_per_s)
 
 
 def embedding_cost(tokens: int, hidden: int, itemsize: int) -> Cost:
@@ -45,6 +57,14 @@ def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_it
     """y = x W^T: the weight read once however many tokens there are."""
     moved = itemsize * tokens * (inputs + outputs) + weight_itemsize * inputs * outputs
     return Cost(2 * tokens * inputs * outputs, moved)
+
+
+def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
+    """The same with an int8 weight and its scales: a token's activations are quantised (3 a value: compare, divide,
+    round) and its sums scaled (2 each). The quantised activations stay in the core's cache and move nothing."""
+    products = 2 * tokens * inputs * outputs
+    moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * outputs
+    return Cost(products + tokens * (3 * inputs + 2 * outputs), moved, products)
 
 
 def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:
@@ -96,7 +116,11 @@ class DecoderShape:
     head_dim: int
     vocab: int
     itemsize: int  # bytes of an activation and of a cached value
-    weight_itemsize: int  # bytes of a weight
+    weight_itemsize: int  # bytes of a weight of the linear layers; 1: int8
+
+    @property
+    def quantized(self) -> bool:
+        return self.weight_itemsize == 1
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -127,16 +151,16 @@ class StepShape:
 
 def decoder_step_costs(shape: DecoderShape, step: StepShape) -> dict[str, Cost]:
     """Operator name → its cost in one step, over all layers."""
-    t, s, w = step.tokens, shape.itemsize, shape.weight_itemsize
+    t, s = step.tokens, shape.itemsize
     q, kv = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = {
         "rms_norm": rms_norm_cost(t, shape.hidden, s, residual=True) * 2,
-        "qkv": linear_cost(t, shape.hidden, q + 2 * kv, s, w),
+        "qkv": _linear(shape, t, shape.hidden, q + 2 * kv),
         "rope_store": rope_store_cost(t, shape.q_heads, shape.kv_heads, shape.head_dim, s),
-        "o": linear_cost(t, q, shape.hidden, s, w),
-        "gate_up": linear_cost(t, shape.hidden, 2 * shape.intermediate, s, w),
+        "o": _linear(shape, t, q, shape.hidden),
+        "gate_up": _linear(shape, t, shape.hidden, 2 * shape.intermediate),
         "activation": gated_activation_cost(t, shape.intermediate, s),
-        "down": linear_cost(t, shape.intermediate, shape.hidden, s, w),
+        "down": _linear(shape, t, shape.intermediate, shape.hidden),
     }
     once = {
         "embedding": embedding_cost(t, shape.hidden, s),
@@ -144,10 +168,16 @@ def decoder_step_costs(shape: DecoderShape, step: StepShape) -> dict[str, Cost]:
             t * shape.layers, step.pairs, step.kv_tokens, shape.q_heads, shape.kv_heads, shape.head_dim, s
         ),
         "final_norm": rms_norm_cost(step.sampled, shape.hidden, s, residual=True),
-        "lm_head": linear_cost(step.sampled, shape.hidden, shape.vocab, s, w),
+        "lm_head": _linear(shape, step.sampled, shape.hidden, shape.vocab),
         "sample": sample_cost(step.sampled, shape.vocab, s),
     }
     return {**{name: cost * shape.layers for name, cost in layer.items()}, **once}
+
+
+def _linear(shape: DecoderShape, tokens: int, inputs: int, outputs: int) -> Cost:
+    if shape.quantized:
+        return quantized_linear_cost(tokens, inputs, outputs, shape.itemsize)
+    return linear_cost(tokens, inputs, outputs, shape.itemsize, shape.weight_itemsize)
 
 
 def step_total(costs: dict[str, Cost]) -> Cost:

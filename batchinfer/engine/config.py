@@ -33,7 +33,7 @@ class EngineConfig:
     threads: int | None = None
     peaks: Peaks | None = None
     quantization: Quantization = "none"
-    deterministic: bool = False  # a row's numbers depend neither on its batch, nor on chunking, nor on the cache
+    deterministic: bool = False  # a row's numbers depend on nothing but the row
 
 
 @dataclass(frozen=True, slots=True)

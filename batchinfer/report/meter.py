@@ -11,7 +11,7 @@ from batchinfer.report.folder import table_path
 from batchinfer.report.percentiles import UNKNOWN, Spread, spread, weighted_spread
 from batchinfer.report.spool import BUFFER_ROWS, Spool
 from batchinfer.request import RequestSample, StepSample
-from batchinfer_kernels.cost import Cost, Peaks
+from batchinfer_kernels.cost import Peaks
 
 
 @dataclass(slots=True)
@@ -58,9 +58,14 @@ class Totals:
     def _add_cost(self, sample: StepSample, peaks: Peaks | None) -> None:
         self.flops += sample.flops
         self.bytes_moved += sample.bytes
-        bound = None if peaks is None else Cost(sample.flops, sample.bytes).seconds(peaks)
+        bound = None if peaks is None else _bound(sample, peaks)
         self.roofline_s = _sum(self.roofline_s, sample.roofline_s)
         self.step_bound_s = _sum(self.step_bound_s, bound)
+
+
+def _bound(sample: StepSample, peaks: Peaks) -> float:
+    """A step as one operator. Which of its operations are int8 it does not say: all count as the fastest kind."""
+    return max(sample.flops / peaks.fastest, sample.bytes / peaks.bytes_per_s)
 
 
 def _sum(left: float | None, right: float | None) -> float | None:

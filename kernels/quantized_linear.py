@@ -1,0 +1,72 @@
+"""Linear layers on int8 codes: the weight symmetric per output channel, activations symmetric per token.
+
+Quantised once at load, a weight needs no calibration data: each output has a scale of its own, and each row of
+activations gets one when it is met (Dettmers et al., 2022, "LLM.int8()", without its outlier columns). Scales per row
+and not per tensor: no row's numbers depend on another row's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_CODE = 127  # -128 stays unused: with it a code's negative would have no code
+# Outputs multiplied at once: float64 copies of the codes of a vocabulary of 150,000 would take gigabytes
+OUTPUTS_AT_ONCE = 4096
+
+
+def check_quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError when shapes or dtypes do not fit."""
+    if codes.dtype != torch.int8 or codes.dim() != 2:
+        raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}, not a matrix of int8")
+    if x.dim() != 2 or x.shape[1] != codes.shape[1] or not x.is_floating_point():
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weight has {codes.shape[1]} columns")
+    if scales.shape != codes.shape[:1] or scales.dtype != torch.float32:
+        raise ValueError(f"scales are {tuple(scales.shape)} {scales.dtype}, the weight has {len(codes)} rows")
+    if bias is not None and bias.shape != codes.shape[:1]:
+        raise ValueError(f"bias is {tuple(bias.shape)}, the weight has {len(codes)} rows")
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight: (N, K) → codes (N, K) int8 and scales (N,) float32, weight ≈ codes × scales[:, None].
+
+    The largest magnitude of an output becomes ±127, the rest is rounded to nearest, ties to even. An output of zeros
+    has scale 0; one with a value that is no finite number has scale NaN, as a row of activations does.
+    """
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"weight is {tuple(weight.shape)} {weight.dtype}, not a matrix of floats")
+    return quantize_rows(weight)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: (T, K) → codes (T, K) int8 and scales (T,) float32, x ≈ codes × scales[:, None].
+
+    A row of zeros has scale 0, and so zeros as its result. A row with a NaN or an infinity has scale NaN: whatever it
+    is multiplied with becomes NaN, so that a broken activation is noticed and not clamped into a plausible number.
+    Rows below 4e-37, where 127 ÷ magnitude overflows, become zeros.
+    """
+    wide = x.float()
+    most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
+    inverse = MAX_CODE / most
+    finite = most.isfinite()
+    inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
+    # The exact product is rounded once, as a fused multiply-add does it: float64 holds it
+    scaled = wide.nan_to_num(0.0, 0.0, 0.0).double() * inverse.double()[..., None]
+    return scaled.round().to(torch.int8), torch.where(finite, most / MAX_CODE, torch.nan)
+
+
+def quantized_linear_reference(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x: (T, K) → (T, N) in x's dtype: x is quantised by row, the sums are exact integers.
+
+    A sum becomes float32, is multiplied with row scale × channel scale, and the bias is added in float32: one rounding
+    to x's dtype at the end.
+    """
+    check_quantized_linear(x, codes, scales, bias)
+    rows, row_scales = quantize_rows(x)
+    left = rows.double()  # sums of products of codes stay far below 2^53, so float64 adds them exactly
+    parts = [left @ part.double().T for part in torch.split(codes, OUTPUTS_AT_ONCE)]
+    sums = torch.cat(parts, 1) if parts else left.new_empty(len(left), 0)
+    result = sums.float() * (row_scales[:, None] * scales)
+    return (result if bias is None else result + bias.float()).to(x.dtype)

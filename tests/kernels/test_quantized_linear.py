@@ -1,0 +1,156 @@
+"""Codes and scales, exact sums, and what zeros, ties and broken values become."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer_kernels import quantized_linear
+from batchinfer_kernels.quantized_linear import quantize_rows, quantize_weight, quantized_linear_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 63), (100, 7), (5, 576)])
+def test_codes_are_within_half_a_step(dtype: torch.dtype, rows: int, columns: int) -> None:
+    weight = random(rows, columns, dtype=dtype) * torch.logspace(-4, 3, rows)[:, None].to(dtype)
+    codes, scales = quantize_weight(weight)
+    assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
+    assert codes.abs().amax(1).eq(127).all()
+    error = (codes * scales[:, None] - weight.float()).abs().amax(1)
+    assert error.le(scales * 0.5001).all()
+
+
+def test_ties_go_to_the_even_code() -> None:
+    row = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.49999]])
+    codes, scales = quantize_rows(row)
+    assert codes.tolist() == [[127, 0, 2, 2, 0, -2, -2, 3]]
+    assert scales.tolist() == [1.0]
+
+
+def test_it_is_symmetric() -> None:
+    x = random(9, 33)
+    (codes, scales), (other, same) = quantize_rows(x), quantize_rows(-x)
+    assert torch.equal(codes, -other)
+    assert torch.equal(scales, same)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(0, 5, 3), (1, 1, 1), (7, 63, 100), (2, 576, 33)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_it_is_the_sum_over_codes(
+    dtype: torch.dtype, tokens: int, inputs: int, outputs: int, biased: bool
+) -> None:
+    x, weight = random(tokens, inputs, dtype=dtype), random(outputs, inputs, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2) if biased else None
+    codes, scales = quantize_weight(weight)
+    rows, row_scales = quantize_rows(x)
+    sums = (rows.long()[:, None] * codes.long()[None]).sum(-1)
+    wanted = sums.float() * (row_scales[:, None] * scales) + (0.0 if bias is None else bias.float())
+    got = quantized_linear_reference(x, codes, scales, bias)
+    assert got.dtype == dtype
+    assert torch.equal(got, wanted.to(dtype))
+
+
+def test_it_is_near_the_unquantised_product() -> None:
+    x, weight = random(64, 512), random(256, 512, seed=1)
+    got = quantized_linear_reference(x, *quantize_weight(weight))
+    error = (got - x @ weight.T).norm() / (x @ weight.T).norm()
+    assert 0.001 < error < 0.02
+
+
+def test_sums_of_the_largest_codes_are_exact() -> None:
+    """Beyond 2^24, where float32 sums would be rounded."""
+    inputs = 20_001
+    codes, scales = torch.full((2, inputs), 127, dtype=torch.int8), torch.ones(2)
+    codes[1, 0] = 126
+    got = quantized_linear_reference(torch.full((1, inputs), 127.0), codes, scales)
+    assert got.long().tolist() == [[322_596_128, 322_596_000]]  # …129 and …002, rounded once
+
+
+def test_large_weights_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, (codes, scales) = random(3, 20), quantize_weight(random(50, 20, seed=1))
+    whole = quantized_linear_reference(x, codes, scales)
+    monkeypatch.setattr(quantized_linear, "OUTPUTS_AT_ONCE", 7)
+    assert torch.equal(quantized_linear_reference(x, codes, scales), whole)
+
+
+def test_a_row_of_zeros_is_zero_and_others_do_not_notice() -> None:
+    codes, scales = quantize_weight(random(5, 8))
+    x = random(3, 8, seed=1)
+    x[1] = 0.0
+    got = quantized_linear_reference(x, codes, scales)
+    assert got[1].eq(0).all()
+    assert torch.equal(got[[0, 2]], quantized_linear_reference(x[[0, 2]], codes, scales))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_broken_row_becomes_nan_and_no_other_row_does(bad: float, dtype: torch.dtype) -> None:
+    codes, scales = quantize_weight(random(5, 8))
+    x = random(3, 8, dtype=dtype, seed=1)
+    x[1, 3] = bad
+    got = quantized_linear_reference(x, codes, scales)
+    assert got[1].isnan().all()
+    assert got[[0, 2]].isfinite().all()
+
+
+def test_a_broken_output_becomes_nan_and_no_other_does() -> None:
+    weight = random(5, 8)
+    weight[2, 0] = math.nan
+    got = quantized_linear_reference(random(3, 8, seed=1), *quantize_weight(weight))
+    assert got.isnan().any(0).tolist() == [False, False, True, False, False]
+
+
+def test_rows_too_small_for_a_scale_are_zero() -> None:
+    codes, scales = quantize_rows(torch.tensor([[1e-38, -1e-38], [1e-36, -4e-37]]))
+    assert codes.tolist() == [[0, 0], [127, -51]]
+    assert scales.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("x", "codes", "scales", "bias", "words"),
+    [
+        ((2, 4), (3, 5), 3, None, "the weight has 5 columns"),
+        ((2, 4), (3, 4), 2, None, "the weight has 3 rows"),
+        ((2, 4), (3, 4), 3, 4, "the weight has 3 rows"),
+        ((4,), (3, 4), 3, None, "the weight has 4 columns"),
+        ((2, 4), (12,), 12, None, "not a matrix"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    x: tuple[int, ...], codes: tuple[int, ...], scales: int, bias: int | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        quantized_linear_reference(
+            torch.zeros(x),
+            torch.zeros(codes, dtype=torch.int8),
+            torch.zeros(scales),
+            None if bias is None else torch.zeros(bias),
+        )
+
+
+def test_a_weight_of_integers_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a matrix of floats"):
+        quantize_weight(torch.zeros(2, 2, dtype=torch.int8))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 99), st.floats(1e-6, 1e6))
+def test_a_row_does_not_depend_on_its_batch(
+    tokens: int, inputs: int, outputs: int, seed: int, size: float
+) -> None:
+    x, weight = random(tokens, inputs, seed=seed) * size, random(outputs, inputs, seed=seed + 1)
+    codes, scales = quantize_weight(weight)
+    whole = quantized_linear_reference(x, codes, scales)
+    for row in range(tokens):
+        assert torch.equal(quantized_linear_reference(x[row : row + 1], codes, scales)[0], whole[row])
