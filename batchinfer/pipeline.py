@@ -271,8 +271,7 @@ class _Run:
 
     def _forecast(self, plan: Plan) -> Forecast:
         config = self.setting.engine_config(self.job, plan.longest)
-        itemsize = 4 if config.dtype == "float32" else 2
-        shape = self.checkpoint.config.decoder_shape(itemsize, itemsize)
+        shape = self.setting.decoder_shape(self.checkpoint)
         return forecast(plan, shape, config.peaks, config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
 
     def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:

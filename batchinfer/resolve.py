@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal
 
-from batchinfer.engine.config import NUMERICS_VERSION, Dtype, EngineConfig
+from batchinfer.engine.config import NUMERICS_VERSION, Dtype, EngineConfig, Quantization
 from batchinfer.errors import JobFileError, Mistake
 from batchinfer.job import Job
 from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.report.hardware import Hardware, detect, has_fast_bf16, nvidia_gpus
+from batchinfer_kernels.cost import DecoderShape, Peaks
 
 Device = Literal["cpu", "cuda"]
 
@@ -25,6 +27,24 @@ class Setting:
     dtype: Dtype
     max_model_len: int
     hardware: Hardware
+    quantization: Quantization = "none"
+    deterministic: bool = False
+
+    @property
+    def arithmetic(self) -> str:
+        """What is computed in, for people: `bfloat16 with int8 weights, deterministic`."""
+        weights = f" with {self.quantization} weights" if self.quantization != "none" else ""
+        return self.dtype + weights + (", deterministic" if self.deterministic else "")
+
+    @property
+    def peaks(self) -> Peaks | None:
+        """What the hardware reaches in this arithmetic; None where that is not known."""
+        return self.hardware.peaks(self.dtype, self.quantization)
+
+    def decoder_shape(self, checkpoint: Checkpoint) -> DecoderShape:
+        """The model's sizes as it will lie in memory."""
+        itemsize = 4 if self.dtype == "float32" else 2
+        return checkpoint.config.decoder_shape(itemsize, 1 if self.quantization == "int8" else itemsize)
 
     def context(self, checkpoint: Checkpoint, model_fingerprint: str, tokenizer_fingerprint: str) -> bytes:
         """sha256 over everything but the row itself that can change an answer; the first part of every work key."""
@@ -33,11 +53,13 @@ class Setting:
             "model": model_fingerprint,
             "tokenizer": tokenizer_fingerprint,
             "dtype": self.dtype,
-            "quantization": "none",
+            "quantization": self.quantization,
             "max_model_len": self.max_model_len,
             "eos": sorted(checkpoint.config.eos_token_ids),
             "numerics": NUMERICS_VERSION,
         }
+        if self.deterministic:  # only then: answers stored before there was such an option stay valid
+            parts["deterministic"] = True
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def engine_config(self, job: Job, longest: int) -> EngineConfig:
@@ -55,26 +77,45 @@ class Setting:
             kv_memory=None if engine.kv_memory == "auto" else engine.kv_memory,
             prefix_caching=engine.enable_prefix_caching,
             threads=_chosen(engine.threads),
-            peaks=self.hardware.peaks(self.dtype),
+            peaks=self.peaks,
+            quantization=self.quantization,
+            deterministic=self.deterministic,
         )
 
 
 def resolve(job: Job, checkpoint: Checkpoint) -> Setting:
-    """Raises JobFileError for a max_model_len that the model was not made for."""
+    """Raises JobFileError for a max_model_len that the model was not made for, and for what the device cannot do."""
     device = job.engine.device if job.engine.device != "auto" else _device()
     positions = checkpoint.config.max_positions
-    asked = job.model.max_model_len
-    if asked is not None and asked > positions:
-        text = (
-            f"{asked} is more than the {positions} positions that the checkpoint was made for; leave it out"
-        )
-        raise JobFileError(str(job.source), [Mistake("model.max_model_len", text)])
+    mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, job)]
+    if mistakes:
+        raise JobFileError(str(job.source), mistakes)
     dtype = (
         job.model.dtype
         if job.model.dtype != "auto"
         else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
     )
-    return Setting(device, dtype, asked or positions, detect(device))
+    length = job.model.max_model_len or positions
+    chosen = job.model.quantization, job.engine.deterministic
+    return Setting(device, dtype, length, detect(device), *chosen)
+
+
+def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:
+    if asked is not None and asked > positions:
+        text = (
+            f"{asked} is more than the {positions} positions that the checkpoint was made for; leave it out"
+        )
+        yield Mistake("model.max_model_len", text)
+
+
+def _not_on(device: Device, job: Job) -> Iterator[Mistake]:
+    """A GPU that the job names was refused with the job file; here it is one that `auto` has found."""
+    if device == "cuda":
+        text = "not available on a GPU yet, which device: auto means here; write engine.device: cpu, or leave it out"
+        if job.model.quantization != "none":
+            yield Mistake("model.quantization", f"{job.model.quantization} is {text}")
+        if job.engine.deterministic:
+            yield Mistake("engine.deterministic", f"true is {text}")
 
 
 def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:

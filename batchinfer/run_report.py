@@ -28,7 +28,11 @@ class RunReport:
         self._folder = report_folder(job.output.path)
         self._run_id = new_run_id()
         self._started = datetime.now(UTC)
-        self._facts: dict[str, Any] = {"dtype": setting.dtype}
+        self._facts: dict[str, Any] = {
+            "dtype": setting.dtype,
+            "quantization": setting.quantization,
+            "deterministic": setting.deterministic,
+        }
         self._meter: Meter | None = None
         self._measured: Measured | None = None
         self._row: RunRow | None = None
@@ -57,14 +61,15 @@ class RunReport:
         """The meter that the engine's samples go to."""
         self._folder.mkdir(parents=True, exist_ok=True)
         sweep(self._folder)
-        self._meter = Meter(self._folder, self._run_id, self._setting.hardware.peaks(self._setting.dtype))
+        self._meter = Meter(self._folder, self._run_id, self._setting.peaks)
         return self._meter
 
     def ran(self, info: EngineInfo | None, worker_peak_rss: int | None) -> None:
         """What the engine's process turned out to be; None where it never got so far."""
         self.note(worker_peak_rss_bytes=worker_peak_rss)
         if info is not None:
-            self.note(ops={"decoder": info.ops}, threads=info.threads)
+            linear = {"linear": info.linear} if info.linear else {}
+            self.note(ops={"decoder": info.ops} | linear, threads=info.threads)
 
     def done(self, status: str, exit_code: int = 0) -> RunRow:
         """The run table's row, complete."""

@@ -39,7 +39,7 @@ def validate_job(job: Job) -> list[str]:
     check_destination(job.output.path, job.name)
     found = [
         f"model: {checkpoint.config.family}, {checkpoint.weight_bytes / 2**20:,.1f} MiB of weights, "
-        f"to be run in {setting.dtype} on {setting.device}, up to {setting.max_model_len} tokens a row",
+        f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),
     ]

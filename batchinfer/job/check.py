@@ -52,6 +52,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_templates(sections.get("prompt", {}), file),
         *_sampling(sections.get("sampling", {})),
         *_columns(sections.get("output", {})),
+        *_cpu_only(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
     ]
 
@@ -172,6 +173,18 @@ def _sampling(section: Mapping[str, Any]) -> Iterator[Finding]:
     if most is not None and least is not None and 1 <= most < least:
         message = f"is {least}, more than max_tokens, which is {most}; it must be at most that"
         yield Finding(("sampling", "min_tokens"), message)
+
+
+def _cpu_only(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
+    """What no GPU does yet. With device: auto, `resolve` refuses it where auto turns out to be a GPU."""
+    if engine.get("device") != "cuda":
+        return
+    if model.get("quantization") == "int8":
+        message = "is int8, which is not available on a GPU yet"
+        yield Finding(("model", "quantization"), message, "take it out, or write device: cpu")
+    if engine.get("deterministic") is True:
+        message = "is true, which is not available on a GPU yet"
+        yield Finding(("engine", "deterministic"), message, "take it out, or write device: cpu")
 
 
 def _columns(section: Mapping[str, Any]) -> Iterator[Finding]:

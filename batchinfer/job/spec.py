@@ -57,6 +57,10 @@ class ModelSpec(Spec):
         default="auto",
         description="Type to compute in. auto: the checkpoint's, but float32 on a CPU without fast bfloat16.",
     )
+    quantization: Literal["none", "int8"] = Field(
+        default="none",
+        description="How linear layers are computed. int8: weights become int8 as they are loaded. CPU only.",
+    )
     max_model_len: MaxLength = Field(
         default=None,
         description="Most tokens of a row, prompt and answer together. auto: what the model was made for.",
@@ -209,6 +213,10 @@ class EngineSpec(Spec):
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         default="auto", description="CPU threads to compute with. auto: one a core."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Whether an answer is the same to the bit whatever else runs, a little slower. CPU only.",
+    )
 
 
 class OnErrorSpec(Spec):
@@ -292,9 +300,14 @@ class Job(Spec):
         return self._lines.get(where, self._lines.get(where.split(".")[0]))
 
     def identity_json(self) -> str:
-        """Canonical JSON of what decides which rows there are and what they hold; not of how they are made."""
+        """Canonical JSON of what decides which rows there are and what they hold; not of how they are made.
+
+        An option that is younger than results that are still there is left out at its default: they stay current.
+        """
         dump = self.model_dump(mode="json")
         identity = {key: dump[key] for key in ("model", "input", "prompt", "sampling")}
+        if self.model.quantization == "none":
+            del identity["model"]["quantization"]
         identity["columns"] = dump["output"]["columns"]
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 

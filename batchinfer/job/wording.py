@@ -23,6 +23,7 @@ _NAMES: dict[object, str] = {
     Path: "a path",
 }
 _OTHER_WORDS = {"gpu": "cuda", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_OTHER_WORDS |= {"w8a8": "int8", "q8_0": "int8", "8bit": "int8", "off": "none", "no": "none"}
 _BOOLEAN_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", "true", "false"})
 
 

@@ -43,7 +43,7 @@ class Hardware:
     device: DeviceKind
     cores: int | None  # CPU cores that this process may use; None on a GPU
     memory_bytes: int | None
-    peak_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by dtype name
+    peak_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by dtype name, `int8` included
     bandwidth: float | None = None  # bytes/s
     source: Source = "unknown"
 
@@ -56,12 +56,15 @@ class Hardware:
         """The same device with peaks that were measured on it."""
         return replace(self, peak_flops=dict(peak_flops), bandwidth=bandwidth, source="measured")
 
-    def peaks(self, dtype: str) -> Peaks | None:
-        """FLOP/s in `dtype` and bytes/s; None unless both are known."""
+    def peaks(self, dtype: str, quantization: str = "none") -> Peaks | None:
+        """FLOP/s in `dtype` (and of quantised linear layers) and bytes/s; None unless all of them are known."""
         flops = self.peak_flops.get(dtype)
         if flops is None or self.bandwidth is None:
             return None
-        return Peaks(flops_per_s=flops, bytes_per_s=self.bandwidth)
+        if quantization == "none":
+            return Peaks(flops, self.bandwidth)
+        integer = self.peak_flops.get(quantization)
+        return None if integer is None else Peaks(flops, self.bandwidth, integer)
 
 
 @dataclass(frozen=True, slots=True)

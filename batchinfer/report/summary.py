@@ -111,12 +111,18 @@ def _spread(row: Row, stem: str) -> str:
 def _limit(row: Row) -> str:
     if not row["steps"]:
         return ""
-    device = f"{row['hardware'] or UNKNOWN}, {row['dtype'] or UNKNOWN}"
+    device = f"{row['hardware'] or UNKNOWN}, {_arithmetic(row)}"
     if row["mfu"] is None or row["mbu"] is None:
         return f"unknown hardware ({device}): run `batchinfer doctor --measure`"
     shares = f"MFU {percent(row['mfu'])}, MBU {percent(row['mbu'])}"
     peaks = f"{row['peak_source'] or UNKNOWN} peaks: {device}"
     return f"roofline {percent(row['roofline_efficiency'])} ({shares}) of {peaks}"
+
+
+def _arithmetic(row: Row) -> str:
+    quantization = row["quantization"] or "none"
+    weights = f" with {quantization} weights" if quantization != "none" else ""
+    return (row["dtype"] or UNKNOWN) + weights + (", deterministic" if row["deterministic"] else "")
 
 
 def _lost(row: Row) -> str:

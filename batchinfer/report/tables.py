@@ -42,6 +42,8 @@ class RunFacts:
     exit_status: str | None = None  # in words, e.g. "published"
     versions: Mapping[str, str] = field(default_factory=versions)
     dtype: str | None = None
+    quantization: str | None = None
+    deterministic: bool | None = None
     ops: Mapping[str, str] | None = None
     threads: int | None = None
     rows: int | None = None
@@ -69,7 +71,7 @@ def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | Non
     row["wall_s"] = (facts.finished_at - facts.started_at).total_seconds()
     row["forecast_error"] = _over(_minus(facts.engine_s, facts.forecast_s), facts.forecast_s)
     if hardware is not None:
-        row |= _hardware_columns(hardware, facts.dtype)
+        row |= _hardware_columns(hardware, facts)
     if measured is not None:
         row |= _token_columns(measured.totals) | _time_columns(measured.totals)
         row |= _efficiency_columns(measured.totals, row["peak_flops_per_s"], row["peak_bytes_per_s"])
@@ -77,16 +79,18 @@ def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | Non
     return row
 
 
-def _hardware_columns(hardware: Hardware, dtype: str | None) -> RunRow:
-    stated = datasheet(hardware.name)
+def _hardware_columns(hardware: Hardware, facts: RunFacts) -> RunRow:
+    stated, linear = datasheet(hardware.name), facts.dtype or ""
+    if facts.quantization not in (None, "none"):
+        linear = facts.quantization
     return {
         "device": hardware.device,
         "hardware": hardware.name,
         "cores": hardware.cores,
-        "peak_flops_per_s": hardware.peak_flops.get(dtype or ""),
+        "peak_flops_per_s": hardware.peak_flops.get(linear),
         "peak_bytes_per_s": hardware.bandwidth,
         "peak_source": hardware.source,
-        "datasheet_flops_per_s": stated.peak_flops.get(dtype or "") if stated else None,
+        "datasheet_flops_per_s": stated.peak_flops.get(linear) if stated else None,
         "datasheet_bytes_per_s": stated.bandwidth if stated else None,
     }
 

@@ -40,7 +40,7 @@ def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
     job = load(tmp_path)
     assert job.source == tmp_path / "job.yaml"
     assert job.model.path == tmp_path / "m"
-    assert (job.model.dtype, job.model.max_model_len) == ("auto", None)
+    assert (job.model.dtype, job.model.quantization, job.model.max_model_len) == ("auto", "none", None)
     assert job.input.path == str(tmp_path / "rows.jsonl")
     assert (job.input.sql, job.input.format, job.input.limit, job.input.max_line_bytes) == (
         None,
@@ -55,7 +55,9 @@ def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
         (),
         100_000,
     )
-    assert set(job.engine.model_dump().values()) == {"auto", True}
+    engine = job.engine.model_dump()
+    assert (engine.pop("enable_prefix_caching"), engine.pop("deterministic")) == (True, False)
+    assert set(engine.values()) == {"auto"}
     assert (job.on_error.max_error_rate, job.on_error.publish, job.cache) == (0.01, False, None)
     assert (job.commit.rows, job.commit.seconds) == (1000, 30.0)
     assert job.sampling.params() == SamplingParams()
@@ -66,7 +68,7 @@ def test_everything_said(tmp_path: Path) -> None:
         tmp_path,
         """\
 name: all of it
-model: {path: ./x/../m, dtype: bfloat16, max_model_len: 4096}
+model: {path: ./x/../m, dtype: bfloat16, quantization: int8, max_model_len: 4096}
 input: {path: [a.jsonl, "/abs/*.parquet", ../up/**/x.jsonl], format: jsonl, id: k, unique_ids: true,
   limit: 5, max_line_bytes: 1KiB}
 prompt: {system: "s {{ a }}", messages: chat, truncate: left}
@@ -74,7 +76,7 @@ sampling: {max_tokens: 9, min_tokens: 9, temperature: 1, top_p: 0.5, top_k: 3, m
   stop_token_ids: [0, 5], ignore_eos: true, repetition_penalty: 1.5, presence_penalty: -2, frequency_penalty: 2}
 output: {path: out/r, columns: [k, b], rows_per_file: 10}
 engine: {device: cpu, max_num_seqs: 1, max_num_batched_tokens: 1, block_size: 16, kv_memory: 0.5,
-  enable_prefix_caching: false, threads: 2}
+  enable_prefix_caching: false, threads: 2, deterministic: true}
 on_error: {max_error_rate: 1, publish: true}
 cache: {path: shared}
 commit: {rows: 1, seconds: 0.5}
@@ -84,6 +86,7 @@ commit: {rows: 1, seconds: 0.5}
     assert job.input.path == (str(tmp_path / "a.jsonl"), "/abs/*.parquet", str(up / "**/x.jsonl"))
     assert (job.input.id, job.input.limit, job.input.max_line_bytes) == ("k", 5, 1024)
     assert (job.model.path, job.model.max_model_len) == (tmp_path / "m", 4096)
+    assert (job.model.quantization, job.engine.deterministic) == ("int8", True)
     assert job.sampling.params() == SamplingParams(
         9, 9, 1.0, 0.5, 3, 1.0, -7, ("a", "b"), (0, 5), True, 1.5, -2.0, 2.0
     )
@@ -233,12 +236,19 @@ def test_a_job_is_frozen_and_travels(tmp_path: Path) -> None:
         ("output.columns", "[a]", False),
         ("model.max_model_len", "5", False),
         ("model.dtype", "float32", False),
+        ("model.quantization", "none", True),
+        ("model.quantization", "int8", False),
     ],
 )
 def test_identity_is_what_the_rows_depend_on(tmp_path: Path, key: str, value: str, same: bool) -> None:
     plain, other = load(tmp_path).identity_json(), load(tmp_path, MINIMAL, (key, value)).identity_json()
     assert (plain == other) is same
     assert json.dumps(json.loads(plain), sort_keys=True, separators=(",", ":")) == plain
+
+
+def test_the_identity_of_an_older_job_stays(tmp_path: Path) -> None:
+    """Results that were published before there was an option are still those of the job that leaves it out."""
+    assert set(json.loads(load(tmp_path).identity_json())["model"]) == {"path", "dtype", "max_model_len"}
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,18 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
             (11, "engine.threads", ("nothing (null)", "or auto")),
         ],
     ),
+    "no truth value": (
+        GOOD + "engine: {deterministic: yes}\n",
+        [(6, "engine.deterministic", ('"yes"', "true or false", "YAML 1.2"))],
+    ),
+    "what a GPU does not do yet": (
+        instead("model", "model: {path: m, quantization: int8}")
+        + "engine:\n  device: cuda\n  deterministic: true\n",
+        [
+            (2, "model.quantization", ("is int8", "not available on a GPU yet", "device: cpu")),
+            (8, "engine.deterministic", ("is true", "not available on a GPU yet")),
+        ],
+    ),
     "kv_memory of the wrong unit": (
         GOOD + "engine: {kv_memory: 4gigs}\n",
         [(6, "engine.kv_memory", ("4GiB",))],
@@ -233,11 +245,19 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         ],
     ),
     "model values": (
-        instead("model", "model:", "  path: nowhere", "  dtype: bf16", "  max_model_len: 0"),
+        instead(
+            "model",
+            "model:",
+            "  path: nowhere",
+            "  dtype: bf16",
+            "  max_model_len: 0",
+            "  quantization: w8a8",
+        ),
         [
             (3, "model.path", ("nowhere", "does not exist")),
             (4, "model.dtype", ("one of auto, float32", 'did you mean "bfloat16"?')),
             (5, "model.max_model_len", ("number 0", "or auto")),
+            (6, "model.quantization", ('"w8a8"', "one of none, int8", 'did you mean "int8"?')),
         ],
     ),
     "model is a file": (instead("model", "model: {path: file.txt}"), [(2, "model.path", ("not a folder",))]),

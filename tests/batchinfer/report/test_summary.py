@@ -95,6 +95,12 @@ def test_a_published_run() -> None:
     )
 
 
+def test_the_arithmetic_is_named_where_it_is_not_the_usual() -> None:
+    text = summary(full_row(quantization="int8", deterministic=True))
+    assert "AMD EPYC, bfloat16 with int8 weights, deterministic\n" in text
+    assert "bfloat16\n" in summary(full_row(quantization="none", deterministic=False))
+
+
 def test_unknown_hardware_names_the_cure() -> None:
     text = summary(full_row(mfu=None, mbu=None, roofline_efficiency=None))
     assert "unknown hardware (AMD EPYC, bfloat16): run `batchinfer doctor --measure`" in text

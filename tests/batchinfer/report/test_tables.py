@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,15 @@ def test_the_definitions(
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert set(row) == set(RUN_SCHEMA.names)
+
+
+def test_int8_linear_layers_are_measured_against_their_own_peak(facts: RunFacts, machine: Hardware) -> None:
+    both = replace(machine, peak_flops={"float32": 1000.0, "int8": 4000.0})
+    quantized = replace(facts, quantization="int8", deterministic=True)
+    row = run_row(quantized, both, None)
+    assert (row["quantization"], row["deterministic"], row["peak_flops_per_s"]) == ("int8", True, 4000.0)
+    assert run_row(facts, both, None)["peak_flops_per_s"] == 1000.0
+    assert run_row(quantized, machine, None)["peak_flops_per_s"] is None
 
 
 def test_unknown_hardware_gives_null_and_never_zero(
