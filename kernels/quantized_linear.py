@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 MAX_CODE = 127  # -128 stays unused: with it a code's negative would have no code
-# Outputs multiplied at once: float64 copies of the codes of a vocabulary of 150,000 would take gigabytes
-OUTPUTS_AT_ONCE = 4096
+# Outputs taken at once: float64 copies of a whole head of 150,000 outputs would take gigabytes. Smaller parts also stay
+# in the cache: 28 million weights are quantised in 0.08 s in parts of 1024 outputs, in 0.6 s in one piece (two cores).
+OUTPUTS_AT_ONCE = 1024
 
 
 def check_quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
@@ -35,7 +36,9 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(f"weight is {tuple(weight.shape)} {weight.dtype}, not a matrix of floats")
-    return quantize_rows(weight)
+    parts = [quantize_rows(part) for part in torch.split(weight, OUTPUTS_AT_ONCE)]
+    codes, scales = zip(*parts, strict=True)
+    return torch.cat(codes), torch.cat(scales)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,9 +78,11 @@ def test_sums_of_the_largest_codes_are_exact() -> None:
 
 
 def test_large_weights_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, (codes, scales) = random(3, 20), quantize_weight(random(50, 20, seed=1))
+    x, weight = random(3, 20), random(50, 20, seed=1)
+    codes, scales = quantize_weight(weight)
     whole = quantized_linear_reference(x, codes, scales)
     monkeypatch.setattr(quantized_linear, "OUTPUTS_AT_ONCE", 7)
+    assert all(map(torch.equal, quantize_weight(weight), (codes, scales)))
     assert torch.equal(quantized_linear_reference(x, codes, scales), whole)
 
 
