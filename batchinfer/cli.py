@@ -16,9 +16,12 @@ from typing import Annotated
 import typer
 
 from batchinfer import __version__, pipeline, verbs
+from batchinfer.bench.options import DEFAULT_MODEL, DEFAULT_WORKLOADS, BenchOptions
+from batchinfer.bench.workloads import WORKLOADS
 from batchinfer.errors import BatchInferError, Interrupted, JobFileError, StorageError, UsageError
 from batchinfer.job import Job, init_files, job_schema, load_job
 from batchinfer.launch.interrupts import Interrupts
+from batchinfer.models.shapes import SHAPES
 from batchinfer.report.progress import Progress
 from batchinfer.report.summary import as_json, summary
 
@@ -245,6 +248,51 @@ def verify(results: Annotated[Path, typer.Argument(metavar="RESULT", help="A res
         typer.echo(f"{problem.path}: {problem.message}", err=True)
     typer.echo(f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found in {results}")
     return StorageError.exit_code if problems else 0
+
+
+@app.command()
+def bench(
+    workloads: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[WORKLOAD]...",
+            help=f"Any of {', '.join(WORKLOADS)}; {' '.join(DEFAULT_WORKLOADS)} by default.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help=f"A shape run on dummy weights ({', '.join(SHAPES)}), or a checkpoint folder.")
+    ] = DEFAULT_MODEL,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Of the linear layers' weights: none or int8.")] = "none",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With numbers that depend on nothing but the row.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads; one a core by default.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in a step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in a step.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Rows of each workload, instead of its own number.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="Runs that count, after one that does not.")] = 3,
+    against: Annotated[
+        str | None, typer.Option(metavar="ENGINE", help="Do the same work with it, in turns: transformers.")
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the workload as JSONL for another engine, and run nothing."),
+    ] = None,
+) -> None:
+    """Measure how near to this machine's limit the engine comes. The last line of stdout is JSON."""
+    names = tuple(workloads or DEFAULT_WORKLOADS)
+    options = BenchOptions(
+        names, model, dtype, quantization, deterministic, device, threads,
+        max_num_seqs, max_num_batched_tokens, rows, repeat, against, export,
+    )  # fmt: skip
+    text, facts = verbs.bench(options, lambda line: typer.echo(line, err=True))
+    typer.echo(text)
+    typer.echo(json.dumps(facts))
 
 
 @app.callback(invoke_without_command=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
+from batchinfer.bench.options import BenchOptions
 from batchinfer.data.durable import FileOps, storage, write_bytes
 from batchinfer.data.files import list_inputs
 from batchinfer.data.index import MARKER, Index
@@ -169,3 +170,18 @@ def measure_hardware() -> Path:
         gpu = Gpu(found.name or "unknown GPU", None)
         path = remember(detect("cuda", gpu=gpu).measured(found.peak_flops, found.bandwidth))
     return path
+
+
+def bench(options: BenchOptions, notice: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
+    """Run benchmarks, or export one: text for people, and an object for machines. Raises UsageError and others."""
+    from batchinfer.bench.export import export_workload  # torch is not imported before an option is wrong
+    from batchinfer.bench.session import run_bench, workload_of
+
+    options.check()
+    if options.export is None:
+        report = run_bench(options, notice)
+        return report.table(), report.json
+    workload = workload_of(options, options.workloads[0])
+    export_workload(workload, options.export)
+    facts = {"export": str(options.export), "workload": workload.name, "rows": len(workload.rows)}
+    return f"wrote {len(workload.rows):,} rows of {workload.name} to {options.export}", facts

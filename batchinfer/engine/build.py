@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -18,9 +21,14 @@ from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import Unavailable
-from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.decoder import load_decoder
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.config import ModelConfig
+from batchinfer.models.decoder import Decoder
+from batchinfer.models.rope import rope_table
+from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
+from batchinfer.ops.interface import Ops
+from batchinfer_kernels.cost import DecoderShape, Peaks
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_BLOCK_SIZE = 16
@@ -32,31 +40,74 @@ class BuiltEngine:
     info: EngineInfo
 
 
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that an engine can be built of: what it is, and where its weights come from."""
+
+    config: ModelConfig
+    parameters: int  # values in all its tensors
+    weights: Callable[[torch.dtype, torch.device], Weights]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model on its device with its KV cache tensors: all of an engine that is slow to make."""
+
+    runner: ModelRunner
+    limits: SchedulerConfig
+    engine_limits: EngineLimits
+    info: EngineInfo
+
+    def engine(
+        self,
+        peaks: Peaks | None = None,
+        stop_streams: StopStreams | None = None,
+        runner: ModelRunner | None = None,
+    ) -> Engine:
+        """An engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share
+        the cache tensors. `runner` stands in for the model's own.
+        """
+        scheduler = Scheduler(self.limits, BlockPool(self.info.blocks, self.info.block_size))
+        return Engine(runner or self.runner, scheduler, self.engine_limits, peaks, stop_streams)
+
+
 def build_engine(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltEngine:
-    """Load the model, size the KV cache, wire the rooms together.
+    """Load the checkpoint that `config.model` names and wire the rooms together; raises as `load_model` does."""
+    loaded = load_model(config)
+    return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info)
+
+
+def checkpoint_source(path: Path) -> ModelSource:
+    """Raises what inspecting a checkpoint raises."""
+    checkpoint = inspect_checkpoint(path)
+    parameters = sum(math.prod(tensor.info.shape) for tensor in checkpoint.tensors.values())
+    return ModelSource(checkpoint.config, parameters, partial(CheckpointWeights, checkpoint))
+
+
+def load_model(config: EngineConfig, source: ModelSource | None = None) -> LoadedModel:
+    """Load the weights and size the KV cache; `source` takes the place of the checkpoint at `config.model`.
 
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
     """
     began = time.perf_counter()
     device, dtype = _device(config), getattr(torch, config.dtype)
     threads = _set_threads(config)
-    checkpoint = inspect_checkpoint(config.model)
-    heads = checkpoint.config.q_heads // checkpoint.config.kv_heads
-    ops = choose_ops(device, dtype, heads, checkpoint.config.head_dim)
-    model = load_decoder(checkpoint, ops, dtype, device, config.max_model_len)
-    shape = checkpoint.config.decoder_shape(dtype.itemsize, dtype.itemsize)
+    source = source or checkpoint_source(config.model)
+    ops = _ops(config, source.config, device, dtype)
+    rope = rope_table(source.config, config.max_model_len, device)
+    model = Decoder(source.config, source.weights(dtype, device), ops, rope)
+    quantized = config.quantization == "int8"
+    shape = source.config.decoder_shape(dtype.itemsize, 1 if quantized else dtype.itemsize)
     limits, block_size = _scheduler_config(config), config.block_size or DEFAULT_BLOCK_SIZE
-    block_bytes = shape.kv_bytes_per_token * block_size
+    block_bytes = _block_bytes(source.config, ops, block_size, dtype.itemsize)
     free = free_bytes(device)
     blocks = cache_blocks(
         block_bytes, block_size, config.longest, limits.max_num_seqs, config.kv_memory, free, device.type
     )
-    eos = frozenset(checkpoint.config.eos_token_ids)
+    eos = frozenset(source.config.eos_token_ids)
     caches = model.allocate_cache(blocks, block_size, dtype, device)
-    windows = tuple(checkpoint.config.windows)
+    windows = tuple(source.config.windows)
     runner = ModelRunner(model, ops, caches, windows, block_size, Sampler(eos), shape, device)
-    scheduler = Scheduler(limits, BlockPool(blocks, block_size))
-    engine_limits = EngineLimits(config.max_model_len, eos)
     info = EngineInfo(
         ops=ops.name,
         device=_device_name(device),
@@ -67,15 +118,36 @@ def build_engine(config: EngineConfig, stop_streams: StopStreams | None = None) 
         block_size=block_size,
         blocks=blocks,
         kv_bytes=blocks * block_bytes,
-        weight_bytes=_weight_bytes(checkpoint, dtype),
+        weight_bytes=_weight_bytes(source, shape),
         load_s=time.perf_counter() - began,
+        quantization=config.quantization,
+        deterministic=config.deterministic,
+        linear=ops.linear,
     )
-    return BuiltEngine(Engine(runner, scheduler, engine_limits, config.peaks, stop_streams), info)
+    return LoadedModel(runner, limits, EngineLimits(config.max_model_len, eos), info)
 
 
-def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """As they lie in memory once loaded."""
-    return sum(math.prod(tensor.info.shape) for tensor in checkpoint.tensors.values()) * dtype.itemsize
+def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
+    """Raises Unavailable for arithmetic that no operators here have: nothing else is run in its place."""
+    group = model.q_heads // model.kv_heads
+    return choose_ops(device, dtype, group, model.head_dim, config.quantization, config.deterministic)
+
+
+def _weight_bytes(source: ModelSource, shape: DecoderShape) -> int:
+    """As they lie in memory once loaded; a tied head counts once unless it is quantised, beside its embedding."""
+    if not shape.quantized:
+        return source.parameters * shape.itemsize
+    head = shape.hidden * shape.vocab
+    linear = shape.active_parameters + head
+    others = source.parameters - shape.active_parameters - (0 if source.config.tied else head)
+    return linear * shape.weight_itemsize + others * shape.itemsize
+
+
+def _block_bytes(model: ModelConfig, ops: Ops, block_size: int, itemsize: int) -> int:
+    """K and V of one block over all layers, as the operators lay them out."""
+    return (
+        2 * model.layers * math.prod(ops.cache_shape(model.kv_heads, block_size, model.head_dim)) * itemsize
+    )
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:

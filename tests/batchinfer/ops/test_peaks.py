@@ -11,7 +11,7 @@ from batchinfer.ops import peaks
 
 def test_every_dtype_and_both_streams_are_measured() -> None:
     found = peaks.measure_peaks("cpu", size=64, stream_bytes=2**20)
-    assert set(found.peak_flops) == {"bfloat16", "float32"}
+    assert set(found.peak_flops) == {"bfloat16", "float32", "int8"}
     assert all(value > 0 for value in found.peak_flops.values())
     assert found.bandwidth == max(found.read_bytes_per_s, found.copy_bytes_per_s) > 0
     assert found.name is None
@@ -26,6 +26,14 @@ def test_what_is_timed_is_a_matrix_product(dtype: torch.dtype) -> None:
     with torch.inference_mode():
         product = peaks._linear(x, weight)()
     torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
+
+
+def test_what_is_timed_in_int8_is_a_matrix_product_too() -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randint(-127, 128, (rows, 64), dtype=torch.int8) for rows in (32, 64))
+    with torch.inference_mode():
+        product = peaks._quantized_linear(x, weight)()
+    assert torch.equal(product, x.float() @ weight.float().T)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,0 +1,107 @@
+"""From a run's samples to what it says of the hardware: MFU, MBU, roofline and plan efficiency, and where time went."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from batchinfer.bench.ideal import Ideal, ideal_costs
+from batchinfer.bench.runs import Run
+from batchinfer_kernels.cost import Cost, DecoderShape, Peaks, decoder_step_costs
+
+MODEL = ("qkv", "o", "gate_up", "down", "lm_head", "attention")  # the operators whose FLOPs MFU counts
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """One run. Shares and efficiencies are fractions; what is divided by time is divided by the whole `wall_s`."""
+
+    wall_s: float
+    plan_s: float
+    model_s: float  # inside the model and the sampler
+    steps: int
+    rows_run: int
+    prompt_tokens_run: int  # recomputation not counted
+    decode_tokens_run: int
+    recomputed_tokens: int
+    preemptions: int
+    mfu: float
+    mbu: float
+    roofline_efficiency: float
+    plan_efficiency: float
+    padding_share: float  # of all positions computed
+    recomputed_share: float  # of all tokens run
+    overhead_share: float  # of wall_s, outside the model
+    roofline_s: float
+    ideal_s: float
+
+
+def operator_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> dict[str, float]:
+    """Operator name → the sum of its bounds over the run's steps, recomputed tokens not counted."""
+    total: dict[str, float] = {}
+    for sample, step in zip(run.steps, run.shapes, strict=True):
+        useful = 1 - sample.recomputed_tokens / step.tokens
+        for name, cost in decoder_step_costs(shape, step).items():
+            total[name] = total.get(name, 0.0) + cost.seconds(peaks) * useful
+    return total
+
+
+def compute_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
+    """The time that the useful FLOPs of the model take at the peaks: MFU is this over the wall time.
+
+    Where all is computed in one dtype that is FLOPs ÷ peak; int8 products count with the peak of int8.
+    """
+    total = 0.0
+    for sample, step in zip(run.steps, run.shapes, strict=True):
+        useful = 1 - sample.recomputed_tokens / step.tokens
+        costs = decoder_step_costs(shape, step)
+        total += useful * sum(_products(costs[name]).seconds(peaks) for name in MODEL)
+    return total
+
+
+def _products(cost: Cost) -> Cost:
+    """What MFU counts: multiplying and adding, without what quantising takes, and without moving anything."""
+    return Cost(cost.int8_ops or cost.flops, 0, cost.int8_ops)
+
+
+def run_figures(run: Run, ideal: Ideal, shape: DecoderShape, peaks: Peaks) -> RunFigures:
+    """All figures of a run against the peaks."""
+    prefill, decoded, recomputed, padded = (
+        sum(getattr(sample, name) for sample in run.steps)
+        for name in ("prefill_tokens", "decode_tokens", "recomputed_tokens", "padded_tokens")
+    )
+    ran = prefill + decoded
+    model_s = sum(sample.model_s for sample in run.steps)
+    roofline_s = sum(operator_seconds(run, shape, peaks).values())
+    ideal_s = sum(cost.seconds(peaks) for cost in ideal_costs(ideal, shape).values())
+    return RunFigures(
+        wall_s=run.wall_s,
+        plan_s=run.plan_s,
+        model_s=model_s,
+        steps=len(run.steps),
+        rows_run=run.plan.to_run,
+        prompt_tokens_run=prefill - recomputed,
+        decode_tokens_run=decoded,
+        recomputed_tokens=recomputed,
+        preemptions=sum(sample.preemptions for sample in run.steps),
+        mfu=compute_seconds(run, shape, peaks) / run.wall_s,
+        mbu=sum(sample.bytes for sample in run.steps) / (run.wall_s * peaks.bytes_per_s),
+        roofline_efficiency=roofline_s / run.wall_s,
+        plan_efficiency=ideal_s / run.wall_s,
+        padding_share=padded / (ran + padded),
+        recomputed_share=recomputed / ran,
+        overhead_share=1 - model_s / run.wall_s,
+        roofline_s=roofline_s,
+        ideal_s=ideal_s,
+    )
+
+
+def medians(runs: Sequence[RunFigures]) -> dict[str, float]:
+    """Of each figure over the runs; counts stay whole where the runs agree."""
+    columns = {name: [asdict(run)[name] for run in runs] for name in asdict(runs[0])}
+    return {name: _median(values) for name, values in columns.items()}
+
+
+def _median(values: Sequence[float]) -> float:
+    return values[0] if len(set(values)) == 1 else statistics.median(values)

@@ -1,0 +1,81 @@
+"""What `batchinfer bench` is asked for, checked as a whole before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from batchinfer.bench.workloads import WORKLOADS
+from batchinfer.engine.config import Dtype, Quantization
+from batchinfer.errors import UsageError
+from batchinfer.models.shapes import SHAPES
+
+DEFAULT_WORKLOADS = ("shared-prefix", "mixed", "decode")
+DEFAULT_MODEL = "llama-135m"
+DEVICES = ("auto", "cpu", "cuda")
+PEERS = ("transformers",)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """None stands for what the engine chooses itself."""
+
+    workloads: tuple[str, ...] = DEFAULT_WORKLOADS
+    model: str = DEFAULT_MODEL  # a named shape, or a checkpoint folder
+    dtype: str = "auto"
+    quantization: str = "none"
+    deterministic: bool = False
+    device: str = "auto"
+    threads: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    rows: int | None = None
+    repeat: int = 3
+    against: str | None = None
+    export: Path | None = None
+
+    def check(self) -> None:
+        """Raises UsageError that names every value that cannot be, and what could."""
+        wrong = [*self._unknown_names(), *self._too_small()]
+        if self.export is not None and len(self.workloads) != 1:
+            wrong.append(f"--export writes one workload; {len(self.workloads)} are named, name one")
+        if wrong:
+            raise UsageError("\n".join(wrong))
+
+    def _unknown_names(self) -> list[str]:
+        known = [
+            *(("WORKLOAD", name, tuple(WORKLOADS)) for name in self.workloads),
+            ("--dtype", self.dtype, ("auto", *get_args(Dtype))),
+            ("--quantization", self.quantization, get_args(Quantization)),
+            ("--device", self.device, DEVICES),
+            ("--against", self.against, (None, *PEERS)),
+        ]
+        found = [
+            f"{what} is {value!r}; it can be {', '.join(filter(None, names))}"
+            for what, value, names in known
+            if value not in names
+        ]
+        if not self.is_shape and not Path(self.model).is_dir():
+            names = ", ".join(SHAPES)
+            found.append(f"--model is {self.model!r}; it can be {names}, or a checkpoint folder that exists")
+        return found
+
+    def _too_small(self) -> list[str]:
+        numbers = {
+            "--threads": self.threads,
+            "--max-num-seqs": self.max_num_seqs,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--rows": self.rows,
+            "--repeat": self.repeat,
+        }
+        return [
+            f"{name} is {value}; at least 1 is needed"
+            for name, value in numbers.items()
+            if value is not None and value < 1
+        ]
+
+    @property
+    def is_shape(self) -> bool:
+        """Whether the model is a named shape, run on dummy weights."""
+        return self.model in SHAPES

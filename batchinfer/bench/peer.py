@@ -1,0 +1,87 @@
+"""The same work with transformers' `generate`: batches of like length, padded on the left, beside our runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from batchinfer.bench.workloads import Row
+
+BATCH = 32  # rows; on two CPU cores 16, 32 and 64 differed by less than the noise
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    """Seconds from lists of token ids to lists of token ids, and each row's answer."""
+
+    wall_s: float
+    answers: tuple[tuple[int, ...], ...]
+
+
+class TransformersPeer:
+    """A checkpoint in transformers, in the same process and with the same threads as ours."""
+
+    name = "transformers"
+
+    def __init__(self, checkpoint: Path, dtype: str, device: torch.device | str) -> None:
+        """Raises OSError when the folder cannot be loaded."""
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        self._device = torch.device(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+        self._model = model.to(self._device).eval()
+
+    @property
+    def version(self) -> str:
+        return version("transformers")
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row]) -> PeerRun:
+        """Every row, duplicates too. A batch generates as much as its longest row asks for; the rest is cut."""
+        began = time.perf_counter()
+        answers: list[tuple[int, ...]] = [()] * len(rows)
+        for numbers in _batches(rows):
+            for number, answer in zip(numbers, self._generate([rows[n] for n in numbers]), strict=True):
+                answers[number] = tuple(answer[: rows[number].max_tokens])
+        return PeerRun(time.perf_counter() - began, tuple(answers))
+
+    def _generate(self, rows: Sequence[Row]) -> list[list[int]]:
+        ids, mask = _padded(rows)
+        longest = max(row.max_tokens for row in rows)
+        config = GenerationConfig(
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        whole: Tensor = self._model.generate(
+            input_ids=ids.to(self._device), attention_mask=mask.to(self._device), generation_config=config
+        )
+        found: list[list[int]] = whole[:, ids.shape[1] :].tolist()
+        return found
+
+
+def _batches(rows: Sequence[Row]) -> Iterator[list[int]]:
+    """Numbers of rows, sorted so that a batch has little padding."""
+    order = sorted(range(len(rows)), key=lambda n: (len(rows[n].prompt), rows[n].max_tokens))
+    yield from (order[at : at + BATCH] for at in range(0, len(order), BATCH))
+
+
+def _padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, each (rows, longest prompt) int64, padded on the left."""
+    width = max(len(row.prompt) for row in rows)
+    ids, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
+    for number, row in enumerate(rows):
+        ids[number, width - len(row.prompt) :] = torch.tensor(row.prompt)
+        mask[number, width - len(row.prompt) :] = 1
+    return ids, mask

@@ -1,0 +1,79 @@
+"""A workload on its way to the engine: an index on disk and the planner's order, as for any job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from batchinfer.bench.workloads import Row
+from batchinfer.data.durable import FileOps
+from batchinfer.data.index import Layout
+from batchinfer.data.index_writer import IndexWriter
+from batchinfer.data.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
+from batchinfer.data.prepare import Prepared
+from batchinfer.data.rows import RowBatch
+from batchinfer.data.token_store import TokenStore
+from batchinfer.plan.plan import Plan
+from batchinfer.plan.planner import plan_job
+from batchinfer.request import SamplingParams
+
+CONTEXT = b"batchinfer bench"  # in the place of what else decides an answer: a benchmark stores none
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A workload in the order in which it is to run; `keys` are those of the rows."""
+
+    keys: tuple[bytes, ...]
+    plan: Plan
+    tokens: TokenStore
+
+
+def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool = True) -> Planned:
+    """Write the rows' index to an empty folder and plan it.
+
+    Without `deduplicate` equal rows are different work, as if each were a sample of its own. Raises StorageError.
+    """
+    prepared = _prepared(rows, deduplicate)
+    layout = Layout(folder)
+    batch = RowBatch("bench", 0, [{} for _ in rows], None, 0)
+    for path in (layout.tokens.parent, layout.index):
+        path.mkdir()
+    longest = max(row.length for row in rows)
+    with IndexWriter(layout, longest, endpoints=False, ops=FileOps()) as writer:
+        writer.append(batch, [None] * len(rows), range(len(rows)), prepared)
+        writer.commit()
+    keys = tuple(prepared.keys[at : at + 32] for at in range(0, len(prepared.keys), 32))
+    plan = plan_job(layout.index, [], folder / "plan", threads=threads)
+    return Planned(keys, plan, TokenStore(layout.tokens))
+
+
+def _prepared(rows: Sequence[Row], deduplicate: bool) -> Prepared:
+    params = {n: number for number, n in enumerate(dict.fromkeys(row.max_tokens for row in rows))}
+    texts = [_params(n) for n in params]
+    prompts = [np.array(row.prompt, np.int32) for row in rows]
+    prefixes = np.zeros((len(rows), len(PREFIX_LENGTHS)), np.int64)
+    keys = bytearray()
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        data = token_bytes(prompt)
+        hashes = prefix_hashes(data)
+        prefixes[number, : len(hashes)] = hashes
+        occurrence = 0 if deduplicate else number
+        keys += work_key(CONTEXT, texts[params[row.max_tokens]], data, occurrence)
+    return Prepared(
+        errors={},
+        params=texts,
+        params_of=[params[row.max_tokens] for row in rows],
+        max_tokens=[row.max_tokens for row in rows],
+        counts=np.array([len(prompt) for prompt in prompts], np.int32),
+        prefixes=prefixes,
+        keys=bytes(keys),
+        tokens=np.concatenate(prompts),
+    )
+
+
+def _params(max_tokens: int) -> str:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True).canonical().to_json()

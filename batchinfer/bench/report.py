@@ -1,0 +1,220 @@
+"""What came of a benchmark: as JSON for machines, as a table for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+from batchinfer import __version__
+from batchinfer.bench.figures import medians, operator_seconds, run_figures
+from batchinfer.bench.ideal import Ideal
+from batchinfer.bench.options import BenchOptions
+from batchinfer.bench.peer import PeerRun
+from batchinfer.bench.runs import Run
+from batchinfer.bench.workloads import Workload
+from batchinfer.engine.config import EngineInfo
+from batchinfer.report.hardware import detect
+from batchinfer_kernels.cost import DecoderShape, Peaks
+
+WIDTH = 24  # of the table's first column
+OPERATORS_SHOWN = 4
+
+
+@dataclass(slots=True)
+class Series:
+    """The runs of one workload, made in turns."""
+
+    ours: list[Run] = field(default_factory=list)
+    without: list[Run] = field(default_factory=list)  # ours without deduplication, where there are duplicates
+    peer: list[PeerRun] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadResult:
+    """A workload, its ideal, and its runs."""
+
+    workload: Workload
+    ideal: Ideal
+    series: Series
+
+    def to_json(self, shape: DecoderShape, peaks: Peaks, peer: str | None) -> dict[str, Any]:
+        """Medians over the runs, but for what is named otherwise. Seconds, tokens and fractions."""
+        figures = medians([run_figures(run, self.ideal, shape, peaks) for run in self.series.ours])
+        walls = [run.wall_s for run in self.series.ours]
+        tokens = self.workload.prompt_tokens + self.workload.output_tokens
+        wall = figures.pop("wall_s")
+        result = {
+            "workload": self.workload.name,
+            "rows": len(self.workload.rows),
+            "duplicates": self.workload.duplicates,
+            "prompt_tokens": self.workload.prompt_tokens,
+            "output_tokens": self.workload.output_tokens,
+            "wall_s": _times(walls),
+            "output_tokens_per_s": self.workload.output_tokens / wall,
+            "tokens_per_s": tokens / wall,
+            **figures,
+            "prompt_tokens_optimum": self.ideal.prefill_tokens,
+            "decode_tokens_optimum": self.ideal.decode_tokens,
+            "operators_s": self._operators(shape, peaks),
+        }
+        if self.series.without:
+            others = [run.wall_s for run in self.series.without]
+            result["without_deduplication"] = {"wall_s": _times(others), "relative": _relative(walls, others)}
+        if self.series.peer and peer is not None:
+            result["against"] = self._against(walls, peer)
+        return result
+
+    def _operators(self, shape: DecoderShape, peaks: Peaks) -> dict[str, float]:
+        """Of the median run, the largest first."""
+        middle = sorted(self.series.ours, key=lambda run: run.wall_s)[len(self.series.ours) // 2]
+        seconds = operator_seconds(middle, shape, peaks)
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    def _against(self, walls: Sequence[float], peer: str) -> dict[str, Any]:
+        others = [run.wall_s for run in self.series.peer]
+        same = [a == b for a, b in zip(self.series.ours[0].answers, self.series.peer[0].answers, strict=True)]
+        return {
+            "name": peer,
+            "version": version(peer),
+            "wall_s": _times(others),
+            "relative": _relative(walls, others),
+            "equal_rows": sum(same) / len(same),
+        }
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """Everything that was measured, and what with."""
+
+    options: BenchOptions
+    info: EngineInfo
+    shape: DecoderShape
+    peaks: Peaks
+    results: tuple[WorkloadResult, ...]
+
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """One object: the setting, then `results`, one object for each workload."""
+        return {
+            "batchinfer": __version__,
+            "torch": version("torch"),
+            "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "hardware": detect(self.options_device).name,
+            "model": self.options.model,
+            "dummy_weights": self.options.is_shape,
+            "repeat": self.options.repeat,
+            **asdict(self.info),
+            "peaks": asdict(self.peaks),
+            "results": [
+                result.to_json(self.shape, self.peaks, self.options.against) for result in self.results
+            ],
+        }
+
+    @property
+    def options_device(self) -> str:
+        """ "cpu" or "cuda": the engine's info names a GPU."""
+        return "cpu" if self.info.device == "cpu" else "cuda"
+
+    def table(self) -> str:
+        """The same for people."""
+        return "\n\n".join([self._head(), *(_block(result) for result in self.json["results"])])
+
+    def _head(self) -> str:
+        info, peaks = self.info, self.peaks
+        weights = "dummy weights" if self.options.is_shape else "its weights"
+        quantised = f", {info.quantization} weights" if info.quantization != "none" else ""
+        certain = ", deterministic" if info.deterministic else ""
+        integer = f", {_giga(peaks.int8_ops_per_s)}OP/s in int8" if peaks.int8_ops_per_s else ""
+        return "\n".join(
+            [
+                f"{self.options.model} ({weights}) in {info.dtype}{quantised}{certain} on {self.json['hardware']}, "
+                f"{info.threads} thread{'s' * (info.threads != 1)}, {info.ops} operators",
+                f"peaks of this run: {_giga(peaks.flops_per_s)}FLOP/s in {info.dtype}{integer}, "
+                f"{_giga(peaks.bytes_per_s)}B/s",
+            ]
+        )
+
+
+def _block(result: dict[str, Any]) -> str:
+    """One workload: a line a figure."""
+    lines = [
+        (
+            result["workload"],
+            f"{result['rows']:,} rows ({result['duplicates']:,} of them duplicates), {result['prompt_tokens']:,} "
+            f"prompt tokens, {result['output_tokens']:,} output tokens",
+        ),
+        *((f"  {name}", text) for name, text in _lines(result)),
+    ]
+    return "\n".join(f"{name:<{WIDTH}}{text}".rstrip() for name, text in lines)
+
+
+def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
+    wall, operators = result["wall_s"], result["operators_s"]
+    top = [f"{name} {seconds:.2f} s" for name, seconds in list(operators.items())[:OPERATORS_SHOWN]]
+    roofline, plan = _percent(result["roofline_efficiency"]), _percent(result["plan_efficiency"])
+    lines = [
+        ("time", f"{_seconds(wall)}, {result['plan_s']:.2f} s of it planning"),
+        (
+            "throughput",
+            f"{result['output_tokens_per_s']:,.0f} output tokens/s, {result['tokens_per_s']:,.0f} in all",
+        ),
+        ("MFU", _percent(result["mfu"])),
+        ("MBU", _percent(result["mbu"])),
+        (
+            "roofline efficiency",
+            f"{roofline}: the bound is {result['roofline_s']:.2f} s",
+        ),
+        (
+            "plan efficiency",
+            f"{plan}: the ideal job's bound is {result['ideal_s']:.2f} s",
+        ),
+        ("bound by operator", ", ".join(top)),
+        ("outside the model", _percent(result["overhead_share"])),
+        (
+            "padding, run again",
+            f"{_percent(result['padding_share'])}, {_percent(result['recomputed_share'])}",
+        ),
+        ("rows run", f"{result['rows_run']:,} in {result['steps']:,} steps"),
+        (
+            "prompt tokens run",
+            f"{result['prompt_tokens_run']:,}; {result['prompt_tokens_optimum']:,} would be the fewest",
+        ),
+    ]
+    if "without_deduplication" in result:
+        other = result["without_deduplication"]
+        lines.append(
+            ("duplicates run, too", f"{_seconds(other['wall_s'])}; ours is {other['relative']:.2f} of it")
+        )
+    if "against" in result:
+        other = result["against"]
+        same = f"{_percent(other['equal_rows'])} of rows have the same answer"
+        lines.append(
+            (other["name"], f"{_seconds(other['wall_s'])}; ours is {other['relative']:.2f} of it; {same}")
+        )
+    return lines
+
+
+def _times(seconds: Sequence[float]) -> dict[str, Any]:
+    return {"median": statistics.median(seconds), "min": min(seconds), "runs": list(seconds)}
+
+
+def _relative(ours: Sequence[float], others: Sequence[float]) -> float:
+    """Our time ÷ theirs in the same turn, the median over the turns: what slows a turn slows both."""
+    return statistics.median(a / b for a, b in zip(ours, others, strict=True))
+
+
+def _seconds(times: dict[str, Any]) -> str:
+    return f"{times['median']:.2f} s (fastest {times['min']:.2f} s of {len(times['runs'])})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _giga(value: float) -> str:
+    return f"{value / 1e9:,.1f} G"

@@ -1,0 +1,134 @@
+"""One timed run: from lists of token ids to lists of token ids, through planner, feeder and engine."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from batchinfer.bench.planning import Planned, plan_rows
+from batchinfer.bench.workloads import Row
+from batchinfer.engine.build import LoadedModel
+from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.errors import BatchInferError, OutOfMemory
+from batchinfer.launch.engine_host import EngineHost
+from batchinfer.launch.feed import run_plan
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.launch.messages import Progress
+from batchinfer.plan.plan import Plan, Window
+from batchinfer.request import Completion, Request, StepSample
+from batchinfer_kernels.cost import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run took and gave. Seconds from the token ids in memory to the last answer, planning included."""
+
+    wall_s: float
+    plan_s: float  # writing the index and planning
+    plan: Plan
+    steps: tuple[StepSample, ...]
+    shapes: tuple[StepShape, ...]  # of each step
+    answers: tuple[tuple[int, ...], ...]  # of each row, in the workload's order
+
+
+def timed_run(loaded: LoadedModel, rows: Sequence[Row], deduplicate: bool = True) -> Run:
+    """Run the rows on an empty cache. Raises OutOfMemory when one does not fit, and what the rooms raise."""
+    recorder = StepRecorder(loaded.runner)
+    engine = loaded.engine(runner=cast(ModelRunner, recorder))
+    answers = _Answers()
+    with tempfile.TemporaryDirectory(prefix="batchinfer-bench-") as folder:
+        began = time.perf_counter()
+        planned = plan_rows(rows, Path(folder), loaded.info.threads, deduplicate)
+        plan_s = time.perf_counter() - began
+        _run(planned, engine, loaded.info, answers)
+        wall_s = time.perf_counter() - began
+    shapes = tuple(recorder.shapes)
+    found = answers.of_rows(planned.keys, rows)
+    return Run(wall_s, plan_s, planned.plan, tuple(answers.steps), shapes, found)
+
+
+def _run(planned: Planned, engine: Engine, info: EngineInfo, answers: _Answers) -> None:
+    host = cast(EngineHost, InProcessHost(engine, info))
+    run_plan(planned.plan, planned.tokens, host, answers, Interrupts(), lambda _: None)
+
+
+class StepRecorder:
+    """Stands before a runner and keeps the shape of every step, which its samples only sum up."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.shapes: list[StepShape] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step_shape(self, *chunks: Any) -> StepShape:
+        shape = self._runner.step_shape(*chunks)
+        self.shapes.append(shape)
+        return shape
+
+
+class InProcessHost:
+    """An engine in this process, spoken to as `run_plan` speaks to one in a process of its own: each asking for
+    progress takes one step.
+    """
+
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+        self._engine, self.info = engine, info
+        self.left = False
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._engine.add(requests)
+
+    def receive(self, timeout_s: float) -> list[Progress]:
+        if not self._engine.unfinished:
+            return []
+        output = self._engine.step()
+        steps = [] if output.sample is None else [output.sample]
+        return [Progress(output.completions, output.requests, steps)]
+
+    def finish(self, within_s: float) -> None:
+        """Nothing runs any more: `run_plan` has heard of every request."""
+        self.left = True
+
+
+@dataclass(slots=True)
+class _Answers:
+    """The sink of `run_plan`."""
+
+    steps: list[StepSample] = field(default_factory=list)
+    completions: dict[bytes, Completion] = field(default_factory=dict)
+    failed: bool = False
+
+    def planned(self, window: Window) -> None:
+        """Nothing is kept of it."""
+
+    def take(self, progress: Progress) -> None:
+        self.steps += progress.steps
+        for completion in progress.completions:
+            self.completions[completion.key] = completion
+            self.failed |= completion.error is not None
+
+    def enough(self) -> bool:
+        return self.failed
+
+    def tick(self) -> None:
+        """No clock is kept here."""
+
+    def of_rows(self, keys: Sequence[bytes], rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
+        """Every row's answer. Raises when one failed, or has not the length that was asked for."""
+        for completion in self.completions.values():
+            if completion.error is not None:
+                kind = OutOfMemory if completion.error.error_class == "resource" else BatchInferError
+                raise kind(f"a row of the benchmark failed: {completion.error.message}")
+        found = tuple(tuple(self.completions[key].token_ids.tolist()) for key in keys)
+        for answer, row in zip(found, rows, strict=True):
+            if len(answer) != row.max_tokens:
+                raise BatchInferError(f"{len(answer)} tokens came where {row.max_tokens} were asked for")
+        return found

@@ -1,0 +1,163 @@
+"""A whole `batchinfer bench`: load once, measure the peaks, run every workload, measure the peaks again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+
+from batchinfer.bench.ideal import ideal_job
+from batchinfer.bench.options import BenchOptions
+from batchinfer.bench.peer import TransformersPeer
+from batchinfer.bench.report import BenchReport, Series, WorkloadResult
+from batchinfer.bench.runs import timed_run
+from batchinfer.bench.workloads import Row, Workload, make_workload
+from batchinfer.cpus import usable_cpus
+from batchinfer.engine.build import LoadedModel, ModelSource, checkpoint_source, load_model
+from batchinfer.engine.config import Dtype, EngineConfig, Quantization
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.dummy import DummyWeights, parameter_count, write_checkpoint
+from batchinfer.models.shapes import SHAPES, shape_config
+from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
+from batchinfer.report.hardware import has_fast_bf16
+from batchinfer.resolve import auto_dtype
+from batchinfer_kernels.cost import Peaks
+
+Notice = Callable[[str], None]
+Measure = Callable[[str, tuple[str, ...]], MeasuredPeaks]
+PEER_WARM_UP = 8  # rows
+WARM_UP_TOKENS = 4
+
+
+def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = None) -> BenchReport:
+    """Run what the options ask for; `notice` gets a line for each thing done, `measure` stands in for measure_peaks.
+
+    Raises UsageError for options that cannot be, and what loading and running raise.
+    """
+    options.check()
+    workloads = [workload_of(options, name) for name in options.workloads]
+    config = _engine_config(options, longest=max(workload.longest for workload in workloads))
+    torch.set_num_threads(options.threads or usable_cpus())  # before the peaks are measured
+    measure = measure or _measure_of(options)
+    before = _measured(config, measure, notice)
+    notice(f"loading {options.model}")
+    loaded = load_model(config, _source(options))
+    with _peer(options, config, notice) as peer:
+        series = [_run_series(loaded, workload, options.repeat, peer, notice) for workload in workloads]
+    peaks = best_peaks(before, _measured(config, measure, notice))
+    results = [
+        WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.windows), runs)
+        for workload, runs in zip(workloads, series, strict=True)
+    ]
+    return BenchReport(options, loaded.info, loaded.runner.shape, peaks, tuple(results))
+
+
+def workload_of(options: BenchOptions, name: str) -> Workload:
+    """The workload over the vocabulary of the model that the options name."""
+    path = Path(options.model)
+    config = shape_config(options.model) if options.is_shape else inspect_checkpoint(path).config
+    return make_workload(name, config.vocab, options.rows)
+
+
+def best_peaks(before: Peaks, after: Peaks) -> Peaks:
+    """The higher of each: on a machine that others use, too, a low one measured them."""
+    integer = max(before.int8_ops_per_s or 0.0, after.int8_ops_per_s or 0.0)
+    return Peaks(
+        max(before.flops_per_s, after.flops_per_s),
+        max(before.bytes_per_s, after.bytes_per_s),
+        integer or None,
+    )
+
+
+def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
+    """Sequences are as long as the workloads need: a model's own limit would only cost memory."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return EngineConfig(
+        model=Path(options.model),
+        dtype=_dtype(options, cast(Literal["cpu", "cuda"], device)),
+        device=cast(Literal["cpu", "cuda"], device),
+        max_model_len=longest,
+        longest=longest,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        threads=options.threads,
+        quantization=cast(Quantization, options.quantization),
+        deterministic=options.deterministic,
+    )
+
+
+def _dtype(options: BenchOptions, device: Literal["cpu", "cuda"]) -> Dtype:
+    """`auto`: as a job would run it; dummy weights count as stored in bfloat16."""
+    if options.dtype != "auto":
+        return cast(Dtype, options.dtype)
+    stored: Dtype = "bfloat16" if options.is_shape else inspect_checkpoint(Path(options.model)).dtype
+    return auto_dtype(device, stored, has_fast_bf16())
+
+
+def _source(options: BenchOptions) -> ModelSource:
+    if not options.is_shape:
+        return checkpoint_source(Path(options.model))
+    config = shape_config(options.model)
+    return ModelSource(config, parameter_count(config), lambda *place: DummyWeights(config, *place))
+
+
+def _measure_of(options: BenchOptions) -> Measure:
+    """The tiny shape is for trying the command: its peaks are measured in a moment, and mean as little."""
+    if options.model == "tiny":
+        return lambda device, dtypes: measure_peaks(device, dtypes, size=256, stream_bytes=2**22)
+    return measure_peaks
+
+
+def _measured(config: EngineConfig, measure: Measure, notice: Notice) -> Peaks:
+    notice("measuring this machine's peaks")
+    quantised = config.quantization != "none"
+    found = measure(config.device, (config.dtype, "int8") if quantised else (config.dtype,))
+    integer = found.peak_flops["int8"] if quantised else None
+    return Peaks(found.peak_flops[config.dtype], found.bandwidth, integer)
+
+
+@contextmanager
+def _peer(options: BenchOptions, config: EngineConfig, notice: Notice) -> Iterator[TransformersPeer | None]:
+    """transformers with the same weights, which lie on disk for it while this lasts."""
+    if options.against is None:
+        yield None
+        return
+    notice(f"loading {options.model} in {options.against}")
+    if not options.is_shape:
+        yield TransformersPeer(config.model, config.dtype, config.device)
+        return
+    with tempfile.TemporaryDirectory(prefix="batchinfer-bench-model-") as folder:
+        weights = DummyWeights(shape_config(options.model), getattr(torch, config.dtype), config.device)
+        write_checkpoint(Path(folder), SHAPES[options.model], weights)
+        yield TransformersPeer(Path(folder), config.dtype, config.device)
+
+
+def _run_series(
+    loaded: LoadedModel, workload: Workload, repeat: int, peer: TransformersPeer | None, notice: Notice
+) -> Series:
+    """One run that does not count, then everything in turns, so that all meet the same machine."""
+    rows, series = workload.rows, Series()
+    notice(f"{workload.name}: warm-up, {timed_run(loaded, rows).wall_s:.2f} s")
+    if peer is not None:
+        peer.run(_few(rows))
+    for number in range(1, repeat + 1):
+        series.ours.append(timed_run(loaded, rows))
+        told = [f"{series.ours[-1].wall_s:.2f} s"]
+        if workload.duplicates:
+            series.without.append(timed_run(loaded, rows, deduplicate=False))
+            told.append(f"without deduplication {series.without[-1].wall_s:.2f} s")
+        if peer is not None:
+            series.peer.append(peer.run(rows))
+            told.append(f"{peer.name} {series.peer[-1].wall_s:.2f} s")
+        notice(f"{workload.name}: run {number} of {repeat}, {', '.join(told)}")
+    return series
+
+
+def _few(rows: Sequence[Row]) -> list[Row]:
+    return [Row(row.prompt, WARM_UP_TOKENS) for row in rows[:PEER_WARM_UP]]
