@@ -50,7 +50,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
-    inverse = MAX_CODE / most
+    inverse = torch.full_like(most, MAX_CODE) / most  # MAX_CODE / most would be a reciprocal, rounded twice
     finite = most.isfinite()
     inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
     # The exact product is rounded once, as a fused multiply-add does it: float64 holds it
