@@ -79,7 +79,7 @@ class Request:
     key: bytes  # the WorkKey, 32 bytes
     prompt: TokenIds  # (n,) int32, n >= 1
     params: SamplingParams
-    shares_next: int = 0  # prompt tokens that the plan's next request begins with as well, 0 where nobody knows
+    shares_next: int = 0  # prompt tokens that the plan's next request begins with too; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -126,12 +126,13 @@ class Engine:
     def _post_process(self, step: Step, tokens: list[int], began: float, output: StepOutput) -> None:
         now, sampled = self._now(), iter(tokens)
         for chunk in step.chunks:
-            sequence, samples = chunk.sequence, chunk.samples
-            sequence.computed = chunk.end
-            sequence.high_water = max(sequence.high_water, chunk.end)
+            sequence, end = chunk.sequence, chunk.start + chunk.length
+            sequence.computed = end
+            if end > sequence.high_water:
+                sequence.high_water = end
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = began
-            if samples:
+            if end == len(sequence.tokens):
                 self._append(sequence, next(sampled), now, output)
 
     def _append(self, sequence: Sequence, token: int, now: float, output: StepOutput) -> None:

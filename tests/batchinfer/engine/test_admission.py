@@ -1,0 +1,170 @@
+"""Rows are admitted when all that runs can end: no preemption where lengths are known, little where they are not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.engine.admission import peak_blocks
+from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.output_lengths import BINS, OutputLengths
+from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
+from batchinfer.engine.sequence import Sequence
+from tests.batchinfer.engine.driver import Driver, sequence
+from tests.batchinfer.engine.simulation import Row, simulate
+
+
+def walked(ends: list[tuple[int, Sequence]], size: int) -> int:
+    """The peak, step by step, for sequences that share whole blocks of their first tokens."""
+    peak = 0
+    for step in range(max(s for s, _ in ends) + 1):
+        alive = [seq for last, seq in ends if step <= last]
+        blocks = {
+            (at, seq.blocks[at]) if at < len(seq.blocks) else (at, id(seq))
+            for seq in alive
+            for at in range(-(-(len(seq) + step) // size))
+        }
+        peak = max(peak, len(blocks))
+    return peak
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=9
+    ),
+    size=st.sampled_from([1, 2, 3, 16]),
+)
+@settings(max_examples=200, deadline=None, print_blob=True)
+def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
+    """Each row shares 0…3 leading blocks with those that share at least as many."""
+    pool = BlockPool(4000, size)
+    chain = pool.allocate(3)
+    ends = []
+    for shared, own, steps in rows:
+        seq = sequence([1] * (shared * size + own), 50)
+        pool.acquire(chain[:shared])
+        seq.blocks = chain[:shared] + pool.allocate(pool.blocks_for(own) // 2)
+        ends.append((steps, seq))
+    pool.release(chain)
+    assert peak_blocks(ends, pool) == walked(ends, size)
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=40),
+    blocks=st.integers(25, 80),
+    budget=st.sampled_from([16, 64, 512]),
+)
+@settings(max_examples=100, deadline=None, print_blob=True)
+def test_nothing_is_preempted_when_lengths_are_known(rows, blocks, budget):
+    scheduler = Scheduler(SchedulerConfig(16, budget), BlockPool(blocks, 4))
+    driver = Driver(scheduler)
+    for key, (prompt, output) in enumerate(rows):
+        scheduler.add(sequence([key] * prompt, output, key, exact=True))
+    driver.drain()
+    assert driver.preempted == 0
+
+
+class FullDriver(Driver):
+    """Looks at what the scheduler left in the queue although the step had tokens to spare, after a row has ended."""
+
+    refused, ended = 0, 0
+
+    def check_limits(self, step: Step) -> None:
+        super().check_limits(step)
+        scheduler = self.scheduler
+        spare = scheduler.config.max_num_batched_tokens - sum(c.length for c in step.chunks)
+        ended, self.ended = self.ended, len(self.finished)
+        if self.ended > ended and scheduler.waiting and len(scheduler.waiting[0]) <= spare:
+            everyone = (*scheduler.running, scheduler.waiting[0])
+            ends = [(s.max_length - len(s) - 1, s) for s in everyone]
+            assert len(scheduler.running) == scheduler.config.max_num_seqs or (
+                walked(ends, scheduler.pool.block_size) > scheduler.pool.total
+            )
+            self.refused += 1
+
+
+def test_a_batch_is_as_full_as_memory_permits():
+    """Whenever a row waits, admitting it would overflow the cache before the rows that run have ended."""
+    rng = random.Random(8)
+    scheduler = Scheduler(SchedulerConfig(64, 512), BlockPool(300, 4))
+    driver = FullDriver(scheduler)
+    for key in range(200):
+        scheduler.add(sequence([key] * rng.randint(5, 80), rng.randint(5, 120), key, exact=True))
+    used = []
+    while scheduler.waiting:
+        driver.step()
+        used.append(scheduler.pool.used)
+    assert driver.refused > 20
+    assert driver.preempted == 0
+    assert sum(used) / len(used) > 0.8 * scheduler.pool.total
+
+
+def answers(kind: str, rng: random.Random, most: int) -> int:
+    """Output tokens of one row that may give up to `most`."""
+    if kind == "two peaks":
+        return rng.randint(1, 8) if rng.random() < 0.5 else rng.randint(most * 4 // 5, most)
+    draw = {
+        "short": rng.expovariate(50 / most),
+        "exponential": rng.expovariate(8 / most),
+        "uniform": rng.uniform(1, most),
+        "normal": rng.gauss(most / 2, most / 10),
+        "longest": most,
+    }
+    return max(1, min(most, round(draw[kind])))
+
+
+@pytest.mark.parametrize("kind", ["short", "exponential", "uniform", "normal", "two peaks", "longest"])
+def test_wrong_estimates_cost_little_and_never_thrash(kind):
+    rng = random.Random(4)
+    rows = [(rng.randint(20, 300), answers(kind, rng, 512)) for _ in range(400)]
+    known = simulate([Row(p, o) for p, o in rows], blocks=800, budget=512)
+    guessed = simulate([Row(p, o, max_tokens=512) for p, o in rows], blocks=800, budget=512)
+    assert known.preemptions == 0
+    assert guessed.preemptions <= len(rows) // 4
+    assert guessed.recomputed <= 0.12 * guessed.tokens
+    assert guessed.seconds <= 1.1 * known.seconds
+
+
+def test_short_answers_do_not_leave_the_batch_half_empty():
+    """max_tokens fills the cache with 12 rows; the answers, a fiftieth as long, run 64 at once before long."""
+    rng = random.Random(1)
+    rows = [Row(32, 1 + round(rng.expovariate(1 / 40)), max_tokens=2000) for _ in range(800)]
+    got = simulate(rows, blocks=1600, seqs=64, budget=512)
+    assert got.running / got.steps > 40
+    assert got.preemptions == 0
+
+
+def test_a_row_that_was_preempted_comes_back_only_with_room_to_end():
+    scheduler = Scheduler(SchedulerConfig(8, 64, prefix_caching=False), BlockPool(20, 1))
+    first, second = sequence([1] * 4, 12, 1, exact=True), sequence([2] * 4, 12, 2)
+    for seq in (first, second):
+        scheduler.add(seq)
+    second.preemptions = 1
+    driver = Driver(scheduler)
+    while first in scheduler.running or not driver.steps:
+        driver.step()
+        assert second not in scheduler.running or len(driver.finished)
+    driver.drain()
+    assert driver.preempted == 0
+
+
+def test_estimates_follow_what_has_ended_and_what_still_runs():
+    lengths, fresh = OutputLengths(), sequence([1], 3200)
+    fresh.turn = 1  # its quantile is the golden ratio's 0.62
+    lengths.survey([])
+    assert lengths.longest(fresh) == fresh.max_length, "nothing is known, so all may be needed"
+    for _ in range(30):
+        ended = sequence([1], 3200)
+        ended.tokens.extend([0] * 100)
+        lengths.record(ended)
+    lengths.survey([])
+    assert lengths.longest(fresh) <= 1 + 3 * 3200 // BINS
+    survivors = [sequence([1], 3200) for _ in range(300)]
+    for survivor in survivors:
+        survivor.tokens.extend([0] * 1600)
+    lengths.survey(survivors)
+    assert lengths.longest(fresh) == fresh.max_length, "most rows outlive what ended early"
+    assert all(lengths.longest(s) > len(s) for s in survivors)
