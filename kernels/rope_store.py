@@ -16,17 +16,22 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
 
 
-def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, k_cache: Tensor, slots: Tensor) -> None:
-    """Raises ValueError when shapes do not fit."""
+def check_rotary_shapes(q: Tensor, k: Tensor, v: Tensor, half: int, slots: Tensor) -> None:
+    """`half`: pairs that are rotated, D/2. Raises ValueError when shapes do not fit."""
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit")
-    if cos.shape != (q.shape[0], q.shape[2] // 2) or q.shape[2] % 2:
+    if q.shape[2] != 2 * half or slots.shape != q.shape[:1]:
         raise ValueError(
-            f"cos is {tuple(cos.shape)}, wanted ({q.shape[0]}, {q.shape[2] // 2}), head size even"
+            f"heads of {q.shape[2]} are rotated in {half} pairs, at {tuple(slots.shape)} slots for {q.shape[0]} tokens"
         )
-    if k_cache.shape[1] != k.shape[1] or k_cache.shape[3] != k.shape[2] or slots.shape != q.shape[:1]:
+
+
+def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, k_cache: Tensor, slots: Tensor) -> None:
+    """Raises ValueError when shapes do not fit."""
+    check_rotary_shapes(q, k, v, cos.shape[1], slots)
+    if cos.shape[0] != q.shape[0] or k_cache.shape[1] != k.shape[1] or k_cache.shape[3] != k.shape[2]:
         raise ValueError(
-            f"cache {tuple(k_cache.shape)} or slots {tuple(slots.shape)} do not fit k {tuple(k.shape)}"
+            f"cos {tuple(cos.shape)} or cache {tuple(k_cache.shape)} do not fit k {tuple(k.shape)}"
         )
 
 

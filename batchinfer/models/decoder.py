@@ -25,7 +25,7 @@ class _Layer:
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor
-    gate_up: Linear
+    gated: Linear
     down: Linear
     window: int | None
 
@@ -46,7 +46,7 @@ class Decoder:
         tables = weights.tables()
         self._embedding = tables.embedding
         self._final_norm = tables.final_norm
-        self._head = ops.pack_linear(tables.head)
+        self._head = ops.pack_head(tables.head)
         self._layers = [self._packed(weights.layer(i), config.windows[i]) for i in range(config.layers)]
 
     @property
@@ -63,7 +63,7 @@ class Decoder:
             k_norm=weights.k_norm,
             o=pack(weights.o, weights.o_bias),
             post_norm=weights.post_norm,
-            gate_up=pack(weights.gate_up, weights.gate_up_bias),
+            gated=self._ops.pack_gated(weights.gate_up, weights.gate_up_bias, self.config.activation),
             down=pack(weights.down, weights.down_bias),
             window=window,
         )
@@ -71,12 +71,10 @@ class Decoder:
     def allocate_cache(
         self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> list[LayerCache]:
-        """A zero-filled cache: per layer K and V of (blocks, kv_heads, block_size, head_dim)."""
-        shape = (blocks, self.config.kv_heads, block_size, self.config.head_dim)
-        return [
-            LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-            for _ in range(self.config.layers)
-        ]
+        """A zero-filled cache for each layer."""
+        config = self.config
+        sizes = (blocks, config.kv_heads, block_size, config.head_dim)
+        return [self._ops.allocate_cache(*sizes, dtype, device) for _ in range(config.layers)]
 
     def forward(
         self,
@@ -96,7 +94,7 @@ class Decoder:
             x, residual = self._ops.rms_norm(x, layer.input_norm, self.config.rms_eps, residual)
             x = self._attend(layer, x, inputs, cache, plan)
             x, residual = self._ops.rms_norm(x, layer.post_norm, self.config.rms_eps, residual)
-            x = layer.down(self._ops.gated_activation(layer.gate_up(x), self.config.activation))
+            x = layer.down(layer.gated(x))
         return x if residual is None else x + residual
 
     def _attend(
@@ -112,7 +110,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
         normed, _ = self._ops.rms_norm(hidden, self._final_norm, self.config.rms_eps)
-        return self._head(normed).float()
+        return self._head(normed)
 
 
 def load_decoder(

@@ -1,31 +1,29 @@
-"""Operators for the CPU: compiled ones between matrix products, packed weights within them."""
+"""Operators for the CPU: compiled ones, and for linear layers the fastest of what there is."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Linear, RopeTable
-from batchinfer.ops.torch_ops import TorchLinear, TorchOps
-from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, MAX_ROWS, CompiledOperators, attention_items
+from batchinfer.ops.cpu_linear import CompiledLinear, LinearChoice, QuantizedLinear, Ways, other_ways
+from batchinfer.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    FloatLinear,
+    GatedLinear,
+    LayerCache,
+    Linear,
+    RopeTable,
+)
+from batchinfer.ops.torch_ops import TorchOps
+from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, Items, attention_items
+from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators, Kind
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.quantized_linear import quantize_weight
 
-# The batch size that a packed weight is laid out for. Of 16, 64, 128, 256 and 2048 it made no difference that could be
-# told from noise for batches of 8 to 2048 (135M Llama shapes, two cores); decode batches are the usual ones.
-PACKED_FOR = 128
-
-
-class PackedLinear(Linear):
-    """bfloat16, in oneDNN's own layout: torch's plain linear packs the weight anew at every call."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return y
+Quantization = Literal["none", "int8"]
 
 
 class ItemPlan(AttentionPlan):
@@ -33,27 +31,74 @@ class ItemPlan(AttentionPlan):
 
     padded_tokens = 0
 
-    def __init__(self, inputs: AttentionInputs, items: Tensor) -> None:
+    def __init__(self, inputs: AttentionInputs, items: Items) -> None:
         self.inputs, self.items = inputs, items
 
 
 class CpuOps(TorchOps):
-    """`group` and `head_dim` are the model's: what the compiled operators cannot do is decided before they run."""
+    """`group` is the model's number of query heads a KV head.
+
+    `deterministic`: only operators whose results for a row depend on that row alone, bit by bit.
+    """
 
     name = "cpu"
 
-    def __init__(self, compiled: CompiledOperators, group: int) -> None:
+    def __init__(
+        self,
+        compiled: CompiledOperators,
+        group: int,
+        quantization: Quantization = "none",
+        deterministic: bool = False,
+    ) -> None:
         self._compiled, self._group = compiled, group
+        self._quantization, self._deterministic = quantization, deterministic
+        self._choice = LinearChoice()
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int) -> bool:
         """Whether the compiled operators cover a model."""
         return dtype in (torch.float32, torch.bfloat16) and group <= MAX_ROWS and head_dim <= MAX_HEAD_DIM
 
+    @property
+    def linear(self) -> str:
+        return str(self._choice)
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return PackedLinear(weight, bias)
-        return TorchLinear(weight, bias)
+        return self._pack(weight, bias, "plain", other_ways(weight, bias))
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+        if activation != "silu":
+            return super().pack_gated(weight, bias, activation)
+        others: Ways = {
+            name: lambda pack=pack: GatedLinear(self, pack(), activation)  # type: ignore[misc]
+            for name, pack in other_ways(weight, bias).items()
+        }
+        return self._pack(weight, bias, "gated", others)
+
+    def pack_head(self, weight: Tensor) -> Linear:
+        others: Ways = {
+            name: lambda pack=pack: FloatLinear(pack())  # type: ignore[misc]
+            for name, pack in other_ways(weight, None).items()
+        }
+        return self._pack(weight, None, "float", others)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, kind: Kind, others: Ways) -> Linear:
+        ways: Ways = {"compiled": lambda: self._compiled_linear(weight, bias, kind)}
+        if self._quantization == "int8":
+            ways = {"int8": lambda: self._quantized_linear(weight, bias, kind)}
+        elif not self._deterministic:
+            ways |= others
+        return self._choice.pack(weight, kind, ways)
+
+    def _compiled_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> Linear:
+        return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, kind))
+
+    def _quantized_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> Linear:
+        codes, scales = quantize_weight(weight)
+        return QuantizedLinear(self._compiled, self._compiled.pack_codes(codes, scales, bias, kind))
+
+    def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
+        return self._compiled.cache_shape(kv_heads, block_size, head_dim)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
@@ -72,13 +117,15 @@ class CpuOps(TorchOps):
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
-        places = (rope.cos, rope.sin, inputs.positions, cache.k, cache.v, inputs.slots)
+        places = (rope.cos, rope.sin, inputs.positions, cache.k, cache.v, cache.block_size, inputs.slots)
         return self._compiled.rope_store(q, k, v, *places, q_norm, k_norm, eps)
 
     def plan_attention(
         self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
     ) -> AttentionPlan:
-        return ItemPlan(inputs, attention_items(inputs.query_lens, inputs.context_lens, self._group))
+        tables, pages = inputs.block_tables.numpy(), self._compiled.pages(block_size)
+        items = attention_items(inputs.query_lens, inputs.context_lens, self._group, tables, pages)
+        return ItemPlan(inputs, items)
 
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, window: int | None = None
@@ -86,7 +133,8 @@ class CpuOps(TorchOps):
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         tables = plan.inputs.block_tables
-        return self._compiled.paged_attention(q, cache.k, cache.v, tables, plan.items, scale, window)
+        places = (cache.k, cache.v, cache.block_size, tables, plan.items)
+        return self._compiled.paged_attention(q, *places, scale, window)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if activation == "silu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
@@ -12,10 +13,12 @@ from batchinfer_kernels.gated_activation import Activation
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """K and V of one layer: (blocks, kv_heads, block_size, head_dim) each."""
+    """K and V of one layer, (blocks, kv_heads, block_size, head_dim) each; how values lie within a block is the
+    business of the operators that allocated it, which may round its two inner sizes up."""
 
     k: Tensor
     v: Tensor
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,40 @@ class Ops(ABC):
 
     name: str
 
+    @property
+    def linear(self) -> str:
+        """How the linear layers packed so far are computed, for the report."""
+        return self.name
+
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Prepare a weight (out, in) once, at load."""
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+        """A gated layer, gate above up: (T, in) → (T, out / 2), act(gate) * up."""
+        return GatedLinear(self, self.pack_linear(weight, bias), activation)
+
+    def pack_head(self, weight: Tensor) -> Linear:
+        """The layer that makes logits: (T, in) → (T, out) float32."""
+        return FloatLinear(self.pack_linear(weight))
+
+    def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
+        """Values that one block of K takes, or of V, in one layer."""
+        return kv_heads, block_size, head_dim
+
+    def allocate_cache(
+        self,
+        blocks: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LayerCache:
+        """A zero-filled cache of one layer."""
+        shape = (blocks, *self.cache_shape(kv_heads, block_size, head_dim))
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return LayerCache(k, v, block_size)
 
     @abstractmethod
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -106,3 +140,25 @@ class Ops(ABC):
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """(T, 2 × intermediate) → (T, intermediate). See batchinfer_kernels.gated_activation."""
+
+
+class GatedLinear(Linear):
+    """act(gate) * up as two operators."""
+
+    def __init__(self, ops: Ops, inner: Linear, activation: Activation) -> None:
+        self.in_features, self.out_features = inner.in_features, inner.out_features // 2
+        self._ops, self._inner, self._activation = ops, inner, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.gated_activation(self._inner(x), self._activation)
+
+
+class FloatLinear(Linear):
+    """The result widened to float32."""
+
+    def __init__(self, inner: Linear) -> None:
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+        self._inner = inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._inner(x).float()

@@ -1,4 +1,4 @@
-"""Compiles ops.c for this very CPU, once, with the system's compiler."""
+"""Compiles operators.c for this very CPU, once, with the system's compiler."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("ops.c")
-# Reassociation lets reductions vectorise. Not -ffast-math: it would assume that no NaN exists, which is how broken
-# weights show, and older compilers would make the whole process flush denormals.
+SOURCE = Path(__file__).with_name("operators.c")
+# Not -ffast-math: it would assume that no NaN exists, which is how broken weights show, older compilers would make the
+# whole process flush denormals, and sums in another order for other numbers of rows would make a row's bits depend on
+# its neighbours.
 FLAGS = (
     "-O3",
     "-march=native",
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fassociative-math",
-    "-fno-signed-zeros",
     "-ffp-contract=fast",
     "-std=gnu11",
     "-shared",
@@ -86,7 +85,8 @@ def _fingerprint(compiler: str) -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoCompiler(f"{compiler} does not run: {error}") from error
-    parts = (SOURCE.read_text(), *FLAGS, compiler, version, platform.machine(), _cpu())
+    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    parts = (*sources, *FLAGS, compiler, version, platform.machine(), _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.cpu.compiled import CompiledOperators, attention_items
+from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.gated_activation import gated_activation_reference
-from batchinfer_kernels.paged_attention import paged_attention_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
-from tests.kernels.test_paged_attention import poisoned_case
+from tests.kernels.cpu_cache import laid_out, plain
 
 DTYPES = (torch.float32, torch.bfloat16)
 # One rounding of the stored type: 2^-24 and 2^-8, with room for sums in another order.
@@ -62,66 +57,22 @@ def test_rope_store(compiled, dtype, dim, normed):
     positions = torch.randint(0, 50, (tokens,))
     slots = torch.randperm(5 * block_size)[:tokens]
     norms = [torch.randn(dim).to(dtype) for _ in range(2)] if normed else [None, None]
-    caches = [[torch.full((5, kv_heads, block_size, dim), 7.0).to(dtype) for _ in range(2)] for _ in range(2)]
+    caches = [torch.full((5, kv_heads, block_size, dim), 7.0).to(dtype) for _ in range(2)]
+    ours = laid_out(compiled, *caches)
     cos, sin = angles.cos(), angles.sin()
-    got = compiled.rope_store(q, k, v, cos, sin, positions, *caches[0], slots, *norms)
-    wanted = rope_store_reference(q, k, v, cos[positions], sin[positions], *caches[1], slots, *norms)
+    got = compiled.rope_store(q, k, v, cos, sin, positions, *ours, block_size, slots, *norms)
+    wanted = rope_store_reference(q, k, v, cos[positions], sin[positions], *caches, slots, *norms)
     torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
-    for ours, theirs in zip(*caches, strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE[dtype])
+    for stored, theirs in zip(plain(*ours, block_size, dim), caches, strict=True):
+        torch.testing.assert_close(stored, theirs, **TOLERANCE[dtype])
 
 
-@given(
-    seed=st.integers(0, 2**16),
-    dtype=st.sampled_from(DTYPES),
-    kv_heads=st.sampled_from([1, 2, 3]),
-    share=st.sampled_from([1, 3, 4, 7, 16]),
-    dim=st.sampled_from([2, 20, 64, 96, 128, 256]),
-    block_size=st.sampled_from([1, 4, 16, 100]),
-    window=st.sampled_from([None, 1, 5, 63, 64, 130]),
-    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6),
-)
-@settings(max_examples=80, deadline=None)
-def test_paged_attention(seed, dtype, kv_heads, share, dim, block_size, window, lengths):
-    chunks = [(queries, queries + before) for queries, before in lengths]
-    q, caches, table = poisoned_case(seed, kv_heads * share, kv_heads, dim, block_size, chunks)
-    q, caches = q.to(dtype), [c.to(dtype) for c in caches]
-    queries, contexts = [n for n, _ in chunks], [c for _, c in chunks]
-    wanted = paged_attention_reference(q, *caches, table, queries, contexts, 0.3, window)
-    items = attention_items(queries, contexts, share)
-    got = CompiledOperators().paged_attention(q, *caches, table, items, 0.3, window)
-    torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
-
-
-def test_large_scores_do_not_overflow(compiled):
-    q, k = torch.full((1, 1, 64), 300.0), torch.zeros(3, 1, 16, 64)
-    v = torch.randn(3, 1, 16, 64)
-    k[1] = 300.0  # the middle block outweighs everything
-    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
-    got = compiled.paged_attention(q, k, v, table, attention_items([1], [48], 1), 1.0)
-    torch.testing.assert_close(got[0, 0], v[1, 0].mean(0), atol=1e-5, rtol=1e-5)
-
-
-def test_nan_in_a_value_reaches_the_output(compiled):
+def test_nan_reaches_the_output(compiled):
     """Broken weights must show: the flags may not let the compiler assume that there is no NaN."""
-    q, k, v = torch.ones(1, 1, 8), torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
-    k[0, 0, 1, 3] = float("nan")
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    assert compiled.paged_attention(q, k, v, table, attention_items([1], [4], 1), 1.0).isnan().any()
-    assert compiled.rms_norm(k[0, 0], torch.ones(8), 1e-5)[0][1].isnan().all()
-    assert compiled.silu_gate(k[0, 0]).isnan().any()
-
-
-def test_work_is_cut_without_gap_and_longest_first():
-    items = attention_items([1, 40, 3], [500, 40, 100], 3).tolist()
-    assert items[0] == [0, 0, 1, 499]
-    covered = sorted((token + i, position + i) for _, token, n, position in items for i in range(n))
-    assert covered == sorted(
-        [(0, 499)] + [(1 + i, i) for i in range(40)] + [(41 + i, 97 + i) for i in range(3)]
-    )
-    random.shuffle(items)
-    with pytest.raises(ValueError, match="at most 16"):
-        attention_items([1], [1], 17)
+    x = torch.ones(4, 8)
+    x[1, 3] = float("nan")
+    assert compiled.rms_norm(x, torch.ones(8), 1e-5)[0][1].isnan().all()
+    assert compiled.silu_gate(x).isnan().any()
 
 
 def test_what_does_not_fit_is_refused(compiled):

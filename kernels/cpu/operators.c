@@ -1,0 +1,45 @@
+/* The operators of a decoder, for float32 and bfloat16. Everything is computed in float. Semantics are those of the torch
+ * references beside this folder. */
+#include "vector.h"
+#include "panels.h"
+#include "quantize_weight.h"
+
+#define MAX_DIM 256
+#define MOST_ROWS 48 /* queries of one KV head that pass over a tile of keys together: with it they fit an L1 of 32 KiB */
+#define PASSED INT32_MAX
+
+int64_t lanes(void) { return LANES; }
+
+#define REAL float
+#define PAIR 1 /* values a word */
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define LOADV load_f32
+#define STOREV store_f32
+#define DOT dot_f32
+#define NAME(base) base##_f32
+#include "pointwise.h"
+#include "linear.h"
+#include "quantized_linear.h"
+#include "attention.h"
+#undef REAL
+#undef PAIR
+#undef LOAD
+#undef STORE
+#undef LOADV
+#undef STOREV
+#undef DOT
+#undef NAME
+
+#define REAL bf16
+#define PAIR 2
+#define LOAD bf16_load
+#define STORE bf16_store
+#define LOADV load_bf16
+#define STOREV store_bf16
+#define DOT dot_bf16
+#define NAME(base) base##_bf16
+#include "pointwise.h"
+#include "linear.h"
+#include "quantized_linear.h"
+#include "attention.h"

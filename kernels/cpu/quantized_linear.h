@@ -1,0 +1,87 @@
+/* Matrix products in int8: weights signed per output, activations unsigned (zero point 128) per row; included once a
+ * dtype. Sums are exact integers, so a row's result depends on nothing but the row. Panels as in linear.h, four values
+ * a word. Since sum((x + 128) w) = sum(x w) + 128 sum(w), each sum starts at -128 times its output's weights. */
+
+/* Codes of one row, its scale in return. A value that is not a number makes the scale one. */
+INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
+    float most = 0, bad = 0;
+    int64_t whole = inputs / LANES * LANES;
+    vf tops = splat(0.0f), strange = splat(0.0f);
+    for (int64_t i = 0; i < whole; i += LANES) {
+        vf v = LOADV(x + i), a = pick(v < 0.0f, -v, v);
+        tops = pick(a > tops, a, tops);
+        strange += v * 0.0f;
+    }
+    most = lane_max(tops), bad = lane_sum(strange);
+    for (int64_t i = whole; i < inputs; i++) {
+        float v = LOAD(x[i]), a = fabsf(v);
+        most = a > most ? a : most, bad += v * 0.0f;
+    }
+    float scale = most / 127.0f, inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        vf shifted = LOADV(x + i) * inverse + 12582912.0f; /* rounds to nearest, ties to even */
+        vi code = ((vi)shifted & 0xff) ^ 0x80;
+        typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
+        *(vb *)(codes + i) = __builtin_convertvector(code, vb);
+    }
+    for (int64_t i = whole; i < inputs; i++) {
+        float shifted = LOAD(x[i]) * inverse + 12582912.0f;
+        int32_t bits;
+        memcpy(&bits, &shifted, 4);
+        codes[i] = (bits & 0xff) ^ 0x80;
+    }
+    for (int64_t i = inputs; i % 4; i++) codes[i] = 0x80;
+    return scale + bad;
+}
+
+INLINE void NAME(quantized_rows)(const uint8_t *x, const float *row_scales, const int8_t *panel, const int32_t *starts,
+                                 const float *scales, const REAL *bias, REAL *y, float *wide, int64_t stride,
+                                 int64_t words, int64_t columns, int kind, const int rows) {
+    vi sums[ROWS][COLUMNS];
+    const vi *weight = (const vi *)panel;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = ((const vi *)starts)[c];
+    for (int64_t i = 0; i < words; i++, weight += COLUMNS)
+        for (int r = 0; r < rows; r++) {
+            int32_t word;
+            memcpy(&word, x + (r * words + i) * 4, 4);
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int8(sums[r][c], splat_word(word), weight[c]);
+        }
+    for (int r = 0; r < rows; r++) {
+        vf value[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++)
+            value[c] = __builtin_convertvector(sums[r][c], vf) * (load_f32(scales + c * LANES) * row_scales[r]);
+        NAME(put)(value, bias, y + r * stride, wide + r * stride, columns, kind);
+    }
+}
+
+/* As `linear`, with packed codes, the sums' starts (int32), scales (float) and bias of all columns. `codes` (rows, inputs
+ * rounded up to 4) bytes and `row_scales` (rows,) are room to work in. */
+void NAME(quantized_linear)(const REAL *x, const int8_t *packed, const int32_t *starts, const float *scales,
+                            const REAL *bias, void *y, uint8_t *codes, float *row_scales, int64_t rows,
+                            int64_t outputs, int64_t inputs, int64_t kind) {
+    int64_t words = (inputs + 3) / 4, wanted = kind == GATED ? outputs / 2 : outputs;
+    int64_t width = kind == GATED ? PANEL / 2 : PANEL, panels = panels_of(outputs, kind == GATED);
+    int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * inputs) + 1;
+#pragma omp parallel
+    {
+        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), total = blocks * panels;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++)
+            row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * words * 4);
+        for (int64_t at = total * me / threads; at < total * (me + 1) / threads; at++) {
+            int64_t block, panel;
+            place(at, per, blocks, panels, &block, &panel);
+            int64_t row = block * ROWS, columns = wanted - panel * width < width ? wanted - panel * width : width;
+            int64_t to = row * wanted + panel * width, from = panel * PANEL;
+#define CASE(n) \
+    case n: \
+        NAME(quantized_rows)(codes + row * words * 4, row_scales + row, packed + from * words * 4, starts + from, \
+                             scales + from, bias ? bias + from : NULL, (REAL *)y + to, (float *)y + to, wanted, words, \
+                             columns, kind, n); \
+        break;
+            switch (rows - row < ROWS ? rows - row : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+        }
+    }
+}

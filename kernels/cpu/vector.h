@@ -1,0 +1,130 @@
+/* Vectors of this CPU's width, and what the operators do with them, for float32 and bfloat16.
+ *
+ * A WORD is 32 bits of a row: one float or two bfloat16 values that are adjacent along the dimension summed over. `dot`
+ * multiplies words lane by lane and adds what each holds to a float: one fused multiply-add, or AVX512_BF16's. So one
+ * text serves both dtypes, and every sum runs in the order of its words whatever else is computed beside it.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <omp.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define COLUMNS 4 /* vectors across a tile of results: 6 x 4 sums, 4 operands and a broadcast fill 32 registers */
+#elif defined(__AVX2__)
+#define LANES 8
+#define COLUMNS 2 /* 16 registers */
+#elif defined(__aarch64__)
+#define LANES 4
+#define COLUMNS 4
+#else
+#define LANES 4
+#define COLUMNS 2
+#endif
+#define ROWS 6 /* rows of such a tile */
+#define PANEL (COLUMNS * LANES)
+#define INLINE static inline __attribute__((always_inline))
+
+typedef uint16_t bf16;
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vi splat_word(int32_t x) { return x - (vi){0}; }
+INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+INLINE float bf16_load(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE bf16 bf16_store(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bf16)rounded; /* rounding must not turn NaN into infinity */
+}
+
+INLINE vf load_f32(const float *from) { return *(const vf *)from; }
+INLINE void store_f32(float *to, vf value) { *(vf *)to = value; }
+INLINE vf load_bf16(const bf16 *from) { return (vf)(__builtin_convertvector(*(const vh *)from, vi) << 16); }
+
+INLINE void store_bf16(bf16 *to, vf value) {
+#if defined(__AVX512BF16__) && LANES == 16
+    __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+    memcpy(to, &half, sizeof half);
+#else
+    vi bits = (vi)value;
+    vi rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (bits & 0x7fffffff) > 0x7f800000;
+    *(vh *)to = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), vh);
+#endif
+}
+
+INLINE vf dot_f32(vf sum, vi a, vi b) { return sum + (vf)a * (vf)b; }
+
+INLINE vf dot_bf16(vf sum, vi a, vi b) {
+#if defined(__AVX512BF16__) && LANES == 16
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum += (vf)(a & (int32_t)0xffff0000) * (vf)(b & (int32_t)0xffff0000);
+    return sum + (vf)(a << 16) * (vf)(b << 16);
+#endif
+}
+
+/* Four products of unsigned and signed bytes a lane, added exactly. */
+INLINE vi dot_int8(vi sum, vi a, vi b) {
+#if defined(__AVX512VNNI__) && LANES == 16
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    for (int shift = 0; shift < 32; shift += 8) sum += ((a >> shift) & 0xff) * ((b << (24 - shift)) >> 24);
+    return sum;
+#endif
+}
+
+/* 2^x for x <= 0, 0 below 2^-126, NaN for NaN; relative error below 2e-7. */
+INLINE vf exp2_nonpositive(vf x) {
+    vi tiny = x < -126.0f;
+    vf t = pick(tiny, splat(-126.0f), x);
+    vf whole = (t + 12582912.0f) - 12582912.0f, f = t - whole; /* 1.5 * 2^23: adding it rounds to an integer */
+    vf p = 1.5403530e-4f * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    vi bits = (vi)(t + 12582912.0f) << 23; /* the integer stands in the low bits, and moves to the exponent's place */
+    return pick(tiny, splat(0.0f), (vf)((vi)p + bits));
+}
+
+INLINE vf silu(vf g) {
+    vf e = exp2_nonpositive(pick(g < 0.0f, g, -g) * 1.44269504f);
+    return g * pick(g >= 0.0f, splat(1.0f), e) / (e + 1.0f);
+}
+
+INLINE float lane_sum(vf v) {
+    float part[LANES];
+    memcpy(part, &v, sizeof part);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) part[i] += part[i + step];
+    return part[0];
+}
+
+INLINE float lane_max(vf v) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float part[LANES], top;
+    memcpy(part, &v, sizeof part);
+    top = part[0];
+    for (int i = 1; i < LANES; i++) top = part[i] > top ? part[i] : top;
+    return top;
+#endif
+}

@@ -1,0 +1,31 @@
+"""Between the plain layout of a KV cache, (blocks, kv_heads, block_size, D), and the compiled operators'."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.cpu.compiled import WORD_BYTES, CompiledOperators
+
+
+def laid_out(compiled: CompiledOperators, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain K and V as the compiled operators want them; what rounding up adds is NaN."""
+    blocks, kv_heads, block_size, dim = k.shape
+    _, rows, width = compiled.cache_shape(kv_heads, block_size, dim)
+    pair = WORD_BYTES // k.element_size()
+    padded = [torch.full((blocks, kv_heads, rows, width), float("nan"), dtype=k.dtype) for _ in range(2)]
+    for whole, part in zip(padded, (k, v), strict=True):
+        whole[:, :, :block_size, :dim] = part
+    words_of_heads = padded[0].view(blocks, kv_heads, rows, width // pair, pair).transpose(2, 3)
+    words_of_tokens = padded[1].view(blocks, kv_heads, rows // pair, pair, width).transpose(3, 4)
+    shape = (blocks, kv_heads, rows, width)
+    return words_of_heads.reshape(shape).contiguous(), words_of_tokens.reshape(shape).contiguous()
+
+
+def plain(k: Tensor, v: Tensor, block_size: int, dim: int) -> tuple[Tensor, Tensor]:
+    """The way back, without what rounding up added."""
+    blocks, kv_heads, rows, width = k.shape
+    pair = WORD_BYTES // k.element_size()
+    k = k.view(blocks, kv_heads, width // pair, rows, pair).transpose(2, 3).reshape(k.shape)
+    v = v.view(blocks, kv_heads, rows // pair, width, pair).transpose(3, 4).reshape(v.shape)
+    return k[:, :, :block_size, :dim], v[:, :, :block_size, :dim]

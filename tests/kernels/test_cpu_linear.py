@@ -1,0 +1,126 @@
+"""Compiled linear layers: equal to torch's, and a row's bits equal whatever it is computed with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.gated_activation import gated_activation_reference
+from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
+from tests.kernels.test_cpu_operators import DTYPES
+
+# Sums of a few hundred products of unit normals in float32, then one rounding to the stored type
+TOLERANCE = {
+    torch.float32: {"atol": 1e-4, "rtol": 1e-5},
+    torch.bfloat16: {"atol": 2e-1, "rtol": 1.6e-2},
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledOperators:
+    return CompiledOperators()
+
+
+def wide(x, weight, bias):
+    """In float64: what every path approximates."""
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.sampled_from([1, 2, 5, 6, 7, 13, 64]),
+    inputs=st.sampled_from([1, 2, 3, 31, 64, 129]),
+    outputs=st.sampled_from([2, 6, 62, 64, 66, 128, 200]),
+    kind=st.sampled_from(["plain", "float", "gated"]),
+    biased=st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_equals_torch(seed, dtype, rows, inputs, outputs, kind, biased):
+    torch.manual_seed(seed)
+    compiled = CompiledOperators()
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    got = compiled.linear(x, compiled.pack_linear(weight, bias, kind))
+    wanted = wide(x, weight, bias)
+    if kind == "gated":
+        wanted = gated_activation_reference(wanted.to(dtype), "silu")
+    assert got.dtype == (torch.float32 if kind == "float" else dtype)
+    tolerance = TOLERANCE[torch.float32 if kind == "float" else dtype]
+    torch.testing.assert_close(got, wanted.to(got.dtype), **tolerance)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.sampled_from([1, 5, 6, 7, 40]),
+    inputs=st.sampled_from([1, 3, 4, 31, 64, 130]),
+    outputs=st.sampled_from([2, 62, 64, 130]),
+    kind=st.sampled_from(["plain", "float", "gated"]),
+    biased=st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_int8_equals_its_reference(seed, dtype, rows, inputs, outputs, kind, biased):
+    torch.manual_seed(seed)
+    compiled = CompiledOperators()
+    x, weight = (torch.randn(rows, inputs) * 3).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    x[0] = 0.0
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    codes, scales = quantize_weight(weight)
+    got = compiled.quantized_linear(x, compiled.pack_codes(codes, scales, bias, kind))
+    wanted = quantized_linear_reference(x.float(), codes, scales, bias).to(
+        torch.float32 if kind == "float" else dtype
+    )
+    if kind == "gated":
+        wanted = gated_activation_reference(wanted, "silu")
+    # Sums are exact integers; what is left is the order of a product of three, and one rounding to the stored type.
+    exact = {"atol": 1e-5, "rtol": 1e-5} if got.dtype == torch.float32 else {"atol": 1e-2, "rtol": 1.6e-2}
+    torch.testing.assert_close(got, wanted, **exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("inputs", [576, 1537])
+def test_a_row_does_not_depend_on_its_batch(compiled, dtype, int8, inputs):
+    torch.manual_seed(1)
+    x, weight = torch.randn(300, inputs).to(dtype), torch.randn(130, inputs).to(dtype)
+    if int8:
+        packed = compiled.pack_codes(*quantize_weight(weight), None)
+        run = compiled.quantized_linear
+    else:
+        packed, run = compiled.pack_linear(weight, None), compiled.linear
+    whole, before = run(x, packed), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for rows in (1, 2, 3, 5, 6, 7, 64, 299):
+                assert torch.equal(run(x[:rows], packed), whole[:rows])
+                assert torch.equal(run(x[-rows:].contiguous(), packed), whole[-rows:])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_shows(compiled, value):
+    x, weight = torch.ones(3, 40), torch.randn(6, 40)
+    x[1, 33] = value
+    for y in (
+        compiled.linear(x, compiled.pack_linear(weight, None)),
+        compiled.quantized_linear(x, compiled.pack_codes(*quantize_weight(weight), None)),
+    ):
+        assert not y[1].isfinite().any()
+        assert y[[0, 2]].isfinite().all()
+
+
+def test_what_does_not_fit_is_refused(compiled):
+    weight = compiled.pack_linear(torch.randn(4, 8), None)
+    with pytest.raises(ValueError, match="takes 8 inputs"):
+        compiled.linear(torch.randn(2, 7), weight)
+    with pytest.raises(ValueError, match="even number"):
+        compiled.pack_linear(torch.randn(3, 8), None, "gated")
+    with pytest.raises(ValueError, match="bias does not fit"):
+        compiled.pack_linear(torch.randn(4, 8), torch.randn(3))
