@@ -1,0 +1,26 @@
+"""How many tokens a step runs."""
+
+from __future__ import annotations
+
+from batchinfer_kernels.cost import DecoderShape, Peaks
+
+LEAST, MOST = 512, 8192
+# Reading the weights may take this part of a step's matrix products even where nothing overlaps. More tokens than
+# that amortise nothing else: they only make activations outgrow the caches, and rows wait longer for their step.
+AMORTISED = 16
+
+
+def step_tokens(shape: DecoderShape, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
+    """The step budget at which linear layers are bound by compute, with a margin; `default` where peaks are unknown.
+
+    A weight of b bytes is read once a step and serves two operations a token, so reading takes 1 / AMORTISED of
+    computing at AMORTISED × b / 2 × peak operations / bandwidth tokens. Rounded up to a power of two, within
+    LEAST and MOST, and twice max_num_seqs at least, so that a full batch leaves room for reading prompts.
+    """
+    if peaks is None:
+        return default
+    operations = peaks.int8_ops_per_s if shape.quantized else None
+    per_byte = (operations or peaks.flops_per_s) / peaks.bytes_per_s
+    tokens = int(AMORTISED * shape.weight_itemsize * per_byte / 2)
+    rounded = 1 << max(0, tokens - 1).bit_length()
+    return max(min(max(rounded, LEAST), MOST), 2 * max_num_seqs)
