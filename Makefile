@@ -37,6 +37,7 @@ fix: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
+	$(BIN)/batchinfer bench
 	$(BIN)/python -m pytest -m slow -s tests/batchinfer/test_speed.py
 
 clean:

@@ -5,6 +5,7 @@ A few seconds per device; on a busy machine the peaks come out low, so measure b
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,10 +39,12 @@ class MeasuredPeaks:
 
 
 def dtypes_of(device: str) -> tuple[str, ...]:
-    """The dtypes whose GEMM is measured on a device. int8 is that of quantised linear layers, which run on CPUs."""
+    """The dtypes whose GEMM is measured on a device. int8 is for quantised linear layers, which run on CPUs."""
     if torch.device(device).type == "cuda":
         return ("bfloat16", "float16", "float32")
-    return ("bfloat16", "float32", "int8")
+    if platform.machine().lower() in ("x86_64", "amd64"):  # elsewhere oneDNN may not have it
+        return ("bfloat16", "float32", "int8")
+    return ("bfloat16", "float32")
 
 
 def measure_peaks(

@@ -11,7 +11,7 @@ from batchinfer.ops import peaks
 
 def test_every_dtype_and_both_streams_are_measured() -> None:
     found = peaks.measure_peaks("cpu", size=64, stream_bytes=2**20)
-    assert set(found.peak_flops) == {"bfloat16", "float32", "int8"}
+    assert {"bfloat16", "float32"} <= set(found.peak_flops) == set(peaks.dtypes_of("cpu"))
     assert all(value > 0 for value in found.peak_flops.values())
     assert found.bandwidth == max(found.read_bytes_per_s, found.copy_bytes_per_s) > 0
     assert found.name is None
@@ -28,6 +28,7 @@ def test_what_is_timed_is_a_matrix_product(dtype: torch.dtype) -> None:
     torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
 
 
+@pytest.mark.skipif("int8" not in peaks.dtypes_of("cpu"), reason="needs oneDNN's int8")
 def test_what_is_timed_in_int8_is_a_matrix_product_too() -> None:
     torch.manual_seed(0)
     x, weight = (torch.randint(-127, 128, (rows, 64), dtype=torch.int8) for rows in (32, 64))

@@ -1,0 +1,230 @@
+"""`batchinfer bench` on a tiny model: what it runs, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from batchinfer import cli
+from batchinfer.bench.options import BenchOptions
+from batchinfer.bench.report import BenchReport
+from batchinfer.bench.session import best_peaks, run_bench
+from batchinfer.bench.workloads import WORKLOADS, make_workload
+from batchinfer.errors import UsageError
+from batchinfer.job import load_job
+from batchinfer.ops.peaks import MeasuredPeaks
+from batchinfer_kernels.cost import Peaks
+from tests.checkpoints import make_checkpoint, make_tokenizer
+
+PEAKS = MeasuredPeaks(None, {"float32": 1e11, "bfloat16": 2e11, "int8": 4e11}, 2e10, 1e10, 0.0)
+
+
+def bench(*workloads: str, **options: Any) -> BenchReport:
+    """On the tiny shape, in float32, with one thread; the peaks are given, so that figures can be checked."""
+    chosen = {"model": "tiny", "dtype": "float32", "device": "cpu", "threads": 1, "repeat": 1, "rows": 24}
+    setting = BenchOptions(workloads, **{**chosen, **options})
+    return run_bench(setting, lambda line: None, lambda device, dtypes: PEAKS)
+
+
+@pytest.fixture(scope="module")
+def every() -> dict[str, dict[str, Any]]:
+    """One run of each workload."""
+    return {result["workload"]: result for result in bench(*WORKLOADS, repeat=2).json["results"]}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_figures_are_consistent(every, name):
+    found, workload = every[name], make_workload(name, 512, 24)
+    wall = found["wall_s"]
+    assert len(wall["runs"]) == 2
+    assert wall["min"] == min(wall["runs"]) <= wall["median"]
+    assert 0 < found["plan_s"] < wall["median"] * 1.5
+    assert found["prompt_tokens"] == workload.prompt_tokens
+    assert found["output_tokens"] == workload.output_tokens
+    assert found["output_tokens_per_s"] == pytest.approx(workload.output_tokens / wall["median"])
+    assert found["decode_tokens_run"] == found["decode_tokens_optimum"]
+    assert found["prompt_tokens_run"] >= found["prompt_tokens_optimum"]
+    assert found["steps"] >= max(row.max_tokens for row in workload.rows)
+    assert found["rows_run"] == len(set(workload.rows))
+    assert found["preemptions"] == found["recomputed_tokens"] == found["padding_share"] == 0
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_bounds_hold(every, name):
+    """The ideal job needs no more than the run, and no efficiency exceeds what it is a part of."""
+    found = every[name]
+    assert 0 < found["ideal_s"] <= found["roofline_s"] * (1 + 1e-9)
+    assert found["plan_efficiency"] <= found["roofline_efficiency"] * (1 + 1e-9)
+    assert 0 < found["mfu"] <= found["roofline_efficiency"]
+    assert 0 < found["mbu"] <= found["roofline_efficiency"]
+    assert 0 < found["overhead_share"] < 1
+    assert sum(found["operators_s"].values()) == pytest.approx(found["roofline_s"], rel=1e-6)
+    assert list(found["operators_s"].values()) == sorted(found["operators_s"].values(), reverse=True)
+
+
+def test_duplicates_run_once(every):
+    found = every["duplicates"]
+    assert found["rows_run"] == 24 - found["duplicates"]
+    assert found["duplicates"] == round(24 * 0.4)
+    other = found["without_deduplication"]
+    assert len(other["wall_s"]["runs"]) == 2
+    assert other["relative"] > 0
+    assert all("without_deduplication" not in every[name] for name in WORKLOADS if name != "duplicates")
+
+
+def test_without_deduplication_every_row_runs():
+    report = bench("duplicates")
+    without = report.results[0].series.without[0]
+    assert without.plan.to_run == 24
+    assert without.answers == report.results[0].series.ours[0].answers
+
+
+def test_a_prefix_tree_runs_every_prefix_once(every):
+    """The tree's prefixes end at whole KV blocks, so that nothing keeps the engine from the optimum."""
+    found = every["prefix-tree"]
+    assert found["prompt_tokens_run"] == found["prompt_tokens_optimum"] < found["prompt_tokens"] / 3
+
+
+def test_answers_do_not_depend_on_limits_of_a_step():
+    """In float32; and they depend on the prompt, else this would say nothing."""
+    wide = bench("decode", rows=8).results[0].series.ours[0]
+    narrow = bench("decode", rows=8, max_num_seqs=3, max_num_batched_tokens=16).results[0].series.ours[0]
+    assert max(step.prefill_tokens + step.decode_tokens for step in narrow.steps) <= 16
+    assert max(step.running for step in narrow.steps) <= 3
+    assert wide.answers == narrow.answers
+    assert len(set(wide.answers)) == 8
+    assert all(len(set(answer)) > 10 for answer in wide.answers)
+
+
+def test_transformers_does_the_same_work():
+    report = bench("mixed", "duplicates", rows=8, against="transformers")
+    for result in report.json["results"]:
+        other = result["against"]
+        assert other["name"] == "transformers"
+        assert re.match(r"\d+\.\d+", other["version"])
+        assert other["equal_rows"] >= 0.75, "in float32 few rows differ: where two logits are almost equal"
+        assert other["relative"] == pytest.approx(result["wall_s"]["median"] / other["wall_s"]["median"])
+    assert "transformers" in report.table()
+
+
+def test_a_checkpoint_folder_is_run_with_its_weights(tmp_path):
+    make_checkpoint(tmp_path / "model", "qwen2", vocab=300)
+    found = bench("decode", rows=4, model=str(tmp_path / "model"), against="transformers")
+    assert found.json["dummy_weights"] is False
+    assert found.json["results"][0]["against"]["equal_rows"] == 1
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8", "dtype": "bfloat16"}, {"deterministic": True}])
+def test_arithmetic_is_wired_and_told(options):
+    report = bench("decode", rows=4, **options)
+    facts = report.json
+    assert {name: facts[name] for name in options} == options
+    if "quantization" in options:
+        assert facts["peaks"]["int8_ops_per_s"] == 4e11
+        assert "int8" in report.table()
+    else:
+        assert "deterministic" in report.table()
+
+
+def test_int8_weights_are_a_byte_each():
+    plain, small = (bench("decode", rows=2, quantization=q).json["weight_bytes"] for q in ("none", "int8"))
+    linear = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)
+    head = 64 * 512
+    assert plain == 4 * (linear + head + 5 * 64)
+    assert small == linear + head + 4 * (head + 5 * 64)
+
+
+def test_the_better_peaks_count():
+    assert best_peaks(Peaks(1, 5, 7), Peaks(3, 4, 6)) == Peaks(3, 5, 7)
+    assert best_peaks(Peaks(1, 5), Peaks(1, 5)).int8_ops_per_s is None
+
+
+def test_peaks_are_measured_before_and_after():
+    asked = []
+
+    def measure(device: str, dtypes: tuple[str, ...]) -> MeasuredPeaks:
+        asked.append((device, dtypes))
+        return PEAKS
+
+    options = BenchOptions(("decode",), "tiny", dtype="bfloat16", device="cpu", quantization="int8", rows=2)
+    report = run_bench(options, lambda line: None, measure)
+    assert asked == [("cpu", ("bfloat16", "int8"))] * 2
+    assert report.peaks == Peaks(2e11, 2e10, 4e11)
+
+
+# The verb
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, ["bench", *arguments])
+
+
+def test_the_last_line_of_stdout_is_json():
+    done = run("decode", "prefix-tree", "--model", "tiny", "--rows", "4", "--repeat", "1", "--threads", "1")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    facts = json.loads(lines[-1])
+    assert [result["workload"] for result in facts["results"]] == ["decode", "prefix-tree"]
+    assert math.isfinite(facts["peaks"]["flops_per_s"])
+    assert "roofline efficiency" in "\n".join(lines[:-1])
+    assert "warm-up" in done.stderr
+    assert "warm-up" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"workloads": ("w1",)}, "WORKLOAD is 'w1'; it can be shared-prefix, mixed, decode"),
+        ({"model": "gpt-5"}, "--model is 'gpt-5'; it can be tiny, llama-135m"),
+        ({"dtype": "int8"}, "--dtype is 'int8'; it can be auto, float32, bfloat16, float16"),
+        ({"quantization": "int4"}, "--quantization is 'int4'; it can be none, int8"),
+        ({"device": "tpu"}, "--device is 'tpu'; it can be auto, cpu, cuda"),
+        ({"against": "vllm"}, "--against is 'vllm'; it can be transformers"),
+        ({"repeat": 0}, "--repeat is 0; at least 1"),
+        ({"rows": -1}, "--rows is -1; at least 1"),
+        ({"threads": 0}, "--threads is 0; at least 1"),
+        ({"max_num_seqs": 0}, "--max-num-seqs is 0; at least 1"),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens is 0; at least 1"),
+        ({"export": Path("x.jsonl")}, "--export writes one workload; 3 are named, name one"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_would_be_right(options, told):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        BenchOptions(**options).check()
+
+
+def test_all_wrong_options_are_told_at_once():
+    with pytest.raises(UsageError) as caught:
+        BenchOptions(("w1",), model="gpt-5", repeat=0).check()
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_wrong_option_ends_with_2(capsys):
+    assert cli._guarded(["bench", "decoding"]) == 2
+    assert "WORKLOAD is 'decoding'" in capsys.readouterr().err
+
+
+def test_an_export_is_a_job_s_input(tmp_path, capsys):
+    """What is exported, `batchinfer run` reads: prompts as they are, and each row's own length."""
+    file = tmp_path / "rows.jsonl"
+    assert cli._guarded(["bench", "mixed", "--model", "tiny", "--rows", "6", "--export", str(file)]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts == {"export": str(file), "workload": "mixed", "rows": 6}
+    make_checkpoint(tmp_path / "model", "llama", vocab=512, max_position_embeddings=2048)
+    make_tokenizer(tmp_path / "model")
+    documented = (Path(__file__).parents[3] / "docs" / "bench.md").read_text("utf-8")
+    job_file = re.search(r"```yaml\n(.*?)```", documented, re.DOTALL)
+    assert job_file is not None
+    (tmp_path / "job.yaml").write_text(job_file.group(1))
+    assert load_job(tmp_path / "job.yaml").sampling.ignore_eos
+    assert cli._guarded(["run", str(tmp_path / "job.yaml"), "--quiet"]) == 0, capsys.readouterr().err
+    expected = [row.max_tokens for row in make_workload("mixed", 512, 6).rows]
+    sql = "SELECT completion_tokens FROM results ORDER BY row_id"
+    assert cli._guarded(["query", str(tmp_path / "out"), sql]) == 0
+    assert [int(n) for n in re.findall(r"│ +(\d+) │", capsys.readouterr().out)] == expected

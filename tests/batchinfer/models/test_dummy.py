@@ -1,0 +1,86 @@
+"""Dummy weights are weights: the right shapes, the same every time, and a checkpoint when one is wanted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from batchinfer.errors import UsageError
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.config import parse_config
+from batchinfer.models.dummy import DummyWeights, parameter_count, write_checkpoint
+from batchinfer.models.shapes import SHAPES, shape_config
+from batchinfer.models.weights import CheckpointWeights, LayerWeights
+
+SMALL = {
+    "llama": SHAPES["tiny"],
+    "untied, all biases": {
+        **SHAPES["tiny"],
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "qwen2": {**SHAPES["tiny"], "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {**SHAPES["tiny"], "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+}
+
+
+def tensors(layer: LayerWeights) -> dict[str, torch.Tensor]:
+    found = {name: getattr(layer, name) for name in LayerWeights.__slots__}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_written_and_read_again_they_are_the_same(tmp_path, name, dtype):
+    """So another engine that loads the folder has the very weights that ours ran on."""
+    config = parse_config(SMALL[name], {}, tmp_path / "config.json")
+    dummy = DummyWeights(config, dtype, "cpu", seed=3)
+    write_checkpoint(tmp_path, SMALL[name], dummy)
+    checkpoint = inspect_checkpoint(tmp_path)
+    assert checkpoint.config.hidden == config.hidden
+    assert checkpoint.dtype == str(dtype).removeprefix("torch.")
+    assert checkpoint.weight_bytes == parameter_count(config) * dtype.itemsize
+    read = CheckpointWeights(checkpoint, dtype, "cpu")
+    for index in range(config.layers):
+        ours, theirs = tensors(dummy.layer(index)), tensors(read.layer(index))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    for key in ("embedding", "head", "final_norm"):
+        assert torch.equal(getattr(dummy.tables(), key), getattr(read.tables(), key))
+
+
+def test_a_tied_head_is_the_embedding():
+    tables = DummyWeights(shape_config("tiny"), torch.float32, "cpu").tables()
+    assert tables.head is tables.embedding
+
+
+def test_layers_and_seeds_differ_and_asking_again_does_not():
+    config = shape_config("tiny")
+    dummy, other = (DummyWeights(config, torch.float32, "cpu", seed) for seed in (0, 1))
+    assert torch.equal(dummy.layer(1).qkv, dummy.layer(1).qkv)
+    assert not torch.equal(dummy.layer(0).qkv, dummy.layer(1).qkv)
+    assert not torch.equal(dummy.layer(0).qkv, other.layer(0).qkv)
+    assert dummy.layer(0).o.std().item() == pytest.approx(config.hidden**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("llama-135m", 124.7), ("qwen2.5-0.5b", 494.0), ("llama-3.1-8b", 8030.3)]
+)
+def test_named_shapes_have_their_makers_sizes(name, millions):
+    assert parameter_count(shape_config(name)) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_the_small_llama_is_the_one_that_peers_were_measured_with():
+    config = shape_config("llama-135m")
+    assert (config.hidden, config.intermediate, config.layers) == (576, 1536, 30)
+    assert (config.q_heads, config.kv_heads, config.head_dim, config.vocab) == (9, 3, 64, 32_000)
+    assert (config.tied, config.rms_eps, config.rope.theta) == (True, 1e-5, 100_000.0)
+    assert math.isclose(shape_config("llama-3.1-8b").rope.factor, 8.0)
+
+
+def test_an_unknown_shape_is_named():
+    with pytest.raises(UsageError, match="'gpt-5'; there are tiny"):
+        shape_config("gpt-5")
