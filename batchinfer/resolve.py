@@ -29,6 +29,7 @@ class Setting:
     hardware: Hardware
     quantization: Quantization = "none"
     deterministic: bool = False
+    block_size: int | Literal["auto"] = "auto"
 
     @property
     def arithmetic(self) -> str:
@@ -59,7 +60,10 @@ class Setting:
             "numerics": NUMERICS_VERSION,
         }
         if self.deterministic:  # only then: answers stored before there was such an option stay valid
-            parts["deterministic"] = True
+            parts |= {
+                "deterministic": True,
+                "block_size": self.block_size,
+            }  # blocks decide in what order is added
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def engine_config(self, job: Job, longest: int) -> EngineConfig:
@@ -96,7 +100,7 @@ def resolve(job: Job, checkpoint: Checkpoint) -> Setting:
         else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
     )
     length = job.model.max_model_len or positions
-    chosen = job.model.quantization, job.engine.deterministic
+    chosen = job.model.quantization, job.engine.deterministic, job.engine.block_size
     return Setting(device, dtype, length, detect(device), *chosen)
 
 

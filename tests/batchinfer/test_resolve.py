@@ -57,6 +57,16 @@ def test_every_arithmetic_has_answers_of_its_own(checkpoint: Checkpoint) -> None
     assert len({one.context(checkpoint, "m", "t") for one in settings}) == len(settings)
 
 
+def test_the_size_of_blocks_counts_only_where_bits_do(checkpoint: Checkpoint) -> None:
+    """It decides in what order attention adds: too little for another answer, enough for other bits."""
+    for deterministic in (False, True):
+        contexts = {
+            replace(SETTING, deterministic=deterministic, block_size=size).context(checkpoint, "m", "t")  # type: ignore[arg-type]
+            for size in ("auto", 8, 32)
+        }
+        assert len(contexts) == (3 if deterministic else 1)
+
+
 def test_the_options_reach_the_engine(tmp_path: Path, checkpoint: Checkpoint) -> None:
     job = job_of(tmp_path, ("model.quantization", "int8"), ("engine.deterministic", "true"))
     setting = resolve(job, checkpoint)

@@ -1,0 +1,155 @@
+"""Runs an engine whose answers are given: the logits that each of their tokens was to be chosen from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.build import LoadedModel, load_model
+from batchinfer.engine.config import Dtype, EngineConfig, Quantization
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.sequence import Sequence
+from batchinfer.request import Request, SamplingParams, StepSample
+from tests.batchinfer.engine.driver import Hopeful
+
+Place = tuple[int, int]  # number of a row, position in its answer
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt and the answer that is forced upon the model."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True)
+class ForcedSampler(Sampler):
+    """Says what it is told to and keeps the logits."""
+
+    rows: Seq[Row] = ()
+    seen: dict[Place, Tensor] = field(default_factory=dict)
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        places = [(number_of(s.request.key), s.output_length) for s in sequences]
+        for place, row in zip(places, logits, strict=True):
+            self.seen[place] = row.clone()
+        return [self.rows[number].answer[at] for number, at in places]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the work is cut, shared and spread."""
+
+    budget: int = 4096
+    seqs: int = 64
+    caching: bool = True
+    blocks: int | None = None  # None: as many as there are; else so few that rows are preempted
+    threads: int = 1
+    backwards: bool = False
+
+    def __str__(self) -> str:
+        said = [f"budget{self.budget}", f"seqs{self.seqs}", f"threads{self.threads}"]
+        said += ["shared" if self.caching else "private"]
+        said += [f"blocks{self.blocks}"] if self.blocks else []
+        return "-".join([*said, *(["backwards"] if self.backwards else [])])
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def number_of(key: bytes) -> int:
+    return int.from_bytes(key, "big")
+
+
+def load(
+    model: Path,
+    dtype: Dtype,
+    quantization: Quantization = "none",
+    *,
+    deterministic: bool = True,
+    max_model_len: int = 512,
+    block_size: int = 16,
+    blocks: int = 400,
+) -> LoadedModel:
+    """As a job with these options has it built; what the cache never held is poisoned."""
+    loaded = load_model(
+        EngineConfig(
+            model=model,
+            dtype=dtype,
+            device="cpu",
+            max_model_len=max_model_len,
+            longest=blocks * block_size,
+            max_num_seqs=1,
+            block_size=block_size,
+            kv_memory=2**30,
+            threads=1,
+            quantization=quantization,
+            deterministic=deterministic,
+        )
+    )
+    for cache in loaded.runner.caches:
+        cache.k.fill_(float("nan"))
+        cache.v.fill_(float("nan"))
+    return loaded
+
+
+class Forced:
+    """One engine on a loaded model. Rows may be run again: their prefixes are then in the cache."""
+
+    def __init__(self, loaded: LoadedModel, rows: Seq[Row], way: Way) -> None:
+        self.rows, self.way = rows, way
+        self.sampler = ForcedSampler(frozenset(), rows)
+        limits = replace(
+            loaded.limits,
+            max_num_seqs=way.seqs,
+            max_num_batched_tokens=way.budget,
+            prefix_caching=way.caching,
+        )
+        pool = BlockPool(way.blocks or loaded.info.blocks, loaded.info.block_size)
+        scheduler = Scheduler(limits, pool, Hopeful() if way.blocks else None)
+        runner = replace(loaded.runner, sampler=self.sampler)
+        self._engine = Engine(runner, scheduler, loaded.engine_limits)
+        self.steps: list[StepSample] = []
+
+    def run(self, numbers: Seq[int] | None = None) -> dict[Place, Tensor]:
+        """Logits by place, of these rows or of all. The number of threads is set back afterwards."""
+        numbers = range(len(self.rows)) if numbers is None else numbers
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.way.threads)
+        try:
+            self._engine.add([self._request(n) for n in sorted(numbers, reverse=self.way.backwards)])
+            for output in self._engine.drain():
+                self._engine.check_integrity()
+                self.steps += [output.sample] if output.sample else []
+        finally:
+            torch.set_num_threads(before)
+        return self.sampler.seen
+
+    def _request(self, number: int) -> Request:
+        row = self.rows[number]
+        params = SamplingParams(max_tokens=len(row.answer), ignore_eos=True)
+        return Request(key_of(number), np.array(row.prompt, np.int32), params)
+
+
+def run_alone(loaded: LoadedModel, rows: Seq[Row]) -> dict[Place, Tensor]:
+    """Each row with nobody beside it, its prompt in one piece, an empty cache and one thread: the yardstick."""
+    seen: dict[Place, Tensor] = {}
+    for number in range(len(rows)):
+        seen |= Forced(loaded, rows, Way(caching=False)).run([number])
+    return seen
+
+
+def different(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[Place]:
+    """Where the bits are not the same. NaN differs from itself, and so is found too."""
+    assert got.keys() == wanted.keys()
+    return sorted(place for place in wanted if not torch.equal(got[place], wanted[place]))

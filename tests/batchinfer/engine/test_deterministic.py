@@ -1,0 +1,179 @@
+"""`engine.deterministic: true`: a row's logits have the same bits whatever runs beside it, however it is cut.
+
+Answers are forced upon the model, so that every logit of every row can be compared, and not only which token won.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchinfer.engine.build import LoadedModel
+from batchinfer.engine.config import Dtype, Quantization
+from batchinfer.errors import Unavailable
+from batchinfer_kernels.cpu.build import NoCompiler
+from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, different, load, run_alone
+from tests.checkpoints import make_checkpoint
+
+ANSWER = 9
+SHARED = 150  # tokens that six rows begin with; two pairs of them share 40 more
+MODELS = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 1}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    # heads, groups and widths as real models have them, and an odd number of outputs
+    "llama-wide": ("llama", {"hidden_size": 256, "head_dim": 64, "intermediate_size": 391, "vocab": 1021}),
+}
+ARITHMETICS: tuple[tuple[Dtype, Quantization], ...] = (
+    ("float32", "none"),
+    ("bfloat16", "none"),
+    ("bfloat16", "int8"),
+    ("float32", "int8"),
+)
+WAYS = (
+    *(Way(budget) for budget in (1, 7, 64, 512, 4096)),
+    *(Way(budget, caching=False) for budget in (7, 64, 4096)),
+    Way(512, seqs=3),
+    Way(512, seqs=3, backwards=True),
+    Way(64, blocks=22),
+    Way(512, blocks=32, caching=False, threads=2),
+    Way(64, threads=2),
+    Way(4096, threads=2),
+    Way(4096, caching=False, threads=2, backwards=True),
+)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(250) for _ in range(count)]
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """Prompts alone, over the borders of blocks and tiles, and a tree of prefixes two levels deep."""
+    alone = [tokens(n, n) for n in (1, 2, 7, 16, 17, 33, 64, 65, 129, 200, 300)]
+    trunk = tokens(1000, SHARED)
+    tree = [trunk + tokens(2000 + n // 2, 40) + tokens(3000 + n, 3 * n + 1) for n in range(4)]
+    tree += [trunk + tokens(4000, 5), trunk]
+    return tuple(Row(prompt, tokens(9000 + n, ANSWER)) for n, prompt in enumerate(alone + tree))
+
+
+@cache
+def checkpoint(name: str) -> Path:
+    family, options = MODELS[name]
+    folder = Path(mkdtemp(prefix="batchinfer-"))
+    make_checkpoint(folder, family, seed=5, **options)
+    return folder
+
+
+@cache
+def yardstick(name: str, dtype: Dtype, quantization: Quantization) -> tuple[LoadedModel, dict]:
+    """The model, and the logits of every row alone."""
+    loaded = load(checkpoint(name), dtype, quantization)
+    return loaded, run_alone(loaded, rows())
+
+
+def cases():
+    """All ways for a model of each kind; the others with two of them unless everything is asked for."""
+    for name in MODELS:
+        for dtype, quantization in ARITHMETICS:
+            for number, way in enumerate(WAYS):
+                quick = name == "llama" or number in (2, 11)
+                slow = way.budget == 1 or not quick
+                marks = [pytest.mark.slow] if slow else []
+                yield pytest.param(
+                    name, dtype, quantization, way, id=f"{name}-{dtype}-{quantization}-{way}", marks=marks
+                )
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantization", "way"), list(cases()))
+def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantization, way):
+    loaded, wanted = yardstick(name, dtype, quantization)
+    forced = Forced(loaded, rows(), way)
+    assert different(forced.run(), wanted) == []
+    # each way must really have done what it is there for
+    assert (sum(s.cached_tokens for s in forced.steps) > 0) == way.caching
+    assert (sum(s.preemptions for s in forced.steps) > 0) == (way.blocks is not None)
+    assert any(s.decode_tokens > 1 for s in forced.steps) or way.budget == 1
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), ARITHMETICS)
+def test_a_warm_cache_changes_nothing(dtype, quantization):
+    """The second time only last tokens run, on K and V that other batches wrote."""
+    loaded, wanted = yardstick("llama", dtype, quantization)
+    forced = Forced(loaded, rows(), Way(100))
+    for numbers in (range(0, len(rows()), 2), range(len(rows())), [3], range(len(rows()))):
+        got = dict(forced.run(numbers))
+        forced.sampler.seen.clear()
+        assert different(got, {place: wanted[place] for place in wanted if place[0] in numbers}) == []
+    assert sum(s.cached_tokens for s in forced.steps) > 2 * SHARED
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), ARITHMETICS)
+def test_blocks_of_so_many_vectors_change_nothing(dtype, quantization):
+    """Tiles lie at fixed positions. A block that is no multiple of a vector leaves gaps in them: other sums."""
+    _, wanted = yardstick("llama", dtype, quantization)
+    for size in (32, 48):
+        loaded = load(checkpoint("llama"), dtype, quantization, block_size=size)
+        assert different(Forced(loaded, rows(), Way(64)).run(), wanted) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(ARITHMETICS), st.integers(0, 10**6), st.booleans())
+def test_random_company(arithmetic, seed, caching):
+    """Rows that come in random groups, in random order, while others run, under random limits."""
+    loaded, wanted = yardstick("llama", *arithmetic)
+    rng = random.Random(seed)
+    way = Way(rng.choice((5, 33, 130, 2048)), rng.randint(1, 20), caching, threads=rng.randint(1, 2))
+    chosen = rng.sample(range(len(rows())), rng.randint(2, len(rows())))
+    got = Forced(loaded, rows(), way).run(chosen)
+    assert different(got, {place: wanted[place] for place in wanted if place[0] in chosen}) == []
+
+
+def test_a_row_that_depends_on_its_batch_is_found():
+    """What these tests would say of an operator that looks at the number of rows."""
+    loaded, wanted = yardstick("llama", "float32", "none")
+    real = loaded.runner.model
+
+    class Crooked:
+        forward = staticmethod(real.forward)
+
+        @staticmethod
+        def logits(hidden: Tensor) -> Tensor:
+            return real.logits(hidden) * (1 + 2**-23 * (len(hidden) > 4))
+
+    crooked = replace(loaded, runner=replace(loaded.runner, model=Crooked()))
+    assert len(different(Forced(crooked, rows(), Way()).run(), wanted)) > len(rows())
+
+
+def test_arithmetics_differ():
+    """Were one taken for another, the tests above would compare it with itself."""
+    place = (9, 3)
+    found = [yardstick("llama", *arithmetic)[1][place] for arithmetic in ARITHMETICS]
+    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+def refuse(*_: object) -> None:
+    raise NoCompiler("no C compiler: none of cc, gcc, clang is there")
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_without_a_compiler_it_is_refused(monkeypatch, quantization):
+    """torch's own operators choose by the shape of a batch how to add: they cannot promise it."""
+    monkeypatch.setattr("batchinfer.ops.choose.CompiledOperators", refuse)
+    with pytest.raises(Unavailable, match=r"needs the compiled CPU operators.*no C compiler"):
+        load(checkpoint("llama"), "float32", quantization)
+
+
+def test_what_the_compiled_operators_do_not_cover_is_refused():
+    with pytest.raises(Unavailable, match=r"engine\.deterministic: true.*float16"):
+        load(checkpoint("llama"), "float16")
