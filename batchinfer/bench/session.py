@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -45,7 +46,7 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     measure = measure or _measure_of(options)
     before = _measured(config, measure, notice)
     notice(f"loading {options.model}")
-    loaded = load_model(config, _source(options))
+    loaded = load_model(replace(config, peaks=before), _source(options))
     with _peer(options, config, notice) as peer:
         series = [_run_series(loaded, workload, options.repeat, peer, notice) for workload in workloads]
     peaks = best_peaks(before, _measured(config, measure, notice))

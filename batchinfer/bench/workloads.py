@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -138,9 +137,11 @@ def long_tail(rows: int) -> list[Row]:
     """32 in, 24 … 40 out, but for one row, in the middle, whose output is 20 times the median's length."""
     r = random.Random(6)
     found = [Row(_ids(r, 32), r.randint(24, 40)) for _ in range(rows)]
-    longest = LONG_TAIL * statistics.median_high([row.max_tokens for row in found])
     middle = len(found) // 2
-    found[middle] = replace(found[middle], max_tokens=longest)
+    # whatever its length, it is above the median
+    outputs = sorted(row.max_tokens for n, row in enumerate(found) if n != middle)
+    median = outputs[(rows - 1) // 2] if rows > 1 else found[0].max_tokens
+    found[middle] = replace(found[middle], max_tokens=LONG_TAIL * median)
     return found
 
 

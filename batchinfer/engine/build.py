@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.cpus import usable_cpus
+from batchinfer.engine.budget import step_tokens
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
@@ -98,7 +99,7 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     model = Decoder(source.config, source.weights(dtype, device), ops, rope)
     quantized = config.quantization == "int8"
     shape = source.config.decoder_shape(dtype.itemsize, 1 if quantized else dtype.itemsize)
-    limits, block_size = _scheduler_config(config), config.block_size or DEFAULT_BLOCK_SIZE
+    limits, block_size = _scheduler_config(config, shape), config.block_size or DEFAULT_BLOCK_SIZE
     block_bytes = _block_bytes(source.config, ops, block_size, dtype.itemsize)
     free = free_bytes(device)
     blocks = cache_blocks(
@@ -150,9 +151,10 @@ def _block_bytes(model: ModelConfig, ops: Ops, block_size: int, itemsize: int) -
     )
 
 
-def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, shape: DecoderShape) -> SchedulerConfig:
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    tokens = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
+    default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
+    tokens = config.max_num_batched_tokens or step_tokens(shape, config.peaks, seqs, default)
     return SchedulerConfig(seqs, tokens, config.prefix_caching)
 
 

@@ -16,6 +16,7 @@ from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.report import BenchReport
 from batchinfer.bench.session import best_peaks, run_bench
 from batchinfer.bench.workloads import WORKLOADS, make_workload
+from batchinfer.engine.budget import step_tokens
 from batchinfer.errors import UsageError
 from batchinfer.job import load_job
 from batchinfer.ops.peaks import MeasuredPeaks
@@ -156,6 +157,11 @@ def test_peaks_are_measured_before_and_after():
     report = run_bench(options, lambda line: None, measure)
     assert asked == [("cpu", ("bfloat16", "int8"))] * 2
     assert report.peaks == Peaks(2e11, 2e10, 4e11)
+    assert report.info.max_num_batched_tokens == step_tokens(report.shape, report.peaks, 256, 2048) != 2048
+
+
+def test_a_limit_that_is_named_is_kept():
+    assert bench("decode", rows=2, max_num_batched_tokens=77).info.max_num_batched_tokens == 77
 
 
 # The verb

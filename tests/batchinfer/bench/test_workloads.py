@@ -97,11 +97,11 @@ def test_four_rows_in_ten_are_duplicates():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(3, 300))
+@given(st.integers(2, 300))
 def test_one_output_is_twenty_times_the_median(rows):
     outputs = [row.max_tokens for row in make_workload("long-tail", VOCAB, rows).rows]
     rest = sorted(outputs)[:-1]
-    assert max(outputs) in (20 * statistics.median_low(outputs), 20 * statistics.median_high(outputs))
+    assert max(outputs) == 20 * statistics.median_low(outputs)
     assert max(rest) <= 40
 
 
