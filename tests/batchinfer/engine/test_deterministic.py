@@ -20,12 +20,13 @@ from torch import Tensor
 from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.config import Dtype, Quantization
 from batchinfer.errors import Unavailable
+from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer_kernels.cpu.build import NoCompiler
 from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, different, load, run_alone
 from tests.checkpoints import make_checkpoint
 
 ANSWER = 9
-SHARED = 150  # tokens that six rows begin with; two pairs of them share 40 more
+SHARED = 150  # tokens that eight rows begin with; three each of them share as many more
 MODELS = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {"num_key_value_heads": 1}),
@@ -62,7 +63,7 @@ def rows() -> tuple[Row, ...]:
     """Prompts alone, over the borders of blocks and tiles, and a tree of prefixes two levels deep."""
     alone = [tokens(n, n) for n in (1, 2, 7, 16, 17, 33, 64, 65, 129, 200, 300)]
     trunk = tokens(1000, SHARED)
-    tree = [trunk + tokens(2000 + n // 2, 40) + tokens(3000 + n, 3 * n + 1) for n in range(4)]
+    tree = [trunk + tokens(2000 + n // 3, SHARED) + tokens(3000 + n, 2 * n + 1) for n in range(6)]
     tree += [trunk + tokens(4000, 5), trunk]
     return tuple(Row(prompt, tokens(9000 + n, ANSWER)) for n, prompt in enumerate(alone + tree))
 
@@ -104,6 +105,23 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantizati
     assert (sum(s.cached_tokens for s in forced.steps) > 0) == way.caching
     assert (sum(s.preemptions for s in forced.steps) > 0) == (way.blocks is not None)
     assert any(s.decode_tokens > 1 for s in forced.steps) or way.budget == 1
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), ARITHMETICS)
+@pytest.mark.parametrize("caching", [True, False])
+def test_prefixes_that_are_read_once_for_all_change_nothing(monkeypatch, dtype, quantization, caching):
+    """The tree of prefixes is attended level after level, or every row attends to all of its own copy."""
+    loaded, wanted = yardstick("llama", dtype, quantization)
+    plan, levels = CpuOps.plan_attention, []
+
+    def watched(*arguments):
+        made = plan(*arguments)
+        levels.append(made.items.levels)
+        return made
+
+    monkeypatch.setattr(CpuOps, "plan_attention", watched)
+    assert different(Forced(loaded, rows(), Way(4096, caching=caching)).run(), wanted) == []
+    assert max(levels) == (3 if caching else 1), "two levels that are shared, and what is each row's own"
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), ARITHMETICS)
