@@ -14,6 +14,7 @@ from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import Progress
 from batchinfer.plan.plan import Plan, Window
+from batchinfer.plan.prefix_order import common_prefix, prefix_order, shared_with_next
 from batchinfer.request import Request, SamplingParams, TokenIds
 
 WINDOW = 512  # requests in one message to the engine
@@ -57,7 +58,7 @@ def run_plan(
 
     After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
     """
-    windows = plan.windows(WINDOW)
+    windows = _requests(plan, prompts)
     in_flight, more = 0, True
     while more or in_flight:
         if interrupts.pending is not None:
@@ -68,13 +69,14 @@ def run_plan(
         if sink.enough():
             return
         while more and host.info is not None and in_flight < max(WINDOW, QUEUED * host.info.max_num_seqs):
-            window = next(windows, None)
-            if window is None:
+            read = next(windows, None)
+            if read is None:
                 more = False
                 break
+            window, requests = read
             sink.planned(window)
-            host.submit(list(_requests(window, prompts)))
-            in_flight += len(window)
+            host.submit(requests)
+            in_flight += len(requests)
         for progress in host.receive(POLL_S):
             in_flight -= len(progress.completions)
             sink.take(progress)
@@ -92,12 +94,32 @@ def _drain(host: EngineHost, sink: Sink) -> None:
         sink.tick()
 
 
-def _requests(window: Window, prompts: Prompts) -> Iterator[Request]:
-    offsets, counts = window.numbers("token_offset"), window.numbers("token_count")
-    expected = window.numbers("expected_tokens")
-    for row, (key, text) in enumerate(zip(window.keys, window.params, strict=True)):
-        ids = np.asarray(prompts.read(int(offsets[row]), int(counts[row])), np.int32)
-        yield Request(key, ids, _params(text, int(expected[row])))
+def _requests(plan: Plan, prompts: Prompts) -> Iterator[tuple[Window, list[Request]]]:
+    """The plan's windows and their requests in the order in which they run, each of which knows what it shares with
+    the next one. A window is held back until the next one is read, for its last request.
+    """
+    held: tuple[Window, list[Request]] | None = None
+    for window in plan.windows(WINDOW):
+        requests = _read(window, prompts)
+        if held is not None:
+            before = held[1]
+            before[-1] = replace(before[-1], shares_next=common_prefix(before[-1].prompt, requests[0].prompt))
+            yield held
+        held = window, requests
+    if held is not None:
+        yield held
+
+
+def _read(window: Window, prompts: Prompts) -> list[Request]:
+    offsets, counts = window.numbers("token_offset").tolist(), window.numbers("token_count").tolist()
+    expected, keys, params = window.numbers("expected_tokens").tolist(), window.keys, window.params
+    ids = [np.asarray(prompts.read(*place), np.int32) for place in zip(offsets, counts, strict=True)]
+    order = prefix_order(ids)
+    shared = [*shared_with_next(ids[row] for row in order), 0]
+    return [
+        Request(keys[row], ids[row], _params(params[row], expected[row]), common)
+        for row, common in zip(order, shared, strict=True)
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -111,18 +111,11 @@ class Nowhere:
             self.interrupts.pending = signal.SIGTERM
 
 
-class OneWindow(Plan):
-    """A plan of one request."""
-
-    def windows(self, rows_per_window: int) -> Iterator[Any]:
-        yield [None]
-
-
 def drive(host: SilentHost, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Runs until a signal comes; how often and for how long a draining was announced."""
-    plan = OneWindow(Path(), *[0] * 10)
+    """Runs one request until a signal comes; how often and for how long a draining was announced."""
+    plan = Plan(Path(), *[0] * 10)
     announced: list[float] = []
-    monkeypatch.setattr(feed, "_requests", lambda window, prompts: iter(()))
+    monkeypatch.setattr(feed, "_requests", lambda plan, prompts: iter([(None, [None])]))
     interrupts = Interrupts()
     sink = Nowhere(interrupts, ticks=3)
     feed.run_plan(plan, None, host, sink, interrupts, announced.append)  # type: ignore[arg-type]
