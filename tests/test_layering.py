@@ -59,6 +59,7 @@ ONLY = {
     "typer": ("batchinfer.cli",),
     "batchinfer.cli": ("batchinfer.__main__", "batchinfer.cli"),
     "batchinfer.pipeline": ("batchinfer.cli", "batchinfer.bench"),
+    "batchinfer.bench": ("batchinfer.cli", "batchinfer.verbs", "batchinfer.bench"),
     "batchinfer.launch": (
         "batchinfer.cli",
         "batchinfer.pipeline",

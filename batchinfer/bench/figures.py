@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from batchinfer.bench.ideal import Ideal, ideal_costs
 from batchinfer.bench.runs import Run
-from batchinfer_kernels.cost import Cost, DecoderShape, Peaks, decoder_step_costs
+from batchinfer_kernels.cost import Cost, DecoderShape, Peaks, decoder_step_costs, step_total
 
 MODEL = ("qkv", "o", "gate_up", "down", "lm_head", "attention")  # the operators whose FLOPs MFU counts
 
@@ -34,17 +34,22 @@ class RunFigures:
     recomputed_share: float  # of all tokens run
     overhead_share: float  # of wall_s, outside the model
     roofline_s: float
+    step_bound_s: float  # were a step's operators to overlap perfectly
     ideal_s: float
 
 
 def operator_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> dict[str, float]:
     """Operator name → the sum of its bounds over the run's steps, recomputed tokens not counted."""
     total: dict[str, float] = {}
-    for sample, step in zip(run.steps, run.shapes, strict=True):
-        useful = 1 - sample.recomputed_tokens / step.tokens
-        for name, cost in decoder_step_costs(shape, step).items():
+    for useful, costs in _step_costs(run, shape):
+        for name, cost in costs.items():
             total[name] = total.get(name, 0.0) + cost.seconds(peaks) * useful
     return total
+
+
+def step_bound_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
+    """The bound of steps whose operators overlap perfectly: each as one operator."""
+    return sum(step_total(costs).seconds(peaks) * useful for useful, costs in _step_costs(run, shape))
 
 
 def compute_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
@@ -52,12 +57,17 @@ def compute_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
 
     Where all is computed in one dtype that is FLOPs ÷ peak; int8 products count with the peak of int8.
     """
-    total = 0.0
+    return sum(
+        useful * _products(costs[name]).seconds(peaks)
+        for useful, costs in _step_costs(run, shape)
+        for name in MODEL
+    )
+
+
+def _step_costs(run: Run, shape: DecoderShape) -> Iterator[tuple[float, dict[str, Cost]]]:
+    """For each step the share of it that was not recomputed, and its operators' costs."""
     for sample, step in zip(run.steps, run.shapes, strict=True):
-        useful = 1 - sample.recomputed_tokens / step.tokens
-        costs = decoder_step_costs(shape, step)
-        total += useful * sum(_products(costs[name]).seconds(peaks) for name in MODEL)
-    return total
+        yield 1 - sample.recomputed_tokens / step.tokens, decoder_step_costs(shape, step)
 
 
 def _products(cost: Cost) -> Cost:
@@ -93,6 +103,7 @@ def run_figures(run: Run, ideal: Ideal, shape: DecoderShape, peaks: Peaks) -> Ru
         recomputed_share=recomputed / ran,
         overhead_share=1 - model_s / run.wall_s,
         roofline_s=roofline_s,
+        step_bound_s=step_bound_seconds(run, shape, peaks),
         ideal_s=ideal_s,
     )
 

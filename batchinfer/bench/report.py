@@ -173,6 +173,7 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             "plan efficiency",
             f"{plan}: the ideal job's bound is {result['ideal_s']:.2f} s",
         ),
+        ("step bound", f"{result['step_bound_s']:.2f} s, if a step's operators overlapped perfectly"),
         ("bound by operator", ", ".join(top)),
         ("outside the model", _percent(result["overhead_share"])),
         (

@@ -64,9 +64,19 @@ def test_bounds_hold(every, name):
     assert found["plan_efficiency"] <= found["roofline_efficiency"] * (1 + 1e-9)
     assert 0 < found["mfu"] <= found["roofline_efficiency"]
     assert 0 < found["mbu"] <= found["roofline_efficiency"]
+    assert 0 < found["step_bound_s"] <= found["roofline_s"]
     assert 0 < found["overhead_share"] < 1
     assert sum(found["operators_s"].values()) == pytest.approx(found["roofline_s"], rel=1e-6)
     assert list(found["operators_s"].values()) == sorted(found["operators_s"].values(), reverse=True)
+
+
+def test_mfu_and_mbu_are_what_the_engine_s_samples_say():
+    """The figures come from the shapes of the steps; the samples count for themselves."""
+    report = bench("mixed", rows=6)
+    run, found = report.results[0].series.ours[0], report.json["results"][0]
+    assert found["mfu"] == pytest.approx(sum(s.flops for s in run.steps) / (run.wall_s * 1e11), rel=1e-6)
+    assert found["mbu"] == pytest.approx(sum(s.bytes for s in run.steps) / (run.wall_s * 2e10), rel=1e-6)
+    assert len(run.shapes) == len(run.steps) == found["steps"]
 
 
 def test_duplicates_run_once(every):
@@ -162,6 +172,22 @@ def test_peaks_are_measured_before_and_after():
 
 def test_a_limit_that_is_named_is_kept():
     assert bench("decode", rows=2, max_num_batched_tokens=77).info.max_num_batched_tokens == 77
+
+
+# The page
+
+
+def test_every_workload_and_number_is_documented(every):
+    page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text("utf-8")
+    sizes = re.findall(r"(?m)^\| `([a-z-]+)` \| (\d+) \|", page)
+    assert sizes == [(name, str(rows)) for name, (_, rows) in WORKLOADS.items()]
+    table = page.split("## What each number says")[1].split("\n## ")[0]
+    told = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"(?m)^\|[^|]*\|([^|]*)\|", table))))
+    optional = {"without_deduplication", "against"}
+    plain = {"workload", "rows", "duplicates", "prompt_tokens", "output_tokens", "model_s", "preemptions"}
+    plain |= {"recomputed_tokens", "decode_tokens_run", "decode_tokens_optimum"}  # their names say it all
+    assert told - optional == set(every["mixed"]) - plain
+    assert optional <= told
 
 
 # The verb
