@@ -128,6 +128,18 @@ def test_wrong_estimates_cost_little_and_never_thrash(kind):
     assert guessed.seconds <= 1.1 * known.seconds
 
 
+def test_estimates_forget_rows_of_another_kind():
+    """The plan sorts by length, so short answers may be followed by long ones: 250 of up to 40 tokens, then of 600."""
+    rng = random.Random(3)
+    answers = [rng.randint(5, 40) for _ in range(250)] + [rng.randint(600, 900) for _ in range(250)]
+    rows = [(rng.randint(30, 300), output) for output in answers]
+    known = simulate([Row(p, o) for p, o in rows], blocks=400, budget=512)
+    guessed = simulate([Row(p, o, max_tokens=4096) for p, o in rows], blocks=400, budget=512)
+    assert guessed.preemptions <= 100
+    assert guessed.recomputed <= 0.15 * guessed.tokens
+    assert guessed.seconds <= 1.15 * known.seconds
+
+
 def test_short_answers_do_not_leave_the_batch_half_empty():
     """max_tokens fills the cache with 12 rows; the answers, a fiftieth as long, run 64 at once before long."""
     rng = random.Random(1)
