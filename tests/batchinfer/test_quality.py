@@ -1,0 +1,106 @@
+"""What int8 costs in quality, on the quickstart's model: divergence from bfloat16, and answers that stay right.
+
+`pytest -s -m slow tests/batchinfer/test_quality.py` prints the figures of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from batchinfer.engine.config import Dtype, Quantization
+from tests.batchinfer.engine.teacher_forced import Forced, Place, Row, Way, load
+from tests.jobs.test_quickstart_run import accuracy, run
+
+QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
+SAMPLE, THINNED = 400, 40
+# Nats. Over 15,096 positions of 400 rows: float32 from bfloat16 4e-6 in the mean and 0.03 at worst, int8 4e-5 and 0.11.
+MOST_MEAN, MOST = 5e-4, 1.0
+
+
+@cache
+def forced_rows(count: int) -> tuple[Row, ...]:
+    """So many rows of the job, evenly spread, as the model reads them, each with its right answer."""
+    if str(QUICKSTART) not in sys.path:
+        sys.path.insert(0, str(QUICKSTART))
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
+    system = importlib.import_module("train").instruction()
+    clean = importlib.import_module("accuracy").clean_rows()
+    return tuple(_forced(tokenizer, system, row) for row in clean[:: len(clean) // count][:count])
+
+
+def _forced(tokenizer: Any, system: str, row: Any) -> Row:
+    chat = [{"role": "system", "content": system}, {"role": "user", "content": row.text}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    answer = [*tokenizer.encode(row.expected, add_special_tokens=False), tokenizer.eos_token_id]
+    return Row(list(prompt), answer)
+
+
+def log_probabilities(rows: Seq[Row], dtype: Dtype, quantization: Quantization = "none") -> Tensor:
+    """(positions, vocabulary): of every answer token given those before it, by the operators that a job gets."""
+    loaded = load(QUICKSTART / "model", dtype, quantization, deterministic=False, blocks=4000)
+    seen: dict[Place, Tensor] = Forced(loaded, rows, Way(2048, seqs=256, threads=2)).run()
+    return torch.stack([seen[place] for place in sorted(seen)]).double().log_softmax(-1)
+
+
+def divergence(of: Tensor, against: Tensor) -> Tensor:
+    """KL(of ‖ against) in nats at every position."""
+    return (of.exp() * (of - against)).sum(-1)
+
+
+def measured(rows: Seq[Row], dtype: Dtype, quantization: Quantization) -> Tensor:
+    """KL from the same model in bfloat16; prints what docs/models.md quotes."""
+    plain, other = log_probabilities(rows, "bfloat16"), log_probabilities(rows, dtype, quantization)
+    found = divergence(plain, other)
+    same = plain.argmax(-1).eq(other.argmax(-1)).double().mean()
+    said = (
+        f"mean {found.mean():.2e}, 99th percentile {found.quantile(0.99):.2e}, largest {found.max():.2e} nats"
+    )
+    print(f"KL(bfloat16 || {dtype}, {quantization}) over {len(found)} positions of {len(rows)} rows: {said}")
+    print(f"the likeliest token is the same at {same:.3%} of them")
+    return found
+
+
+def test_int8_is_near_bfloat16() -> None:
+    found = measured(forced_rows(THINNED), "bfloat16", "int8")
+    assert found.mean() < MOST_MEAN
+    assert found.max() < MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "int8"), ("float32", "int8")]
+)
+def test_the_divergence_of_other_arithmetics(dtype: Dtype, quantization: Quantization) -> None:
+    found = measured(forced_rows(SAMPLE), dtype, quantization)
+    assert found.mean() < MOST_MEAN
+    assert found.max() < MOST
+
+
+@pytest.mark.slow
+def test_accuracy_holds_in_every_arithmetic(tmp_path: Path) -> None:
+    """Points lost against float32: at most 0.3 in bfloat16, 1 in int8."""
+    right = {}
+    for name, dtype, quantization in (
+        ("float32", "float32", "none"),
+        ("bfloat16", "bfloat16", "none"),
+        ("int8", "bfloat16", "int8"),
+    ):
+        options = ("--set", f"model.dtype={dtype}", "--set", f"model.quantization={quantization}")
+        row = run(tmp_path / name, *options)
+        assert (row["dtype"], row["quantization"]) == (dtype, quantization)
+        clean, _, right[name] = accuracy(tmp_path / name)
+        print(
+            f"{name}: {right[name]:.2%} of {clean} rows, {row['engine_s']:.1f} s in the engine, {row['ops']}"
+        )
+    assert right["bfloat16"] >= right["float32"] - 0.003
+    assert right["int8"] >= right["float32"] - 0.01
