@@ -5,9 +5,11 @@ from __future__ import annotations
 from batchinfer_kernels.cost import DecoderShape, Peaks
 
 LEAST, MOST = 512, 8192
-# Reading the weights may take this part of a step's matrix products even where nothing overlaps. More tokens than
-# that amortise nothing else: they only make activations outgrow the caches, and rows wait longer for their step.
-AMORTISED = 16
+# Reading the weights may take this part of a step's matrix products. On two CPU cores with AVX512_BF16 (where it gives
+# 2048) a 16th, 512 tokens, would do by the roofline; but a step has costs of its own, and products of more rows are
+# nearer to their peak: 24 rows of up to 1024 + 64 tokens took 6.01 s with 512 tokens a step, 5.90 s with 1024 and
+# 5.79 s with 2048 (135M Llama, bfloat16, best of 3 in turns).
+AMORTISED = 128
 
 
 def step_tokens(shape: DecoderShape, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:

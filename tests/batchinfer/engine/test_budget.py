@@ -18,9 +18,11 @@ LINEAR = ("qkv", "o", "gate_up", "down")
 @pytest.mark.parametrize(
     ("peaks", "weight", "tokens"),
     [
-        (Peaks(430e9, 40e9), 2, 512),  # two CPU cores with AVX512_BF16
-        (Peaks(430e9, 40e9, 790e9), 1, 512),
-        (Peaks(790e12, 4.3e12), 2, 4096),  # one data-centre GPU
+        (Peaks(430e9, 40e9), 2, 2048),  # two CPU cores with AVX512_BF16
+        (Peaks(430e9, 40e9, 790e9), 1, 2048),
+        (Peaks(150e9, 50e9), 4, 1024),  # the same without bfloat16
+        (Peaks(20e9, 40e9), 2, LEAST),
+        (Peaks(790e12, 4.3e12), 2, MOST),  # one data-centre GPU
         (Peaks(790e12, 1e9), 2, MOST),
     ],
 )
@@ -33,7 +35,7 @@ def test_unknown_peaks_leave_the_default() -> None:
 
 
 def test_a_full_batch_leaves_room_for_prompts() -> None:
-    assert step_tokens(SHAPE, Peaks(430e9, 40e9), 1000, 2048) == 2000
+    assert step_tokens(SHAPE, Peaks(430e9, 40e9), 2000, 2048) == 4000
 
 
 @given(
