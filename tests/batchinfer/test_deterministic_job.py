@@ -1,0 +1,65 @@
+"""A whole job with `engine.deterministic: true`: the published bytes do not depend on how the work was done."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.batchinfer.wrong_jobs import Place, environment, make_place
+from tests.checkpoints import make_model_folder
+
+ROWS = [{"id": f"r{n}", "text": f"number {n} " * (n % 7)} for n in range(40)]
+SLOWLY = (
+    "engine.max_num_seqs=2",
+    "engine.max_num_batched_tokens=24",
+    "engine.enable_prefix_caching=false",
+    "engine.threads=1",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make_model_folder(folder, dtype=torch.bfloat16, seed=2)
+    return folder
+
+
+def run(place: Place, *settings: str) -> None:
+    """The command line as a user has it, engine and all."""
+    command = [sys.executable, "-m", "batchinfer", "run", "job.yaml", "--quiet"]
+    command += [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(
+        command, cwd=place.folder, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def published(place: Place) -> list[str]:
+    """What is in the files; their names hold a number of their own for each publication."""
+    files = sorted(place.results.glob("*.parquet"))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+@pytest.mark.parametrize("quantization", [pytest.param("none", marks=pytest.mark.slow), "int8"])
+def test_the_published_bytes_are_the_same(tmp_path: Path, model: Path, quantization: str) -> None:
+    """Sampled answers at a high temperature: the last bit of a logit would show sooner or later."""
+    places = [make_place(tmp_path / name, model) for name in ("at-once", "slowly", "grown")]
+    for place in places:
+        place.rows(*ROWS)
+        place.job(
+            model=f"model: {{path: model, dtype: bfloat16, quantization: {quantization}}}",
+            sampling="sampling: {max_tokens: 24, temperature: 1.5, ignore_eos: true}",
+            engine="engine: {deterministic: true}",
+        )
+    at_once, slowly, grown = places
+    run(at_once)
+    run(slowly, *SLOWLY)
+    run(grown, "input.limit=13", *SLOWLY)
+    run(grown)
+    assert published(at_once) == published(slowly) == published(grown)
+    assert len({row["generated_text"] for row in at_once.table()}) > len(ROWS) // 2
