@@ -264,7 +264,7 @@ class Scheduler:
 
     def _steps_left(self, sequence: Sequence) -> int:
         """After this one, if it reads its prompt's rest in this one. The last token is sampled, and never run."""
-        return self._lengths.longest(sequence) - len(sequence.tokens) - 1
+        return max(0, self._lengths.longest(sequence) - len(sequence.tokens) - 1)
 
     def _reading(self, sequence: Sequence, budget: int) -> int:
         """Further steps that reading its prompt takes, with `budget` left in this one; all that runs reads already."""
