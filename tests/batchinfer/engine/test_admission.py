@@ -128,6 +128,23 @@ def test_wrong_estimates_cost_little_and_never_thrash(kind):
     assert guessed.seconds <= 1.1 * known.seconds
 
 
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=60),
+    blocks=st.integers(30, 60),
+    stops=st.sampled_from([0.0, 0.02, 0.1, 0.5]),
+    seed=st.integers(0, 1 << 16),
+)
+@settings(max_examples=100, deadline=None, print_blob=True)
+def test_preemptions_stay_below_the_number_of_rows(rows, blocks, stops, seed):
+    scheduler = Scheduler(SchedulerConfig(16, 64), BlockPool(blocks, 4))
+    driver = Driver(scheduler, seed, stops)
+    for key, (prompt, output) in enumerate(rows):
+        scheduler.add(sequence([key] * prompt, output, key))
+    driver.drain()
+    assert driver.preempted <= len(rows)
+    assert max(s.preemptions for s in driver.finished) <= 4
+
+
 def test_estimates_forget_rows_of_another_kind():
     """The plan sorts by length, so short answers may be followed by long ones: 250 of up to 40 tokens, then of 600."""
     rng = random.Random(3)
