@@ -52,7 +52,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_templates(sections.get("prompt", {}), file),
         *_sampling(sections.get("sampling", {})),
         *_columns(sections.get("output", {})),
-        *_cpu_only(sections.get("model", {}), sections.get("engine", {})),
+        *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
     ]
 
@@ -175,16 +175,20 @@ def _sampling(section: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(("sampling", "min_tokens"), message)
 
 
-def _cpu_only(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """What no GPU does yet. With device: auto, `resolve` refuses it where auto turns out to be a GPU."""
-    if engine.get("device") != "cuda":
-        return
+def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
+    """What only the CPU's own operators do. With device: auto, `resolve` refuses it where auto turns out to be a GPU."""
+    asked = []
     if model.get("quantization") == "int8":
-        message = "is int8, which is not available on a GPU yet"
-        yield Finding(("model", "quantization"), message, "take it out, or write device: cpu")
+        asked.append((("model", "quantization"), "is int8"))
     if engine.get("deterministic") is True:
-        message = "is true, which is not available on a GPU yet"
-        yield Finding(("engine", "deterministic"), message, "take it out, or write device: cpu")
+        asked.append((("engine", "deterministic"), "is true"))
+    for loc, what in asked:
+        if engine.get("device") == "cuda":
+            message = f"{what}, which is not available on a GPU yet"
+            yield Finding(loc, message, "take it out, or write device: cpu")
+        elif model.get("dtype") == "float16":
+            message = f"{what}, which is not available in float16"
+            yield Finding(loc, message, "take it out, or take dtype: bfloat16 or float32")
 
 
 def _columns(section: Mapping[str, Any]) -> Iterator[Finding]:
