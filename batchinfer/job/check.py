@@ -176,7 +176,7 @@ def _sampling(section: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """What only the CPU's own operators do. With device: auto, `resolve` refuses it where auto turns out to be a GPU."""
+    """What only the CPU's own operators do. With device: auto, `resolve` refuses it where that is a GPU."""
     asked = []
     if model.get("quantization") == "int8":
         asked.append((("model", "quantization"), "is int8"))
