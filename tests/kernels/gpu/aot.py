@@ -1,0 +1,263 @@
+"""Kernels compiled for GPUs that are not there, and what the compiler says of them.
+
+A process that interprets kernels cannot compile them, so that a child process does, one for each test process:
+
+    compile_for(_x_kernel, {"x_ptr": "*bf16:16", "n": "i32"}, {"BLOCK": 128}, "sm_90", num_warps=4)
+    compile_launch("tests.kernels.gpu.test_x:launch_x", ("bfloat16", 128), "sm_90")
+
+The first compiles a kernel for a signature. A type ends in `:16` where values are divisible by 16 (all pointers that
+torch allocates are) and in `:1` where Triton would see the value 1. The second calls a function that launches kernels
+with CPU tensors as it would with a GPU's, and compiles every launch as Triton specialises it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+NVIDIA = ("sm_80", "sm_90", "sm_100")
+TARGETS = (*NVIDIA, "gfx942")
+# Bytes of shared memory that a block may have: CUDA programming guide, compute capabilities; AMD: LDS of CDNA 3
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+# Bytes of stack that ptxas uses for its calling convention without spilling anything
+STACK_LIMIT = 16
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for one target."""
+
+    kernel: str
+    target: str
+    registers: int  # a thread's; vector registers on AMD
+    stack: int  # bytes a thread
+    local: int  # bytes a thread
+    spills: int  # AMD: registers; NVIDIA: 0, see stack and local
+    shared: int  # bytes a block
+    ptx: str  # the assembly on AMD
+    sass: str  # empty on AMD
+
+    def check(self) -> None:
+        """Nothing spilled, and shared memory within the limit, which the compiler does not check."""
+        assert max(self.stack - STACK_LIMIT, self.local, self.spills) <= 0, self.summary()
+        assert self.shared <= SHARED_LIMIT[self.target], self.summary()
+
+    def summary(self) -> str:
+        sizes = f"stack {self.stack}, local {self.local}, spills {self.spills}, shared {self.shared}"
+        return f"{self.kernel} on {self.target}: {self.registers} registers, {sizes}"
+
+    def wide_loads(self) -> int:
+        """How many loads from global memory move 16 bytes a thread, copies to shared memory included."""
+        return len(re.findall(r"\b(?:LDG|LDGSTS)\.E\.(?:\w+\.)*128", self.sass))
+
+    def wide_stores(self) -> int:
+        """How many stores to global memory move 16 bytes a thread."""
+        return len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", self.sass))
+
+
+def compile_for(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], target: str, **options: Any
+) -> Compiled:
+    """`kernel`: a kernel at module level, autotuned or not, or "module:name". `options`: num_warps, num_stages..."""
+    name = kernel if isinstance(kernel, str) else _path(kernel)
+    request = {"kernel": name, "signature": signature, "constants": constants, "options": options}
+    (found,) = _worker().ask({**request, "target": target})
+    return found
+
+
+def compile_launch(function: str, arguments: tuple[Any, ...], target: str) -> list[Compiled]:
+    """Every kernel that "module:function" launches with these arguments (JSON's types)."""
+    return _worker().ask({"launch": function, "arguments": list(arguments), "target": target})
+
+
+def _path(kernel: Any) -> str:
+    function = kernel
+    while not hasattr(
+        function, "__code__"
+    ):  # autotuners and heuristics wrap the kernel, which wraps the function
+        function = function.fn
+    return f"{function.__module__}:{function.__name__}"
+
+
+class _Worker:
+    """A process that compiles, asked one line of JSON at a time."""
+
+    def __init__(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.gpu.aot"],
+            cwd=Path(__file__).parents[3],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any]) -> list[Compiled]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return [Compiled(**found) for found in answer["compiled"]]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@cache
+def _worker() -> _Worker:
+    return _Worker()
+
+
+# ---- what follows runs in the child
+
+
+class StubDriver:
+    """Says that there is a GPU, so that a launch is specialised as it would be on one."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return str(self._target.arch)  # Triton keeps its compiled kernels by device
+
+    def get_current_stream(self, _device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+
+def _gpu_target(name: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+
+
+def _resolve(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _unwrapped(kernel: Any) -> Any:
+    """The JITFunction within an autotuner's or a heuristic's wrapper."""
+    from triton.runtime.jit import JITFunction
+
+    while not isinstance(kernel, JITFunction):
+        kernel = kernel.fn
+    return kernel
+
+
+def _compile_signature(request: dict[str, Any], target: Any) -> Any:
+    import triton
+    from triton.compiler import ASTSource
+
+    kernel = _unwrapped(_resolve(request["kernel"]))
+    types: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in request["signature"]:
+            types[name], _, known = request["signature"][name].partition(":")
+        else:
+            types[name], known = "constexpr", ""
+            constants[index,] = request["constants"][name]
+        if known == "16":
+            attributes[index,] = [["tt.divisibility", 16]]
+        elif known == "1":
+            types[name], constants[index,] = "constexpr", 1
+    source = ASTSource(kernel, types, constants, attributes)
+    return triton.compile(source, target=target, options=request["options"])
+
+
+def _compile_launches(request: dict[str, Any], target: Any) -> Iterator[Any]:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(StubDriver(target))
+    compiled, run = [], JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled.append(run(self, *arguments, grid=grid, warmup=True, **options))
+        return compiled[-1]
+
+    JITFunction.run = compile_only
+    try:
+        _resolve(request["launch"])(*request["arguments"])
+    finally:
+        JITFunction.run = run
+    yield from compiled
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton.backends.nvidia as nvidia
+
+    path = Path(nvidia.__file__).parent / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _described(kernel: Any, target: str) -> Compiled:
+    name, shared = kernel.metadata.name, kernel.metadata.shared
+    if "cubin" not in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        sizes = {
+            k: int(v)
+            for k, v in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", text)
+        }
+        spills = sizes["vgpr_spill_count"] + sizes["sgpr_spill_count"]
+        return Compiled(name, target, sizes["vgpr_count"], 0, 0, spills, shared, text, "")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        used = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        sass = _tool("cuobjdump", "--dump-sass", file.name)
+    sizes = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", used)}
+    memory = (sizes["STACK"], sizes["LOCAL"], 0, shared)
+    return Compiled(name, target, sizes["REG"], *memory, kernel.asm["ptx"], sass)
+
+
+def _answer(request: dict[str, Any]) -> list[Compiled]:
+    target = _gpu_target(request["target"])
+    if "launch" in request:
+        kernels = list(_compile_launches(request, target))
+    else:
+        kernels = [_compile_signature(request, target)]
+    return [_described(k, request["target"]) for k in kernels]
+
+
+def _serve() -> None:
+    import traceback
+
+    channel, sys.stdout = sys.stdout, sys.stderr  # what a compiler prints is no answer
+    for line in sys.stdin:
+        try:
+            answer: dict[str, Any] = {"compiled": [asdict(c) for c in _answer(json.loads(line))]}
+        except Exception:  # noqa: BLE001  the test raises it
+            answer = {"error": traceback.format_exc()}
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+
+
+if __name__ == "__main__":
+    _serve()

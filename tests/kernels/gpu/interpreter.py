@@ -1,0 +1,163 @@
+"""Triton's interpreter, switched on for this process alone, and made right for bfloat16.
+
+Triton 3.6 to 3.9 hold a bfloat16 tensor as uint16 and compute on these bits as if they were integers. Here every
+operation on such a tensor is done in float32 and rounded to the nearest even.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+# Conversions know their types and are handled apart.
+_CONVERSIONS = ("create_fp_to_fp", "create_fp_trunc", "create_fp_ext", "create_fp_to_si", "create_fp_to_ui")
+_MORE = (
+    "create_minimumf",
+    "create_maximumf",
+    "create_minnumf",
+    "create_maxnumf",
+    "create_clampf",
+    "create_dot",
+)
+
+
+def switch_on() -> None:
+    """Kernels whose modules are imported from now on are interpreted. Child processes are not affected."""
+    if "triton" in sys.modules:
+        from triton import knobs
+
+        if knobs.runtime.interpret:
+            return
+        raise RuntimeError("triton was imported before its interpreter was switched on")
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton
+
+        triton.knobs.runtime.interpret = True
+        _mend_bfloat16()
+    finally:
+        # The environment is inherited by the processes that tests start, which compile
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 as uint16 → float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """float32 → bfloat16 as uint16, rounded to the nearest even."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).reshape(np.shape(values))
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16)
+
+
+def _mend_bfloat16() -> None:
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    names = {n for n in dir(builder) if n.startswith("create_f") and n not in _CONVERSIONS} | set(_MORE)
+    for name in names:
+        if hasattr(builder, name):
+            setattr(builder, name, _computed_in_float32(getattr(builder, name), rounds=name != "create_dot"))
+    for name in ("create_si_to_fp", "create_ui_to_fp"):
+        setattr(builder, name, _from_integers(getattr(builder, name)))
+    builder.get_bf16 = _constant
+    interpreter._convert_float = _convert(interpreter._convert_float)
+    for operations in (interpreter.ReduceOps, interpreter.ScanOps):
+        operations.apply_impl = _reduced_in_float32(operations.apply_impl)
+
+
+def _is_bfloat16(handle: Any) -> bool:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if not isinstance(handle, TensorHandle) or handle.data.dtype != np.uint16:
+        return False
+    return bool(getattr(handle.dtype, "scalar", handle.dtype) == tl.bfloat16)
+
+
+def _wide(handle: Any) -> Any:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
+
+
+def _narrow(handle: Any) -> Any:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if not isinstance(handle, TensorHandle) or handle.data.dtype != np.float32:
+        return handle
+    return TensorHandle(narrow(handle.data), tl.bfloat16)
+
+
+def _computed_in_float32(operation: Callable[..., Any], rounds: bool) -> Callable[..., Any]:
+    def mended(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not any(_is_bfloat16(a) for a in arguments):
+            return operation(self, *arguments, **options)
+        result = operation(self, *[_wide(a) for a in arguments], **options)
+        return _narrow(result) if rounds else result
+
+    return mended
+
+
+def _from_integers(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def mended(self: Any, source: Any, target: Any) -> Any:
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        if target.scalar == tl.bfloat16:
+            return TensorHandle(narrow(source.data.astype(np.float32)), tl.bfloat16)
+        return operation(self, source, target)
+
+    return mended
+
+
+def _constant(_builder: Any, value: float) -> Any:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(narrow(np.array([value], np.float32)), tl.bfloat16)
+
+
+def _convert(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def mended(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        import triton.language as tl
+
+        if source == tl.float32 and target == tl.bfloat16:
+            return narrow(values).reshape(values.shape)
+        return operation(values, source, target, rounding)
+
+    return mended
+
+
+def _reduced_in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def mended(self: Any, given: Any) -> Any:
+        import triton.language as tl
+
+        tensors = given if isinstance(given, tuple) else (given,)
+        if not any(_is_bfloat16(t.handle) for t in tensors):
+            return operation(self, given)
+
+        def up(t: Any) -> Any:
+            return self.to_tensor(widen(t.handle.data), tl.float32) if _is_bfloat16(t.handle) else t
+
+        def down(t: Any) -> Any:
+            if t.dtype.scalar != tl.float32:
+                return t
+            return self.to_tensor(narrow(np.asarray(t.handle.data, np.float32))[()], tl.bfloat16)
+
+        result = operation(self, tuple(map(up, tensors)) if isinstance(given, tuple) else up(given))
+        return tuple(map(down, result)) if isinstance(result, (tuple, list)) else down(result)
+
+    return mended

@@ -1,0 +1,55 @@
+"""The tools of this folder: what they report is what the compiler said, and bfloat16 is bfloat16."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.kernels.gpu.aot import TARGETS, compile_for, compile_launch
+
+
+@triton.jit
+def _double_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n)
+    tl.store(y_ptr + at, x + x * 1.0, mask=at < n)
+
+
+def launch_double(n: int, block: int) -> torch.Tensor:
+    x = torch.linspace(-3, 3, n).bfloat16()
+    y = torch.empty_like(x)
+    _double_kernel[(triton.cdiv(n, block),)](x, y, n, BLOCK=block)
+    return y
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_kernel_compiles_for_a_signature(target: str) -> None:
+    types = {"x_ptr": "*bf16:16", "y_ptr": "*bf16:16", "n": "i32:16"}
+    found = compile_for(_double_kernel, types, {"BLOCK": 1024}, target, num_warps=4)
+    found.check()
+    assert found.registers > 0
+    assert found.shared == 0
+    if target != "gfx942":
+        assert found.wide_loads() == found.wide_stores() == 1
+
+
+def test_a_launch_compiles_as_it_is_specialised() -> None:
+    (aligned,) = compile_launch("tests.kernels.gpu.test_aot:launch_double", (4096, 1024), "sm_90")
+    (odd,) = compile_launch("tests.kernels.gpu.test_aot:launch_double", (4095, 1024), "sm_90")
+    assert aligned.wide_loads() == 1
+    assert odd.wide_loads() == 0  # the end of the mask may lie inside any 16 bytes
+
+
+def test_a_kernel_that_does_not_compile_says_so() -> None:
+    with pytest.raises(RuntimeError, match="BLOCK"):
+        compile_for(_double_kernel, {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}, {}, "sm_90")
+
+
+def test_bfloat16_is_right_and_other_processes_are_not_affected() -> None:
+    x = torch.linspace(-3, 3, 100).bfloat16()
+    assert torch.equal(launch_double(100, 64), x + x)
+    assert "TRITON_INTERPRET" not in os.environ
