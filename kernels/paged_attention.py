@@ -16,6 +16,21 @@ def check_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tab
         raise ValueError(f"block tables are (sequences, blocks), got {tuple(block_tables.shape)}")
 
 
+def check_attention_extras(
+    q: Tensor, k_cache: Tensor, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+) -> None:
+    """Raises ValueError when sinks or scales do not fit."""
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks are {tuple(sinks.shape)}, there are {q.shape[1]} query heads")
+    for scale in (k_scale, v_scale):
+        if scale is not None and (scale.numel() not in (1, k_cache.shape[1]) or scale.dim() > 1):
+            raise ValueError(
+                f"scales are {tuple(scale.shape)}: one for each of {k_cache.shape[1]} heads, or one"
+            )
+        if scale is not None and scale.dtype != torch.float32:
+            raise ValueError(f"scales are {scale.dtype}, not float32")
+
+
 def gather_cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
     """The first `length` cached rows of one sequence: (kv_heads, length, D)."""
     pages = cache[table.long()]  # (blocks, kv_heads, block_size, D)
@@ -31,28 +46,95 @@ def paged_attention_reference(
     context_lens: list[int],
     scale: float,
     window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention in float32, one sequence after the other: slow, and what every other implementation must equal.
 
     q: (T, q_heads, D), the sequences' query chunks one after the other; caches: (blocks, kv_heads, block_size, D);
     block_tables: (sequences, max blocks) int32; context_lens: cached tokens of each sequence, this chunk's
     included, so that its queries stand at positions context - query … context - 1. `window`: a query sees at most
-    so many keys, its own included. Returns (T, q_heads, D) in q's dtype.
+    so many keys, its own included. Returns (T, q_heads, D) in q's dtype; zeros for a query that sees no key.
+
+    `soft_cap`: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `sinks`: (q_heads,), a score without
+    a value that takes part in each softmax (gpt-oss). A cache of float8_e4m3fn or int8 holds k / k_scale and
+    v / v_scale; the scales are (kv_heads,), (1,) or () float32.
+    """
+    return paged_attention_lse_reference(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        query_lens,
+        context_lens,
+        scale,
+        window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )[0]
+
+
+def paged_attention_lse_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_lens: list[int],
+    context_lens: list[int],
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same with (T, q_heads) float32 beside it: the natural logarithm of each softmax's sum, a sink's part
+    included; -inf for a query that sees nothing.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables)
+    check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
     out, start = torch.empty_like(q), 0
+    lse = torch.empty(q.shape[:2], device=q.device)
     group = q.shape[1] // k_cache.shape[1]
     for i, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         rows = slice(start, start + queries)
         start += queries
-        k, v = (gather_cached(c, block_tables[i], context).float() for c in (k_cache, v_cache))
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        k = _widened(gather_cached(k_cache, block_tables[i], context), k_scale).repeat_interleave(group, 0)
+        v = _widened(gather_cached(v_cache, block_tables[i], context), v_scale).repeat_interleave(group, 0)
         scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), k) * scale
-        query_at = torch.arange(context - queries, context)[:, None]
-        key_at = torch.arange(context)[None]
-        hidden = key_at > query_at
-        if window is not None:
-            hidden = hidden | (key_at <= query_at - window)
-        probabilities = scores.masked_fill(hidden.to(q.device), float("-inf")).softmax(-1)
-        out[rows] = torch.einsum("hqk,hkd->qhd", probabilities, v).to(q.dtype)
-    return out
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        scores = scores.masked_fill(_hidden(queries, context, window).to(q.device), float("-inf"))
+        weights, sums = _softmax(scores, sinks)
+        out[rows], lse[rows] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype), sums.T
+    return out, lse
+
+
+def _widened(cached: Tensor, scale: Tensor | None) -> Tensor:
+    """(kv_heads, n, D) → float32, scaled."""
+    return cached.float() if scale is None else cached.float() * scale.reshape(-1, 1, 1)
+
+
+def _hidden(queries: int, context: int, window: int | None) -> Tensor:
+    """(queries, context) bool: keys after the query, or behind its window."""
+    query_at = torch.arange(context - queries, context)[:, None]
+    key_at = torch.arange(context)[None]
+    hidden = key_at > query_at
+    return hidden if window is None else hidden | (key_at <= query_at - window)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """scores: (q_heads, queries, keys) → weights of the same shape, and (q_heads, queries) logarithms of the sums."""
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        weights, sums = _softmax(torch.cat((scores, column), -1), None)
+        return weights[..., :-1], sums
+    sums = scores.logsumexp(-1)
+    nothing = (scores == float("-inf")).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(nothing, 0.0), sums

@@ -1,0 +1,33 @@
+"""Attention over parts of the keys, put together to attention over all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> None:
+    """Raises ValueError when shapes or dtypes do not fit."""
+    if outs.dim() != 4 or lses.shape != outs.shape[:3]:
+        raise ValueError(f"outs are {tuple(outs.shape)}, their log-sum-exps {tuple(lses.shape)}")
+    if lses.dtype != torch.float32:
+        raise ValueError(f"log-sum-exps are {lses.dtype}, not float32")
+    if sinks is not None and sinks.shape != outs.shape[2:3]:
+        raise ValueError(f"sinks are {tuple(sinks.shape)}, there are {outs.shape[2]} heads")
+
+
+def merge_state_reference(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention states merged by log-sum-exp (Juravsky et al., 2024, "Hydragen"; FlashInfer's cascade).
+
+    outs: (P, T, heads, D), each part's softmax over its own keys times their values; lses: (P, T, heads) float32, the
+    natural logarithms of the softmaxes' sums, -inf where a part sees nothing (its out may then be anything).
+    `sinks`: (heads,), scores without a value that take part once. Returns (T, heads, D) in outs' dtype, zeros where no
+    part sees anything, and (T, heads) float32.
+    """
+    check_merge_state(outs, lses, sinks)
+    empty = lses == float("-inf")
+    scores = lses if sinks is None else torch.cat((lses, sinks.float().expand(1, *lses.shape[1:])))
+    total = scores.logsumexp(0)
+    weights = (lses - total.masked_fill(total == float("-inf"), 0.0)).exp()
+    merged = (outs.float().masked_fill(empty[..., None], 0.0) * weights[..., None]).sum(0)
+    return merged.to(outs.dtype), total
