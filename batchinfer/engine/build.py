@@ -30,6 +30,7 @@ from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
 from batchinfer_kernels.cost import DecoderShape, Peaks
+from batchinfer_kernels.cpu.memory import keep_freed_memory
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_BLOCK_SIZE = 16
@@ -172,5 +173,7 @@ def _device_name(device: torch.device) -> str:
 
 def _set_threads(config: EngineConfig) -> int:
     """By default one thread for each core that this process may use."""
+    if config.device == "cpu":
+        keep_freed_memory()
     torch.set_num_threads(config.threads or usable_cpus())
     return torch.get_num_threads()

@@ -20,6 +20,7 @@ from batchinfer.ops.interface import (
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, Items, attention_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators, Kind
+from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantize_weight
 
@@ -99,6 +100,18 @@ class CpuOps(TorchOps):
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
         return self._compiled.cache_shape(kv_heads, block_size, head_dim)
+
+    def allocate_cache(
+        self,
+        blocks: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LayerCache:
+        shape = (blocks, *self.cache_shape(kv_heads, block_size, head_dim))
+        return LayerCache(zeros_in_huge_pages(shape, dtype), zeros_in_huge_pages(shape, dtype), block_size)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

@@ -18,16 +18,23 @@ typedef struct {
 } NAME(Item);
 
 typedef struct {
+    const NAME(Item) *item;
+    const int32_t *table;
+    int64_t head;
+} NAME(Job);
+
+typedef struct {
     const REAL *q, *k_cache, *v_cache;
     const int64_t *rows;
-    float *state; /* (tokens, q_heads, dim_pad + 2); read and written where an item neither starts nor ends its rows */
+    float *state; /* (tokens, q_heads, dim_pad + LANES + 1); read and written where an item neither starts nor ends its rows */
     REAL *out;
     int64_t q_heads, kv_heads, dim, dim_pad, block_size, block_pad, window;
     float scale; /* times log2(e): exponentials are powers of 2 here */
 } NAME(Step);
 
 typedef struct {
-    float sum[MOST_ROWS * MAX_DIM] /* rows of dim_pad: no two at a stride that shares cache sets */, most[MOST_ROWS], mass[MOST_ROWS];
+    float sum[MOST_ROWS * MAX_DIM] /* rows of dim_pad: no two at a stride that shares cache sets */, most[MOST_ROWS];
+    float mass[MOST_ROWS * LANES]; /* lane by lane: they are added up at the end */
     REAL p[ROWS][PANEL];
     const REAL *q[MOST_ROWS];
     int32_t position[MOST_ROWS];
@@ -70,7 +77,21 @@ INLINE void NAME(find_tile)(const NAME(Step) *s, const int32_t *table, int64_t t
         found->end = found->needed[c] < LANES || found->end == PASSED ? PASSED : found->position[c][LANES - 1];
 }
 
-/* Scores of `rows` (a constant) rows with a tile, scaled. */
+/* Fetch what a tile of one sequence and KV head reads; `last`: the last position that is seen. */
+INLINE void NAME(fetch_tile)(const NAME(Step) *s, const int32_t *table, int64_t tile, int64_t head, int32_t last) {
+    int64_t units = s->block_pad / LANES;
+    for (int c = 0; c < COLUMNS; c++) {
+        int64_t unit = tile * COLUMNS + c, block = unit / units, inside = unit % units * LANES;
+        if (block * s->block_size + inside > last) return;
+        int64_t at = (table[block] * s->kv_heads + head) * s->block_pad * s->dim_pad;
+        const char *k = (const char *)((const int32_t *)(s->k_cache + at) + inside);
+        const char *v = (const char *)(s->v_cache + at + inside * s->dim_pad);
+        for (int64_t w = 0; w < s->dim / PAIR; w++) __builtin_prefetch(k + w * s->block_pad * 4);
+        for (int64_t i = 0; i < LANES * s->dim_pad * (int64_t)sizeof(REAL); i += LINE) __builtin_prefetch(v + i);
+    }
+}
+
+/* Scores of `rows` (a constant) rows with a tile, not scaled yet. */
 INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const REAL *const *q, vf scores[ROWS][COLUMNS],
                         int64_t dim, const int rows) {
     int64_t stride = s->block_pad / LANES;
@@ -85,35 +106,35 @@ INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const REAL 
             for (int c = 0; c < COLUMNS; c++) scores[r][c] = DOT(scores[r][c], splat_word(word), keys[c]);
         }
     }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < COLUMNS; c++) scores[r][c] *= s->scale;
 }
 
 /* Scores become probabilities relative to the row's maximum so far; in return what the row's sum has to be scaled by. */
-INLINE float NAME(weigh)(vf *scores, const NAME(Tile) *tile, int32_t position, int64_t window, int masked, float *most,
+INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
                          float *mass, REAL *p) {
-    if (masked)
+    if (s->window > 0 || tile->end > position)
         for (int c = 0; c < COLUMNS; c++) {
             vi seen = tile->position[c] <= position;
-            if (window > 0) seen &= tile->position[c] > position - (int32_t)window;
+            if (s->window > 0) seen &= tile->position[c] > position - (int32_t)s->window;
             scores[c] = pick(seen, scores[c], splat(-INFINITY));
         }
-    vf tops = scores[0];
+    vf tops = scores[0], added = load_f32(mass);
     for (int c = 1; c < COLUMNS; c++) tops = pick(scores[c] > tops, scores[c], tops);
-    float top = lane_max(tops), before = *most;
-    top = top > before ? top : before;
+    float shrink = 1.0f, before = *most, top = before;
+    if (any_greater(tops, before)) {
+        top = lane_max(tops);
+        shrink = before == -INFINITY ? 0.0f : exp2f((before - top) * s->scale);
+        *most = top, added *= shrink;
+    }
     if (top == -INFINITY) { /* nothing of this tile is seen: it lies behind the window, or after the query */
         for (int c = 0; c < COLUMNS; c++) STOREV(p + c * LANES, splat(0.0f));
         return 1.0f;
     }
-    float shrink = before == top ? 1.0f : before == -INFINITY ? 0.0f : exp2f(before - top);
-    vf added = splat(0.0f);
     for (int c = 0; c < COLUMNS; c++) {
-        vf e = exp2_nonpositive(scores[c] - top);
+        vf e = exp2_bounded(scores[c] * s->scale - top * s->scale);
         STOREV(p + c * LANES, e);
         added += e;
     }
-    *most = top, *mass = *mass * shrink + lane_sum(added);
+    store_f32(mass, added);
     return shrink;
 }
 
@@ -151,9 +172,8 @@ INLINE void NAME(tile_rows)(const NAME(Step) *s, const NAME(Tile) *tile, NAME(Wo
     float shrink[ROWS];
     NAME(score)(s, tile, work->q + first, scores, dim, rows);
     for (int r = 0; r < rows; r++) {
-        int masked = s->window > 0 || tile->end > work->position[first + r];
-        shrink[r] = NAME(weigh)(scores[r], tile, work->position[first + r], s->window, masked, work->most + first + r,
-                                work->mass + first + r, work->p[r]);
+        float *mass = work->mass + (first + r) * LANES;
+        shrink[r] = NAME(weigh)(s, scores[r], tile, work->position[first + r], work->most + first + r, mass, work->p[r]);
     }
     int64_t from = 0;
     for (; from + PANEL <= dim; from += PANEL)
@@ -171,11 +191,13 @@ INLINE void NAME(take_up)(const NAME(Step) *s, const NAME(Item) *item, int64_t h
             work->q[r] = s->q + at * s->dim, work->position[r] = (int32_t)row[1];
             if (item->starts) {
                 memset(work->sum + r * s->dim_pad, 0, s->dim_pad * sizeof(float));
-                work->most[r] = -INFINITY, work->mass[r] = 0;
+                memset(work->mass + r * LANES, 0, LANES * sizeof(float));
+                work->most[r] = -INFINITY;
             } else {
-                const float *kept = s->state + at * (s->dim_pad + 2);
+                const float *kept = s->state + at * (s->dim_pad + LANES + 1);
                 memcpy(work->sum + r * s->dim_pad, kept, s->dim_pad * sizeof(float));
-                work->most[r] = kept[s->dim_pad], work->mass[r] = kept[s->dim_pad + 1];
+                memcpy(work->mass + r * LANES, kept + s->dim_pad, LANES * sizeof(float));
+                work->most[r] = kept[s->dim_pad + LANES];
             }
         }
 }
@@ -186,20 +208,25 @@ INLINE void NAME(put_down)(const NAME(Step) *s, const NAME(Item) *item, int64_t 
         for (int64_t g = 0; g < group; g++) {
             int64_t at = s->rows[(item->first_row + i) * 2] * s->q_heads + head * group + g, r = i * group + g;
             if (item->ends) {
-                for (int64_t d = 0; d < s->dim; d++) s->out[at * s->dim + d] = STORE(work->sum[r * s->dim_pad + d] / work->mass[r]);
+                float share = 1.0f / lane_sum(load_f32(work->mass + r * LANES));
+                for (int64_t d = 0; d < s->dim; d++)
+                    s->out[at * s->dim + d] = STORE(work->sum[r * s->dim_pad + d] * share);
             } else {
-                float *kept = s->state + at * (s->dim_pad + 2);
+                float *kept = s->state + at * (s->dim_pad + LANES + 1);
                 memcpy(kept, work->sum + r * s->dim_pad, s->dim_pad * sizeof(float));
-                kept[s->dim_pad] = work->most[r], kept[s->dim_pad + 1] = work->mass[r];
+                memcpy(kept + s->dim_pad, work->mass + r * LANES, LANES * sizeof(float));
+                kept[s->dim_pad + LANES] = work->most[r];
             }
         }
 }
 
-INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Item) *item, const int32_t *table, int64_t head, int64_t dim) {
+/* One item for one KV head; the first tile of the next job is fetched on the way. */
+INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
     NAME(Work) work;
     NAME(Tile) tile;
+    const NAME(Item) *item = job->item;
     int64_t rows = item->rows * (s->q_heads / s->kv_heads);
-    NAME(take_up)(s, item, head, &work);
+    NAME(take_up)(s, item, job->head, &work);
     int32_t first_position = PASSED, last = 0;
     for (int64_t r = 0; r < rows; r++) {
         last = work.position[r] > last ? work.position[r] : last;
@@ -211,21 +238,25 @@ INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Item) *item, const int3
         from = seen > from ? seen : from;
     }
     for (int64_t at = from; at < end; at++) {
-        NAME(find_tile)(s, table, at, head, last, &tile);
+        NAME(find_tile)(s, job->table, at, job->head, last, &tile);
+        if (at + 1 < end)
+            NAME(fetch_tile)(s, job->table, at + 1, job->head, last);
+        else if (next)
+            NAME(fetch_tile)(s, next->table, next->item->first_tile, next->head, s->rows[next->item->first_row * 2 + 1]);
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n) \
     case n: NAME(tile_rows)(s, &tile, &work, first, dim, n); break;
             switch (rows - first < ROWS ? rows - first : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
     }
-    NAME(put_down)(s, item, head, &work);
+    NAME(put_down)(s, item, job->head, &work);
 }
 
-static void NAME(attend_64)(const NAME(Step) *s, const NAME(Item) *item, const int32_t *table, int64_t head) {
-    NAME(attend)(s, item, table, head, 64);
+static void NAME(attend_64)(const NAME(Step) *s, const NAME(Job) *job, const NAME(Job) *next) {
+    NAME(attend)(s, job, next, 64);
 }
-static void NAME(attend_any)(const NAME(Step) *s, const NAME(Item) *item, const int32_t *table, int64_t head) {
-    NAME(attend)(s, item, table, head, s->dim);
+static void NAME(attend_any)(const NAME(Step) *s, const NAME(Job) *job, const NAME(Job) *next) {
+    NAME(attend)(s, job, next, s->dim);
 }
 
 /* q, out: (tokens, q_heads, dim); tables: (sequences, table_width). `items` are cut into `levels` stretches that end at
@@ -238,15 +269,18 @@ void NAME(paged_attention)(const REAL *q, const REAL *k_cache, const REAL *v_cac
                     window, scale * 1.44269504f};
 #pragma omp parallel
     for (int64_t level = 0; level < levels; level++) {
-        int64_t first = level ? level_ends[level - 1] : 0, count = level_ends[level] - first;
+        int64_t first = level ? level_ends[level - 1] : 0, jobs = (level_ends[level] - first) * kv_heads;
+        int64_t share = jobs / (omp_get_num_threads() * 8), chunk = share < 1 ? 1 : share > 8 ? 8 : share;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t job = 0; job < count * kv_heads; job++) {
-            const NAME(Item) *item = items + first + job / kv_heads;
-            const int32_t *table = tables + item->sequence * table_width;
-            if (dim == 64)
-                NAME(attend_64)(&s, item, table, job % kv_heads);
-            else
-                NAME(attend_any)(&s, item, table, job % kv_heads);
-        }
+        for (int64_t start = 0; start < jobs; start += chunk)
+            for (int64_t at = start; at < start + chunk && at < jobs; at++) {
+                NAME(Job) two[2];
+                int more = at + 1 < start + chunk && at + 1 < jobs;
+                for (int i = 0; i <= more; i++) {
+                    two[i].item = items + first + (at + i) / kv_heads, two[i].head = (at + i) % kv_heads;
+                    two[i].table = tables + two[i].item->sequence * table_width;
+                }
+                (dim == 64 ? NAME(attend_64) : NAME(attend_any))(&s, two, more ? two + 1 : NULL);
+            }
     }
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.attention_plan import CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
+from batchinfer_kernels.cpu.memory import advise_huge_pages
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_rotary_shapes
 
@@ -88,7 +89,8 @@ class CompiledOperators:
         outputs, inputs = _check_weight(weight, bias, kind)
         words = -(-inputs * weight.element_size() // WORD_BYTES)
         order = self._order(outputs, kind)
-        panels = weight.new_empty(len(order) * words * WORD_BYTES // weight.element_size())
+        size = len(order) * words * WORD_BYTES // weight.element_size()
+        panels = advise_huge_pages(weight.new_empty(size))
         self._call("pack_linear", weight, weight.contiguous(), outputs, inputs, kind == "gated", panels)
         return PackedWeight(panels, _reordered(bias, order), outputs, inputs, kind)
 
@@ -98,7 +100,7 @@ class CompiledOperators:
         """codes: (outputs, inputs) int8 in -127 … 127; scales: (outputs,) float32."""
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
-        panels = codes.new_empty(len(order) * _up(inputs, WORD_BYTES))
+        panels = advise_huge_pages(codes.new_empty(len(order) * _up(inputs, WORD_BYTES)))
         starts = torch.empty(len(order), dtype=torch.int32)
         arguments = (codes.contiguous().data_ptr(), outputs, inputs, kind == "gated")
         self._pack_codes(*arguments, panels.data_ptr(), starts.data_ptr())
@@ -202,7 +204,8 @@ class CompiledOperators:
                 f"{q_heads} query heads, {kv_heads} KV heads, tables {tuple(block_tables.shape)}"
             )
         out, width = torch.empty_like(q), k_cache.shape[3]
-        state = q.new_empty(tokens, q_heads, width + 2, dtype=torch.float32) if items.levels > 1 else None
+        kept = width + self.lanes + 1  # floats of a row's state between levels
+        state = q.new_empty(tokens, q_heads, kept, dtype=torch.float32) if items.levels > 1 else None
         planned = (block_tables.shape[1], items.items, items.level_ends, items.levels, items.rows)
         sizes = (q_heads, kv_heads, dim, width, block_size, k_cache.shape[2])
         arrays = (q, k_cache, v_cache, block_tables)

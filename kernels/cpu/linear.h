@@ -22,32 +22,42 @@ void NAME(pack_linear)(const REAL *weight, int64_t outputs, int64_t inputs, int6
             }
 }
 
-/* Write one row of sums: `columns` of them belong to y. */
-INLINE void NAME(put)(const vf *sums, const REAL *bias, REAL *y, float *wide, int64_t columns, int kind) {
-    vf value[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) value[c] = sums[c];
-    if (bias)
-        for (int c = 0; c < COLUMNS; c++) value[c] += LOADV(bias + c * LANES);
-    if (kind == GATED) {
-        REAL rounded[PANEL], result[PANEL / 2];
-        for (int c = 0; c < COLUMNS; c++) STOREV(rounded + c * LANES, value[c]);
+/* Write the sums of `rows` rows with one panel to y, whose rows are `stride` values apart. */
+static void NAME(put_plain)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) STOREV(y + r * stride + c * LANES, sums[r][c] + bias[c]);
+}
+
+static void NAME(put_float)(vf sums[ROWS][COLUMNS], const vf *bias, float *y, int64_t stride, int rows) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) store_f32(y + r * stride + c * LANES, sums[r][c] + bias[c]);
+}
+
+static void NAME(put_gated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows) {
+    for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS / 2; c++) {
-            STOREV(result + c * LANES, silu(LOADV(rounded + c * LANES)));
-            STOREV(result + c * LANES, LOADV(result + c * LANES) * LOADV(rounded + PANEL / 2 + c * LANES));
+            vf gate = ROUNDV(sums[r][c] + bias[c]), up = ROUNDV(sums[r][COLUMNS / 2 + c] + bias[COLUMNS / 2 + c]);
+            STOREV(y + r * stride + c * LANES, ROUNDV(silu(gate)) * up);
         }
-        memcpy(y, result, columns * sizeof(REAL));
-    } else if (kind == FLOAT) {
-        if (columns == PANEL)
-            for (int c = 0; c < COLUMNS; c++) store_f32(wide + c * LANES, value[c]);
-        else
-            memcpy(wide, value, columns * sizeof(float));
-    } else if (columns == PANEL) {
-        for (int c = 0; c < COLUMNS; c++) STOREV(y + c * LANES, value[c]);
-    } else {
-        REAL result[PANEL];
-        for (int c = 0; c < COLUMNS; c++) STOREV(result + c * LANES, value[c]);
-        memcpy(y, result, columns * sizeof(REAL));
-    }
+}
+
+/* `columns` of the panel's results belong to y: what the last panel has beyond them is dropped. */
+INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t at, int64_t stride, int64_t columns,
+                      int kind, int rows) {
+    float room[ROWS * PANEL];
+    int64_t width = kind == GATED ? PANEL / 2 : PANEL, size = kind == FLOAT ? sizeof(float) : sizeof(REAL);
+    char *to = columns < width ? (char *)room : (char *)y + at * size;
+    int64_t step = columns < width ? width : stride;
+    vf added[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) added[c] = bias ? LOADV(bias + c * LANES) : splat(0.0f);
+    if (kind == GATED)
+        NAME(put_gated)(sums, added, (REAL *)to, step, rows);
+    else if (kind == FLOAT)
+        NAME(put_float)(sums, added, (float *)to, step, rows);
+    else
+        NAME(put_plain)(sums, added, (REAL *)to, step, rows);
+    if (columns < width)
+        for (int r = 0; r < rows; r++) memcpy((char *)y + (at + r * stride) * size, to + r * width * size, columns * size);
 }
 
 /* Sums of `rows` (a constant) rows with one panel. */
@@ -70,13 +80,6 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, int64_t inputs, 
         }
 }
 
-INLINE void NAME(linear_rows)(const REAL *x, const REAL *panel, const REAL *bias, REAL *y, float *wide, int64_t stride,
-                              int64_t inputs, int64_t columns, int kind, const int rows) {
-    vf sums[ROWS][COLUMNS];
-    NAME(linear_tile)(x, panel, inputs, sums, rows);
-    for (int r = 0; r < rows; r++) NAME(put)(sums[r], bias, y + r * stride, wide + r * stride, columns, kind);
-}
-
 /* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs). `bias` lies in the
  * order of the panels (their columns, padding included) and may be NULL. */
 void NAME(linear)(const REAL *x, const REAL *packed, const REAL *bias, void *y, int64_t rows, int64_t outputs,
@@ -86,20 +89,20 @@ void NAME(linear)(const REAL *x, const REAL *packed, const REAL *bias, void *y, 
     int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * inputs * (int64_t)sizeof(REAL)) + 1;
 #pragma omp parallel
     {
-        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), total = blocks * panels;
-        for (int64_t at = total * me / threads; at < total * (me + 1) / threads; at++) {
+#pragma omp for schedule(guided, 4)
+        for (int64_t at = 0; at < blocks * panels; at++) {
             int64_t block, panel;
             place(at, per, blocks, panels, &block, &panel);
             int64_t row = block * ROWS, columns = wanted - panel * width < width ? wanted - panel * width : width;
-            int64_t to = row * wanted + panel * width;
-            const REAL *some = bias ? bias + panel * PANEL : NULL, *weight = packed + panel * words * PANEL * PAIR;
+            int64_t count = rows - row < ROWS ? rows - row : ROWS;
+            const REAL *weight = packed + panel * words * PANEL * PAIR;
+            vf sums[ROWS][COLUMNS];
 #define CASE(n) \
-    case n: \
-        NAME(linear_rows)(x + row * inputs, weight, some, (REAL *)y + to, (float *)y + to, wanted, inputs, columns, \
-                          kind, n); \
-        break;
-            switch (rows - row < ROWS ? rows - row : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+    case n: NAME(linear_tile)(x + row * inputs, weight, inputs, sums, n); break;
+            switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
+            NAME(put)(sums, bias ? bias + panel * PANEL : NULL, y, row * wanted + panel * width, wanted, columns, kind,
+                      count);
         }
     }
 }

@@ -16,6 +16,7 @@ int64_t lanes(void) { return LANES; }
 #define STORE(x) (x)
 #define LOADV load_f32
 #define STOREV store_f32
+#define ROUNDV round_f32
 #define DOT dot_f32
 #define NAME(base) base##_f32
 #include "pointwise.h"
@@ -28,6 +29,7 @@ int64_t lanes(void) { return LANES; }
 #undef STORE
 #undef LOADV
 #undef STOREV
+#undef ROUNDV
 #undef DOT
 #undef NAME
 
@@ -37,6 +39,7 @@ int64_t lanes(void) { return LANES; }
 #define STORE bf16_store
 #define LOADV load_bf16
 #define STOREV store_bf16
+#define ROUNDV round_bf16
 #define DOT dot_bf16
 #define NAME(base) base##_bf16
 #include "pointwise.h"

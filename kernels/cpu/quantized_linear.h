@@ -34,9 +34,9 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
     return scale + bad;
 }
 
-INLINE void NAME(quantized_rows)(const uint8_t *x, const float *row_scales, const int8_t *panel, const int32_t *starts,
-                                 const float *scales, const REAL *bias, REAL *y, float *wide, int64_t stride,
-                                 int64_t words, int64_t columns, int kind, const int rows) {
+/* Exact sums of `rows` (a constant) rows with one panel, scaled. */
+INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, const int8_t *panel, const int32_t *starts,
+                                 const float *scales, int64_t words, vf result[ROWS][COLUMNS], const int rows) {
     vi sums[ROWS][COLUMNS];
     const vi *weight = (const vi *)panel;
     for (int r = 0; r < rows; r++)
@@ -47,12 +47,9 @@ INLINE void NAME(quantized_rows)(const uint8_t *x, const float *row_scales, cons
             memcpy(&word, x + (r * words + i) * 4, 4);
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int8(sums[r][c], splat_word(word), weight[c]);
         }
-    for (int r = 0; r < rows; r++) {
-        vf value[COLUMNS];
+    for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++)
-            value[c] = __builtin_convertvector(sums[r][c], vf) * (load_f32(scales + c * LANES) * row_scales[r]);
-        NAME(put)(value, bias, y + r * stride, wide + r * stride, columns, kind);
-    }
+            result[r][c] = __builtin_convertvector(sums[r][c], vf) * (load_f32(scales + c * LANES) * row_scales[r]);
 }
 
 /* As `linear`, with packed codes, the sums' starts (int32), scales (float) and bias of all columns. `codes` (rows, inputs
@@ -65,23 +62,24 @@ void NAME(quantized_linear)(const REAL *x, const int8_t *packed, const int32_t *
     int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * inputs) + 1;
 #pragma omp parallel
     {
-        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), total = blocks * panels;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
             row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * words * 4);
-        for (int64_t at = total * me / threads; at < total * (me + 1) / threads; at++) {
+#pragma omp for schedule(guided, 4)
+        for (int64_t at = 0; at < blocks * panels; at++) {
             int64_t block, panel;
             place(at, per, blocks, panels, &block, &panel);
             int64_t row = block * ROWS, columns = wanted - panel * width < width ? wanted - panel * width : width;
-            int64_t to = row * wanted + panel * width, from = panel * PANEL;
+            int64_t from = panel * PANEL, count = rows - row < ROWS ? rows - row : ROWS;
+            vf sums[ROWS][COLUMNS];
 #define CASE(n) \
     case n: \
-        NAME(quantized_rows)(codes + row * words * 4, row_scales + row, packed + from * words * 4, starts + from, \
-                             scales + from, bias ? bias + from : NULL, (REAL *)y + to, (float *)y + to, wanted, words, \
-                             columns, kind, n); \
+        NAME(quantized_tile)(codes + row * words * 4, row_scales + row, packed + from * words * 4, starts + from, \
+                             scales + from, words, sums, n); \
         break;
-            switch (rows - row < ROWS ? rows - row : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+            switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
+            NAME(put)(sums, bias ? bias + from : NULL, y, row * wanted + panel * width, wanted, columns, kind, count);
         }
     }
 }

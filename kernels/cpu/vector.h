@@ -28,6 +28,7 @@
 #endif
 #define ROWS 6 /* rows of such a tile */
 #define PANEL (COLUMNS * LANES)
+#define LINE 64 /* bytes of a cache line */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef uint16_t bf16;
@@ -68,6 +69,17 @@ INLINE void store_bf16(bf16 *to, vf value) {
 #endif
 }
 
+INLINE vf round_f32(vf value) { return value; }
+
+INLINE vf round_bf16(vf value) { /* to the nearest bfloat16 */
+#if defined(__AVX512BF16__) && LANES == 16
+    return (vf)_mm512_cvtpbh_ps(_mm512_cvtneps_pbh((__m512)value));
+#endif
+    bf16 rounded[LANES];
+    store_bf16(rounded, value);
+    return load_bf16(rounded);
+}
+
 INLINE vf dot_f32(vf sum, vi a, vi b) { return sum + (vf)a * (vf)b; }
 
 INLINE vf dot_bf16(vf sum, vi a, vi b) {
@@ -89,25 +101,42 @@ INLINE vi dot_int8(vi sum, vi a, vi b) {
 #endif
 }
 
-/* 2^x for x <= 0, 0 below 2^-126, NaN for NaN; relative error below 2e-7. */
-INLINE vf exp2_nonpositive(vf x) {
-    vi tiny = x < -126.0f;
-    vf t = pick(tiny, splat(-126.0f), x);
-    vf whole = (t + 12582912.0f) - 12582912.0f, f = t - whole; /* 1.5 * 2^23: adding it rounds to an integer */
+/* 2^f for |f| <= 1/2, relative error below 2e-7. */
+INLINE vf exp2_fraction(vf f) {
     vf p = 1.5403530e-4f * f + 1.3333558e-3f;
     p = p * f + 9.6181291e-3f;
     p = p * f + 5.5504109e-2f;
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    vi bits = (vi)(t + 12582912.0f) << 23; /* the integer stands in the low bits, and moves to the exponent's place */
-    return pick(tiny, splat(0.0f), (vf)((vi)p + bits));
+    return p * f + 1.0f;
 }
 
-INLINE vf silu(vf g) {
-    vf e = exp2_nonpositive(pick(g < 0.0f, g, -g) * 1.44269504f);
-    return g * pick(g >= 0.0f, splat(1.0f), e) / (e + 1.0f);
+/* 2^x for x <= 126, 2^126 above; 0 far below 2^-126, NaN for NaN. */
+INLINE vf exp2_bounded(vf x) {
+#if LANES == 16 /* of a NaN and a bound, min and max take their second operand */
+    __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), _mm512_min_ps(_mm512_set1_ps(126.0f), (__m512)x));
+    __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (vf)_mm512_scalef_ps((__m512)exp2_fraction((vf)_mm512_sub_ps(t, whole)), whole);
+#else
+    vi tiny = x < -126.0f;
+    vf t = pick(tiny, splat(-126.0f), pick(x > 126.0f, splat(126.0f), x)), shifted = t + 12582912.0f;
+    /* adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits, and moves to the exponent's place */
+    vf p = exp2_fraction(t - (shifted - 12582912.0f));
+    return pick(tiny, splat(0.0f), (vf)((vi)p + ((vi)shifted << 23)));
+#endif
 }
+
+/* 1 / x for 1 <= x <= 2^127, NaN for NaN; relative error below 2e-7. */
+INLINE vf reciprocal(vf x) {
+#if LANES == 16
+    vf y = (vf)_mm512_rcp14_ps((__m512)x);
+    return y * (2.0f - x * y);
+#else
+    return 1.0f / x;
+#endif
+}
+
+INLINE vf silu(vf g) { return g * reciprocal(1.0f + exp2_bounded(g * -1.44269504f)); }
 
 INLINE float lane_sum(vf v) {
     float part[LANES];
@@ -117,6 +146,18 @@ INLINE float lane_sum(vf v) {
     return part[0];
 }
 
+INLINE int any_greater(vf v, float bound) {
+#if LANES == 16
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
+#else
+    vi greater = ~(v <= bound);
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) any |= greater[i];
+    return any != 0;
+#endif
+}
+
+/* The largest lane; what it is with a NaN among them does not matter, as long as the sums turn out NaN. */
 INLINE float lane_max(vf v) {
 #if LANES == 16
     return _mm512_reduce_max_ps((__m512)v);
