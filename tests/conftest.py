@@ -1,4 +1,4 @@
-"""What every test needs: no test may use more than its share of two cores."""
+"""What every test needs: no test may use more than its share of two cores, and Triton has to know how it is to run."""
 
 from __future__ import annotations
 
@@ -7,3 +7,10 @@ import os
 # Before torch and OpenMP are imported anywhere: two test processes run beside each other, and threads of tiny
 # operators that wait for one another cost ten times what they gain.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.kernels.gpu import interpreter
+
+# Before triton is imported anywhere (transformers and torch do so here and there): its own functions and ours are
+# interpreted or compiled by what holds when their modules are imported. A quarter of a second for each process.
+if interpreter.is_wanted():
+    interpreter.switch_on()

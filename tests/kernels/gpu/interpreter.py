@@ -6,9 +6,11 @@ operation on such a tensor is done in float32 and rounded to the nearest even.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,20 @@ _MORE = (
     "create_clampf",
     "create_dot",
 )
+
+# What drivers of NVIDIA, of NVIDIA under Windows, and of AMD put there
+_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+
+
+def is_wanted() -> bool:
+    """Whether there is Triton but no GPU for it. Torch, slow to import, is asked only where there may be one."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if not any(Path(device).exists() for device in _DEVICES):
+        return True
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def switch_on() -> None:
