@@ -1,0 +1,199 @@
+"""What the launchers of the attention kernels share: tile sizes, and the arguments that every kernel takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer_kernels.paged_attention import check_attention_extras, check_paged_attention
+
+Work = Literal["prefill", "decode", "prefix", "deterministic"]
+MAX_GROUP = 16
+MAX_HEAD_DIM = 256
+# Keys that make a segment in the deterministic mode. Long enough that partial sums are little beside the keys: at 16
+# query heads a KV head they are 16 × 4 bytes a value of the head for 1024 × 2 × 2 of the cache, 1.6%.
+SEGMENT = 1024
+# Keys below which a sequence is not split: 256 keys of 128 bf16 values, K and V, are 128 KiB, several times what one
+# multiprocessor has to keep in flight to reach its share of the bandwidth.
+LEAST_SEGMENT = 256
+# Programs a multiprocessor that a split aims at: a few for it to hold at once, and to even out unequal ones
+PROGRAMS_PER_PROCESSOR = 4
+PREFIX_PROGRAMS_PER_PROCESSOR = 2
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel is cut: rows and keys of a tile, warps, and tiles in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the padded head size, for values of 2 bytes. Not measured: what compiles for compute capabilities 8.0, 9.0 and 10.0
+# without spilling, as large as that allows; FlashAttention-2's and vLLM's Triton kernels use the same range of sizes.
+_HALF: dict[Work, dict[int, Tiles]] = {
+    "prefill": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2)},
+    "decode": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
+    "prefix": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2)},
+    "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 2)},
+}
+# float32 is multiplied exactly, without tensor cores: a row of a tile then costs a thread's registers for both factors
+_SINGLE: dict[Work, dict[int, Tiles]] = {
+    "prefill": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 4, 2)},
+    "decode": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 32, 4, 2)},
+    "prefix": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 4, 2)},
+    "deterministic": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 32, 4, 2)},
+}
+
+
+def architecture() -> str:
+    """As Triton names its target: "80", "90", "gfx942"; "" in the interpreter, which has none."""
+    if triton.knobs.runtime.interpret:
+        return ""
+    return str(triton.runtime.driver.active.get_current_target().arch)
+
+
+def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> Tiles:
+    """`head_dim`: as the model has it. AMD's compute units have 64 KiB of shared memory, and one tile in flight."""
+    table = _SINGLE if dtype == torch.float32 else _HALF
+    tiles = table[work][padded_dim(head_dim)]
+    if architecture().startswith("gfx"):
+        return Tiles(tiles.rows, min(tiles.keys, 32), tiles.warps, 1)
+    return tiles
+
+
+def padded_dim(head_dim: int) -> int:
+    """Tiles have sizes that are powers of 2."""
+    return max(64, triton.next_power_of_2(head_dim))
+
+
+def choose_segment(total_context: int, kv_heads: int, device: torch.device) -> int:
+    """How many keys one program should pass over, so that all programs together fill the GPU evenly.
+
+    `total_context`: keys of all sequences. A sequence longer than this is split. Rounded to a power of 2, so that few
+    steps differ in it.
+    """
+    programs = PROGRAMS_PER_PROCESSOR * processors(device)
+    return max(LEAST_SEGMENT, triton.next_power_of_2(-(-total_context * kv_heads // programs)))
+
+
+def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
+    """The same for shared prefixes. `total_keys`: of all tiles of rows together.
+
+    A part of a full tile of rows is dear, so that fewer programs have to do.
+    """
+    programs = PREFIX_PROGRAMS_PER_PROCESSOR * processors(device)
+    return max(LEAST_SEGMENT, triton.next_power_of_2(-(-total_keys * kv_heads // programs)))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors; 1 where there is no GPU, so that what is interpreted is split least."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def moved(values: NDArray[Any], device: torch.device) -> Tensor:
+    """int32 on the device, by a copy that nobody waits for: it is queued before what reads it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values, np.int32))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def check_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Raises ValueError for what the kernels do not cover."""
+    check_paged_attention(q, k_cache, v_cache, block_tables)
+    check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
+    group, dim = q.shape[1] // k_cache.shape[1], q.shape[2]
+    if group > MAX_GROUP or dim > MAX_HEAD_DIM:
+        raise ValueError(f"{group} heads of {dim} share a KV head; at most {MAX_GROUP} of {MAX_HEAD_DIM} may")
+    if q.dtype not in FLOATS or q.stride(2) != 1:
+        raise ValueError(f"q is {q.dtype} with strides {q.stride()}")
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"caches of {k_cache.dtype} and {v_cache.dtype} are not read with q of {q.dtype}")
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise ValueError(f"caches have strides {k_cache.stride()} and {v_cache.stride()}")
+    if block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
+        raise ValueError(f"block tables are {block_tables.dtype} with strides {block_tables.stride()}")
+
+
+def readable(cache: Tensor) -> tuple[Tensor, str]:
+    """The cache as the kernels take it, and how its values are coded."""
+    if cache.dtype == torch.int8:
+        return cache, "int8"
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache, "none"
+    arch = architecture()
+    # float8_e4m3fn is known from compute capability 8.9 on; AMD's CDNA 3 knows a format with another bias
+    if arch.isdigit() and int(arch) >= 89:
+        return cache, "fp8"
+    return cache.view(torch.uint8), "fp8_bits"
+
+
+def kernel_arguments(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: Tensor | None,
+    tiles: Tiles,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """What all kernels that read the cache are launched with."""
+    (k, codes), (v, _) = readable(k_cache), readable(v_cache)
+    return {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "tables_ptr": block_tables,
+        "k_scale_ptr": k_scale,
+        "q_stride_token": q.stride(0),
+        "q_stride_head": q.stride(1),
+        "stride_block": k.stride(0),
+        "stride_head": k.stride(1),
+        "stride_key": k.stride(2),
+        "stride_table": block_tables.stride(0),
+        "scale": float(scale),
+        "cap": float(soft_cap or 0.0),
+        "window": window or 0,
+        "D": q.shape[2],
+        "D_PAD": padded_dim(q.shape[2]),
+        "GROUP": q.shape[1] // k_cache.shape[1],
+        "ROWS": tiles.rows,
+        "TILE": tiles.keys,
+        "BLOCK_SIZE": k_cache.shape[2],
+        "K_PER_HEAD": per_head(k_scale),
+        "WINDOW": window is not None,
+        "CAP": soft_cap is not None,
+        "CODES": codes,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",  # matters for float32 only
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        # Products and sums are contracted where the code says so, not where a kernel's compilation happens to
+        "enable_fp_fusion": not deterministic,
+    }
+
+
+def per_head(scale: Tensor | None) -> bool:
+    return scale is not None and scale.numel() > 1

@@ -1,0 +1,188 @@
+"""Causal attention of query chunks over a paged KV cache: what is cached before the chunk, and the chunk itself.
+
+One program takes a tile of query rows of one sequence, the heads of one KV head packed into it, over all their keys
+(FlashAttention-2, Dao, 2023; block tables as in vLLM's PagedAttention, Kwon et al., 2023). Sequences of any lengths
+share a launch. Tiles that every row sees whole are passed over without masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer_kernels.gpu.attention_core import (
+    LN2,
+    as_part,
+    attend_span,
+    fold,
+    head_scale,
+    initial_state,
+)
+from batchinfer_kernels.gpu.attention_launch import (
+    SEGMENT,
+    check_attention,
+    choose_tiles,
+    kernel_arguments,
+    moved,
+    per_head,
+)
+
+Lengths = Sequence[int] | NDArray[np.int64]
+
+
+@triton.jit
+def _prefill_attention_kernel(
+    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
+    items_ptr,  # (n, 4) int32: sequence, first row of q, rows, position of the first
+    out_ptr, lse_ptr,
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_table, out_stride_token,
+    out_stride_head, lse_stride_token,
+    scale, cap, window, segment,
+    D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr,
+):  # fmt: skip
+    item = items_ptr + tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    sequence, first_row = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
+    tokens, first_at = tl.load(item + 2), tl.load(item + 3)
+    row = tl.arange(0, ROWS)
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    real = token < tokens
+    row_at = tl.where(real, first_at + token, -1)
+    dim = tl.arange(0, D_PAD)
+    cells = real[:, None] & (dim < D)[None, :]
+    q_at = (first_row + token)[:, None] * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
+    q = tl.load(q_ptr + q_at, mask=cells, other=0.0)
+    scale *= head_scale(k_scale_ptr, kv_head, K_PER_HEAD)
+    table_ptr = tables_ptr + sequence * stride_table
+    k_ptr += kv_head.to(tl.int64) * stride_head
+    v_ptr += kv_head.to(tl.int64) * stride_head
+    end = first_at + tokens
+    begin = 0
+    if WINDOW:  # tiles that even the first row has left behind change nothing
+        begin = tl.maximum(first_at - window + 1, 0) // TILE * TILE
+    total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
+    if SEGMENTED:
+        for segment_start in range(begin // segment * segment, end, segment):
+            part = tl.zeros([ROWS, D_PAD], tl.float32)
+            part_top = tl.full([ROWS], float("-inf"), tl.float32)
+            part_mass = tl.zeros([ROWS], tl.float32)
+            part, part_top, part_mass = attend_span(
+                part, part_top, part_mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
+                tl.maximum(begin, segment_start), tl.minimum(end, segment_start + segment), scale, cap, window,
+                D, D_PAD, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, CODES, PRECISION,
+            )  # fmt: skip
+            part, lse = as_part(part, part_top, part_mass)
+            total, top, mass = fold(total, top, mass, part, lse)
+    else:
+        whole = begin
+        if not WINDOW:  # up to the first row's own position every row sees everything
+            whole = (first_at + 1) // TILE * TILE
+            total, top, mass = attend_span(
+                total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
+                0, whole, scale, cap, window,
+                D, D_PAD, TILE, BLOCK_SIZE, True, True, WINDOW, CAP, CODES, PRECISION,
+            )  # fmt: skip
+        total, top, mass = attend_span(
+            total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
+            whole, end, scale, cap, window,
+            D, D_PAD, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, CODES, PRECISION,
+        )  # fmt: skip
+    out, lse = as_part(total, top, mass)
+    out *= head_scale(v_scale_ptr, kv_head, V_PER_HEAD)
+    out_at = (first_row + token)[:, None] * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=cells)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + (first_row + token) * lse_stride_token + head, lse * LN2, mask=real)
+
+
+def prefill_items(
+    query_lens: Lengths,
+    context_lens: Lengths,
+    tokens_per_item: int,
+    device: torch.device,
+    first_rows: NDArray[np.int64] | None = None,
+) -> Tensor:
+    """Each sequence's queries, so many tokens at a time: (n, 4) int32, those with most work first.
+
+    Made once a step and read in every layer. Columns: sequence, first row of q, rows, position of the first.
+    `first_rows`: where each sequence's queries are in q, one after the other if not given.
+    """
+    lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
+    pieces = -(-lens // tokens_per_item)
+    sequence = np.repeat(np.arange(len(lens)), pieces)
+    before = (np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tokens_per_item
+    items = np.empty((len(sequence), 4), np.int32)
+    items[:, 0] = sequence
+    items[:, 1] = (np.cumsum(lens) - lens if first_rows is None else first_rows)[sequence] + before
+    items[:, 2] = np.minimum(tokens_per_item, lens[sequence] - before)
+    items[:, 3] = (contexts - lens)[sequence] + before
+    order = np.argsort(-(items[:, 2] + items[:, 3]), kind="stable")
+    return moved(items[order], device)
+
+
+def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
+    """How many tokens an item may have: `prefill_items`' `tokens_per_item`."""
+    return choose_tiles("deterministic" if deterministic else "prefill", dtype, head_dim).rows // group
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    items: Tensor | None = None,
+    deterministic: bool = False,
+    segment: int = SEGMENT,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """As `paged_attention_reference`, of which it has the shapes and the meaning.
+
+    `items`: of `prefill_items`, prepared once a step and read in every layer; made here if not given, and read instead
+    of the lengths if given: queries that no item has are left alone. The grid has a program for each item and KV head.
+
+    `deterministic`: a row's bits depend on its own sequence alone; `segment` keys are then folded at a time. `out`: like q; `lse`: (T, q_heads) float32; written if given.
+    """
+    check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
+    tiles = choose_tiles("deterministic" if deterministic else "prefill", q.dtype, q.shape[2])
+    if segment % tiles.keys:
+        raise ValueError(f"a segment of {segment} keys is not made of tiles of {tiles.keys}")
+    kv_heads = k_cache.shape[1]
+    tokens = tiles.rows // (q.shape[1] // kv_heads)
+    items = prefill_items(query_lens, context_lens, tokens, q.device) if items is None else items
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if len(items):
+        _prefill_attention_kernel[(len(items), kv_heads)](
+            items_ptr=items,
+            v_scale_ptr=v_scale,
+            sinks_ptr=sinks,
+            out_ptr=out,
+            lse_ptr=lse,
+            out_stride_token=out.stride(0),
+            out_stride_head=out.stride(1),
+            lse_stride_token=q.shape[1],
+            segment=segment,
+            V_PER_HEAD=per_head(v_scale),
+            SEGMENTED=deterministic,
+            **kernel_arguments(
+                q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, tiles, deterministic
+            ),
+        )
+    return out

@@ -1,0 +1,133 @@
+"""What the attention tests share: poisoned paged caches, tolerances, launches for the compiler."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.paged_attention import paged_attention_lse_reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Units in the last place of the dtype, at values of about 1: weights and sums are rounded once each
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Case:
+    """One step: chunks are (queries, context)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    chunks: list[tuple[int, int]]
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def queries(self) -> list[int]:
+        return [n for n, _ in self.chunks]
+
+    @property
+    def contexts(self) -> list[int]:
+        return [c for _, c in self.chunks]
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.table
+
+    @property
+    def scales(self) -> dict[str, Tensor | None]:
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def reference(self, scale, window=None, **extras) -> tuple[Tensor, Tensor]:
+        return paged_attention_lse_reference(
+            *self.tensors, self.queries, self.contexts, scale, window, **self.scales, **extras
+        )
+
+
+def paged_case(
+    chunks,
+    kv_heads=2,
+    group=2,
+    dim=64,
+    block_size=16,
+    dtype=torch.float32,
+    cache_dtype=None,
+    seed=0,
+    device="cpu",
+) -> Case:
+    """Random q and cache, blocks in random order; unused slots are NaN (or the largest code), tables end in -1."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-context // block_size) for _, context in chunks]
+    order = list(range(sum(counts) + 2))
+    random.Random(seed).shuffle(order)
+    table = torch.full((len(chunks), max(*counts, 1) + 1), -1, dtype=torch.int32)
+    caches = [torch.full((len(order), kv_heads, block_size, dim), float("nan")) for _ in range(2)]
+    for row, (_, context) in enumerate(chunks):
+        for at in range(counts[row]):
+            table[row, at] = block = order.pop()
+            used = min(block_size, context - at * block_size)
+            for cache in caches:
+                cache[block, :, :used] = torch.randn(kv_heads, used, dim, generator=generator)
+    q = torch.randn(sum(n for n, _ in chunks), kv_heads * group, dim, generator=generator).to(dtype)
+    scales: list[Tensor | None] = [None, None]
+    if cache_dtype is not None:
+        most = 127 if cache_dtype == torch.int8 else 448
+        scales = [c.nan_to_num(0).abs().amax((0, 2, 3)) / most for c in caches]
+        caches = [coded(c, s, cache_dtype) for c, s in zip(caches, scales, strict=True)]
+    else:
+        caches = [c.to(dtype) for c in caches]
+    moved = [t if t is None else t.to(device) for t in (q, *caches, table, *scales)]
+    return Case(*moved[:4], list(chunks), *moved[4:])
+
+
+def coded(cache: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    codes = cache / scale[:, None, None]
+    if dtype == torch.int8:
+        return codes.nan_to_num(127).round().to(dtype)
+    return codes.to(dtype)
+
+
+def poisoned_like(q: Tensor) -> Tensor:
+    return torch.full_like(q, float("nan"))
+
+
+def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(
+        got.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=False
+    )
+
+
+# ---- launches for the compiler: arguments are JSON's types
+
+
+def launch_prefill(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
+    from batchinfer_kernels.gpu.prefill_attention import prefill_attention
+
+    case, extras = compiled_case(((100, 300),), dtype, dim, group, block_size, soft_cap, codes)
+    prefill_attention(
+        *case.tensors, case.queries, case.contexts, 0.1, window, **extras, deterministic=deterministic
+    )
+
+
+def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, deterministic, longest) -> None:
+    from batchinfer_kernels.gpu.decode_attention import decode_attention
+
+    case, extras = compiled_case(((1, 300),) * 2, dtype, dim, group, block_size, soft_cap, codes)
+    lengths = torch.full((2,), 300, dtype=torch.int32)
+    decode_attention(
+        *case.tensors, lengths, longest, 0.1, window, **extras, deterministic=deterministic, segment=1024
+    )
+
+
+def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes):
+    cache_dtype = None if codes is None else getattr(torch, codes)
+    case = paged_case(chunks, 2, group, dim, block_size, getattr(torch, dtype), cache_dtype)
+    sinks = (
+        None if soft_cap is None else torch.zeros(2 * group)
+    )  # what few models have, one launch has all of
+    return case, {"soft_cap": soft_cap, "sinks": sinks, **case.scales}
