@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.sampler import NO_TOKEN
 from batchinfer.engine.scheduler import Scheduler, Step
 from batchinfer.engine.sequence import Sequence, StopStream, StopStreams
+from batchinfer.ops.interface import NO_TOKEN
 from batchinfer.request import (
     Completion,
     FinishReason,

@@ -12,6 +12,7 @@ from torch import Tensor
 from batchinfer.engine.batch import build_batch
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
+from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer_kernels.cost import DecoderShape, StepShape
 
@@ -26,6 +27,9 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, hidden) → (n, vocab) float32."""
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """(n, hidden) → (n,) int64, the argmax of the logits; NO_TOKEN where they are not finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,13 @@ class ModelRunner:
         sampling = [c.sequence for c in chunks if c.samples]
         if not sampling:
             return RunResult([], plan.padded_tokens)
-        logits = self.model.logits(hidden[batch.sampled_rows])
-        return RunResult(self.sampler.sample(logits, sampling), plan.padded_tokens)
+        tokens = self._next_tokens(hidden[batch.sampled_rows], sampling)
+        return RunResult(tokens, plan.padded_tokens)
+
+    def _next_tokens(self, hidden: Tensor, sequences: list[Sequence]) -> list[int]:
+        if self.sampler.takes_likeliest(sequences):
+            return self.model.likeliest(hidden).tolist()
+        return self.sampler.sample(self.model.logits(hidden), sequences)
 
     def step_shape(self, chunks: list[Chunk]) -> StepShape:
         """What the step computes and reads at least; recomputed tokens included."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from batchinfer.engine.draws import uniforms
 from batchinfer.engine.sequence import Sequence
+from batchinfer.ops.interface import NO_TOKEN
 
 # Drawing needs about 40 bytes a logit; 32 rows of a vocabulary of 150,000 are 190 MB, which the KV cache leaves free.
 ROWS_AT_ONCE = 32
-NO_TOKEN = -1  # the row's logits are not numbers
 MIN_TEMPERATURE = 1e-30  # a float32 holds it; one that float32 rounds to 0 would divide 0 by 0
 
 
@@ -25,6 +25,15 @@ class Sampler:
     """
 
     eos_token_ids: frozenset[int]
+
+    def takes_likeliest(self, sequences: list[Sequence]) -> bool:
+        """Whether each row's next token is just its likeliest, so that nobody needs to see logits."""
+        return all(
+            s.request.params.greedy
+            and not s.request.params.penalised
+            and s.output_length >= s.request.params.min_tokens
+            for s in sequences
+        )
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """The next token of each row. logits: (n, vocab) float32. NO_TOKEN where a row's logits are not finite."""

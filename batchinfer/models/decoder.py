@@ -109,8 +109,15 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
+        return self._head(self._normed(hidden))
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """hidden: as for `logits` → (n,) int64, the argmax of the logits; NO_TOKEN where they are no finite numbers."""
+        return self._head.likeliest(self._normed(hidden))
+
+    def _normed(self, hidden: Tensor) -> Tensor:
         normed, _ = self._ops.rms_norm(hidden, self._final_norm, self.config.rms_eps)
-        return self._head(normed)
+        return normed
 
 
 def load_decoder(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from batchinfer.ops.interface import Linear
+from batchinfer.ops.interface import Head, Linear
 from batchinfer.ops.torch_ops import TorchLinear
 from batchinfer_kernels.cpu.compiled import CompiledOperators, Kind, PackedCodes, PackedWeight
 
@@ -44,6 +45,23 @@ class QuantizedLinear(Linear):
         return self._compiled.quantized_linear(x, self._codes)
 
 
+class CompiledHead(Head):
+    """`CompiledLinear` or `QuantizedLinear` with float results, which greedy rows need not have written."""
+
+    def __init__(self, compiled: CompiledOperators, weight: PackedWeight | PackedCodes) -> None:
+        packed = weight if isinstance(weight, PackedWeight) else weight.weight
+        self.in_features, self.out_features = packed.inputs, packed.columns
+        self._compiled, self._weight = compiled, weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self._weight, PackedWeight):
+            return self._compiled.linear(x, self._weight)
+        return self._compiled.quantized_linear(x, self._weight)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return self._compiled.greatest(x, self._weight)
+
+
 class OneDnnLinear(Linear):
     """bfloat16, in oneDNN's own layout: torch's plain linear packs the weight anew at every call."""
 
@@ -57,7 +75,8 @@ class OneDnnLinear(Linear):
         return y
 
 
-Ways = dict[str, Callable[[], Linear]]  # name → pack the weight that way
+Layer = TypeVar("Layer", bound=Linear)
+Ways = dict[str, Callable[[], Layer]]  # name → pack the weight that way
 
 
 class LinearChoice:
@@ -66,7 +85,7 @@ class LinearChoice:
     def __init__(self) -> None:
         self._chosen: dict[tuple[int, int, Kind], str] = {}
 
-    def pack(self, weight: Tensor, kind: Kind, ways: Ways) -> Linear:
+    def pack(self, weight: Tensor, kind: Kind, ways: Ways[Layer]) -> Layer:
         """The first of `ways` is kept unless another is clearly faster."""
         shape = (weight.shape[0], weight.shape[1], kind)
         if shape not in self._chosen:
@@ -80,7 +99,7 @@ class LinearChoice:
         return ", ".join(f"{o}x{i} {name}" for (o, i, _), name in sorted(self._chosen.items()))
 
 
-def _fastest(weight: Tensor, ways: Ways) -> str:
+def _fastest(weight: Tensor, ways: Mapping[str, Callable[[], Linear]]) -> str:
     seconds = {name: sum(_seconds(pack(), weight)) for name, pack in ways.items()}
     first, best = next(iter(ways)), min(seconds, key=lambda name: seconds[name])
     return best if seconds[first] > LEAST_GAIN * seconds[best] else first
@@ -98,7 +117,7 @@ def _timed(linear: Linear, x: Tensor) -> float:
     return time.perf_counter() - began
 
 
-def other_ways(weight: Tensor, bias: Tensor | None) -> Ways:
+def other_ways(weight: Tensor, bias: Tensor | None) -> Ways[Linear]:
     """What torch has to offer for a weight's dtype."""
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return {"onednn": lambda: OneDnnLinear(weight, bias)}

@@ -7,19 +7,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from batchinfer.ops.cpu_linear import CompiledLinear, LinearChoice, QuantizedLinear, Ways, other_ways
+from batchinfer.ops.cpu_linear import (
+    CompiledHead,
+    CompiledLinear,
+    Layer,
+    LinearChoice,
+    QuantizedLinear,
+    Ways,
+    other_ways,
+)
 from batchinfer.ops.interface import (
     AttentionInputs,
     AttentionPlan,
-    FloatLinear,
+    FloatHead,
     GatedLinear,
+    Head,
     LayerCache,
     Linear,
     RopeTable,
 )
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, Items, attention_items
-from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators, Kind
+from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators, Kind, PackedCodes, PackedWeight
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantize_weight
@@ -65,38 +74,44 @@ class CpuOps(TorchOps):
         return str(self._choice)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return self._pack(weight, bias, "plain", other_ways(weight, bias))
+        return self._pack(weight, "plain", self._ways(weight, bias, "plain"), other_ways(weight, bias))
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
         if activation != "silu":
             return super().pack_gated(weight, bias, activation)
-        others: Ways = {
+        others: Ways[Linear] = {
             name: lambda pack=pack: GatedLinear(self, pack(), activation)  # type: ignore[misc]
             for name, pack in other_ways(weight, bias).items()
         }
-        return self._pack(weight, bias, "gated", others)
+        return self._pack(weight, "gated", self._ways(weight, bias, "gated"), others)
 
-    def pack_head(self, weight: Tensor) -> Linear:
-        others: Ways = {
-            name: lambda pack=pack: FloatLinear(pack())  # type: ignore[misc]
+    def pack_head(self, weight: Tensor) -> Head:
+        others: Ways[Head] = {
+            name: lambda pack=pack: FloatHead(pack())  # type: ignore[misc]
             for name, pack in other_ways(weight, None).items()
         }
-        return self._pack(weight, None, "float", others)
+        return self._pack(weight, "float", self._head_ways(weight), others)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None, kind: Kind, others: Ways) -> Linear:
-        ways: Ways = {"compiled": lambda: self._compiled_linear(weight, bias, kind)}
-        if self._quantization == "int8":
-            ways = {"int8": lambda: self._quantized_linear(weight, bias, kind)}
-        elif not self._deterministic:
-            ways |= others
+    def _pack(self, weight: Tensor, kind: Kind, ways: Ways[Layer], others: Ways[Layer]) -> Layer:
+        if self._quantization == "none" and not self._deterministic:
+            ways = ways | others
         return self._choice.pack(weight, kind, ways)
 
-    def _compiled_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> Linear:
-        return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, kind))
+    def _ways(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> Ways[Linear]:
+        if self._quantization == "int8":
+            return {"int8": lambda: QuantizedLinear(self._compiled, self._codes(weight, bias, kind))}
+        return {"compiled": lambda: CompiledLinear(self._compiled, self._panels(weight, bias, kind))}
 
-    def _quantized_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> Linear:
-        codes, scales = quantize_weight(weight)
-        return QuantizedLinear(self._compiled, self._compiled.pack_codes(codes, scales, bias, kind))
+    def _head_ways(self, weight: Tensor) -> Ways[Head]:
+        if self._quantization == "int8":
+            return {"int8": lambda: CompiledHead(self._compiled, self._codes(weight, None, "float"))}
+        return {"compiled": lambda: CompiledHead(self._compiled, self._panels(weight, None, "float"))}
+
+    def _panels(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
+        return self._compiled.pack_linear(weight, bias, kind)
+
+    def _codes(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedCodes:
+        return self._compiled.pack_codes(*quantize_weight(weight), bias, kind)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
         return self._compiled.cache_shape(kv_heads, block_size, head_dim)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
 
+NO_TOKEN = -1  # the row's logits are not numbers
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -54,6 +56,16 @@ class Linear(ABC):
         """x: (T, in_features) → (T, out_features)."""
 
 
+class Head(Linear):
+    """The layer that makes logits, float32."""
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        """(T,) int64: the token with the greatest logit, the lowest of equals; NO_TOKEN where that is not finite or a
+        logit is no number."""
+        best, tokens = self(x).max(-1)
+        return torch.where(best.isfinite(), tokens, NO_TOKEN)
+
+
 class AttentionPlan(ABC):
     """What an implementation prepares once a step and reads in every layer."""
 
@@ -78,9 +90,9 @@ class Ops(ABC):
         """A gated layer, gate above up: (T, in) → (T, out / 2), act(gate) * up."""
         return GatedLinear(self, self.pack_linear(weight, bias), activation)
 
-    def pack_head(self, weight: Tensor) -> Linear:
+    def pack_head(self, weight: Tensor) -> Head:
         """The layer that makes logits: (T, in) → (T, out) float32."""
-        return FloatLinear(self.pack_linear(weight))
+        return FloatHead(self.pack_linear(weight))
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
         """Values that one block of K takes, or of V, in one layer."""
@@ -153,7 +165,7 @@ class GatedLinear(Linear):
         return self._ops.gated_activation(self._inner(x), self._activation)
 
 
-class FloatLinear(Linear):
+class FloatHead(Head):
     """The result widened to float32."""
 
     def __init__(self, inner: Linear) -> None:

@@ -21,6 +21,7 @@ WORD_BYTES = 4
 MAX_HEAD_DIM = 256
 Kind = Literal["plain", "float", "gated"]
 _KINDS: dict[Kind, int] = {"plain": 0, "float": 1, "gated": 2}  # as in panels.h
+_GREATEST = 3
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT],
@@ -68,6 +69,7 @@ class CompiledOperators:
         self._columns = _function(library, "packed_columns", [_LONG, _LONG], _LONG)
         self._packed_order = _function(library, "packed_order", [_LONG, _LONG, _POINTER])
         self._pack_codes = _function(library, "pack_codes", [_POINTER] + [_LONG] * 3 + [_POINTER] * 2)
+        self._ranked_columns = _function(library, "ranked_columns", [_POINTER] * 2 + [_LONG])
         self.lanes = int(_function(library, "lanes", [], _LONG)())
         self.tile = int(self._columns(1, 0))  # keys of an attention tile
         self._functions = {
@@ -112,20 +114,38 @@ class CompiledOperators:
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """x: (T, inputs) → (T, columns), float32 where the weight's kind is "float"."""
         y = _result(x, weight)
-        sizes = (x.shape[0], weight.outputs, weight.inputs, _KINDS[weight.kind])
-        self._call("linear", x, x, weight.panels, weight.bias, y, *sizes)
+        self._linear(x, weight, y, _KINDS[weight.kind])
         return y
 
     def quantized_linear(self, x: Tensor, codes: PackedCodes) -> Tensor:
         """See batchinfer_kernels.quantized_linear; shapes as `linear`."""
+        y = _result(x, codes.weight)
+        self._quantized_linear(x, codes, y, _KINDS[codes.weight.kind])
+        return y
+
+    def greatest(self, x: Tensor, weight: PackedWeight | PackedCodes) -> Tensor:
+        """(T,) int64: the column where each row of the product is greatest, the lowest of equals; -1 where that is not
+        finite or any column is no number. The product, of kind "float", is never written."""
+        _check_input(x, weight if isinstance(weight, PackedWeight) else weight.weight)
+        found = torch.zeros(x.shape[0], dtype=torch.int64)
+        if isinstance(weight, PackedWeight):
+            self._linear(x, weight, found, _GREATEST)
+        else:
+            self._quantized_linear(x, weight, found, _GREATEST)
+        self._ranked_columns(found.data_ptr(), found.data_ptr(), len(found))
+        return found
+
+    def _linear(self, x: Tensor, weight: PackedWeight, y: Tensor, kind: int) -> None:
+        sizes = (x.shape[0], weight.outputs, weight.inputs, kind)
+        self._call("linear", x, x, weight.panels, weight.bias, y, *sizes)
+
+    def _quantized_linear(self, x: Tensor, codes: PackedCodes, y: Tensor, kind: int) -> None:
         weight, rows = codes.weight, x.shape[0]
-        y = _result(x, weight)
         room = torch.empty(rows, _up(weight.inputs, WORD_BYTES), dtype=torch.uint8)
         row_scales = torch.empty(rows, dtype=torch.float32)
-        sizes = (rows, weight.outputs, weight.inputs, _KINDS[weight.kind])
+        sizes = (rows, weight.outputs, weight.inputs, kind)
         arrays = (weight.panels, codes.starts, codes.scales, weight.bias, y, room, row_scales)
         self._call("quantized_linear", x, x, *arrays, *sizes)
-        return y
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
@@ -262,9 +282,13 @@ def _reordered(values: Tensor | None, order: Tensor) -> Tensor | None:
     return torch.cat((values, values.new_zeros(1)))[order]  # -1 takes the zero
 
 
-def _result(x: Tensor, weight: PackedWeight) -> Tensor:
+def _check_input(x: Tensor, weight: PackedWeight) -> None:
     if x.dim() != 2 or x.shape[1] != weight.inputs:
         raise ValueError(f"x is {tuple(x.shape)}, the weight takes {weight.inputs} inputs")
+
+
+def _result(x: Tensor, weight: PackedWeight) -> Tensor:
+    _check_input(x, weight)
     dtype = torch.float32 if weight.kind == "float" else x.dtype
     return x.new_empty(x.shape[0], weight.columns, dtype=dtype)
 

@@ -50,6 +50,12 @@ INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t
     int64_t step = columns < width ? width : stride;
     vf added[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) added[c] = bias ? LOADV(bias + c * LANES) : splat(0.0f);
+    if (kind == GREATEST) {
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] += added[c];
+        put_greatest(sums, (uint64_t *)y + at / stride, at % stride, columns, rows);
+        return;
+    }
     if (kind == GATED)
         NAME(put_gated)(sums, added, (REAL *)to, step, rows);
     else if (kind == FLOAT)
@@ -80,7 +86,8 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, int64_t inputs, 
         }
 }
 
-/* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs). `bias` lies in the
+/* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs), or for GREATEST (rows,)
+ * zeros that `ranked` results are put into. `bias` lies in the
  * order of the panels (their columns, padding included) and may be NULL. */
 void NAME(linear)(const REAL *x, const REAL *packed, const REAL *bias, void *y, int64_t rows, int64_t outputs,
                   int64_t inputs, int64_t kind) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import platform
 
@@ -33,8 +34,14 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As torch.zeros."""
-    return advise_huge_pages(torch.empty(shape, dtype=dtype)).zero_()
+    """As torch.zeros, but memory is taken, and cleared, when it is first touched: a cache is as large as the longest
+    rows could need, and most jobs touch little of it."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LEAST_BYTES:
+        return torch.zeros(shape, dtype=dtype)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+    untouched = torch.frombuffer(mapping, dtype=dtype)  # keeps the mapping alive
+    return advise_huge_pages(untouched).view(shape)
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,7 @@
 /* How the results of a matrix product are cut up: shared by every kind of weight. */
 
-enum { PLAIN, FLOAT, GATED }; /* what a product writes: the stored type, float, or silu(gate) * up */
+/* What a product writes: the stored type, float, silu(gate) * up, or only where a row's greatest result stands. */
+enum { PLAIN, FLOAT, GATED, GREATEST };
 
 INLINE int64_t panels_of(int64_t outputs, int gated) {
     return gated ? (outputs / 2 + PANEL / 2 - 1) / (PANEL / 2) : (outputs + PANEL - 1) / PANEL;
@@ -32,4 +33,46 @@ INLINE void place(int64_t at, int64_t per, int64_t blocks, int64_t panels, int64
     int64_t chunk = at / (per * panels), first = chunk * per, inside = blocks - first < per ? blocks - first : per;
     int64_t rest = at - first * panels;
     *panel = rest / inside, *block = first + rest % inside;
+}
+
+/* A result and its column as one integer that is greater for a greater result, and for the lower column of equals.
+ * What is not a number is greater than any. */
+INLINE uint64_t ranked(float result, int64_t column) {
+    uint32_t bits;
+    result += 0.0f; /* -0 and 0 are equal */
+    memcpy(&bits, &result, 4);
+    bits = result != result ? UINT32_MAX : bits >> 31 ? ~bits : bits | 0x80000000u;
+    return (uint64_t)bits << 32 | (uint32_t)~(uint32_t)column;
+}
+
+/* Keep the greatest of the `columns` results of each of `rows` rows, the first of them in column `from`. */
+static void put_greatest(vf results[ROWS][COLUMNS], uint64_t *greatest, int64_t from, int64_t columns, int rows) {
+    for (int r = 0; r < rows; r++) {
+        uint64_t best = __atomic_load_n(greatest + r, __ATOMIC_RELAXED), least = best;
+        vf top = splat(-INFINITY), strange = splat(0.0f);
+        float some[PANEL];
+        for (int c = 0; c < COLUMNS; c++) {
+            top = pick(results[r][c] > top, results[r][c], top);
+            strange = pick(results[r][c] != results[r][c], results[r][c], strange);
+            store_f32(some + c * LANES, results[r][c]);
+        }
+        /* The last panel's padding is 0, which may look greatest: then the loop below decides. */
+        if (!any_greater(strange, 0.0f) && ranked(lane_max(top), from) <= best) continue;
+        for (int64_t column = 0; column < columns; column++) {
+            uint64_t rank = ranked(some[column], from + column);
+            best = rank > best ? rank : best;
+        }
+        while (best > least &&
+               !__atomic_compare_exchange_n(greatest + r, &least, best, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+            ;
+    }
+}
+
+/* The columns that `ranked` hid in each of n integers; -1 for a result that is not finite. */
+void ranked_columns(const uint64_t *greatest, int64_t *columns, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = greatest[i] >> 32, plain = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+        int finite = (plain & 0x7f800000u) != 0x7f800000u;
+        columns[i] = finite ? (int64_t)(uint32_t)~(uint32_t)greatest[i] : -1;
+    }
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +24,16 @@ TOLERANCE = {
 @pytest.fixture(scope="module")
 def compiled() -> CompiledOperators:
     return CompiledOperators()
+
+
+@contextmanager
+def threads_of(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def wide(x, weight, bias):
@@ -124,3 +136,57 @@ def test_what_does_not_fit_is_refused(compiled):
         compiled.pack_linear(torch.randn(3, 8), None, "gated")
     with pytest.raises(ValueError, match="bias does not fit"):
         compiled.pack_linear(torch.randn(4, 8), torch.randn(3))
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.sampled_from([0, 1, 5, 6, 13, 64]),
+    outputs=st.sampled_from([1, 3, 63, 64, 65, 200, 1000]),
+    steps=st.sampled_from([2, 9, 1000]),
+    int8=st.booleans(),
+    threads=st.integers(1, 2),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_greatest_result_is_the_first_of_equals(seed, dtype, rows, outputs, steps, int8, threads):
+    """Few different values make many ties; all results of the first row are negative, so that padding would win."""
+    torch.manual_seed(seed)
+    compiled = CompiledOperators()
+    x = torch.randint(1, steps, (rows, 8)).to(dtype) / steps
+    weight = torch.randint(-steps, steps, (outputs, 8)).to(dtype)
+    weight[:, :4] = -weight[:, :4].abs() - 1
+    x[:1, 4:] = 0
+    if int8:
+        packed = compiled.pack_codes(*quantize_weight(weight), None, "float")
+        logits = compiled.quantized_linear(x, packed)
+    else:
+        packed = compiled.pack_linear(weight, None, "float")
+        logits = compiled.linear(x, packed)
+    with threads_of(threads):
+        got = compiled.greatest(x, packed)
+    wanted = [row.index(max(row)) for row in logits.tolist()]
+    assert got.tolist() == wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_the_greatest_of_no_numbers_is_none(compiled, dtype, bad):
+    weight = torch.zeros(130, 4, dtype=dtype)
+    weight[:, 0], weight[70, 1], weight[129, 2] = 1, 1, -1
+    packed = compiled.pack_linear(weight, None, "float")
+    x = torch.zeros(5, 4, dtype=dtype)
+    x[1, 1] = bad  # column 70 is NaN, inf or -inf, and 0 times it elsewhere NaN
+    x[2, 0] = bad  # so are all columns
+    x[3, 2] = -1.0  # column 129 is the greatest
+    x[4] = -0.0
+    assert compiled.greatest(x, packed).tolist() == [0, -1, -1, 129, 0]
+
+
+def test_one_column_that_is_not_finite_is_enough(compiled):
+    """inf is no likely token; -inf is just unlikely."""
+    weight = torch.tensor([[1.0], [0.5], [-1.0]]) * 3e38
+    packed = compiled.pack_linear(weight, None, "float")
+    assert compiled.linear(torch.tensor([[1.5]]), packed)[0].isinf().tolist() == [True, False, True]
+    assert compiled.greatest(torch.tensor([[1.5], [-1.5], [1.0]]), packed).tolist() == [-1, -1, 0]
+    weight = torch.tensor([[1.0], [-4.0]]) * 3e38
+    assert compiled.greatest(torch.tensor([[0.5]]), compiled.pack_linear(weight, None, "float")).tolist() == [0]

@@ -38,6 +38,9 @@ class ForcedSampler(Sampler):
     rows: Seq[Row] = ()
     seen: dict[Place, Tensor] = field(default_factory=dict)
 
+    def takes_likeliest(self, sequences: list[Sequence]) -> bool:
+        return False
+
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         places = [(number_of(s.request.key), s.output_length) for s in sequences]
         for place, row in zip(places, logits, strict=True):

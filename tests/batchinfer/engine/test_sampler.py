@@ -9,8 +9,9 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from batchinfer.engine.draws import philox, uniforms
-from batchinfer.engine.sampler import NO_TOKEN, Sampler, keep_likeliest
+from batchinfer.engine.sampler import Sampler, keep_likeliest
 from batchinfer.engine.sequence import Sequence
+from batchinfer.ops.interface import NO_TOKEN
 from batchinfer.request import Request, SamplingParams
 
 
