@@ -158,7 +158,9 @@ def prefill_attention(
     `items`: of `prefill_items`, prepared once a step and read in every layer; made here if not given, and read instead
     of the lengths if given: queries that no item has are left alone. The grid has a program for each item and KV head.
 
-    `deterministic`: a row's bits depend on its own sequence alone; `segment` keys are then folded at a time. `out`: like q; `lse`: (T, q_heads) float32; written if given.
+    `deterministic`: a row's bits depend on its own sequence alone; `segment` keys are then folded at a time.
+
+    `out`: like q; `lse`: (T, q_heads) float32; written if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     tiles = choose_tiles("deterministic" if deterministic else "prefill", q.dtype, q.shape[2])

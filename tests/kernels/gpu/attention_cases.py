@@ -85,6 +85,22 @@ def paged_case(
     return Case(*moved[:4], list(chunks), *moved[4:])
 
 
+def sharing(case: Case, block_size: int, prefixes: list[tuple[list[int], int]]) -> Case:
+    """`case` with the first keys of some sequences in the blocks of the first of them; what these had is poisoned.
+
+    prefixes: (sequences, keys), outer before inner ones.
+    """
+    for sequences, keys in prefixes:
+        blocks = keys // block_size
+        source = case.table[sequences[0], :blocks].clone()
+        for other in sequences[1:]:
+            left = case.table[other, :blocks][case.table[other, :blocks] != source].long()
+            for cache in (case.k, case.v):
+                cache[left] = float("nan") if cache.dtype.is_floating_point else 127
+            case.table[other, :blocks] = source
+    return case
+
+
 def coded(cache: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     codes = cache / scale[:, None, None]
     if dtype == torch.int8:

@@ -123,7 +123,8 @@ def test_what_is_not_covered_is_refused(device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "dim", "block_size"), [(1, 5, 80, 32), (2, 4, 128, 16), (1, 8, 256, 64), (3, 1, 100, 128)]
+    ("kv_heads", "group", "dim", "block_size"),
+    [(1, 5, 80, 32), (2, 4, 128, 16), (1, 8, 256, 64), (3, 1, 100, 128)],
 )
 def test_sweep(dtype, deterministic, kv_heads, group, dim, block_size, device) -> None:
     chunks = [(n, n + before) for n in (1, 2, 37) for before in (0, 1, block_size, block_size + 1, 150)]

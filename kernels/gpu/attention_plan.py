@@ -1,0 +1,271 @@
+"""What attention needs to know of a step, prepared once on the host and read in every layer.
+
+Chunks of several queries are cut into items for prefill. Single queries go to decode, those that share leading keys
+pass over these together first, level after level (`SharedPrefix`), as in the CPU's plan (batchinfer_kernels.cpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, moved, prefix_segment
+from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_tokens
+from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
+
+Ints = NDArray[np.int64]
+# Keys that are worth a level. Of a part 8 bytes a value are written and read, of a shared key 4 are not: with up to 16
+# query heads a KV head that breaks even at 32 keys; the rest pays for the launch. Not measured.
+LEAST_SHARED_KEYS = 256
+# Two or three sequences that read the same blocks at the same time find them in the GPU's cache anyway. Not measured.
+LEAST_SHARERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What of a model the plan depends on."""
+
+    dtype: torch.dtype
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    deterministic: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def unit(self) -> int:
+        """Shared keys end at a multiple of it: at the end of a tile, or of a segment that all kernels fold alike."""
+        return SEGMENT if self.deterministic else choose_tiles("prefix", self.dtype, self.head_dim).keys
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Sequences whose first `keys` keys lie in the same blocks. Of two that hold the same sequence the shorter, which
+    the other's sequences share too, comes first."""
+
+    sequences: Sequence[int]
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Sizes that a captured graph holds fixed: every step that is replayed fits into them."""
+
+    longest: int  # keys of a sequence
+    total_context: int  # about how many keys a step reads; how it is split depends on it
+    slots: int = 0  # parts that a row may share
+    items: int = 0
+    members: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """One step; see `plan_attention`. Sizes are plain ints: on them alone depends what is launched."""
+
+    items: Tensor | None  # of prefill; None: no chunks
+    rows: Tensor | None  # (n, 2) int32: row of q, sequence of each single query; None: sequence i has row i
+    singles: int  # n
+    contexts: Tensor  # (S,) int32
+    longest: int
+    own_context: int  # keys that single queries do not share
+    prefixes: Prefixes | None
+    deterministic: bool
+
+    def refill(self, other: AttentionPlan) -> None:
+        """Copies another plan's tensors into this one's, which a captured graph reads.
+
+        Raises ValueError where the graph would launch something else for the other plan: give both the same Room.
+        """
+        if self._fixed() != other._fixed():
+            raise ValueError(f"a graph of {self._fixed()} does not run {other._fixed()}")
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    def _fixed(self) -> tuple[object, ...]:
+        slots = None if self.prefixes is None else self.prefixes.slots
+        sizes = (self.singles, self.longest, self.own_context, slots, self.deterministic)
+        return (*sizes, self.items is None, *[tuple(t.shape) for t in self._tensors()])
+
+    def _tensors(self) -> list[Tensor]:
+        p = self.prefixes
+        shared = () if p is None else (p.items, p.members, p.starts, p.shared)
+        return [t for t in (self.items, self.rows, self.contexts, *shared) if t is not None]
+
+
+def plan_attention(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    shape: AttentionShape,
+    device: torch.device | str,
+    shared: Sequence[SharedPrefix] = (),
+    room: Room | None = None,
+) -> AttentionPlan:
+    """The plan of a step of S sequences, one chunk each, in order; context lengths count the chunk too.
+
+    `shared`: of `find_shared`, or as the planner of the job knows it. Rounded down to `shape.unit`; of their sequences
+    those with a single query take part. `room`: the step is to be captured into a graph or replayed (`refill`); it then
+    has one query a sequence, and pads a batch with sequences of context 0. Copies to the device do not wait for it.
+    Raises ValueError where shared prefixes do not nest, or do not fit their sequences or the room.
+    """
+    device = torch.device(device)
+    lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
+    single = np.flatnonzero(lens == 1)
+    longest = int(contexts[single].max(initial=0))
+    if room is not None and (len(single) < len(lens) or longest > room.longest):
+        raise ValueError(f"chunks of up to {lens.max()} and contexts of up to {longest} are not in {room}")
+    chunks = np.where(lens == 1, 0, lens)
+    items = None
+    if chunks.any():
+        starts = np.cumsum(lens) - lens
+        most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
+        items = prefill_items(chunks, contexts, most, device, starts)
+    rows = None if len(single) == len(lens) else np.stack((np.cumsum(lens)[single] - 1, single), 1)
+    prefixes = _plan_prefixes(shared, lens, contexts, single, shape, device, room)
+    own_context = int(contexts[single].sum()) - prefixes[1]
+    return AttentionPlan(
+        items=items,
+        rows=None if rows is None else moved(rows, device),
+        singles=len(single),
+        contexts=moved(contexts, device),
+        longest=longest if room is None else room.longest,
+        own_context=own_context if room is None else room.total_context,
+        prefixes=prefixes[0],
+        deterministic=shape.deterministic,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Rows that share keys [first, end)."""
+
+    rows: Ints
+    sequence: int
+    first: int
+    end: int
+    slot: int
+
+
+def _plan_prefixes(
+    shared: Sequence[SharedPrefix],
+    lens: Ints,
+    contexts: Ints,
+    single: Ints,
+    shape: AttentionShape,
+    device: torch.device,
+    room: Room | None,
+) -> tuple[Prefixes | None, int]:
+    """Prefixes, and how many keys rows share with others, a row at a time."""
+    starts, parts = np.zeros(len(single), np.int64), np.zeros(len(single), np.int64)
+    spans = list(_spans(shared, lens, contexts, single, shape.unit))
+    most = prefix_members(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
+    work = sum(-(-len(rows) // most) * (end - first) for rows, first, end in spans)
+    segment = SEGMENT if shape.deterministic else prefix_segment(work, shape.kv_heads, device)
+    levels = []
+    for rows, first, end in spans:
+        levels.append(_Level(rows, int(single[rows[0]]), first, end, int(parts[rows[0]])))
+        starts[rows], parts[rows] = end, parts[rows] + -(-(end - first) // segment)
+    slots = int(parts.max(initial=0))
+    if not levels and (room is None or not room.slots):
+        return None, 0
+    items, members = _items(levels, segment, most)
+    if room is not None:
+        if slots > room.slots or len(items) > room.items or len(members) > room.members:
+            raise ValueError(f"{slots} parts in {len(items)} items of {len(members)} rows are not in {room}")
+        slots = room.slots
+        items = np.pad(items, ((0, room.items - len(items)), (0, 0)))
+        members = np.pad(members, (0, room.members - len(members)))
+    tensors = [moved(values, device) for values in (items, members, starts, parts)]
+    return Prefixes(*tensors, slots), int(starts.sum())
+
+
+def _spans(
+    shared: Sequence[SharedPrefix], lens: Ints, contexts: Ints, single: Ints, unit: int
+) -> Iterator[tuple[Ints, int, int]]:
+    """Rows that share keys [first, end), outer levels before inner ones."""
+    row_of = np.full(len(lens), -1)
+    row_of[single] = np.arange(len(single))
+    starts = np.zeros(len(single), np.int64)
+    for prefix in shared:
+        rows = row_of[np.asarray(prefix.sequences, np.int64)]
+        rows = rows[rows >= 0]
+        if len(rows) < 2:
+            continue
+        first, end = int(starts[rows[0]]), prefix.keys // unit * unit
+        if (starts[rows] != first).any():
+            raise ValueError(
+                f"sequences {list(prefix.sequences)} share {prefix.keys} keys, but no whole level before"
+            )
+        if (contexts[single[rows]] < prefix.keys).any() or len(np.unique(rows)) < len(rows):
+            raise ValueError(
+                f"sequences {list(prefix.sequences)} do not all have {prefix.keys} keys, or are not distinct"
+            )
+        if end > first:
+            starts[rows] = end
+            yield rows, first, end
+
+
+def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
+    """(m, 6) and (members,): each level's rows `most` at a time over `segment` keys at a time, the largest first."""
+    found, members, before = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)], 0
+    for level in levels:
+        row, key = np.meshgrid(
+            np.arange(0, len(level.rows), most), np.arange(level.first, level.end, segment), indexing="ij"
+        )
+        row, key = row.ravel(), key.ravel()
+        items = np.empty((len(row), 6), np.int64)
+        items[:, 0], items[:, 1] = before + row, np.minimum(most, len(level.rows) - row)
+        items[:, 2], items[:, 3] = level.sequence, key
+        items[:, 4] = np.minimum(key + segment, level.end)
+        items[:, 5] = level.slot + (key - level.first) // segment
+        found.append(items)
+        members.append(level.rows)
+        before += len(level.rows)
+    items = np.concatenate(found)
+    return items[np.argsort(items[:, 3] - items[:, 4], kind="stable")], np.concatenate(members)
+
+
+def find_shared(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    tables: NDArray[np.int32],
+    block_size: int,
+    unit: int,
+) -> list[SharedPrefix]:
+    """What single queries share, read from the block tables (S, max blocks) on the host; `unit`: of AttentionShape."""
+    lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
+    single = np.flatnonzero((lens == 1) & (contexts > block_size))
+    if len(single) < LEAST_SHARERS or len(np.unique(tables[single, 0])) == len(single):
+        return []
+    rows = np.ascontiguousarray(tables[single].astype(">i4"))
+    order = single[np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")]
+    full = (contexts[order] - 1) // block_size  # blocks that lie before the query
+    same = np.cumprod(tables[order[1:]] == tables[order[:-1]], 1).sum(1)
+    keys = np.minimum(same, np.minimum(full[1:], full[:-1])) * block_size // unit * unit
+    return list(_nested(order, keys, 0, len(order), 0))
+
+
+def _nested(order: Ints, keys: Ints, start: int, end: int, taken: int) -> Iterator[SharedPrefix]:
+    """Groups among the sorted sequences [start, end), which share `taken` keys with one another; outer before inner.
+
+    keys[i]: how many sequences i and i + 1 share.
+    """
+    if end - start < LEAST_SHARERS:
+        return
+    inside = keys[start : end - 1]
+    common = int(inside.min())
+    if common >= taken + LEAST_SHARED_KEYS:
+        yield SharedPrefix(order[start:end].tolist(), common)
+        taken = common
+    else:
+        common = taken + LEAST_SHARED_KEYS - 1
+    cuts = np.flatnonzero(inside <= common) + start + 1
+    for left, right in zip((start, *cuts.tolist()), (*cuts.tolist(), end), strict=True):
+        yield from _nested(order, keys, left, right, taken)

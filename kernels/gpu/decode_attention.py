@@ -1,0 +1,205 @@
+"""Attention of one query a sequence over a paged KV cache, of any lengths in one launch.
+
+The query heads of a KV head are the rows of one tensor-core tile, padded to 16. A sequence longer than a segment is
+split among programs and put together by log-sum-exp (Flash-Decoding, Dao et al., 2023). Segments have a number of keys,
+not a share of the sequence: how one sequence is split does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.attention_core import (
+    LN2,
+    as_part,
+    attend_span,
+    fold,
+    head_scale,
+    initial_state,
+    own_begin,
+)
+from batchinfer_kernels.gpu.attention_launch import (
+    SEGMENT,
+    check_attention,
+    choose_segment,
+    choose_tiles,
+    kernel_arguments,
+    per_head,
+)
+from batchinfer_kernels.gpu.attention_parts import Own, Parts, merge_parts
+from batchinfer_kernels.gpu.prefix_attention import Prefixes, attend_prefixes
+
+
+@triton.jit
+def _decode_attention_kernel(
+    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
+    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the program
+    contexts_ptr, starts_ptr,  # (S,), (n,) int32: keys [start, context) are passed over; starts None: from 0 on
+    out_ptr, lse_ptr,
+    parts_ptr, part_lses_ptr,  # None: every sequence is one segment, and goes to out
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_table, out_stride_token,
+    out_stride_head, lse_stride_token, slots, first_own, heads,
+    scale, cap, window, segment, align,
+    D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    token, sequence = index, index
+    if rows_ptr is not None:
+        token = tl.load(rows_ptr + index * 2).to(tl.int64)
+        sequence = tl.load(rows_ptr + index * 2 + 1).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context = tl.load(contexts_ptr + sequence)
+    start = 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + index)
+    first = own_begin(context, start, window, align, WINDOW) + split * segment
+    end = tl.minimum(first + segment, context)
+    if parts_ptr is not None:  # noqa: SIM102  known when compiled, the other is not
+        if first >= context:  # a shorter sequence has fewer segments
+            return
+    if WINDOW:
+        first = tl.maximum(first, tl.maximum(context - window, 0) // TILE * TILE)
+    row = tl.arange(0, ROWS)
+    real = row < GROUP
+    head = kv_head * GROUP + row
+    row_at = tl.where(real, context - 1, -1)
+    dim = tl.arange(0, D_PAD)
+    cells = real[:, None] & (dim < D)[None, :]
+    q_at = token * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
+    q = tl.load(q_ptr + q_at, mask=cells, other=0.0)
+    scale *= head_scale(k_scale_ptr, kv_head, K_PER_HEAD)
+    no_sinks: tl.constexpr = None
+    if SEGMENTED or parts_ptr is not None:
+        total, top, mass = initial_state(no_sinks, head, real, ROWS, D_PAD)
+    else:
+        total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
+    total, top, mass = attend_span(
+        total, top, mass, q, row_at, tables_ptr + sequence * stride_table,
+        k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
+        stride_block, stride_key, first, end, scale, cap, window,
+        D, D_PAD, TILE, BLOCK_SIZE, False, False, WINDOW, CAP, CODES, PRECISION,
+    )  # fmt: skip
+    part, lse = as_part(total, top, mass)
+    if parts_ptr is not None:
+        slot = (index * slots + first_own + split) * heads + head
+        tl.store(parts_ptr + slot[:, None] * D + dim[None, :], part, mask=cells)
+        tl.store(part_lses_ptr + slot, lse, mask=real)
+    else:
+        if SEGMENTED:
+            total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
+            total, top, mass = fold(total, top, mass, part, lse)
+            part, lse = as_part(total, top, mass)
+        part *= head_scale(v_scale_ptr, kv_head, V_PER_HEAD)
+        out_at = token * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
+        tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cells)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + token * lse_stride_token + head, lse * LN2, mask=real)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rows: Tensor | None = None,
+    prefixes: Prefixes | None = None,
+    total_context: int | None = None,
+    deterministic: bool = False,
+    segment: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """As `paged_attention_reference` with one query a sequence, lengths on the device.
+
+    q: (S, q_heads, D); block_tables: (S, max blocks) int32; context_lens: (S,) int32. A context of 0 gives zeros.
+    Prepared once a step, and read in every layer: the two tensors, and
+
+    - `longest`: a bound of the contexts, and `total_context`, about their sum (S × longest if not given). What is
+      launched depends on these two alone, never on a length: captured into a graph with the longest context that it
+      will meet, the launch stays right while contexts grow; programs behind a sequence's end return at once.
+    - `rows`: (n, 2) int32, row of q and sequence of each query, where q holds more than one query a sequence, or other
+      sequences' chunks. Other rows of `out` are left alone.
+    - `prefixes`: keys that rows share (of `plan_attention`): read once for all; each row then starts behind them.
+
+    `segment`: keys that one program passes over, chosen from the sums if not given; constant where `deterministic`, in
+    which a row's bits depend on its own keys alone. `out`: like q; `lse`: (T, q_heads) float32; written if given.
+    """
+    check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
+    tiles = choose_tiles("deterministic" if deterministic else "decode", q.dtype, q.shape[2])
+    count = len(q) if rows is None else len(rows)
+    if segment is None:
+        keys = count * min(longest, window or longest)
+        keys = keys if total_context is None else min(keys, total_context)
+        segment = SEGMENT if deterministic else choose_segment(keys, k_cache.shape[1], q.device)
+    align = segment if deterministic else tiles.keys
+    shares = (None, None) if prefixes is None else (prefixes.starts, prefixes.shared)
+    own = Own(context_lens, longest, window, segment, align, rows, *shares)
+    own.check(q, block_tables, tiles)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if count == 0:
+        return out
+    slots = 0 if prefixes is None else prefixes.slots
+    parts = Parts.of(q, count, slots, own.splits) if slots or own.splits > 1 else None
+    common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale)
+    if prefixes is not None and parts is not None:
+        attend_prefixes(prefixes, own, parts, *common, deterministic)
+    attend_own(
+        own, kernel_arguments(*common, tiles, deterministic), parts, out, lse, sinks, v_scale, deterministic
+    )
+    if parts is not None:
+        merge_parts(own, parts, k_cache.shape[1], out, lse, sinks, v_scale)
+    return out
+
+
+def attend_own(
+    own: Own,
+    arguments: dict[str, Any],
+    parts: Parts | None,
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    v_scale: Tensor | None,
+    deterministic: bool,
+) -> None:
+    """Every row's own keys, to `parts`, or to `out` and `lse` where there are none."""
+    heads = out.shape[1]
+    grid = (own.count(out), heads // arguments["GROUP"], own.splits)
+    _decode_attention_kernel[grid](
+        v_scale_ptr=v_scale,
+        sinks_ptr=sinks,
+        rows_ptr=own.rows,
+        contexts_ptr=own.contexts,
+        starts_ptr=own.starts,
+        out_ptr=out,
+        lse_ptr=lse,
+        parts_ptr=None if parts is None else parts.values,
+        part_lses_ptr=None if parts is None else parts.lses,
+        out_stride_token=out.stride(0),
+        out_stride_head=out.stride(1),
+        lse_stride_token=heads,
+        slots=1 if parts is None else parts.values.shape[1],
+        first_own=0 if parts is None else parts.first_own,
+        heads=heads,
+        segment=own.segment,
+        align=own.align,
+        V_PER_HEAD=per_head(v_scale),
+        SEGMENTED=deterministic,
+        **arguments,
+    )

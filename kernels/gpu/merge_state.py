@@ -1,0 +1,125 @@
+"""Attention over parts of the keys, put together by log-sum-exp: one kernel for splits, for prefixes, and for anyone.
+
+Parts are folded in order of their keys, one after the other, as the prefill kernel folds segments: so that it makes no
+difference to a row's bits who computed them (FlashInfer's cascade, Ye et al., 2024; Hydragen, Juravsky et al., 2024).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.attention_core import (
+    LN2,
+    as_part,
+    fold,
+    head_scale,
+    initial_state,
+    own_begin,
+)
+from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, padded_dim
+from batchinfer_kernels.merge_state import check_merge_state
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def merge_state_kernel(
+    parts_ptr, lses_ptr, sinks_ptr, v_scale_ptr, out_ptr, lse_ptr,
+    rows_ptr,  # (T, 2) int32: row of out, sequence; None: both are the number of the token
+    shared_ptr, starts_ptr,  # (T,) int32: how many parts a token shares with others, and the keys that they hold
+    contexts_ptr,  # (sequences,) int32, which says how many own parts there are; None: every part is there
+    stride_part, stride_token, stride_head, lse_stride_part, lse_stride_token, out_stride_token, out_stride_head,
+    heads, parts,
+    first_own,  # parts before it are shared
+    segment, window, align,
+    unit,  # what makes the parts' log-sum-exps logarithms to base 2
+    D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, V_PER_HEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, D_PAD)
+    head = kv_head * GROUP + row
+    real = (row < GROUP) & (head < heads)
+    cells = real[:, None] & (dim < D)[None, :]
+    parts_ptr += token * stride_token
+    lses_ptr += token * lse_stride_token
+    at = head[:, None] * stride_head + dim[None, :]
+    total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
+    shared = 0
+    own = parts
+    sequence = token
+    if rows_ptr is not None:
+        sequence = tl.load(rows_ptr + token * 2 + 1).to(tl.int64)
+    if contexts_ptr is not None:
+        context = tl.load(contexts_ptr + sequence)
+        start = 0
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + token)
+            shared = tl.load(shared_ptr + token)
+        own = tl.cdiv(context - own_begin(context, start, window, align, WINDOW), segment)
+    for index in range(0, shared + own):
+        slot = tl.where(index < shared, index, first_own + index - shared).to(tl.int64)
+        lse = tl.load(lses_ptr + slot * lse_stride_part + head, mask=real, other=float("-inf")) * unit
+        filled = cells & (lse != float("-inf"))[:, None]
+        part = tl.load(parts_ptr + slot * stride_part + at, mask=filled, other=0.0).to(tl.float32)
+        total, top, mass = fold(total, top, mass, part, lse)
+    out, lse = as_part(total, top, mass)
+    out *= head_scale(v_scale_ptr, kv_head, V_PER_HEAD)
+    if rows_ptr is not None:
+        token = tl.load(rows_ptr + token * 2).to(tl.int64)
+    out_at = token * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=cells)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + token * heads + head, lse * LN2, mask=real)
+
+
+def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `merge_state_reference`, of which it has the shapes and the meaning."""
+    check_merge_state(outs, lses, sinks)
+    if outs.stride(3) != 1 or lses.stride(2) != 1:
+        raise ValueError(f"outs have strides {outs.stride()}, their log-sum-exps {lses.stride()}")
+    parts, tokens, heads, dim = outs.shape
+    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
+    together = min(heads, MAX_GROUP)
+    if tokens:
+        merge_state_kernel[(tokens, -(-heads // together))](
+            parts_ptr=outs,
+            lses_ptr=lses,
+            sinks_ptr=sinks,
+            v_scale_ptr=None,
+            out_ptr=out,
+            lse_ptr=lse,
+            rows_ptr=None,
+            shared_ptr=None,
+            contexts_ptr=None,
+            starts_ptr=None,
+            stride_part=outs.stride(0),
+            stride_token=outs.stride(1),
+            stride_head=outs.stride(2),
+            lse_stride_part=lses.stride(0),
+            lse_stride_token=lses.stride(1),
+            out_stride_token=out.stride(0),
+            out_stride_head=out.stride(1),
+            heads=heads,
+            parts=parts,
+            first_own=0,
+            segment=0,
+            window=0,
+            align=0,
+            unit=LOG2E,
+            D=dim,
+            D_PAD=padded_dim(dim),
+            GROUP=together,
+            ROWS=triton.next_power_of_2(together),
+            V_PER_HEAD=False,
+            WINDOW=False,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out, lse

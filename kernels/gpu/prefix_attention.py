@@ -1,0 +1,129 @@
+"""Attention of many sequences' queries over keys that all of them share, read once: as a matrix product.
+
+The queries of a group are the rows of tiles as in prefill, and a level's keys may be split among programs. Groups form
+levels: what all of a group share, then what parts of it share behind that, and so on. What a row gets from each is
+folded with its own part by log-sum-exp (Hydragen, Juravsky et al., 2024; several levels: FlashInfer's cascade, Ye et
+al., 2024). Cost: `attention_cost` with shared keys counted once, and `merge_state_cost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.attention_core import as_part, attend_span, head_scale, initial_state
+from batchinfer_kernels.gpu.attention_launch import choose_tiles, kernel_arguments
+from batchinfer_kernels.gpu.attention_parts import Own, Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Which rows share which keys; made by `plan_attention`, once a step. A row is one query, as in `Own`."""
+
+    items: Tensor  # (m, 6) int32: first member, members (0: padding), sequence with the keys, first key, end, slot
+    members: Tensor  # int32: rows; an item names a stretch of them
+    starts: Tensor  # (n,) int32: the keys before it are shared, of each row
+    shared: Tensor  # (n,) int32: how many parts, of each row
+    slots: int  # the most of them
+
+
+@triton.jit
+def _prefix_attention_kernel(
+    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, items_ptr, members_ptr,
+    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
+    contexts_ptr,  # (S,) int32
+    parts_ptr, part_lses_ptr,
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_table, slots, heads,
+    scale, cap, window,
+    D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr,
+):  # fmt: skip
+    item = items_ptr + tl.program_id(0).to(tl.int64) * 6
+    kv_head = tl.program_id(1)
+    first_member, members = tl.load(item), tl.load(item + 1)
+    if members == 0:
+        return
+    first, end = tl.load(item + 3), tl.load(item + 4)
+    row = tl.arange(0, ROWS)
+    member, head = row // GROUP, kv_head * GROUP + row % GROUP
+    real = member < members
+    index = tl.load(members_ptr + first_member + member, mask=real, other=0).to(tl.int64)
+    token, sequence = index, index
+    if rows_ptr is not None:
+        token = tl.load(rows_ptr + index * 2).to(tl.int64)
+        sequence = tl.load(rows_ptr + index * 2 + 1).to(tl.int64)
+    row_at = tl.full([ROWS], -1, tl.int32)
+    if WINDOW:  # tiles that every row has left behind change nothing
+        context = tl.load(contexts_ptr + sequence)
+        row_at = tl.where(real, context - 1, -1)
+        nearest = tl.min(tl.where(real, context, 2147483647), 0)
+        first = tl.maximum(first, tl.maximum(nearest - window, 0) // TILE * TILE)
+    dim = tl.arange(0, D_PAD)
+    cells = real[:, None] & (dim < D)[None, :]
+    q_at = token[:, None] * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
+    q = tl.load(q_ptr + q_at, mask=cells, other=0.0)
+    scale *= head_scale(k_scale_ptr, kv_head, K_PER_HEAD)
+    no_sinks: tl.constexpr = None
+    total, top, mass = initial_state(no_sinks, head, real, ROWS, D_PAD)
+    whole: tl.constexpr = not WINDOW and not SEGMENTED
+    total, top, mass = attend_span(
+        total, top, mass, q, row_at, tables_ptr + tl.load(item + 2).to(tl.int64) * stride_table,
+        k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
+        stride_block, stride_key, first, end, scale, cap, window,
+        D, D_PAD, TILE, BLOCK_SIZE, whole, False, WINDOW, CAP, CODES, PRECISION,
+    )  # fmt: skip
+    part, lse = as_part(total, top, mass)
+    slot = (index * slots + tl.load(item + 5)) * heads + head
+    tl.store(parts_ptr + slot[:, None] * D + dim[None, :], part, mask=cells)
+    tl.store(part_lses_ptr + slot, lse, mask=real)
+
+
+def prefix_members(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
+    """How many rows an item of `Prefixes` may have."""
+    return choose_tiles("deterministic" if deterministic else "prefix", dtype, head_dim).rows // group
+
+
+def attend_prefixes(
+    prefixes: Prefixes,
+    own: Own,
+    parts: Parts,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: Tensor | None,
+    deterministic: bool,
+) -> None:
+    """Every group's queries over what they share, to `parts`. The grid has an item a program, padding included.
+
+    Raises ValueError when there are more items' columns than the kernel knows, or too few slots.
+    """
+    if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.slots > parts.first_own:
+        raise ValueError(
+            f"items are {tuple(prefixes.items.shape)}, slots {prefixes.slots} > {parts.first_own}"
+        )
+    if not len(prefixes.items):
+        return
+    tiles = choose_tiles("deterministic" if deterministic else "prefix", q.dtype, q.shape[2])
+    _prefix_attention_kernel[(len(prefixes.items), k_cache.shape[1])](
+        items_ptr=prefixes.items,
+        members_ptr=prefixes.members,
+        rows_ptr=own.rows,
+        contexts_ptr=own.contexts,
+        parts_ptr=parts.values,
+        part_lses_ptr=parts.lses,
+        slots=parts.values.shape[1],
+        heads=q.shape[1],
+        SEGMENTED=deterministic,
+        **kernel_arguments(
+            q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, tiles, deterministic
+        ),
+    )

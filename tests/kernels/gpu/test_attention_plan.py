@@ -1,0 +1,134 @@
+"""Plans: who passes over what, in which order, and what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer_kernels.gpu import attention_plan
+from batchinfer_kernels.gpu.attention_plan import (
+    AttentionShape,
+    Room,
+    SharedPrefix,
+    find_shared,
+    plan_attention,
+)
+
+SHAPE = AttentionShape(torch.bfloat16, 8, 2, 64)  # 128 rows of 4 heads: 32 queries an item; tiles of 64 keys
+
+
+def plan(query_lens, context_lens, shared=(), room=None, shape=SHAPE):
+    return plan_attention(query_lens, context_lens, shape, "cpu", shared, room)
+
+
+def test_a_step_of_single_queries_needs_no_rows() -> None:
+    found = plan([1, 1, 1], [5, 0, 9])
+    assert (found.items, found.rows, found.prefixes) == (None, None, None)
+    assert (found.singles, found.longest, found.own_context) == (3, 9, 14)
+    assert found.contexts.tolist() == [5, 0, 9]
+    assert found.contexts.dtype == torch.int32
+
+
+def test_chunks_and_single_queries_go_different_ways() -> None:
+    found = plan([3, 1, 0, 40, 1], [3, 50, 7, 90, 1])
+    assert found.items is not None
+    assert found.items.tolist() == [[3, 36, 8, 82], [3, 4, 32, 50], [0, 0, 3, 0]]
+    assert found.rows is not None
+    assert found.rows.tolist() == [[3, 1], [44, 4]]
+    assert (found.singles, found.longest, found.own_context) == (2, 50, 51)
+
+
+def test_levels_are_cut_into_items_of_rows_and_keys(monkeypatch) -> None:
+    monkeypatch.setattr(attention_plan, "prefix_segment", lambda *_: 256)
+    members = list(range(40))
+    found = plan([1] * 41, [700] * 41, [SharedPrefix(members, 300), SharedPrefix([5, 39], 650)]).prefixes
+    assert found is not None
+    columns = ("first", "members", "sequence", "begin", "end", "slot")
+    items = [dict(zip(columns, item, strict=True)) for item in found.items.tolist()]
+    seen = np.zeros((41, 700), int)
+    for item in items:
+        rows = found.members[item["first"] : item["first"] + item["members"]]
+        seen[rows, item["begin"] : item["end"]] += 1
+    wanted = np.zeros((41, 700), int)
+    wanted[:40, :256] = 1
+    wanted[[5, 39], :640] = 1
+    assert (seen == wanted).all()
+    assert found.starts.tolist() == seen.sum(1).tolist()
+    assert {i["members"] for i in items} == {32, 8, 2}
+    assert sorted((i["begin"], i["slot"]) for i in items if i["members"] == 2) == [(256, 1), (512, 2)]
+    assert [i["end"] - i["begin"] for i in items] == [256, 256, 256, 128]
+    assert (found.slots, found.shared[5], found.shared[0], found.shared[40]) == (3, 3, 1, 0)
+
+
+def test_own_keys_are_what_is_not_shared() -> None:
+    assert plan([1] * 5, [700] * 5, [SharedPrefix([0, 1, 2, 3], 300)]).own_context == 5 * 700 - 4 * 256
+
+
+def test_less_than_a_tile_or_one_query_is_not_shared() -> None:
+    assert plan([1, 1], [70, 70], [SharedPrefix([0, 1], 63)]).prefixes is None
+    assert plan([1, 3], [700, 700], [SharedPrefix([0, 1], 640)]).prefixes is None
+
+
+def test_deterministic_levels_end_with_segments() -> None:
+    shape = AttentionShape(torch.bfloat16, 8, 2, 64, deterministic=True)
+    found = plan([1, 1], [3000, 3000], [SharedPrefix([0, 1], 2900)], shape=shape).prefixes
+    assert found is not None
+    assert sorted(i[3:] for i in found.items.tolist()) == [[0, 1024, 0], [1024, 2048, 1]]
+
+
+def test_what_does_not_nest_is_refused() -> None:
+    with pytest.raises(ValueError, match="no whole level"):
+        plan([1] * 3, [700] * 3, [SharedPrefix([0, 1], 128), SharedPrefix([1, 2], 256)])
+    with pytest.raises(ValueError, match="do not all have 256 keys"):
+        plan([1, 1], [700, 255], [SharedPrefix([0, 1], 256)])
+    with pytest.raises(ValueError, match="distinct"):
+        plan([1, 1], [700, 700], [SharedPrefix([0, 0], 256)])
+
+
+def test_what_does_not_fit_into_a_room_is_refused() -> None:
+    shared = [SharedPrefix([0, 1], 256)]
+    with pytest.raises(ValueError, match="chunks of up to 2"):
+        plan([1, 2], [9, 9], room=Room(100, 100))
+    with pytest.raises(ValueError, match="contexts of up to 101"):
+        plan([1, 1], [9, 101], room=Room(100, 100))
+    with pytest.raises(ValueError, match="are not in Room"):
+        plan([1, 1], [300, 300], shared, room=Room(300, 600, slots=1, items=1, members=1))
+    with pytest.raises(ValueError, match="are not in Room"):
+        plan([1, 1], [300, 300], shared, room=Room(300, 600))
+
+
+def test_only_a_plan_of_the_same_sizes_is_refilled() -> None:
+    found = plan([1, 1], [9, 5], room=Room(20, 40))
+    found.refill(plan([1, 1], [10, 20], room=Room(20, 40)))
+    assert found.contexts.tolist() == [10, 20]
+    for other in (plan([1, 1], [9, 9]), plan([1] * 3, [9] * 3, room=Room(20, 40)), plan([1, 3], [9, 9])):
+        with pytest.raises(ValueError, match="does not run"):
+            found.refill(other)
+
+
+def tables_of(*rows) -> np.ndarray:
+    width = max(map(len, rows))
+    return np.array([row + [0] * (width - len(row)) for row in rows], np.int32)
+
+
+def test_shared_blocks_are_found_level_by_level() -> None:
+    """Blocks of 128: all share 2, four of them 4; the query's own block is never shared."""
+    inner = [[1, 2, 3, 4, 10 + i] for i in range(4)]
+    outer = [[1, 2, 20 + i, 30 + i, 40 + i] for i in range(4)]
+    tables = tables_of(*inner, *outer, [1, 2, 3, 4, 5])
+    found = find_shared([1] * 8 + [2], [600] * 9, tables, 128, 64)
+    assert [(sorted(p.sequences), p.keys) for p in found] == [(list(range(8)), 256), ([0, 1, 2, 3], 512)]
+    assert plan([1] * 8 + [2], [600] * 9, found).prefixes is not None
+    short = find_shared([1] * 8, [256] * 8, tables[:8], 128, 64)
+    assert short == [], "all of block 2 but its last key is before the query"
+
+
+def test_little_that_is_shared_is_left_alone() -> None:
+    same = tables_of(*[[1, 2, 10 + i] for i in range(9)])
+    assert find_shared([1] * 9, [50] * 9, same, 16, 64) == []
+    few = tables_of(*[[1, 2, 10 + i] for i in range(3)])
+    assert find_shared([1] * 3, [600] * 3, few, 256, 64) == []
+    apart = tables_of(*[[i, 9, 9] for i in range(8)])
+    assert find_shared([1] * 8, [600] * 8, apart, 256, 64) == []
+    assert find_shared([], [], np.zeros((0, 3), np.int32), 256, 64) == []
