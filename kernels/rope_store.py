@@ -7,38 +7,90 @@ from torch import Tensor
 
 from batchinfer_kernels.rms_norm import rms_norm_reference
 
+# The largest code that a cached value may have, by the cache's dtype
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
-def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotation as in transformers. x: (T, heads, D); cos, sin: (T, D/2), float32."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half].float(), x[..., half:].float()
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotates the first 2 × pairs values of each head and passes on the rest.
+
+    x: (T, heads, D); cos, sin: (T, pairs) float32.
+    A pair is (i, i + pairs) as in Llama, or (2i, 2i + 1) if `interleaved` as in GPT-J.
+    """
+    pairs = cos.shape[-1]
+    turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
+    first, second = turned.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turned.chunk(2, -1)
     c, s = cos[:, None], sin[:, None]
-    return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
+    both = (first * c - second * s, second * c + first * s)
+    turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
 
 
 def check_rotary_shapes(q: Tensor, k: Tensor, v: Tensor, half: int, slots: Tensor) -> None:
-    """`half`: pairs that are rotated, D/2. Raises ValueError when shapes do not fit."""
+    """`half`: pairs that are rotated, all of a head. Raises ValueError when shapes do not fit."""
+    check_partial_rotary(q, k, v, half, slots)
+    if q.shape[2] != 2 * half:
+        raise ValueError(f"heads of {q.shape[2]} are rotated in {half} pairs")
+
+
+def check_partial_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> None:
+    """`pairs`: how many are rotated, at most D/2. Raises ValueError when shapes do not fit."""
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit")
-    if q.shape[2] != 2 * half or slots.shape != q.shape[:1]:
+    if not 0 < 2 * pairs <= q.shape[2] or slots.shape != q.shape[:1]:
         raise ValueError(
-            f"heads of {q.shape[2]} are rotated in {half} pairs, at {tuple(slots.shape)} slots for {q.shape[0]} tokens"
+            f"heads of {q.shape[2]} are rotated in {pairs} pairs, at {tuple(slots.shape)} slots for {q.shape[0]} tokens"
         )
 
 
-def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, k_cache: Tensor, slots: Tensor) -> None:
+def check_caches(
+    k: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> None:
+    """Raises ValueError unless the caches are of one shape and dtype that fit k, and codes have scales."""
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.shape[1::2] != k.shape[1:]:
+        raise ValueError(
+            f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} do not fit k {tuple(k.shape)}"
+        )
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (k.dtype, *LARGEST_CODE):
+        raise ValueError(f"k is {k.dtype}, its caches are {k_cache.dtype} and {v_cache.dtype}")
+    for scale in (k_scale, v_scale):
+        if (scale is None) != (k_cache.dtype not in LARGEST_CODE):
+            raise ValueError(f"a cache of {k_cache.dtype} has {'no' if scale is None else 'a'} scale")
+        if scale is None:
+            continue
+        if scale.numel() not in (1, k.shape[1]) or scale.dim() > 1 or scale.dtype != torch.float32:
+            raise ValueError(
+                f"scales are {tuple(scale.shape)} {scale.dtype}: one float32 for each of {k.shape[1]} heads, or one"
+            )
+
+
+def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor) -> None:
     """Raises ValueError when shapes do not fit."""
-    check_rotary_shapes(q, k, v, cos.shape[1], slots)
-    if cos.shape[0] != q.shape[0] or k_cache.shape[1] != k.shape[1] or k_cache.shape[3] != k.shape[2]:
-        raise ValueError(
-            f"cos {tuple(cos.shape)} or cache {tuple(k_cache.shape)} do not fit k {tuple(k.shape)}"
-        )
+    check_partial_rotary(q, k, v, cos.shape[1], slots)
+    if cos.shape[0] != q.shape[0]:
+        raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")
 
 
-def store_reference(values: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write values (T, kv_heads, D) into cache (blocks, kv_heads, block_size, D) at slots (T,), in place."""
+def coded_reference(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(T, kv_heads, D) as a cache of `dtype` holds it: values / scale, to the nearest even, within the largest code."""
+    if scale is None:
+        return values.to(dtype)
+    most = LARGEST_CODE[dtype]
+    codes = values.float() / scale.reshape(-1, 1)
+    return (codes.round() if dtype == torch.int8 else codes).clamp(-most, most).to(dtype)
+
+
+def store_reference(values: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
+    """Write values (T, kv_heads, D) into cache (blocks, kv_heads, block_size, D) at slots (T,), in place.
+
+    Negative slots are padding, whose values go nowhere.
+    """
     block_size = cache.shape[2]
-    cache[slots // block_size, :, slots % block_size] = values
+    codes = coded_reference(values, scale, cache.dtype)
+    if cache.dtype == torch.float8_e4m3fn:  # which torch does not index everywhere
+        codes, cache = codes.view(torch.uint8), cache.view(torch.uint8)
+    real = slots >= 0
+    cache[slots[real] // block_size, :, slots[real] % block_size] = codes[real]
 
 
 def rope_store_reference(
@@ -53,16 +105,23 @@ def rope_store_reference(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Rotated q, with rotated k and v written to the cache in place.
 
-    q: (T, q_heads, D); k, v: (T, kv_heads, D); cos, sin: (T, D/2) float32, scaled where the variant asks for it;
-    caches: (blocks, kv_heads, block_size, D); slots: (T,) int64, block * block_size + offset. q_norm, k_norm: (D,)
-    weights of a per-head RMSNorm applied before the rotation (Qwen3).
+    q: (T, q_heads, D); k, v: (T, kv_heads, D); cos, sin: (T, pairs) float32 with pairs ≤ D/2, scaled where the variant
+    asks for it; caches: (blocks, kv_heads, block_size, D); slots: (T,) int64, block * block_size + offset, negative for
+    padding. q_norm, k_norm: (D,) weights of a per-head RMSNorm applied before the rotation (Qwen3). `interleaved`: see
+    rotate_reference. A cache of int8 or float8_e4m3fn holds k / k_scale and v / v_scale, rounded; the scales are
+    (kv_heads,), (1,) or () float32. Raises ValueError when shapes or dtypes do not fit.
     """
-    check_rope_store(q, k, v, cos, k_cache, slots)
+    check_rope_store(q, k, v, cos, slots)
+    check_caches(k, k_cache, v_cache, k_scale, v_scale)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, eps)[0], rms_norm_reference(k, k_norm, eps)[0]
-    store_reference(rotate_reference(k, cos, sin), k_cache, slots)
-    store_reference(v, v_cache, slots)
-    return rotate_reference(q, cos, sin)
+    store_reference(rotate_reference(k, cos, sin, interleaved), k_cache, slots, k_scale)
+    store_reference(v, v_cache, slots, v_scale)
+    return rotate_reference(q, cos, sin, interleaved)

@@ -1,0 +1,68 @@
+"""The gate of a gated feed-forward layer: act(gate) * up. Cost: batchinfer_kernels.cost.gated_activation_cost."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+
+# 8 values a thread with 4 warps: 16 bytes of bfloat16
+BLOCK = 1024
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x * _sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        # x/2 (1 + tanh u) is x sigmoid(2u), with u = sqrt(2/pi) (x + 0.044715 x^3)
+        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _gated_activation_kernel(
+    gate_up_ptr, y_ptr, stride, intermediate, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < intermediate
+    gate_up_ptr += row * stride
+    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0)
+    up = tl.load(gate_up_ptr + intermediate + at, mask=mask, other=0.0)
+    # Rounded between the two steps, as torch does
+    active = _activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
+    tl.store(y_ptr + row * intermediate + at, (active * up.to(tl.float32)).to(gate.dtype), mask=mask)
+
+
+def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+    """See batchinfer_kernels.gated_activation.gated_activation_reference. Rows of gate_up may be strided."""
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(
+            f"gate and up need a matrix with an even number of columns, got {tuple(gate_up.shape)}"
+        )
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation is {activation!r}, expected one of {', '.join(get_args(Activation))}")
+    check_same_dtype(gate_up=gate_up)
+    unit_columns(gate_up=gate_up)
+    tokens, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty((tokens, intermediate), dtype=gate_up.dtype, device=gate_up.device)
+    if y.numel():
+        block = min(BLOCK, triton.next_power_of_2(intermediate))
+        grid = (tokens, triton.cdiv(intermediate, block))
+        _gated_activation_kernel[grid](
+            gate_up, y, gate_up.stride(0), intermediate, ACTIVATION=activation, BLOCK=block, num_warps=4
+        )
+    return y

@@ -1,0 +1,99 @@
+"""RMSNorm with the residual addition fused in front of it. Cost: batchinfer_kernels.cost.rms_norm_cost."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.checks import as_rows, check_same_dtype
+from batchinfer_kernels.rms_norm import check_rms_norm
+
+# A row up to this long is held in registers (32 values a thread with 16 warps); a longer one is read twice.
+LONGEST_HELD = 16_384
+# Columns a time where it is not
+PIECE = 8192
+
+
+@triton.jit
+def _total(x_ptr, residual_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
+    """x + residual, rounded to x's type as torch does, in float32."""
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(y_ptr, total_ptr, weight_ptr, total, scale, at, mask, HAS_RESIDUAL: tl.constexpr):
+    """Rounded before the weight is applied, and after."""
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
+    normalised = (total * scale).to(weight.dtype).to(tl.float32)
+    tl.store(y_ptr + at, (weight.to(tl.float32) * normalised).to(weight.dtype), mask=mask)
+    if HAS_RESIDUAL:
+        tl.store(total_ptr + at, total.to(weight.dtype), mask=mask)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    total_ptr,
+    x_stride,
+    residual_stride,
+    hidden,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row: a row's sum is taken in the same order whatever rows are beside it."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    residual_ptr += row * residual_stride
+    y_ptr += row * hidden
+    total_ptr += row * hidden
+    columns = tl.arange(0, BLOCK)
+    if HELD:
+        mask = columns < hidden
+        total = _total(x_ptr, residual_ptr, columns, mask, HAS_RESIDUAL)
+        scale = tl.rsqrt(tl.sum(total * total, 0) / hidden + eps)
+        _store(y_ptr, total_ptr, weight_ptr, total, scale, columns, mask, HAS_RESIDUAL)
+    else:
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, hidden, BLOCK):
+            at = start + columns
+            total = _total(x_ptr, residual_ptr, at, at < hidden, HAS_RESIDUAL)
+            squares += total * total
+        scale = tl.rsqrt(tl.sum(squares, 0) / hidden + eps)
+        for start in range(0, hidden, BLOCK):
+            at = start + columns
+            total = _total(x_ptr, residual_ptr, at, at < hidden, HAS_RESIDUAL)
+            _store(y_ptr, total_ptr, weight_ptr, total, scale, at, at < hidden, HAS_RESIDUAL)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See batchinfer_kernels.rms_norm.rms_norm_reference. All of one dtype; rows of x may be strided."""
+    check_rms_norm(x, weight, residual)
+    check_same_dtype(x=x, weight=weight, residual=residual)
+    rows, hidden = as_rows(x), x.shape[-1]
+    other = rows if residual is None else as_rows(residual)
+    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    total = y if residual is None else torch.empty_like(y)
+    if rows.shape[0]:
+        held = hidden <= LONGEST_HELD
+        block = triton.next_power_of_2(hidden) if held else PIECE
+        places = (rows, other, weight.contiguous(), y, total, rows.stride(0), other.stride(0), hidden, eps)
+        _rms_norm_kernel[(rows.shape[0],)](
+            *places, HAS_RESIDUAL=residual is not None, HELD=held, BLOCK=block, num_warps=_warps(block)
+        )
+    return y.view(x.shape), x if residual is None else total.view(x.shape)
+
+
+def _warps(block: int) -> int:
+    """16 values a thread, so that a bfloat16 row is loaded 16 bytes at a time, twice."""
+    return min(16, max(1, block // 512))

@@ -1,0 +1,315 @@
+"""RoPE of q and k, with optional QK-norm before and the KV write after: batchinfer_kernels.cost.rope_store_cost."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.checks import check_same_dtype, check_vectors, unit_columns
+from batchinfer_kernels.rope_store import check_caches, check_partial_rotary
+
+# Values of one token that a program rotates: 8 a thread and half with 4 warps, 16 bytes of bfloat16
+TILE = 2048
+# How the kernel writes a cache
+CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+
+
+@triton.jit
+def _load_pairs(ptr, at, mask, PAIRS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both values of each pair, (heads, PADDED), of the heads that begin at `at`, (heads, 1)."""
+    if INTERLEAVED:
+        columns = tl.arange(0, 2 * PADDED)[None, :]
+        wide = tl.load(ptr + at + columns, mask=mask & (columns < 2 * PAIRS), other=0.0)
+        first, second = tl.split(tl.reshape(wide, (wide.shape[0], PADDED, 2)))
+    else:
+        columns = tl.arange(0, PADDED)[None, :]
+        first = tl.load(ptr + at + columns, mask=mask & (columns < PAIRS), other=0.0)
+        second = tl.load(ptr + at + PAIRS + columns, mask=mask & (columns < PAIRS), other=0.0)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    ptr, at, mask, first, second, PAIRS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    if INTERLEAVED:
+        columns = tl.arange(0, 2 * PADDED)[None, :]
+        wide = tl.reshape(tl.join(first, second), (first.shape[0], 2 * PADDED))
+        tl.store(ptr + at + columns, wide, mask=mask & (columns < 2 * PAIRS))
+    else:
+        columns = tl.arange(0, PADDED)[None, :]
+        tl.store(ptr + at + columns, first, mask=mask & (columns < PAIRS))
+        tl.store(ptr + at + PAIRS + columns, second, mask=mask & (columns < PAIRS))
+
+
+@triton.jit
+def _normalised(x, scale, weight):
+    """Rounded before the weight is applied and after, as torch does."""
+    return ((x.to(tl.float32) * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _squares(x):
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def _rotated_heads(
+    ptr, at, mask, cos, sin, norm_ptr, eps,
+    D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    NORMED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Both values of each pair and what is not rotated (some of the first values again if all is), in q's dtype."""
+    first, second = _load_pairs(ptr, at, mask, PAIRS, PADDED, INTERLEAVED)
+    beyond = 2 * PAIRS + tl.arange(0, REST_PADDED)[None, :]
+    rest = tl.load(ptr + at + beyond, mask=mask & (beyond < D), other=0.0)
+    if NORMED:
+        squares = _squares(first) + _squares(second)
+        if D > 2 * PAIRS:
+            squares += _squares(rest)
+        scale = tl.rsqrt(squares / D + eps)[:, None]
+        nowhere = tl.zeros((1, 1), tl.int32)
+        low, high = _load_pairs(norm_ptr, nowhere, nowhere == 0, PAIRS, PADDED, INTERLEAVED)
+        weight = tl.load(norm_ptr + beyond, mask=beyond < D, other=0.0)
+        first, second = _normalised(first, scale, low), _normalised(second, scale, high)
+        rest = _normalised(rest, scale, weight)
+    low, high = first.to(tl.float32), second.to(tl.float32)
+    first = (low * cos - high * sin).to(first.dtype)
+    second = (high * cos + low * sin).to(second.dtype)
+    return first, second, rest
+
+
+@triton.jit
+def _int8_code(x):
+    """To the nearest even: beyond 2^23 a float32 has no fraction left. NaN has no code."""
+    magic = 12582912.0  # 1.5 × 2^23
+    return ((tl.minimum(tl.maximum(x, -127.0), 127.0) + magic) - magic).to(tl.int8)
+
+
+@triton.jit
+def _fp8_code(x):
+    """The bits of float8_e4m3fn, to the nearest even, 448 for all above it: not every target can convert to it."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), 448.0)
+    wide = size.to(tl.uint32, bitcast=True)
+    # 20 bits of the mantissa are rounded away; the exponent's bias goes from 127 to 7
+    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - 960
+    # multiples of 2^-9: the last bit of a float32 at 2^14
+    subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, subnormal, normal)
+    return (tl.where(x != x, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _coded(x, scale, target_type: tl.constexpr, CODES: tl.constexpr):
+    if CODES == "none":
+        return x.to(target_type)
+    elif CODES == "int8":
+        return _int8_code(tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape)))
+    else:
+        return _fp8_code(tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape)))
+
+
+@triton.jit
+def _head_scales(scale_ptr, heads, inside, PER_HEAD: tl.constexpr, CODES: tl.constexpr):
+    """(heads, 1) float32."""
+    if CODES == "none":
+        return tl.full((1, 1), 1.0, tl.float32)
+    elif PER_HEAD:
+        return tl.load(scale_ptr + heads, mask=inside, other=1.0)
+    else:
+        return tl.zeros((1, 1), tl.float32) + tl.load(scale_ptr)
+
+
+@triton.jit
+def _store_heads(
+    ptr, at, mask, first, second, rest,
+    D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    _store_pairs(ptr, at, mask, first, second, PAIRS, PADDED, INTERLEAVED)
+    if D > 2 * PAIRS:
+        beyond = 2 * PAIRS + tl.arange(0, REST_PADDED)[None, :]
+        tl.store(ptr + at + beyond, rest, mask=mask & (beyond < D))
+
+
+@triton.jit
+def _cache_keys(
+    ptr, at, mask, first, second, rest, scale,
+    D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    kept: tl.constexpr = ptr.dtype.element_ty
+    low, high = _coded(first, scale, kept, CODES), _coded(second, scale, kept, CODES)
+    beyond = _coded(rest, scale, kept, CODES)
+    _store_heads(ptr, at, mask, low, high, beyond, D, PAIRS, PADDED, REST_PADDED, INTERLEAVED)
+
+
+@triton.jit
+def _cache_values(
+    source, from_, target, to, inside, kept, scale,
+    D: tl.constexpr, D_PADDED: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, D_PADDED)[None, :]
+    mask = inside & (columns < D)
+    values = tl.load(source + from_ + columns, mask=mask, other=0.0)
+    codes = _coded(values, scale, target.dtype.element_ty, CODES)
+    tl.store(target + to + columns, codes, mask=mask & kept)
+
+
+@triton.jit
+def _rope_store_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    q_norm_ptr, k_norm_ptr, k_scale_ptr, v_scale_ptr, y_ptr, eps,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, cos_stride,
+    k_block_stride, k_cache_head_stride, k_slot_stride, v_block_stride, v_cache_head_stride, v_slot_stride,
+    q_heads, kv_heads,
+    LOOKED_UP: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr, D_PADDED: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """A program has HEADS heads of q, of k or of v of one token: the second index counts through all three."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    q_parts, kv_parts = tl.cdiv(q_heads, HEADS), tl.cdiv(kv_heads, HEADS)
+    pairs = tl.arange(0, PADDED)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    row = tl.load(positions_ptr + token).to(tl.int64) if LOOKED_UP else token
+    cos = tl.load(cos_ptr + row * cos_stride + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + row * cos_stride + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
+    if part < q_parts:
+        heads = (part * HEADS + tl.arange(0, HEADS))[:, None]
+        first, second, rest = _rotated_heads(
+            q_ptr + token * q_token_stride, heads * q_head_stride, heads < q_heads, cos, sin, q_norm_ptr, eps,
+            D, PAIRS, PADDED, REST_PADDED, NORMED, INTERLEAVED,
+        )  # fmt: skip
+        _store_heads(
+            y_ptr + token * q_heads * D, heads * D, heads < q_heads, first, second, rest,
+            D, PAIRS, PADDED, REST_PADDED, INTERLEAVED,
+        )  # fmt: skip
+    elif part < q_parts + kv_parts:
+        heads = ((part - q_parts) * HEADS + tl.arange(0, HEADS))[:, None]
+        first, second, rest = _rotated_heads(
+            k_ptr + token * k_token_stride, heads * k_head_stride, heads < kv_heads, cos, sin, k_norm_ptr, eps,
+            D, PAIRS, PADDED, REST_PADDED, NORMED, INTERLEAVED,
+        )  # fmt: skip
+        _cache_keys(
+            k_cache_ptr + block * k_block_stride + offset * k_slot_stride,
+            heads.to(tl.int64) * k_cache_head_stride, (heads < kv_heads) & (slot >= 0), first, second, rest,
+            _head_scales(k_scale_ptr, heads, heads < kv_heads, K_PER_HEAD, CODES),
+            D, PAIRS, PADDED, REST_PADDED, INTERLEAVED, CODES,
+        )  # fmt: skip
+    else:
+        heads = ((part - q_parts - kv_parts) * HEADS + tl.arange(0, HEADS))[:, None]
+        _cache_values(
+            v_ptr + token * v_token_stride, heads * v_head_stride,
+            v_cache_ptr + block * v_block_stride + offset * v_slot_stride,
+            heads.to(tl.int64) * v_cache_head_stride, heads < kv_heads, slot >= 0,
+            _head_scales(v_scale_ptr, heads, heads < kv_heads, V_PER_HEAD, CODES), D, D_PADDED, CODES,
+        )  # fmt: skip
+
+
+def rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """See batchinfer_kernels.rope_store.rope_store_reference; q, k and v may be slices of one tensor.
+
+    With `positions` (T,) int64, cos and sin are tables, (positions, pairs), and the kernel looks its rows up.
+    """
+    _check(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, positions, k_scale, v_scale)
+    tokens, q_heads, dim = q.shape
+    y = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
+    if not tokens:
+        return y
+    pairs, kv_heads = cos.shape[1], k.shape[1]
+    padded = triton.next_power_of_2(pairs)
+    heads = min(triton.next_power_of_2(max(q_heads, kv_heads)), max(1, TILE // triton.next_power_of_2(dim)))
+    grid = (tokens, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
+    places = (q, k, v, cos, sin, slots if positions is None else positions)
+    norms = (q, k) if q_norm is None or k_norm is None else (q_norm.contiguous(), k_norm.contiguous())
+    scales = (q, k) if k_scale is None or v_scale is None else (k_scale, v_scale)
+    token_strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0))
+    _rope_store_kernel[grid](
+        *places,
+        _as_codes(k_cache),
+        _as_codes(v_cache),
+        slots,
+        *norms,
+        *scales,
+        y,
+        eps,
+        *token_strides,
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        q_heads,
+        kv_heads,
+        LOOKED_UP=positions is not None,
+        NORMED=q_norm is not None,
+        INTERLEAVED=interleaved,
+        CODES=CODES.get(k_cache.dtype, "none"),
+        K_PER_HEAD=scales[0].numel() > 1,
+        V_PER_HEAD=scales[1].numel() > 1,
+        BLOCK_SIZE=k_cache.shape[2],
+        D=dim,
+        D_PADDED=triton.next_power_of_2(dim),
+        PAIRS=pairs,
+        PADDED=padded,
+        REST_PADDED=triton.next_power_of_2(max(1, dim - 2 * pairs)),
+        HEADS=heads,
+        num_warps=max(1, min(4, heads * padded // 256)),
+    )
+    return y
+
+
+def _as_codes(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    positions: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    check_partial_rotary(q, k, v, cos.shape[1], slots)
+    check_caches(k, k_cache, v_cache, k_scale, v_scale)
+    if positions is None and cos.shape[0] != q.shape[0]:
+        raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")
+    if cos.shape != sin.shape or cos.stride() != sin.stride() or {cos.dtype, sin.dtype} != {torch.float32}:
+        raise ValueError(f"cos {tuple(cos.shape)} {cos.dtype} and sin {tuple(sin.shape)} {sin.dtype} differ")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q and k are normalised both or neither")
+    check_same_dtype(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
+    check_vectors(q.shape[2], q.dtype, q_norm=q_norm, k_norm=k_norm)
+    check_vectors(q.shape[0], torch.int64, slots=slots, positions=positions)
+    unit_columns(q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)

@@ -1,0 +1,20 @@
+"""Memory that a kernel does not write must not pass for a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within, torch.empty gives NaN, and the largest value of integers."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

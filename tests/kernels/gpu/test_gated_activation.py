@@ -1,0 +1,96 @@
+"""The gated activation kernel equals its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer_kernels.gated_activation import gated_activation_reference
+from batchinfer_kernels.gpu.gated_activation import gated_activation
+from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
+from tests.kernels.gpu.poison import poisoned
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+# Two roundings of the stored type, relative; an activation is a difference where it is near 0
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def check(gate_up, activation) -> None:
+    with poisoned():
+        got = gated_activation(gate_up, activation)
+    wanted = gated_activation_reference(gate_up, activation)
+    tolerance = TOLERANCE[gate_up.dtype]
+    torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_equals_the_reference(device, dtype, activation):
+    for rows, intermediate in ((0, 4), (1, 1), (3, 63), (2, 100), (2, 1500)):
+        generator = torch.Generator().manual_seed(rows)
+        gate_up = (torch.randn(rows, 2 * intermediate, generator=generator) * 3).to(dtype).to(device)
+        check(gate_up, activation)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_far_values_and_nan(device, dtype, activation):
+    gate = torch.tensor([0.0, -0.0, -90.0, 90.0, -200.0, 200.0, -5e4, 5e4, float("nan"), 1.0])
+    up = torch.tensor([1.0] * 9 + [float("nan")])
+    check(torch.cat((gate, up))[None].to(dtype).to(device), activation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("intermediate", [2, 127, 1023, 1024, 1025, 4096, 14_336])
+def test_equals_the_reference_at_all_sizes(device, dtype, activation, intermediate):
+    generator = torch.Generator().manual_seed(intermediate)
+    gate_up = (torch.randn(5, 2 * intermediate, generator=generator) * 5).to(dtype).to(device)
+    check(gate_up, activation)
+
+
+def test_rows_may_be_strided(device):
+    wide = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).to(device)
+    check(wide[::2, 10:70], "silu")
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "activation"),
+    [
+        (torch.zeros(2, 7), "silu"),
+        (torch.zeros(8), "silu"),
+        (torch.zeros(2, 8), "relu"),
+        (torch.zeros(2, 8).double(), "silu"),
+        (torch.zeros(8, 2).T, "silu"),
+    ],
+)
+def test_what_does_not_fit_is_refused(gate_up, activation):
+    with pytest.raises(ValueError):
+        gated_activation(gate_up, activation)
+
+
+def launch(dtype: str, intermediate: int, activation: str) -> None:
+    gated_activation(torch.zeros(16, 2 * intermediate, dtype=getattr(torch, dtype)), activation)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("dtype", "activation"), [("bfloat16", "silu"), ("float32", "gelu")])
+def test_compiles(target, dtype, activation):
+    path = "tests.kernels.gpu.test_gated_activation:launch"
+    (found,) = compile_launch(path, (dtype, 14_336, activation), target)
+    found.check()
+    if target in NVIDIA:
+        assert found.wide_loads() >= 2, "gate and up"
+        assert found.wide_stores() >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("intermediate", [100, 1536, 14_336])
+def test_compiles_at_all_sizes(target, dtype, activation, intermediate):
+    path = "tests.kernels.gpu.test_gated_activation:launch"
+    (found,) = compile_launch(path, (dtype, intermediate, activation), target)
+    found.check()

@@ -1,0 +1,118 @@
+"""The RMSNorm kernel equals its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer_kernels.gpu import rms_norm as module
+from batchinfer_kernels.gpu.rms_norm import rms_norm
+from batchinfer_kernels.rms_norm import rms_norm_reference
+from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
+from tests.kernels.gpu.poison import poisoned
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# One rounding of the stored type at values of about 4, where sums in another order tip it
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def case(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows + hidden)
+    shapes = ((rows, hidden), (rows, hidden), (hidden,))
+    return [torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes]
+
+
+def check(x, weight, residual) -> None:
+    with poisoned():
+        got = rms_norm(x, weight, 1e-5, residual)
+    wanted = rms_norm_reference(x, weight, 1e-5, residual)
+    tolerance = TOLERANCE[x.dtype]
+    torch.testing.assert_close(got[0], wanted[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got[1], wanted[1], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(0, 8), (1, 1), (3, 63), (2, 100), (5, 576)])
+def test_equals_the_reference(device, dtype, rows, hidden):
+    x, residual, weight = case(rows, hidden, dtype, device)
+    check(x, weight, None)
+    check(x, weight, residual)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [2, 16, 127, 1024, 4096, 5120, 8192, 16384, 16385, 20_000])
+def test_equals_the_reference_at_all_sizes(device, dtype, hidden):
+    x, residual, weight = case(4, hidden, dtype, device)
+    check(x, weight, None)
+    check(x, weight, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_too_long_to_be_held_are_read_twice(device, dtype, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_HELD", 64)
+    monkeypatch.setattr(module, "PIECE", 32)
+    x, residual, weight = case(3, 100, dtype, device)
+    check(x, weight, None)
+    check(x, weight, residual)
+
+
+def test_rows_of_more_dimensions_and_strides(device):
+    x, _, weight = case(6, 100, torch.float32, device)
+    check(x.view(2, 3, 100), weight, None)
+    check(x[:, 10:50], weight[10:50], x[:, 50:90])
+    check(x.T[:6, :6], weight[:6], x.T[6:12, :6])
+    check(x.view(2, 3, 100).transpose(0, 1), weight, None)
+
+
+def test_a_row_does_not_depend_on_the_others(device):
+    x, residual, weight = case(7, 200, torch.bfloat16, device)
+    together = rms_norm(x, weight, 1e-5, residual)[0]
+    alone = [rms_norm(x[i : i + 1], weight, 1e-5, residual[i : i + 1])[0] for i in range(7)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_nan_stays_in_its_row(device):
+    x, _, weight = case(3, 40, torch.float32, device)
+    x[1, 7] = float("nan")
+    got = rms_norm(x, weight, 1e-5)[0].isnan()
+    assert got.all(1).tolist() == got.any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "residual"),
+    [
+        (torch.zeros(2, 8), torch.zeros(7), None),
+        (torch.zeros(2, 8), torch.zeros(8).half(), None),
+        (torch.zeros(2, 8), torch.zeros(8), torch.zeros(1, 8)),
+        (torch.zeros(2, 8).double(), torch.zeros(8).double(), None),
+    ],
+)
+def test_what_does_not_fit_is_refused(x, weight, residual):
+    with pytest.raises(ValueError):
+        rms_norm(x, weight, 1e-5, residual)
+
+
+def launch(dtype: str, hidden: int, residual: bool) -> None:
+    x = torch.zeros(16, hidden, dtype=getattr(torch, dtype))
+    rms_norm(x, x[0], 1e-5, x if residual else None)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 4096), ("float32", 16384), ("float16", 20_480)])
+def test_compiles(target, dtype, hidden):
+    (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, True), target)
+    found.check()
+    if target in NVIDIA:
+        assert found.wide_loads() >= 3, "x, residual and weight"
+        assert found.wide_stores() >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("hidden", [64, 576, 2048, 4096, 5120, 8192, 12_288, 16_384, 20_480])
+def test_compiles_at_all_sizes(target, dtype, residual, hidden):
+    (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, residual), target)
+    found.check()

@@ -1,0 +1,251 @@
+"""The kernel for RoPE, QK-norm and the KV write equals its reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.gpu import rope_store as module
+from batchinfer_kernels.gpu.rope_store import rope_store
+from batchinfer_kernels.rope_store import coded_reference, rope_store_reference
+from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
+from tests.kernels.gpu.poison import poisoned
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# One rounding of the stored type at values of about 4, where a contracted product tips it
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+
+
+@dataclass
+class Case:
+    """What a step writes: some padding, slots in random order, q, k and v slices of one tensor."""
+
+    tokens: int = 5
+    q_heads: int = 6
+    kv_heads: int = 2
+    dim: int = 64
+    pairs: int | None = None
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    normed: bool = False
+    interleaved: bool = False
+    per_head: bool = True
+    block_size: int = 4
+    device: str = "cpu"
+    tensors: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.tokens + self.dim)
+        shape = (self.tokens, self.q_heads + 2 * self.kv_heads, self.dim)
+        fused = torch.randn(shape, generator=generator).to(self.dtype)
+        q, k, v = fused.split([self.q_heads, self.kv_heads, self.kv_heads], 1)
+        self.table = torch.rand(50, self.pairs or self.dim // 2, generator=generator).to(self.device) * 6
+        self.positions = torch.randint(0, 50, (self.tokens,), generator=generator).to(self.device)
+        slots = torch.randperm(self.tokens + 7, generator=generator)[: self.tokens]
+        slots[1::4] = -1
+        found = {"q": q, "k": k, "v": v, "slots": slots}
+        self.norms: dict[str, Tensor] = {}
+        if self.normed:
+            norms = (torch.randn(self.dim, generator=generator).to(self.dtype) for _ in range(2))
+            self.norms = dict(zip(("q_norm", "k_norm"), norms, strict=True))
+        if self.cache_dtype is not None:
+            scales = torch.rand(2, self.kv_heads if self.per_head else 1, generator=generator) / 40 + 0.01
+            if self.cache_dtype != torch.int8:
+                scales /= 200  # so that some values lie beyond the largest code
+            found |= {"k_scale": scales[0], "v_scale": scales[1]}
+        self.tensors = {name: tensor.to(self.device) for name, tensor in {**found, **self.norms}.items()}
+
+    def caches(self) -> dict[str, Tensor]:
+        blocks = -(-(self.tokens + 7) // self.block_size)
+        shape = (blocks, self.kv_heads, self.block_size, self.dim)
+        kept = self.cache_dtype or self.dtype
+        return {name: torch.full(shape, 7.0, device=self.device).to(kept) for name in ("k_cache", "v_cache")}
+
+    def check(self) -> None:
+        ours, theirs, tables = self.caches(), self.caches(), (self.table.cos(), self.table.sin())
+        rows = {"cos": tables[0][self.positions], "sin": tables[1][self.positions]}
+        options = {"eps": 1e-5, "interleaved": self.interleaved}
+        wanted = rope_store_reference(**self.tensors, **rows, **theirs, **options)
+        looked_up = {"cos": tables[0], "sin": tables[1], "positions": self.positions}
+        for given in (rows, looked_up):
+            with poisoned():
+                got = rope_store(**self.tensors, **given, **ours, **options)
+            tolerance = TOLERANCE[self.dtype]
+            torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+            for name, stored in ours.items():
+                self.check_cache(stored, theirs[name])
+
+    def check_cache(self, got: Tensor, wanted: Tensor) -> None:
+        if self.cache_dtype is None:
+            torch.testing.assert_close(got, wanted, atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
+            return
+        # a value whose last bit differs may fall to the next code
+        if self.cache_dtype == torch.int8:
+            steps = (got.int() - wanted.int()).abs()
+        else:
+            steps = (ordered(got) - ordered(wanted)).abs()
+        assert steps.max() <= 1
+        assert (steps > 0).float().mean() < (1e-3 if self.dtype == torch.float32 else 3e-2)
+
+
+def ordered(codes: Tensor) -> Tensor:
+    """float8_e4m3fn as integers in the order of their values."""
+    bits = codes.view(torch.uint8).int()
+    return torch.where(bits >= 128, 128 - bits, bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("dim", "pairs"), [(2, 1), (20, 10), (64, 32), (128, 64), (80, 16), (96, 24)])
+def test_equals_the_reference(device, dtype, normed, dim, pairs):
+    Case(dim=dim, pairs=pairs, dtype=dtype, normed=normed, device=device).check()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("dim", "pairs"), [(20, 10), (64, 16)])
+def test_neighbours_may_be_the_pairs(device, normed, dim, pairs):
+    case = Case(dim=dim, pairs=pairs, dtype=torch.bfloat16, normed=normed, interleaved=True, device=device)
+    case.check()
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_codes_are_written(device, cache_dtype, dtype, per_head):
+    Case(dtype=dtype, cache_dtype=cache_dtype, per_head=per_head, device=device).check()
+    Case(dim=20, pairs=4, dtype=dtype, cache_dtype=cache_dtype, interleaved=per_head, device=device).check()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(1, 1), (7, 1), (48, 3)])
+def test_any_number_of_heads(device, tokens, q_heads, kv_heads):
+    Case(tokens=tokens, q_heads=q_heads, kv_heads=kv_heads, dim=8, device=device).check()
+
+
+def test_heads_of_one_token_may_take_several_programs(device, monkeypatch):
+    monkeypatch.setattr(module, "TILE", 64)
+    Case(q_heads=11, kv_heads=5, dim=20, dtype=torch.bfloat16, normed=True, device=device).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (80, 40), (96, 48), (128, 16), (192, 96), (256, 32)])
+def test_equals_the_reference_in_all_kinds(device, dtype, cache_dtype, normed, interleaved, dim, pairs):
+    Case(
+        tokens=9,
+        q_heads=12,
+        kv_heads=3,
+        dim=dim,
+        pairs=pairs,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        normed=normed,
+        interleaved=interleaved,
+        block_size=16,
+        device=device,
+    ).check()
+
+
+def stored_codes(values: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """v (1, 1, D) as the kernel and as the reference code it, with a scale of 1."""
+    dim, one = values.numel(), torch.ones(1, device=values.device)
+    x = values.reshape(1, 1, dim)
+    cos = torch.ones(1, 1, device=x.device)
+    cache = [torch.zeros(1, 1, 1, dim, device=x.device).to(cache_dtype) for _ in range(2)]
+    slots = torch.zeros(1, dtype=torch.int64, device=x.device)
+    rope_store(x, x, x, cos, cos * 0, *cache, slots, k_scale=one, v_scale=one)
+    return cache[1].flatten(), coded_reference(x, one, cache_dtype).flatten()
+
+
+def test_every_code_and_what_lies_between(device):
+    """All that float8_e4m3fn can hold, the middles between them, their neighbours, and beyond."""
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat((middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])))
+    size = torch.cat((codes, near, torch.tensor([449.0, 500.0, 1e30, float("inf"), 1e-30])))
+    got, wanted = stored_codes(torch.cat((size, -size)).to(device), torch.float8_e4m3fn)
+    assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_nan_stays_nan_in_fp8_and_a_rounded_half_is_even_in_int8(device):
+    nan = torch.full((4,), float("nan"), device=device)
+    assert stored_codes(nan, torch.float8_e4m3fn)[0].float().isnan().all()
+    values = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5, 1e9, -1e9, 0.49999997, -3.7])
+    got, wanted = stored_codes(values.to(device), torch.int8)
+    assert got.tolist() == wanted.tolist() == [0, 2, 2, 0, -2, -2, 126, 127, 127, -127, 0, -4]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"k_scale": torch.ones(2)},
+        {"q_norm": torch.ones(64)},
+        {"slots": torch.zeros(5, dtype=torch.int32)},
+        {"cos": torch.ones(5, 33), "sin": torch.ones(5, 33)},
+        {"cos": torch.ones(4, 32), "sin": torch.ones(4, 32)},
+        {"cos": torch.ones(5, 32).double(), "sin": torch.ones(5, 32).double()},
+        {"v": torch.ones(5, 3, 64)},
+        {"k_cache": torch.zeros(3, 2, 4, 64, dtype=torch.int8)},
+    ],
+)
+def test_what_does_not_fit_is_refused(changed):
+    case = Case()
+    table = torch.ones(5, 32)
+    with pytest.raises(ValueError):
+        rope_store(**{**case.tensors, **case.caches(), "cos": table, "sin": table, **changed})
+
+
+def launch(dtype: str, codes: str | None, dim: int, pairs: int, normed: bool, interleaved: bool) -> None:
+    cache_dtype = None if codes is None else getattr(torch, codes)
+    case = Case(
+        tokens=16,
+        q_heads=32,
+        kv_heads=8,
+        dim=dim,
+        pairs=pairs,
+        dtype=getattr(torch, dtype),
+        cache_dtype=cache_dtype,
+        normed=normed,
+        interleaved=interleaved,
+        block_size=16,
+    )
+    tables = {"cos": case.table, "sin": case.table, "positions": case.positions}
+    rope_store(**case.tensors, **tables, **case.caches(), interleaved=interleaved)
+
+
+PATH = "tests.kernels.gpu.test_rope_store:launch"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("dtype", "codes", "normed", "interleaved"),
+    [
+        ("bfloat16", None, True, False),
+        ("float32", "int8", False, False),
+        ("float16", "float8_e4m3fn", True, True),
+    ],
+)
+def test_compiles(target, dtype, codes, normed, interleaved):
+    (found,) = compile_launch(PATH, (dtype, codes, 128, 64, normed, interleaved), target)
+    found.check()
+    if target in NVIDIA:
+        assert found.wide_loads() >= 5, "halves of q, of k, and v"
+        if codes is None:
+            assert found.wide_stores() >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (80, 40), (96, 24), (128, 64), (256, 128), (256, 32)])
+def test_compiles_in_all_kinds(target, dtype, codes, interleaved, dim, pairs):
+    (found,) = compile_launch(PATH, (dtype, codes, dim, pairs, True, interleaved), target)
+    found.check()
