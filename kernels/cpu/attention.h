@@ -77,33 +77,43 @@ INLINE void NAME(find_tile)(const NAME(Step) *s, const int32_t *table, int64_t t
         found->end = found->needed[c] < LANES || found->end == PASSED ? PASSED : found->position[c][LANES - 1];
 }
 
-/* Fetch what a tile of one sequence and KV head reads; `last`: the last position that is seen. */
-INLINE void NAME(fetch_tile)(const NAME(Step) *s, const int32_t *table, int64_t tile, int64_t head, int32_t last) {
+/* Where a tile to come lies, as far as there are keys. */
+typedef struct {
+    const vi *k[COLUMNS], *v[COLUMNS];
+} NAME(Ahead);
+
+INLINE void NAME(look_ahead)(const NAME(Step) *s, const int32_t *table, int64_t tile, int64_t head, int32_t last,
+                             NAME(Ahead) *ahead) {
     int64_t units = s->block_pad / LANES;
     for (int c = 0; c < COLUMNS; c++) {
         int64_t unit = tile * COLUMNS + c, block = unit / units, inside = unit % units * LANES;
-        if (block * s->block_size + inside > last) return;
+        if (block * s->block_size + inside > last) {
+            ahead->k[c] = c ? ahead->k[0] : (const vi *)s->k_cache;
+            ahead->v[c] = c ? ahead->v[0] : (const vi *)s->v_cache;
+            continue;
+        }
         int64_t at = (table[block] * s->kv_heads + head) * s->block_pad * s->dim_pad;
-        const char *k = (const char *)((const int32_t *)(s->k_cache + at) + inside);
-        const char *v = (const char *)(s->v_cache + at + inside * s->dim_pad);
-        for (int64_t w = 0; w < s->dim / PAIR; w++) __builtin_prefetch(k + w * s->block_pad * 4);
-        for (int64_t i = 0; i < LANES * s->dim_pad * (int64_t)sizeof(REAL); i += LINE) __builtin_prefetch(v + i);
+        ahead->k[c] = (const vi *)((const int32_t *)(s->k_cache + at) + inside);
+        ahead->v[c] = (const vi *)(s->v_cache + at + inside * s->dim_pad);
     }
 }
 
-/* Scores of `rows` (a constant) rows with a tile, not scaled yet. */
-INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const REAL *const *q, vf scores[ROWS][COLUMNS],
-                        int64_t dim, const int rows) {
+/* Scores of `rows` (a constant) rows with a tile, not scaled yet. With `fetch` (a constant) the keys ahead are fetched on
+ * the way, a line for each that is read: in one go they would queue up for the few misses that a core can have open. */
+INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Ahead) *ahead, const REAL *const *q,
+                        vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
     int64_t stride = s->block_pad / LANES;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) scores[r][c] = splat(0.0f);
     for (int64_t w = 0; w < dim / PAIR; w++) {
-        vi keys[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) keys[c] = tile->k[c][w * stride];
-        for (int r = 0; r < rows; r++) {
-            int32_t word;
-            memcpy(&word, q[r] + w * PAIR, 4);
-            for (int c = 0; c < COLUMNS; c++) scores[r][c] = DOT(scores[r][c], splat_word(word), keys[c]);
+        for (int c = 0; c < COLUMNS; c++) {
+            vi keys = tile->k[c][w * stride];
+            if (fetch) __builtin_prefetch(ahead->k[c] + w * stride);
+            for (int r = 0; r < rows; r++) {
+                int32_t word;
+                memcpy(&word, q[r] + w * PAIR, 4);
+                scores[r][c] = DOT(scores[r][c], splat_word(word), keys);
+            }
         }
     }
 }
@@ -139,21 +149,27 @@ INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile
 }
 
 /* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the head from `from` on. */
-INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, REAL p[ROWS][PANEL], const float *shrink,
-                             float *sum, int64_t from, const int rows, const int columns) {
+INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Ahead) *ahead,
+                             REAL p[ROWS][PANEL], const float *shrink, float *sum, int64_t from, const int rows,
+                             const int columns, const int fetch) {
     vf total[ROWS][COLUMNS];
     int64_t stride = s->dim_pad / LANES;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) total[r][c] = load_f32(sum + r * s->dim_pad + from + c * LANES) * shrink[r];
     for (int u = 0; u < COLUMNS; u++) {
-        const vi *values = tile->v[u] + from / LANES;
+        const vi *values = tile->v[u] + from / LANES, *coming = ahead->v[u] + from / LANES;
         int64_t whole = tile->needed[u] / PAIR;
-        for (int64_t w = 0; w < whole; w++, values += stride)
-            for (int r = 0; r < rows; r++) {
-                int32_t word;
-                memcpy(&word, p[r] + u * LANES + w * PAIR, 4);
-                for (int c = 0; c < columns; c++) total[r][c] = DOT(total[r][c], splat_word(word), values[c]);
+        for (int64_t w = 0; w < whole; w++, values += stride, coming += stride) {
+            for (int c = 0; c < columns; c++) {
+                vi value = values[c];
+                if (fetch) __builtin_prefetch(coming + c);
+                for (int r = 0; r < rows; r++) {
+                    int32_t word;
+                    memcpy(&word, p[r] + u * LANES + w * PAIR, 4);
+                    total[r][c] = DOT(total[r][c], splat_word(word), value);
+                }
             }
+        }
         if (tile->needed[u] % PAIR) /* the other token of the word is not written: it may hold anything */
             for (int r = 0; r < rows; r++) {
                 int32_t word;
@@ -166,19 +182,20 @@ INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, REAL p
         for (int c = 0; c < columns; c++) store_f32(sum + r * s->dim_pad + from + c * LANES, total[r][c]);
 }
 
-INLINE void NAME(tile_rows)(const NAME(Step) *s, const NAME(Tile) *tile, NAME(Work) *work, int64_t first, int64_t dim,
-                            const int rows) {
+INLINE void NAME(tile_rows)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Ahead) *ahead, NAME(Work) *work,
+                            int64_t first, int64_t dim, const int rows, const int fetch) {
     vf scores[ROWS][COLUMNS];
     float shrink[ROWS];
-    NAME(score)(s, tile, work->q + first, scores, dim, rows);
+    NAME(score)(s, tile, ahead, work->q + first, scores, dim, rows, fetch);
     for (int r = 0; r < rows; r++) {
         float *mass = work->mass + (first + r) * LANES;
         shrink[r] = NAME(weigh)(s, scores[r], tile, work->position[first + r], work->most + first + r, mass, work->p[r]);
     }
     int64_t from = 0;
     for (; from + PANEL <= dim; from += PANEL)
-        NAME(add_values)(s, tile, work->p, shrink, work->sum + first * s->dim_pad, from, rows, COLUMNS);
-    for (; from < dim; from += LANES) NAME(add_values)(s, tile, work->p, shrink, work->sum + first * s->dim_pad, from, rows, 1);
+        NAME(add_values)(s, tile, ahead, work->p, shrink, work->sum + first * s->dim_pad, from, rows, COLUMNS, fetch);
+    for (; from < dim; from += LANES)
+        NAME(add_values)(s, tile, ahead, work->p, shrink, work->sum + first * s->dim_pad, from, rows, 1, fetch);
 }
 
 /* The rows of an item that belong to one KV head: their state set up, or taken up again. */
@@ -224,6 +241,7 @@ INLINE void NAME(put_down)(const NAME(Step) *s, const NAME(Item) *item, int64_t 
 INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
     NAME(Work) work;
     NAME(Tile) tile;
+    NAME(Ahead) ahead;
     const NAME(Item) *item = job->item;
     int64_t rows = item->rows * (s->q_heads / s->kv_heads);
     NAME(take_up)(s, item, job->head, &work);
@@ -240,13 +258,19 @@ INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(J
     for (int64_t at = from; at < end; at++) {
         NAME(find_tile)(s, job->table, at, job->head, last, &tile);
         if (at + 1 < end)
-            NAME(fetch_tile)(s, job->table, at + 1, job->head, last);
-        else if (next)
-            NAME(fetch_tile)(s, next->table, next->item->first_tile, next->head, s->rows[next->item->first_row * 2 + 1]);
+            NAME(look_ahead)(s, job->table, at + 1, job->head, last, &ahead);
+        else
+            NAME(look_ahead)(s, next->table, next->item->first_tile, next->head,
+                             s->rows[next->item->first_row * 2 + 1], &ahead);
         for (int64_t first = 0; first < rows; first += ROWS)
-#define CASE(n) \
-    case n: NAME(tile_rows)(s, &tile, &work, first, dim, n); break;
-            switch (rows - first < ROWS ? rows - first : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#define CASE(n, fetch) \
+    case n: NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, n, fetch); break;
+            if (first)
+                switch (rows - first < ROWS ? rows - first : ROWS) {
+                    CASE(1, 0) CASE(2, 0) CASE(3, 0) CASE(4, 0) CASE(5, 0) CASE(6, 0)
+                }
+            else
+                switch (rows < ROWS ? rows : ROWS) { CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1) }
 #undef CASE
     }
     NAME(put_down)(s, item, job->head, &work);
@@ -280,7 +304,7 @@ void NAME(paged_attention)(const REAL *q, const REAL *k_cache, const REAL *v_cac
                     two[i].item = items + first + (at + i) / kv_heads, two[i].head = (at + i) % kv_heads;
                     two[i].table = tables + two[i].item->sequence * table_width;
                 }
-                (dim == 64 ? NAME(attend_64) : NAME(attend_any))(&s, two, more ? two + 1 : NULL);
+                (dim == 64 ? NAME(attend_64) : NAME(attend_any))(&s, two, two + more);
             }
     }
 }
