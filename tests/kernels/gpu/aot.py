@@ -43,7 +43,7 @@ class Compiled:
     registers: int  # a thread's; vector registers on AMD
     stack: int  # bytes a thread
     local: int  # bytes a thread
-    spills: int  # AMD: registers; NVIDIA: 0, see stack and local
+    spills: int  # AMD: vector registers (scalar ones go to their lanes, not to memory); NVIDIA: 0, see stack and local
     shared: int  # bytes a block
     ptx: str  # the assembly on AMD
     sass: str  # empty on AMD
@@ -221,12 +221,8 @@ def _described(kernel: Any, target: str) -> Compiled:
     name, shared = kernel.metadata.name, kernel.metadata.shared
     if "cubin" not in kernel.asm:
         text = kernel.asm["amdgcn"]
-        sizes = {
-            k: int(v)
-            for k, v in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", text)
-        }
-        spills = sizes["vgpr_spill_count"] + sizes["sgpr_spill_count"]
-        return Compiled(name, target, sizes["vgpr_count"], 0, 0, spills, shared, text, "")
+        sizes = {k: int(v) for k, v in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)}
+        return Compiled(name, target, sizes["vgpr_count"], 0, 0, sizes["vgpr_spill_count"], shared, text, "")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

@@ -1,0 +1,77 @@
+"""Log-probabilities of chosen and likeliest tokens: batchinfer_kernels.cost.log_probabilities_cost."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.row_chunks import CHUNK, best_of, check_logits, chunk_best, is_finite, row_chunk
+from batchinfer_kernels.log_probabilities import check_log_probabilities
+from batchinfer_kernels.sample import NO_TOKEN
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+
+
+@triton.jit
+def _log_probabilities_kernel(
+    logits_ptr, stride, vocab, best_ptr, at_ptr, sum_ptr, chunks, chosen_ptr, most,
+    of_chosen_ptr, likeliest_ptr, ids_ptr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """One program a row. The next likeliest token is the best of the chunks' best ones; its chunk is then read again
+    for the best of what comes after it."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, CHUNKS)
+    inside = at < chunks
+    bests = tl.load(best_ptr + row * chunks + at, mask=inside, other=float("-inf"))
+    firsts = tl.load(at_ptr + row * chunks + at, mask=inside, other=2147483647)
+    sums = tl.load(sum_ptr + row * chunks + at, mask=inside, other=0.0)
+    top, _ = best_of(bests, firsts)
+    lse = top + tl.log(tl.sum(tl.where(is_finite(bests), sums * tl.exp(bests - top), 0.0), 0))
+    sound = is_finite(top)
+    row_ptr = logits_ptr + row * stride
+    chosen = tl.load(chosen_ptr + row)
+    known = sound & (chosen >= 0) & (chosen < vocab)
+    value = tl.load(row_ptr + chosen, mask=known, other=float("nan")).to(tl.float32)
+    tl.store(of_chosen_ptr + row, tl.where(known, value - lse, float("nan")))
+    for rank in range(0, most):
+        best, token = best_of(bests, firsts)
+        tl.store(likeliest_ptr + row * most + rank, tl.where(sound, best - lse, float("nan")))
+        tl.store(ids_ptr + row * most + rank, tl.where(sound, token, _NO_TOKEN).to(tl.int64))
+        chunk = token // CHUNK
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = row_chunk(row_ptr, ids, vocab)
+        after = (ids < vocab) & ((x < best) | ((x == best) & (ids > token)))
+        # of equals without any probability the lowest id is next: it must not be one that was before
+        value = tl.max(tl.where(after, x, float("-inf")), 0)
+        first = tl.min(tl.where(after & (x == value), ids, 2147483647), 0)
+        bests, firsts = tl.where(at == chunk, value, bests), tl.where(at == chunk, first, firsts)
+
+
+def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See batchinfer_kernels.log_probabilities.log_probabilities_reference. Rows of logits may be strided.
+
+    What is launched depends on the shape of logits. The likeliest tokens of a row are found one after the other, each
+    for the price of a chunk: meant for some tens of them.
+    """
+    check_log_probabilities(logits, chosen, most)
+    check_logits(logits)
+    rows, vocab = logits.shape
+    of_chosen = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    likeliest = torch.empty((rows, most), dtype=torch.float32, device=logits.device)
+    likeliest_ids = torch.empty((rows, most), dtype=torch.int64, device=logits.device)
+    if rows:
+        best, ids, sums = chunk_best(logits, with_sums=True)
+        places = (logits, logits.stride(0), vocab, best, ids, sums, best.shape[1], chosen.contiguous(), most)
+        _log_probabilities_kernel[(rows,)](
+            *places,
+            of_chosen,
+            likeliest,
+            likeliest_ids,
+            CHUNK=CHUNK,
+            CHUNKS=triton.next_power_of_2(best.shape[1]),
+            num_warps=8,
+        )
+    return of_chosen, likeliest, likeliest_ids

@@ -1,0 +1,345 @@
+"""Tokens from logits without a sort. Cost: batchinfer_kernels.cost.sample_cost.
+
+A token's key is the bits of exp((logit - greatest) / temperature), a float32 in [0, 1], which as an integer is
+ordered as the probabilities are. Its weight is that number as a multiple of 2^-44, an integer: sums of weights are
+exact, the same in any order, however a row is cut into tiles. Less than 2^-44 of the likeliest token's is 0.
+
+What top-k, top-p and min-p leave is all above some key, and so many of those at it, by their ids. The key is found by
+narrowing a bracket, four parts a pass, until what lies within is few enough to be held at once and searched on the
+spot: after one pass where few tokens are large enough to be in the nucleus. A draw is a token's place in the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.row_chunks import CHUNK, best_of, check_logits, chunk_best, is_finite, row_chunk
+from batchinfer_kernels.sample import MIN_TEMPERATURE, NO_TOKEN, RowSampling
+
+# Logits of a pass: each thread has 2 loads of 16 bytes in flight, for float32. With 4 of them, or with 8 warps and as
+# many logits, registers spill.
+TILE = 2048
+WARPS = 16
+# Keys of a bracket that are searched at once: 8 a thread
+HELD = 4096
+# 2^19 weights of 2^44 do not overflow an int64
+MAX_VOCAB = 1 << 19
+
+_FLIGHT = tl.constexpr(2)
+_UNIT = tl.constexpr(float(1 << 44))
+_KEY_OF_ONE = tl.constexpr(0x3F800000)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+
+
+@triton.jit
+def _key(x, best, temperature):
+    return tl.exp((x - best) / temperature).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _weight(key):
+    return (key.to(tl.float32, bitcast=True) * _UNIT).to(tl.int64)
+
+
+@triton.jit
+def _row_best(best_ptr, at_ptr, chunks, CHUNKS: tl.constexpr):
+    """(greatest, lowest id that has it) of a row; NaN if any is NaN."""
+    at = tl.arange(0, CHUNKS)
+    values = tl.load(best_ptr + at, mask=at < chunks, other=float("-inf"))
+    return best_of(values, tl.load(at_ptr + at, mask=at < chunks, other=2147483647))
+
+
+@triton.jit
+def _weigh_kernel(
+    logits_ptr, stride, vocab, best_ptr, at_ptr, temperature_ptr, weights_ptr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Each chunk's sum of weights."""
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
+    if (temperature > 0.0) & is_finite(best):
+        x = row_chunk(logits_ptr + row * stride, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
+        weights = _weight(_key(x, best, tl.maximum(temperature, _MIN_TEMPERATURE)))
+        tl.store(weights_ptr + row * chunks + chunk, tl.sum(weights, 0))
+
+
+@triton.jit
+def _tally(key, weight, pivot, counts, masses):
+    """What lies at and above a pivot, added to what was counted before."""
+    within = key >= pivot
+    return counts + tl.sum(within.to(tl.int32), 0), masses + tl.sum(tl.where(within, weight, 0), 0)
+
+
+@triton.jit
+def _measure(row_ptr, vocab, best, temperature, p1, p2, p3, TILE: tl.constexpr):
+    """Tokens and weights at and above each of three pivots."""
+    c1, m1 = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.int64)
+    c2, m2, c3, m3 = c1, m1, c1, m1
+    tile = tl.arange(0, _FLIGHT)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    for start in range(0, vocab, _FLIGHT * TILE):
+        key = _key(row_chunk(row_ptr, start + tile, vocab), best, temperature)
+        weight = _weight(key)
+        key = tl.where(start + tile < vocab, key, -1)
+        c1, m1 = _tally(key, weight, p1, c1, m1)
+        c2, m2 = _tally(key, weight, p2, c2, m2)
+        c3, m3 = _tally(key, weight, p3, c3, m3)
+    return tl.sum(c1, 0), tl.sum(m1, 0), tl.sum(c2, 0), tl.sum(m2, 0), tl.sum(c3, 0), tl.sum(m3, 0)
+
+
+@triton.jit
+def _enough(count, mass, wanted, BY_MASS: tl.constexpr):
+    if BY_MASS:
+        return mass >= wanted
+    else:
+        return count >= wanted
+
+
+@triton.jit
+def _gather(
+    row_ptr, scratch_ptr, vocab, best, temperature, low, high, CHUNK: tl.constexpr, HELD: tl.constexpr
+):
+    """Keys in [low, high), at most HELD, in a vector that ends in -1."""
+    found = tl.zeros((), tl.int32)
+    for start in range(0, vocab, CHUNK):
+        ids = start + tl.arange(0, CHUNK)
+        key = _key(row_chunk(row_ptr, ids, vocab), best, temperature)
+        within = ((key >= low) & (key < high) & (ids < vocab)).to(tl.int32)
+        tl.store(scratch_ptr + found + tl.cumsum(within, 0) - 1, key, mask=within > 0)
+        found += tl.sum(within, 0)
+    tl.debug_barrier()  # what other threads of this program wrote is read
+    at = tl.arange(0, HELD)
+    return tl.load(scratch_ptr + at, mask=at < found, other=-1)
+
+
+@triton.jit
+def _search(
+    row_ptr, scratch_ptr, vocab, best, temperature, low, tokens, wanted,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """(key, count, mass): the greatest key at and above which there is enough, and what is above it.
+
+    There is enough at `low`, with so many `tokens` at and above it (-1: not known), and nothing above the key of 1.
+    """
+    high = tl.full((), _KEY_OF_ONE + 1, tl.int32)
+    count, mass = tl.zeros((), tl.int32), tl.zeros((), tl.int64)  # at and above high
+    while (high - low > 1) & ((tokens < 0) | (tokens - count > HELD)):
+        quarter, half = (high - low) // 4, (high - low) // 2
+        p1, p2, p3 = low + tl.where(tokens < 0, 0, quarter), low + half, low + half + quarter
+        c1, m1, c2, m2, c3, m3 = _measure(row_ptr, vocab, best, temperature, p1, p2, p3, TILE)
+        e1 = _enough(c1, m1, wanted, BY_MASS)
+        e2 = _enough(c2, m2, wanted, BY_MASS)
+        e3 = _enough(c3, m3, wanted, BY_MASS)
+        count = tl.where(e3, count, tl.where(e2, c3, tl.where(e1, c2, c1)))
+        mass = tl.where(e3, mass, tl.where(e2, m3, tl.where(e1, m2, m1)))
+        high = tl.where(e3, high, tl.where(e2, p3, tl.where(e1, p2, p1)))
+        tokens = tl.where(e3, c3, tl.where(e2, c2, tl.where(e1, c1, tokens)))
+        low = tl.where(e3, p3, tl.where(e2, p2, tl.where(e1, p1, low)))
+    if high - low > 1:
+        keys = _gather(row_ptr, scratch_ptr, vocab, best, temperature, low, high, CHUNK, HELD)
+        weights = _weight(tl.maximum(keys, 0))
+        count_beyond, mass_beyond = count, mass
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            within = keys >= middle
+            c = count_beyond + tl.sum(within.to(tl.int32), 0)
+            m = mass_beyond + tl.sum(tl.where(within, weights, 0), 0)
+            enough = _enough(c, m, wanted, BY_MASS)
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+            count, mass = tl.where(enough, count, c), tl.where(enough, mass, m)
+    return low, count, mass
+
+
+@triton.jit
+def _times(wanted, weight, most):
+    """How often a weight has to be taken to be as much as wanted, at most `most` (below 2^19) times: one off either way
+    in float32, and put right; a division of int64 is a subroutine."""
+    guess = tl.minimum(wanted.to(tl.float32) / weight.to(tl.float32), most + 2.0).to(tl.int64)
+    times = tl.maximum(guess - 1, 0)
+    lacking = wanted - times * weight
+    times += (
+        (lacking > 0).to(tl.int64) + (lacking > weight).to(tl.int64) + (lacking > 2 * weight).to(tl.int64)
+    )
+    return tl.minimum(times, most).to(tl.int32)
+
+
+@triton.jit
+def _filter(
+    row_ptr, scratch_ptr, vocab, best, temperature, total, top_k, top_p, min_p,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """(key, ties): what is kept lies above the key, or is one of the first so many at it. total: of all weights."""
+    low, ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32) + vocab
+    members = ties
+    if (top_k > 0) & (top_k < vocab):
+        low, count, mass = _search(
+            row_ptr, scratch_ptr, vocab, best, temperature, tl.zeros((), tl.int32), members, top_k,
+            False, TILE, CHUNK, HELD,
+        )  # fmt: skip
+        ties, members = top_k - count, top_k
+        total = mass + ties * _weight(low)
+    if top_p < 1.0:
+        wanted = tl.minimum(tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1), total)
+        # all tokens below this together weigh less than half of what may be left out
+        least = ((1.0 - top_p) * total.to(tl.float64)).to(tl.float32) / (2.0 * _UNIT * members)
+        start = tl.maximum(tl.maximum(low, 0), least.to(tl.int32, bitcast=True) - 1)
+        key, _, mass = _search(
+            row_ptr, scratch_ptr, vocab, best, temperature, start, tl.full((), -1, tl.int32), wanted,
+            True, TILE, CHUNK, HELD,
+        )  # fmt: skip
+        fitting = _times(wanted - mass, tl.maximum(_weight(key), 1), vocab)
+        ties = tl.where(key == low, tl.minimum(ties, fitting), fitting)
+        low = key
+    if min_p > 0.0:
+        floor = min_p.to(tl.float32)
+        key = floor.to(tl.int32, bitcast=True) + (floor.to(tl.float64) < min_p).to(tl.int32)
+        ties = tl.where(key > low, 0, ties)
+        low = tl.where(key > low, key - 1, low)
+    return low, ties
+
+
+@triton.jit
+def _weigh_kept(
+    row_ptr, weights_ptr, before_ptr, vocab, best, temperature, low, ties, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Each chunk's weight of what is kept, and how many ties stand before it."""
+    before = tl.zeros((), tl.int32)
+    for start in range(0, vocab, CHUNK):
+        key = _key(row_chunk(row_ptr, start + tl.arange(0, CHUNK), vocab), best, temperature)
+        key = tl.where(start + tl.arange(0, CHUNK) < vocab, key, -2)
+        here = tl.sum((key == low).to(tl.int32), 0)
+        kept = tl.minimum(tl.maximum(ties - before, 0), here)
+        above = tl.sum(tl.where(key > low, _weight(key), 0), 0)
+        tl.store(weights_ptr + start // CHUNK, above + kept * _weight(tl.maximum(low, 0)))
+        tl.store(before_ptr + start // CHUNK, before)
+        before += here
+
+
+@triton.jit
+def _uniform(key_ptr, position):
+    """See batchinfer_kernels.sample.uniform_reference; float64."""
+    k0, k1 = tl.load(key_ptr).to(tl.uint32, bitcast=True), tl.load(key_ptr + 1).to(tl.uint32, bitcast=True)
+    seed = k0.to(tl.uint64) | (k1.to(tl.uint64) << 32)
+    none = tl.zeros((), tl.int32)
+    first, second, _, _ = tl.philox(seed, position, none, tl.load(key_ptr + 2), tl.load(key_ptr + 3))
+    high, low = (first >> 5).to(tl.int64), (second >> 6).to(tl.int64)
+    return (high * 67108864 + low).to(tl.float64) / 9007199254740992.0
+
+
+@triton.jit
+def _draw(
+    row_ptr, weights_ptr, before_ptr, chunks, vocab, best, temperature, low, ties, uniform,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The first token at which the sum of what is kept exceeds uniform × all of it."""
+    at = tl.arange(0, CHUNKS)
+    masses = tl.load(weights_ptr + at, mask=at < chunks, other=0)
+    total = tl.sum(masses, 0)
+    target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+    chunk = tl.sum((tl.cumsum(masses, 0) <= target).to(tl.int32), 0)
+    before = tl.sum(tl.where(at < chunk, masses, 0), 0)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    key = _key(row_chunk(row_ptr, ids, vocab), best, temperature)
+    tie = (key == low).to(tl.int32)
+    rank = tl.load(before_ptr + chunk) + tl.cumsum(tie, 0) - tie
+    kept = (ids < vocab) & ((key > low) | ((tie > 0) & (rank < ties)))
+    cumulated = before + tl.cumsum(tl.where(kept, _weight(key), 0), 0)
+    return tl.min(tl.where(cumulated > target, ids, 2147483647), 0)
+
+
+@triton.jit
+def _filter_kernel(
+    logits_ptr, stride, vocab, best_ptr, at_ptr, chunks,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, weights_ptr, before_ptr, low_ptr, ties_ptr, scratch_ptr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """What the filters leave of a row, and each chunk's weight of that; all, where there is no filter."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    low, ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32)
+    filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
+    if (temperature > 0.0) & is_finite(best) & filtered:
+        temperature = tl.maximum(temperature, _MIN_TEMPERATURE)
+        row_ptr = logits_ptr + row * stride
+        at = tl.arange(0, CHUNKS)
+        total = tl.sum(tl.load(weights_ptr + row * chunks + at, mask=at < chunks, other=0), 0)
+        low, ties = _filter(
+            row_ptr, scratch_ptr + row * HELD, vocab, best, temperature, total, top_k, top_p, min_p,
+            TILE, CHUNK, HELD,
+        )  # fmt: skip
+        tl.debug_barrier()  # all have read the sums before they change
+        _weigh_kept(
+            row_ptr, weights_ptr + row * chunks, before_ptr + row * chunks, vocab, best, temperature, low, ties,
+            CHUNK,
+        )  # fmt: skip
+    tl.store(low_ptr + row, low)
+    tl.store(ties_ptr + row, ties)
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr, stride, vocab, best_ptr, at_ptr, chunks,
+    temperature_ptr, keys_ptr, positions_ptr, weights_ptr, before_ptr, low_ptr, ties_ptr, tokens_ptr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    best, token = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
+    token = tl.where(is_finite(best), token, _NO_TOKEN)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row)
+        if (temperature > 0.0) & is_finite(best):
+            token = _draw(
+                logits_ptr + row * stride, weights_ptr + row * chunks, before_ptr + row * chunks, chunks, vocab,
+                best, tl.maximum(temperature, _MIN_TEMPERATURE), tl.load(low_ptr + row), tl.load(ties_ptr + row),
+                _uniform(keys_ptr + row * 4, tl.load(positions_ptr + row)), CHUNK, CHUNKS,
+            )  # fmt: skip
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+
+
+def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | None = None) -> Tensor:
+    """See batchinfer_kernels.sample.sample_reference; `out`: (rows,) int64, written if given. Rows may be strided.
+
+    What is launched depends on the shape of logits and on whether there is a `sampling`; greedy and drawn rows share
+    the launches. A row's token does not depend on the other rows.
+    """
+    _check(logits, sampling, out)
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+    if not rows:
+        return out
+    best, ids, _ = chunk_best(logits, with_sums=False)
+    places = (logits, logits.stride(0), vocab, best, ids)
+    sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(best.shape[1])}
+    if sampling is None:
+        _choose_kernel[(rows,)](*places, best.shape[1], *(None,) * 7, out, **sizes, num_warps=8)
+        return out
+    weights = torch.empty(best.shape, dtype=torch.int64, device=logits.device)
+    _weigh_kernel[best.shape](*places, sampling.temperature, weights, **sizes, num_warps=4)
+    before, scratch = torch.zeros_like(ids), ids.new_empty((rows, HELD))
+    low, ties = ids.new_empty(rows), ids.new_empty(rows)
+    how = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    kept = (weights, before, low, ties)
+    _filter_kernel[(rows,)](
+        *places, best.shape[1], *how, *kept, scratch, **sizes, TILE=TILE, HELD=HELD, num_warps=WARPS
+    )
+    drawn = (sampling.temperature, sampling.keys, sampling.positions)
+    _choose_kernel[(rows,)](*places, best.shape[1], *drawn, *kept, out, **sizes, num_warps=8)
+    return out
+
+
+def _check(logits: Tensor, sampling: RowSampling | None, out: Tensor | None) -> None:
+    check_logits(logits)
+    if logits.shape[1] > MAX_VOCAB:
+        raise ValueError(f"{logits.shape[1]} logits a row; at most {MAX_VOCAB} are sampled")
+    if sampling is not None:
+        sampling.check(logits)
+    if out is not None and (
+        out.shape != logits.shape[:1] or out.dtype != torch.int64 or out.stride() != (1,)
+    ):
+        raise ValueError(f"out is {tuple(out.shape)} {out.dtype}, expected {tuple(logits.shape[:1])} int64")

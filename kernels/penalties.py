@@ -1,0 +1,70 @@
+"""Penalties of tokens that were said before, and tokens that may not be said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What holds for n of the rows of some logits; everything on their device and contiguous."""
+
+    rows: Tensor  # (n,) int32, each at most once
+    tokens: Tensor  # (any,) int32: what the rows hold so far, each row's prompt and answer in one piece
+    starts: Tensor  # (n,) int64: where in `tokens` a row's prompt begins
+    prompt_lens: Tensor  # (n,) int32
+    lengths: Tensor  # (n,) int32: prompt and answer
+    repetition: Tensor  # (n,) float32; 1: none
+    presence: Tensor  # (n,) float32; 0: none
+    frequency: Tensor  # (n,) float32; 0: none
+    banned: Tensor  # (n, any) int32: tokens that get no probability; negative: none
+
+    def check(self, logits: Tensor) -> None:
+        """Raises ValueError when shapes or dtypes do not fit logits (rows, vocab)."""
+        if logits.dim() != 2 or self.tokens.dim() != 1 or self.banned.dim() != 2:
+            shapes = (tuple(t.shape) for t in (logits, self.tokens, self.banned))
+            raise ValueError(
+                "logits {}, tokens {}, banned {}: expected 2, 1 and 2 dimensions".format(*shapes)
+            )
+        n, floats = len(self.rows), (self.repetition, self.presence, self.frequency)
+        expected = [(t, torch.float32) for t in floats] + [(self.starts, torch.int64)]
+        expected += [(t, torch.int32) for t in (self.rows, self.prompt_lens, self.lengths)]
+        for tensor, dtype in expected:
+            if tensor.shape != (n,) or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(f"got {tuple(tensor.shape)} {tensor.dtype}, expected ({n},) {dtype}")
+        if len(self.banned) != n or {self.banned.dtype, self.tokens.dtype} != {torch.int32}:
+            raise ValueError(f"tokens are {self.tokens.dtype}, bans {self.banned.dtype} for {n} rows")
+        if not self.banned.is_contiguous() or not self.tokens.is_contiguous():
+            raise ValueError("tokens or bans are not contiguous")
+
+
+def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
+    """Changes logits (rows, vocab) in place.
+
+    Repetition (Keskar et al., 2019) over prompt and answer: a positive logit is divided, another multiplied. Then
+    presence + frequency × count over the answer is subtracted, in float32. Then bans. Token ids beyond the vocabulary
+    are passed over. Raises ValueError when shapes or dtypes do not fit.
+    """
+    penalties.check(logits)
+    for i, row in enumerate(penalties.rows.tolist()):
+        start, prompt, length = (
+            int(t[i]) for t in (penalties.starts, penalties.prompt_lens, penalties.lengths)
+        )
+        ids = penalties.tokens[start : start + length].long()
+        values = logits[row].float()
+        _penalise(values, ids[:prompt], ids[prompt:], penalties, i)
+        banned = penalties.banned[i].long()
+        values[banned[(banned >= 0) & (banned < len(values))]] = float("-inf")
+        logits[row] = values.to(logits.dtype)
+
+
+def _penalise(values: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
+    """values: (vocab,) float32."""
+    prompt, answer = (ids[(ids >= 0) & (ids < len(values))] for ids in (prompt, answer))
+    seen, factor = torch.cat((prompt, answer)).unique(), penalties.repetition[i]
+    values[seen] = torch.where(values[seen] > 0, values[seen] / factor, values[seen] * factor)
+    said, counts = answer.unique(return_counts=True)
+    values[said] -= penalties.presence[i] + penalties.frequency[i] * counts.float()

@@ -1,0 +1,45 @@
+"""What the tests of sampling share: rows with parameters of all kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.sample import RowSampling
+
+# Every filter alone, all together, and greedy rows between
+KINDS: tuple[dict[str, float], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 0.0, "top_k": 3},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "min_p": 0.1},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.5, "top_p": 0.999},
+    {"temperature": 2.0, "top_k": 1},
+)
+
+
+def row_sampling(kinds: list[dict[str, Any]], device: str = "cpu", seed: int = 0) -> RowSampling:
+    """Random generator keys, positions 0, 1…"""
+
+    def column(name: str, default: float, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([kind.get(name, default) for kind in kinds], dtype=dtype, device=device)
+
+    words = np.random.default_rng(seed).integers(-(2**31), 2**31, (len(kinds), 4), np.int64)
+    return RowSampling(
+        column("temperature", 0.0, torch.float32),
+        column("top_k", 0, torch.int32),
+        column("top_p", 1.0, torch.float64),
+        column("min_p", 0.0, torch.float64),
+        torch.from_numpy(words.astype(np.int32)).to(device),
+        torch.arange(len(kinds), dtype=torch.int32, device=device),
+    )
+
+
+def some_logits(rows: int, vocab: int, spread: float, device: str = "cpu", seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, vocab, generator=generator) * spread).to(device)

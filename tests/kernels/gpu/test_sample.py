@@ -1,0 +1,234 @@
+"""The sampling kernel draws the tokens that its reference and the engine's sampler draw."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer.engine.draws import uniforms
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.sequence import Sequence
+from batchinfer.request import Request, SamplingParams
+from batchinfer_kernels.gpu import sample as module
+from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.sample import (
+    NO_TOKEN,
+    RowSampling,
+    kept_reference,
+    sample_reference,
+    uniform_reference,
+)
+from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
+from tests.kernels.gpu.poison import poisoned
+from tests.kernels.gpu.sampling_cases import KINDS, row_sampling, some_logits
+
+# How far from the border between two tokens a draw has to lie for all implementations to agree on it: rounding of exp
+# and of sums in float32, by the sum of all
+BORDER = 1e-5
+
+
+def part(sampling: RowSampling, rows: list[int]) -> RowSampling:
+    return RowSampling(*(getattr(sampling, field.name)[rows].contiguous() for field in fields(sampling)))
+
+
+def check(logits: Tensor, sampling: RowSampling) -> Tensor:
+    """Equal to the reference, but where a draw falls on a border between tokens."""
+    with poisoned():
+        got = sample(logits, sampling)
+    wanted = sample_reference(logits.cpu(), on_cpu(sampling))
+    for row in (got.cpu() != wanted).nonzero().flatten().tolist():
+        assert border_distance(logits[row].cpu().float(), on_cpu(sampling), row, int(got[row])) < BORDER, row
+    return got
+
+
+def on_cpu(sampling: RowSampling) -> RowSampling:
+    return RowSampling(*(getattr(sampling, field.name).cpu() for field in fields(sampling)))
+
+
+def border_distance(logits: Tensor, sampling: RowSampling, row: int, token: int) -> float:
+    """How far the draw is from the part of [0, 1) that this token has."""
+    kept = kept_reference(logits, sampling, row)
+    if not kept[token]:
+        return 1.0
+    ends = (kept.cumsum(-1) / kept.sum())[token], (kept.cumsum(-1) - kept)[token] / kept.sum()
+    u = uniform_reference(sampling.keys[row].tolist(), int(sampling.positions[row]))
+    return min(abs(float(end) - u) for end in ends)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 300])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+def test_equals_the_reference(device, vocab, spread):
+    kinds = list(KINDS)
+    check(some_logits(len(kinds), vocab, spread, device), row_sampling(kinds, device))
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_rows_of_several_chunks(device, spread):
+    kinds = list(KINDS)
+    check(some_logits(len(kinds), 9001, spread, device), row_sampling(kinds, device))
+
+
+def test_a_bracket_that_is_not_held_at_once_is_narrowed(device, monkeypatch):
+    monkeypatch.setattr(module, "HELD", 16)
+    monkeypatch.setattr(module, "TILE", 64)
+    kinds = [*KINDS, {"temperature": 1.0, "top_k": 150}, {"temperature": 1.0, "top_k": 150, "top_p": 0.9}]
+    for spread in (0.5, 4.0):
+        check(some_logits(len(kinds), 500, spread, device), row_sampling(kinds, device))
+
+
+def test_more_equals_than_are_held_at_once_rank_by_their_ids(device, monkeypatch):
+    monkeypatch.setattr(module, "HELD", 16)
+    logits = some_logits(1, 400, 1.0, device).round().repeat(2, 1)
+    for kind in ({"top_k": 30}, {"top_p": 0.3}, {"top_k": 99, "top_p": 0.5, "min_p": 0.4}):
+        check(logits, row_sampling([{"temperature": 1.0, **kind}] * 2, device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_reference_on_many_rows(device, seed, dtype):
+    random = np.random.default_rng(seed)
+    kinds = [
+        {
+            "temperature": random.choice([0.0, 0.3, 1.0, 2.0]),
+            "top_k": int(random.choice([0, 1, 20, 2000, 9999])),
+            "top_p": random.choice([1.0, 0.1, 0.9, 0.9999]),
+            "min_p": random.choice([0.0, 0.0, 0.05, 1.0]),
+        }
+        for _ in range(24)
+    ]
+    vocab = int(random.choice([2, 255, 4096, 4097, 20_000]))
+    for spread in (0.2, 2.0, 10.0):
+        check(some_logits(24, vocab, spread, device, seed).to(dtype), row_sampling(kinds, device, seed))
+
+
+def make(row: int, position: int, kind: dict[str, float]) -> Sequence:
+    params = SamplingParams(max_tokens=99, **kind)
+    request = Request(np.random.default_rng(row).bytes(32), np.array([1], np.int32), params)
+    sequence = Sequence.of(request, 1000, None, 0.0)
+    sequence.tokens.extend([2] * position)
+    return sequence
+
+
+def test_equals_the_sampler_of_the_engine(device):
+    kinds = [KINDS[i % len(KINDS)] for i in range(48)]
+    sequences = [make(row, row % 5, kind) for row, kind in enumerate(kinds)]
+    sampling = row_sampling(kinds, device)
+    words = np.stack([np.frombuffer(s.request.key[:16], "<i4") for s in sequences])
+    positions = torch.tensor([s.output_length for s in sequences], dtype=torch.int32)
+    sampling = replace(
+        sampling, keys=torch.from_numpy(words.copy()).to(device), positions=positions.to(device)
+    )
+    logits = some_logits(48, 999, 2.0, device)
+    wanted = Sampler(frozenset()).sample(logits.cpu().clone(), sequences)
+    assert sample(logits, sampling).tolist() == wanted
+
+
+def test_draws_are_those_of_the_engine():
+    keys = [np.random.default_rng(i).bytes(32) for i in range(20)]
+    positions = [0, 1, 77, 2**31 - 1] * 5
+    mine = [
+        uniform_reference(np.frombuffer(k[:16], "<i4").tolist(), p)
+        for k, p in zip(keys, positions, strict=True)
+    ]
+    assert mine == uniforms(keys, positions).tolist()
+
+
+def test_a_row_does_not_depend_on_the_others(device):
+    kinds = list(KINDS)
+    logits, sampling = some_logits(len(kinds), 5000, 1.0, device), row_sampling(kinds, device)
+    together = sample(logits, sampling)
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    assert torch.equal(sample(logits[order], part(sampling, order)), together[order])
+    for row in (2, 3, 5):
+        assert (
+            sample(logits[row : row + 1], part(sampling, [row])).tolist() == together[row : row + 1].tolist()
+        )
+
+
+@pytest.mark.parametrize("kind", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 9}])
+def test_rows_that_are_not_numbers(device, kind):
+    logits = some_logits(6, 4200, 1.0, device)
+    logits[0, 4100] = float("nan")
+    logits[1, 3] = float("inf")
+    logits[2] = float("-inf")
+    logits[3, :4000] = float("-inf")
+    logits[4] = float("-inf")
+    logits[4, 4199] = -5.0
+    got = check(logits, row_sampling([kind] * 6, device)).tolist()
+    assert got[:3] == [NO_TOKEN] * 3
+    assert got[3] >= 4000
+    assert got[4] == 4199
+    assert torch.equal(sample(logits).cpu(), sample_reference(logits.cpu()))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-37, 1e-44])
+def test_the_smallest_temperatures_draw_the_likeliest_token(device, temperature):
+    logits = some_logits(2, 50, 10.0, device)
+    got = sample(logits, row_sampling([{"temperature": temperature, "top_p": 0.9}] * 2, device))
+    assert torch.equal(got, logits.argmax(-1))
+
+
+def test_equal_logits_go_to_the_lowest_id(device):
+    logits = torch.zeros(3, 9000, device=device)
+    logits[1, 5000:] = 1.0
+    logits[2, [8999, 4097]] = 1.0
+    assert sample(logits).tolist() == [0, 5000, 4097]
+    first = row_sampling([{"temperature": 1.0, "top_k": 1}] * 3, device)
+    assert sample(logits, first).tolist() == [0, 5000, 4097]
+
+
+def test_rows_may_be_strided_and_out_given(device):
+    logits = some_logits(5, 100, 1.0, device)
+    out = torch.full((3,), -7, device=device)
+    assert sample(logits[::2, 10:90], out=out) is out
+    assert torch.equal(out, logits[::2, 10:90].argmax(-1))
+    assert sample(logits[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("logits", "changed"),
+    [
+        (torch.zeros(2, 8).double(), {}),
+        (torch.zeros(3, 8), {}),
+        (torch.zeros(8, 2).T, {}),
+        (torch.zeros(2, 0), {}),
+        (torch.zeros(2, 8), {"top_k": torch.zeros(2, dtype=torch.int64)}),
+        (torch.zeros(2, 8), {"top_p": torch.zeros(2)}),
+        (torch.zeros(2, 8), {"keys": torch.zeros(2, 2, dtype=torch.int32)}),
+        (torch.zeros(1, 1).expand(2, (1 << 19) + 1).contiguous(), {}),
+    ],
+)
+def test_what_does_not_fit_is_refused(logits, changed):
+    with pytest.raises(ValueError):
+        sample(logits, replace(row_sampling([{}, {}]), **changed))
+
+
+def launch(dtype: str, vocab: int, drawn: bool) -> None:
+    logits = torch.zeros(16, vocab, dtype=getattr(torch, dtype))
+    sample(logits, row_sampling([{}] * 16) if drawn else None)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("dtype", "vocab"), [("float32", 151_936)])
+def test_compiles(target, dtype, vocab):
+    found = compile_launch("tests.kernels.gpu.test_sample:launch", (dtype, vocab, True), target)
+    for kernel in found:
+        kernel.check()
+        if target in NVIDIA:
+            assert kernel.wide_loads() >= 1, kernel.summary()
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("vocab", [1000, 32_000, 128_256, 151_936, 262_144])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_compiles_at_all_sizes(target, dtype, vocab, drawn):
+    for kernel in compile_launch("tests.kernels.gpu.test_sample:launch", (dtype, vocab, drawn), target):
+        kernel.check()

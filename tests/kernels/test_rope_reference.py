@@ -1,0 +1,69 @@
+"""The reference for RoPE against rotations of complex numbers, and its cache codes against their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer_kernels.rope_store import (
+    check_rotary_shapes,
+    coded_reference,
+    rope_store_reference,
+    rotate_reference,
+    store_reference,
+)
+
+
+def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x: (T, heads, 2 × pairs), pairs beside one another; angles: (T, pairs)."""
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    turned = numbers * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.view_as_real(turned).flatten(-2)
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 5])
+def test_neighbours_turn_as_complex_numbers(pairs):
+    x, angles = torch.randn(4, 2, 10), torch.rand(4, pairs) * 6
+    got = rotate_reference(x, angles.cos(), angles.sin(), interleaved=True)
+    torch.testing.assert_close(got[..., : 2 * pairs], rotated(x[..., : 2 * pairs], angles))
+    assert torch.equal(got[..., 2 * pairs :], x[..., 2 * pairs :])
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 5])
+def test_halves_turn_as_neighbours_do(pairs):
+    x, angles = torch.randn(4, 2, 10), torch.rand(4, pairs) * 6
+    table = angles.cos(), angles.sin()
+    order = torch.arange(2 * pairs).reshape(2, pairs).T.flatten()  # neighbours, from where they are as halves
+    beside = torch.cat((x[..., order], x[..., 2 * pairs :]), -1)
+    got = rotate_reference(x, *table)
+    wanted = rotate_reference(beside, *table, interleaved=True)
+    assert torch.equal(got[..., order], wanted[..., : 2 * pairs])
+    assert torch.equal(got[..., 2 * pairs :], wanted[..., 2 * pairs :])
+
+
+def test_codes_are_rounded_and_bounded_by_each_heads_scale():
+    values = torch.tensor([[[1.0, -3.0, 1000.0]], [[2.5, 0.2, -1000.0]]]).expand(2, 2, 3)
+    codes = coded_reference(values, torch.tensor([1.0, 2.0]), torch.int8)
+    assert codes[:, 0].tolist() == [[1, -3, 127], [2, 0, -127]]
+    assert codes[:, 1].tolist() == [[0, -2, 127], [1, 0, -127]]
+    fp8 = coded_reference(values, torch.tensor(1.0), torch.float8_e4m3fn).float()
+    assert fp8[:, 0].tolist() == [[1.0, -3.0, 448.0], [2.5, 0.203125, -448.0]]
+
+
+def test_padding_goes_nowhere():
+    cache = torch.zeros(2, 1, 2, 1)
+    store_reference(torch.tensor([[[1.0]], [[2.0]], [[3.0]]]), cache, torch.tensor([3, -1, 0]))
+    assert cache.flatten().tolist() == [3.0, 0.0, 0.0, 1.0]
+
+
+def test_what_does_not_fit_is_refused():
+    q, slots = torch.zeros(2, 4, 8), torch.arange(2)
+    cos, cache = torch.zeros(2, 4), torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="rotated in 5 pairs"):
+        rope_store_reference(q, q, q, torch.zeros(2, 5), torch.zeros(2, 5), cache, cache, slots)
+    with pytest.raises(ValueError, match="rotated in 3 pairs"):
+        check_rotary_shapes(q, q, q, 3, slots)
+    with pytest.raises(ValueError, match="has no scale"):
+        rope_store_reference(q, q, q, cos, cos, cache.to(torch.int8), cache.to(torch.int8), slots)
+    with pytest.raises(ValueError, match="has a scale"):
+        rope_store_reference(q, q, q, cos, cos, cache, cache, slots, k_scale=torch.ones(1))
