@@ -250,7 +250,7 @@ class CompiledOperators:
             if not isinstance(argument, Tensor):
                 plain.append(argument)
                 continue
-            if not (number < sliced or argument.is_contiguous()) or argument.device.type != "cpu":
+            if not (number < sliced or argument.is_contiguous()) or not argument.is_cpu:
                 raise ValueError(
                     f"{name}: a tensor of shape {tuple(argument.shape)} is not contiguous on the CPU"
                 )
@@ -289,8 +289,7 @@ def _check_input(x: Tensor, weight: PackedWeight) -> None:
 
 def _result(x: Tensor, weight: PackedWeight) -> Tensor:
     _check_input(x, weight)
-    dtype = torch.float32 if weight.kind == "float" else x.dtype
-    return x.new_empty(x.shape[0], weight.columns, dtype=dtype)
+    return torch.empty(len(x), weight.columns, dtype=torch.float32 if weight.kind == "float" else x.dtype)
 
 
 def _up(size: int, unit: int) -> int:
