@@ -68,18 +68,39 @@ def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int)
 
 
 def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:
-    """Square, sum, scale, weight (4 a value; 5 with the residual added); read x, write y, and both for a residual."""
+    """Square, sum, scale, weight (4 a value; 5 with the residual added), and 2 a row for its root; read x and the
+    weight, write y, and both again for a residual."""
     values = tokens * hidden
-    return Cost(
-        (5 if residual else 4) * values, (4 if residual else 2) * values * itemsize + hidden * itemsize
-    )
+    moved = (4 if residual else 2) * values * itemsize + hidden * itemsize
+    return Cost((5 if residual else 4) * values + 2 * tokens, moved)
 
 
-def rope_store_cost(tokens: int, q_heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Cost:
-    """Rotate q and k (3 a value), write q back and k, v to the cache."""
-    rotated = tokens * (q_heads + kv_heads) * head_dim
-    moved = 2 * (rotated + tokens * kv_heads * head_dim) * itemsize
-    return Cost(3 * rotated, moved)
+def rope_store_cost(
+    tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    *,
+    rotary_dim: int | None = None,
+    cache_itemsize: int | None = None,
+    normed: bool = False,
+) -> Cost:
+    """Rotate q and k (3 a rotated value), write q back and k, v to the cache; cos and sin are read in float32.
+
+    `rotary_dim`: values of a head that are rotated, all if not given. `normed`: q and k pass an RMSNorm before.
+    `cache_itemsize`: of the cache where it holds codes (divide, bound, round each value, by a scale for each head).
+    """
+    turned, heads = head_dim if rotary_dim is None else rotary_dim, tokens * (q_heads + kv_heads)
+    flops, values = 3 * heads * turned, tokens * kv_heads * head_dim
+    moved = 2 * heads * head_dim * itemsize + 2 * values * itemsize + tokens * (4 * turned + 8)
+    if normed:
+        flops += rms_norm_cost(heads, head_dim, itemsize, residual=False).flops
+        moved += 2 * head_dim * itemsize
+    if cache_itemsize is not None:
+        flops += 3 * 2 * values
+        moved += 2 * values * (cache_itemsize - itemsize) + 2 * 4 * kv_heads
+    return Cost(flops, moved)
 
 
 def attention_cost(
@@ -99,9 +120,23 @@ def gated_activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost
     return Cost(5 * tokens * intermediate, 3 * tokens * intermediate * itemsize)
 
 
-def sample_cost(rows: int, vocab: int, itemsize: int) -> Cost:
-    """One pass over the logits of each sampled row."""
-    return Cost(rows * vocab, rows * vocab * itemsize)
+def sample_cost(rows: int, vocab: int, itemsize: int, drawn: int = 0) -> Cost:
+    """One comparison a logit; in the `drawn` rows 10 more: find the maximum, subtract it, divide, softmax (4), find
+    what min-p compares with, compare, cumulate. Logits are read once, token ids written. What top-k and top-p take is
+    left out: it depends on the probabilities."""
+    return Cost((rows + 10 * drawn) * vocab, rows * (vocab * itemsize + 8))
+
+
+def penalise_cost(tokens: int, distinct: int, said: int, itemsize: int) -> Cost:
+    """`tokens` are read; of the `distinct` ones logits are compared, divided, multiplied and written; of those that
+    were `said` in answers, count and sum up a penalty and subtract it."""
+    return Cost(3 * distinct + 3 * said, 4 * tokens + 2 * distinct * itemsize)
+
+
+def log_probabilities_cost(rows: int, vocab: int, most: int, itemsize: int) -> Cost:
+    """The maximum and a log-softmax (4 a logit); the sort that it takes in torch is left out. Logits and chosen ids are
+    read, and of each row 1 + `most` numbers and `most` ids written."""
+    return Cost(5 * rows * vocab, rows * (vocab * itemsize + 8 + 4 + 12 * most))
 
 
 @dataclass(frozen=True, slots=True)

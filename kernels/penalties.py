@@ -64,7 +64,7 @@ def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
 def _penalise(values: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
     """values: (vocab,) float32."""
     prompt, answer = (ids[(ids >= 0) & (ids < len(values))] for ids in (prompt, answer))
-    seen, factor = torch.cat((prompt, answer)).unique(), penalties.repetition[i]
+    seen, factor = torch.unique(torch.cat((prompt, answer))), penalties.repetition[i]
     values[seen] = torch.where(values[seen] > 0, values[seen] / factor, values[seen] * factor)
-    said, counts = answer.unique(return_counts=True)
+    said, counts = torch.unique(answer, return_counts=True)
     values[said] -= penalties.presence[i] + penalties.frequency[i] * counts.float()

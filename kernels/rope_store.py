@@ -19,7 +19,9 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     """
     pairs = cos.shape[-1]
     turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
-    first, second = turned.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turned.chunk(2, -1)
+    first, second = (
+        turned.reshape(*turned.shape[:-1], pairs, 2).unbind(-1) if interleaved else turned.chunk(2, -1)
+    )
     c, s = cos[:, None], sin[:, None]
     both = (first * c - second * s, second * c + first * s)
     turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)

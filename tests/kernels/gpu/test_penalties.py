@@ -1,0 +1,158 @@
+"""The penalty kernel changes logits as its reference and the engine's sampler do, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.sequence import Sequence
+from batchinfer.request import Request, SamplingParams
+from batchinfer_kernels.gpu import penalties as module
+from batchinfer_kernels.gpu.penalties import penalise
+from batchinfer_kernels.penalties import Penalties, penalise_reference
+from tests.kernels.gpu.aot import TARGETS, compile_launch
+from tests.kernels.gpu.sampling_cases import some_logits
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def case(
+    histories: list[tuple[list[int], list[int]]], banned: list[list[int]], rows: list[int], device: str
+) -> Penalties:
+    """histories: prompt and answer of each row, laid out in another order with something between them."""
+    width, n = max([len(b) for b in banned], default=0), len(rows)
+    tokens, starts = [99], [0] * n
+    for i in reversed(range(n)):
+        starts[i] = len(tokens)
+        tokens += [*histories[i][0], *histories[i][1], 5]
+    spread = torch.arange(n, dtype=torch.float32)
+    found = Penalties(
+        torch.tensor(rows, dtype=torch.int32),
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int64),
+        torch.tensor([len(p) for p, _ in histories], dtype=torch.int32),
+        torch.tensor([len(p) + len(a) for p, a in histories], dtype=torch.int32),
+        torch.where(spread % 3 == 1, 1.0, 1.1 + spread / 7),
+        spread / 10,
+        0.3 - spread / 20,
+        torch.tensor([b + [-1] * (width - len(b)) for b in banned], dtype=torch.int32).reshape(n, width),
+    )
+    return moved(found, device)
+
+
+def moved(penalties: Penalties, device: str) -> Penalties:
+    names = penalties.__dataclass_fields__
+    return Penalties(**{name: getattr(penalties, name).to(device) for name in names})
+
+
+def check(logits: Tensor, penalties: Penalties) -> None:
+    wanted = logits.cpu().clone()
+    penalise_reference(wanted, moved(penalties, "cpu"))
+    shape = (len(penalties.rows) + 1, logits.shape[1])
+    counts = torch.zeros(shape, dtype=torch.int32, device=logits.device)
+    penalise(logits, penalties, counts)
+    assert torch.equal(logits.cpu(), wanted)
+    assert not counts.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_reference(device, dtype):
+    histories = [
+        ([1, 2, 2, 3], [3, 3, 4, 1]),
+        ([7, 7, 7], [8, 8, 9, 3]),
+        ([], [6] * 9),
+        ([5, 6], []),
+        ([], []),
+        ([1], [19, 20, -1]),
+    ]
+    banned = [[3, 4], [], [0], [19, 20, 99], [], [1]]
+    penalties = case(histories, banned, [6, 0, 3, 2, 5, 1], device)
+    check(some_logits(7, 20, 3.0, device).to(dtype), penalties)
+    check(some_logits(7, 20, 3.0, device).to(dtype), replace(penalties, banned=penalties.banned[:, :0]))
+
+
+def test_long_histories_take_several_tiles(device, monkeypatch):
+    monkeypatch.setattr(module, "TILE", 32)
+    random = np.random.default_rng(0)
+    histories = [
+        (random.integers(0, 50, n).tolist(), random.integers(0, 50, m).tolist())
+        for n, m in ((70, 90), (33, 31))
+    ]
+    check(some_logits(2, 50, 3.0, device), case(histories, [list(range(40)), [1]], [0, 1], device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_equals_the_reference_on_many_rows(device, seed):
+    random = np.random.default_rng(seed)
+    sizes = random.integers(0, 3000, (9, 2))
+    histories = [tuple(random.integers(0, 4000, n).tolist() for n in pair) for pair in sizes]
+    banned = [random.integers(0, 4000, random.integers(0, 9)).tolist() for _ in range(9)]
+    check(
+        some_logits(9, 4000, 3.0, device, seed),
+        case(histories, banned, random.permutation(9).tolist(), device),
+    )
+
+
+def test_equals_the_sampler_of_the_engine(device):
+    params = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    kind = SamplingParams(max_tokens=99, min_tokens=9, stop_token_ids=(4, 2), **params)
+    sequence = Sequence.of(Request(bytes(32), np.array([1, 2, 2, 7], np.int32), kind), 1000, None, 0.0)
+    sequence.tokens.extend([3, 3, 4, 7])
+    logits = some_logits(1, 30, 3.0)
+    wanted = logits.clone()
+    Sampler(frozenset({11}))._reshape(wanted, [sequence])
+    one = case([([1, 2, 2, 7], [3, 3, 4, 7])], [[4, 2, 11]], [0], "cpu")
+    values = zip(("repetition", "presence", "frequency"), params.values(), strict=True)
+    penalties = moved(replace(one, **{name: torch.tensor([value]) for name, value in values}), device)
+    got = logits.to(device)
+    penalise(got, penalties)
+    assert torch.equal(got.cpu(), wanted)
+
+
+def test_nothing_to_do(device):
+    logits = some_logits(2, 20, 1.0, device)
+    before = logits.clone()
+    penalise(logits, case([], [], [], device))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"starts": torch.zeros(1, dtype=torch.int32)},
+        {"repetition": torch.zeros(2)},
+        {"banned": torch.zeros(2, 1, dtype=torch.int32)},
+        {"tokens": torch.zeros(4, dtype=torch.int64)},
+        {"tokens": torch.zeros(2, 2, dtype=torch.int32)},
+    ],
+)
+def test_what_does_not_fit_is_refused(changed):
+    with pytest.raises(ValueError):
+        penalise(torch.zeros(1, 8), replace(case([([1], [2])], [[]], [0], "cpu"), **changed))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 9)])
+def test_counts_that_do_not_fit_are_refused(shape):
+    with pytest.raises(ValueError, match="counts"):
+        penalise(
+            torch.zeros(1, 8), case([([1], [2])], [[]], [0], "cpu"), torch.zeros(shape, dtype=torch.int32)
+        )
+
+
+def launch(dtype: str) -> None:
+    histories = [(list(range(100)), list(range(60)))] * 16
+    penalties = case(histories, [[1, 2, 3]] * 16, list(range(16)), "cpu")
+    penalise(torch.zeros(16, 151_936, dtype=getattr(torch, dtype)), penalties)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiles(target, dtype):
+    (found,) = compile_launch("tests.kernels.gpu.test_penalties:launch", (dtype,), target)
+    found.check()

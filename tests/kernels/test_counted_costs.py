@@ -1,0 +1,99 @@
+"""The cost of each pointwise and sampling operator is what its reference does and what its operands weigh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer_kernels import cost
+from batchinfer_kernels.gated_activation import gated_activation_reference
+from batchinfer_kernels.log_probabilities import log_probabilities_reference
+from batchinfer_kernels.penalties import Penalties, penalise_reference
+from batchinfer_kernels.rms_norm import rms_norm_reference
+from batchinfer_kernels.rope_store import rope_store_reference
+from batchinfer_kernels.sample import RowSampling, sample_reference
+from tests.kernels.counting import bytes_of, counted
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (5, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(tokens, hidden, dtype):
+    x, weight = torch.randn(tokens, hidden).to(dtype), torch.ones(hidden, dtype=dtype)
+    plain = cost.rms_norm_cost(tokens, hidden, x.element_size(), residual=False)
+    assert plain.flops == counted(rms_norm_reference, x, weight, 1e-5)
+    assert plain.bytes == bytes_of(x, weight, x)
+    fused = cost.rms_norm_cost(tokens, hidden, x.element_size(), residual=True)
+    assert fused.flops == counted(rms_norm_reference, x, weight, 1e-5, x)
+    assert fused.bytes == bytes_of(x, x, weight, x, x)
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("pairs", [4, 8])
+def test_rope_store(codes, normed, pairs):
+    tokens, heads, kv_heads, dim, dtype = 3, 6, 2, 16, torch.bfloat16
+    q, k = torch.randn(tokens, heads, dim).to(dtype), torch.randn(tokens, kv_heads, dim).to(dtype)
+    cos, slots = torch.ones(tokens, pairs), torch.arange(tokens)
+    caches = [torch.zeros(1, kv_heads, 4, dim).to(codes or dtype) for _ in range(2)]
+    norms = [torch.ones(dim, dtype=dtype) for _ in range(2)] if normed else []
+    scales = [] if codes is None else [torch.ones(kv_heads) for _ in range(2)]
+    options = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+    flops = counted(rope_store_reference, q, k, k, cos, cos, *caches, slots, *norms, **options)
+    found = cost.rope_store_cost(
+        tokens,
+        heads,
+        kv_heads,
+        dim,
+        2,
+        rotary_dim=2 * pairs,
+        cache_itemsize=None if codes is None else 1,
+        normed=normed,
+    )
+    assert found.flops == flops
+    stored = [cache[0, :, :tokens] for cache in caches]
+    assert found.bytes == bytes_of(q, q, k, k, *stored, cos, cos, slots, *norms, *scales)
+
+
+def test_rope_of_whole_heads():
+    whole = cost.rope_store_cost(3, 6, 2, 16, 2)
+    assert whole == cost.rope_store_cost(3, 6, 2, 16, 2, rotary_dim=16)
+
+
+def test_gated_activation():
+    gate_up = torch.randn(3, 22)
+    found = cost.gated_activation_cost(3, 11, 4)
+    assert found.flops == counted(gated_activation_reference, gate_up, "silu")
+    assert found.bytes == bytes_of(gate_up, gate_up[:, :11])
+
+
+@pytest.mark.parametrize("drawn", [0, 2])
+def test_sample(drawn):
+    rows, vocab = 5, 40
+    logits, none = torch.randn(rows, vocab), torch.zeros(rows, dtype=torch.int32)
+    temperature = torch.tensor([1.0] * drawn + [0.0] * (rows - drawn))
+    off, all_of = torch.zeros(rows).double(), torch.ones(rows).double()
+    sampling = RowSampling(temperature, none, all_of, off, none[:, None].repeat(1, 4), none)
+    found = cost.sample_cost(rows, vocab, 4, drawn)
+    assert found.flops == counted(sample_reference, logits, sampling)
+    assert found.bytes == bytes_of(logits, sample_reference(logits))
+
+
+def test_penalise():
+    prompt, answer = [1, 2, 2, 3], [3, 3, 4]
+    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    tokens = torch.tensor(prompt + answer, dtype=torch.int32)
+    lens = (torch.tensor([n], dtype=torch.int32) for n in (len(prompt), len(tokens)))
+    penalties = Penalties(zero, tokens, zero.long(), *lens, 2 * one, one, one, zero[:, None][:, :0])
+    distinct, said = len({*prompt, *answer}), len({*answer})
+    found = cost.penalise_cost(len(tokens), distinct, said, 4)
+    logits = torch.from_numpy(np.arange(10, dtype=np.float32))[None]
+    assert found.flops == counted(penalise_reference, logits, penalties)
+    assert found.bytes == bytes_of(tokens, logits[:, :distinct], logits[:, :distinct])
+
+
+def test_log_probabilities():
+    logits, chosen = torch.randn(3, 50), torch.zeros(3).long()
+    found = cost.log_probabilities_cost(3, 50, 4, 4)
+    assert found.flops == counted(log_probabilities_reference, logits, chosen, 4)
+    assert found.bytes == bytes_of(logits, chosen, *log_probabilities_reference(logits, chosen, 4))
