@@ -90,7 +90,7 @@ def attend_span(
             loaded = (dim < D)[None, :]
         else:
             loaded = inside[:, None] & (dim < D)[None, :]
-        k = widened(tl.load(k_ptr + offsets, mask=loaded, other=0), q.dtype, CODES)
+        k = widened(tl.load(k_ptr + offsets, mask=loaded, other=0.0), q.dtype, CODES)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if CAP:
             # cap × tanh(x / cap); tanh(y) = 1 - 2 / (1 + e^2y) holds for infinite y too
@@ -110,7 +110,7 @@ def attend_span(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weights, 1)
-        v = widened(tl.load(v_ptr + offsets, mask=loaded, other=0), q.dtype, CODES)
+        v = widened(tl.load(v_ptr + offsets, mask=loaded, other=0.0), q.dtype, CODES)
         total = tl.dot(weights.to(q.dtype), v, total * shrink[:, None], input_precision=PRECISION)
         top = higher
     return total, top, mass

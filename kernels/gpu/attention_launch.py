@@ -39,20 +39,27 @@ class Tiles:
     stages: int
 
 
-# By the padded head size, for values of 2 bytes. Not measured: what compiles for compute capabilities 8.0, 9.0 and 10.0
-# without spilling, as large as that allows; FlashAttention-2's and vLLM's Triton kernels use the same range of sizes.
+# By the padded head size, for values of 2 bytes. Not measured: the largest tiles, and as many in flight, as compile
+# without spilling, with any window, cap and code; 128 rows and 64 keys at most, as in FlashAttention-2. Decode has more
+# in flight: an address comes from a block table that has to be there first.
 _HALF: dict[Work, dict[int, Tiles]] = {
     "prefill": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2)},
-    "decode": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
+    "decode": {64: Tiles(16, 64, 4, 5), 128: Tiles(16, 64, 4, 5), 256: Tiles(16, 32, 4, 5)},
     "prefix": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2)},
-    "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 2)},
+    "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
 }
-# float32 is multiplied exactly, without tensor cores: a row of a tile then costs a thread's registers for both factors
+# Where tensor cores take their operands from registers: compute capabilities 8.x and 12.x
+_HALF_OF_REGISTERS: dict[Work, dict[int, Tiles]] = {
+    "prefill": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
+    "decode": _HALF["decode"],
+    "prefix": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
+    "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 8, 2)},
+}
 _SINGLE: dict[Work, dict[int, Tiles]] = {
-    "prefill": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 4, 2)},
-    "decode": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 32, 4, 2)},
-    "prefix": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 4, 2)},
-    "deterministic": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 32, 4, 2)},
+    "prefill": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
+    "decode": {64: Tiles(16, 32, 4, 3), 128: Tiles(16, 32, 4, 3), 256: Tiles(16, 16, 8, 1)},
+    "prefix": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
+    "deterministic": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
 }
 
 
@@ -65,11 +72,18 @@ def architecture() -> str:
 
 def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> Tiles:
     """`head_dim`: as the model has it. AMD's compute units have 64 KiB of shared memory, and one tile in flight."""
-    table = _SINGLE if dtype == torch.float32 else _HALF
-    tiles = table[work][padded_dim(head_dim)]
+    tiles = _table(dtype)[work][padded_dim(head_dim)]
     if architecture().startswith("gfx"):
         return Tiles(tiles.rows, min(tiles.keys, 32), tiles.warps, 1)
     return tiles
+
+
+def _table(dtype: torch.dtype) -> dict[Work, dict[int, Tiles]]:
+    if dtype == torch.float32:
+        return _SINGLE
+    arch = architecture()
+    from_memory = not arch.isdigit() or 90 <= int(arch) < 120
+    return _HALF if from_memory else _HALF_OF_REGISTERS
 
 
 def padded_dim(head_dim: int) -> int:
@@ -187,12 +201,21 @@ def kernel_arguments(
         "WINDOW": window is not None,
         "CAP": soft_cap is not None,
         "CODES": codes,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",  # matters for float32 only
+        "PRECISION": precision(q.shape[2]),
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         # Products and sums are contracted where the code says so, not where a kernel's compilation happens to
         "enable_fp_fusion": not deterministic,
     }
+
+
+def precision(head_dim: int) -> str:
+    """How float32 is multiplied; products of other types are exact in any case.
+
+    As three products of tensor cores, which leave out about 2^-22 (Ootomo and Yokota, 2022): without tensor cores all
+    but the smallest tiles spill registers on compute capability 9.0; with them the largest heads do.
+    """
+    return "tf32x3" if architecture().isdigit() and padded_dim(head_dim) < 256 else "ieee"
 
 
 def per_head(scale: Tensor | None) -> bool:

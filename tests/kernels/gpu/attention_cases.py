@@ -140,6 +140,16 @@ def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, determ
     )
 
 
+def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
+    from batchinfer_kernels.gpu.paged_attention import paged_attention
+
+    case, extras = compiled_case(((1, 1100), (1, 1100)), dtype, dim, group, block_size, soft_cap, codes)
+    shape = AttentionShape(getattr(torch, dtype), 2 * group, 2, dim, deterministic)
+    plan = plan_attention(case.queries, case.contexts, shape, "cpu", [SharedPrefix([0, 1], 1024)])
+    paged_attention(*case.tensors, plan, 0.1, window, **extras)
+
+
 def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes):
     cache_dtype = None if codes is None else getattr(torch, codes)
     case = paged_case(chunks, 2, group, dim, block_size, getattr(torch, dtype), cache_dtype)

@@ -1,0 +1,114 @@
+"""Row-invariance: a query's bits are the same alone and in any batch, in any chunks, with its prefix shared or not."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.gpu import attention_launch
+from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
+from batchinfer_kernels.gpu.decode_attention import decode_attention
+from batchinfer_kernels.gpu.paged_attention import paged_attention
+from batchinfer_kernels.gpu.prefill_attention import prefill_attention
+from tests.kernels.gpu.attention_cases import Case, assert_near, paged_case, sharing
+
+BLOCK = 16
+SEGMENT = 128  # so that short sequences have several
+
+
+@pytest.fixture(autouse=True)
+def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("attention_launch", "attention_plan", "decode_attention"):
+        monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", SEGMENT)
+    monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", _prefill)
+    assert attention_launch.SEGMENT == SEGMENT
+
+
+def _prefill(*arguments, **options) -> Tensor:
+    return prefill_attention(*arguments, **options, segment=SEGMENT)
+
+
+def step(case: Case, chunks, rows, q, shared=(), window=None, **extras) -> Tensor:
+    """The tokens of `chunks` (queries, context) of the case's sequences `rows`."""
+    shape = AttentionShape(q.dtype, q.shape[1], case.k.shape[1], q.shape[2], deterministic=True)
+    plan = plan_attention([n for n, _ in chunks], [c for _, c in chunks], shape, q.device, shared)
+    table = case.table[rows].contiguous()
+    return paged_attention(q, case.k, case.v, table, plan, 0.2, window, **case.scales, **extras)
+
+
+def whole(case: Case, row: int, window=None, **extras) -> Tensor:
+    """All queries of a sequence of which each is a row of q, in one chunk, alone."""
+    first = sum(case.queries[:row])
+    q = case.q[first : first + case.queries[row]]
+    return step(case, [(case.queries[row], case.contexts[row])], [row], q, window=window, **extras)
+
+
+VARIANTS = [
+    pytest.param(torch.float32, None, {}, id="float32"),
+    pytest.param(torch.bfloat16, None, {"window": 150}, id="bfloat16-window"),
+    pytest.param(torch.float16, torch.int8, {"soft_cap": 2.0}, id="float16-int8-cap"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype", "extras"), VARIANTS)
+def test_alone_in_a_batch_in_chunks_and_one_by_one(dtype, cache_dtype, extras, device) -> None:
+    sinks = torch.linspace(-1, 1, 4, device=device)
+    case = paged_case([(290, 290), (40, 300)], dtype=dtype, cache_dtype=cache_dtype, device=device)
+    extras = {**extras, "sinks": sinks}
+    alone = whole(case, 0, **extras)
+    wanted, _ = case.reference(0.2, **extras)
+    assert_near(alone, wanted[:290], dtype)
+    together = step(case, case.chunks, [0, 1], case.q, **extras)
+    assert torch.equal(together[:290], alone)
+    for first, end in pairwise((0, 1, 129, 290)):
+        chunk = step(case, [(end - first, end)], [0], case.q[first:end], **extras)
+        assert torch.equal(chunk, alone[first:end]), (first, end)
+    for at in (0, 127, 128, 289):
+        chunks = [(1, 299), (1, at + 1), (2, 280)]
+        q = torch.cat((case.q[-2:-1], case.q[at : at + 1], case.q[-3:-1]))
+        assert torch.equal(step(case, chunks, [1, 0, 1], q, **extras)[1], alone[at]), at
+        assert torch.equal(step(case, [(1, at + 1)], [0], case.q[at : at + 1], **extras)[0], alone[at]), at
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype", "extras"), VARIANTS)
+def test_prefixes_shared_or_not(dtype, cache_dtype, extras, device) -> None:
+    prefixes = [([0, 1, 2, 3], 128), ([1, 2, 3], 256)]
+    lengths = (200, 300, 257, 400)
+    case = paged_case([(1, n) for n in lengths], dtype=dtype, cache_dtype=cache_dtype, device=device)
+    sharing(case, BLOCK, prefixes)
+    shared = [SharedPrefix(*p) for p in prefixes]
+    rows = [0, 1, 2, 3]
+    together = step(case, case.chunks, rows, case.q, shared, **extras)
+    assert_near(together, case.reference(0.2, **extras)[0], dtype)
+    assert torch.equal(together, step(case, case.chunks, rows, case.q, **extras))
+    assert torch.equal(together, step(case, case.chunks, rows, case.q, shared[:1], **extras))
+    for row in rows:
+        assert torch.equal(together[row], whole(case, row, **extras)[0])
+    order = random.Random(1).sample(rows, 4)
+    turned = step(case, [case.chunks[i] for i in order], order, case.q[order], **extras)
+    assert torch.equal(turned, together[order])
+
+
+def test_room_for_longer_contexts_changes_nothing(device) -> None:
+    """As a graph captured with longer ones in mind does it; one segment is not folded differently from several."""
+    case = paged_case([(1, 100), (1, 128), (1, 129)], device=device)
+    lengths = torch.tensor(case.contexts, dtype=torch.int32, device=device)
+    options = {"deterministic": True, "segment": SEGMENT}
+    found = decode_attention(*case.tensors, lengths, 1000, 0.2, **options)
+    assert torch.equal(found, decode_attention(*case.tensors, lengths, 129, 0.2, **options))
+    short = decode_attention(case.q[:2], case.k, case.v, case.table[:2], lengths[:2], 128, 0.2, **options)
+    assert torch.equal(short, found[:2])
+
+
+def test_the_default_mode_is_not_row_invariant(device) -> None:
+    """Else this file would test nothing, and its price would be paid for nothing."""
+    case = paged_case([(290, 290)], device=device)
+    prompt = prefill_attention(*case.tensors, [290], [290], 0.2)
+    lengths = torch.tensor([290], dtype=torch.int32, device=device)
+    last = decode_attention(case.q[-1:], case.k, case.v, case.table, lengths, 290, 0.2, segment=64)
+    assert_near(last[0], prompt[-1], torch.float32)
+    assert not torch.equal(last[0], prompt[-1])
