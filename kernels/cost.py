@@ -104,15 +104,29 @@ def rope_store_cost(
 
 
 def attention_cost(
-    tokens: int, pairs: int, kv_tokens: int, q_heads: int, kv_heads: int, head_dim: int, itemsize: int
+    tokens: int,
+    pairs: int,
+    kv_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    kv_itemsize: int | None = None,
 ) -> Cost:
     """Scaled dot-product attention over a paged cache.
 
     `pairs` counts the (query, key) pairs that are attended, over all sequences; `kv_tokens` the distinct cached
-    tokens read, a block that several sequences share counted once.
+    tokens read, a block that several sequences share counted once; `kv_itemsize` bytes of a cached value, as of
+    others if not given.
     """
-    moved = itemsize * head_dim * (2 * tokens * q_heads + 2 * kv_tokens * kv_heads)
-    return Cost(4 * pairs * q_heads * head_dim, moved)
+    cached = 2 * kv_tokens * kv_heads * (itemsize if kv_itemsize is None else kv_itemsize)
+    return Cost(4 * pairs * q_heads * head_dim, head_dim * (2 * tokens * q_heads * itemsize + cached))
+
+
+def merge_state_cost(parts: int, tokens: int, heads: int, head_dim: int, itemsize: int) -> Cost:
+    """Parts of attention weighted and added (2 a value); each read once with its log-sum-exp, the result written."""
+    values, sums = tokens * heads * head_dim, 4 * tokens * heads
+    return Cost(2 * parts * values, (parts + 1) * (values * itemsize + sums))
 
 
 def gated_activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
