@@ -112,7 +112,7 @@ def test_compiles(target, dtype, hidden):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("hidden", [64, 576, 2048, 4096, 5120, 8192, 12_288, 16_384, 20_480])
+@pytest.mark.parametrize("hidden", [64, 576, 4096, 5120, 16_384, 20_480])
 def test_compiles_at_all_sizes(target, dtype, residual, hidden):
     (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, residual), target)
     found.check()

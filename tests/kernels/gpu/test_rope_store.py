@@ -242,10 +242,10 @@ def test_compiles(target, dtype, codes, normed, interleaved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (80, 40), (96, 24), (128, 64), (256, 128), (256, 32)])
+@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (80, 40), (96, 24), (256, 128)])
 def test_compiles_in_all_kinds(target, dtype, codes, interleaved, dim, pairs):
     (found,) = compile_launch(PATH, (dtype, codes, dim, pairs, True, interleaved), target)
     found.check()

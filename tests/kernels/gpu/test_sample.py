@@ -226,9 +226,9 @@ def test_compiles(target, dtype, vocab):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("vocab", [1000, 32_000, 128_256, 151_936, 262_144])
-@pytest.mark.parametrize("drawn", [False, True])
-def test_compiles_at_all_sizes(target, dtype, vocab, drawn):
-    for kernel in compile_launch("tests.kernels.gpu.test_sample:launch", (dtype, vocab, drawn), target):
-        kernel.check()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("vocab", [50_257, 128_256, 262_144])
+def test_compiles_at_all_sizes(target, dtype, vocab):
+    for drawn in (False, True):
+        for kernel in compile_launch("tests.kernels.gpu.test_sample:launch", (dtype, vocab, drawn), target):
+            kernel.check()
