@@ -16,8 +16,8 @@ from batchinfer.data.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, wor
 from batchinfer.data.prepare import Prepared
 from batchinfer.data.rows import RowBatch
 from batchinfer.data.token_store import TokenStore
+from batchinfer.launch.feed import Prompts
 from batchinfer.plan.plan import Plan
-from batchinfer.plan.planner import plan_job
 from batchinfer.request import SamplingParams
 
 CONTEXT = b"batchinfer bench"  # in the place of what else decides an answer: a benchmark stores none
@@ -29,7 +29,7 @@ class Planned:
 
     keys: tuple[bytes, ...]
     plan: Plan
-    tokens: TokenStore
+    tokens: Prompts
 
 
 def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool = True) -> Planned:
@@ -37,7 +37,10 @@ def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool
 
     Without `deduplicate` equal rows are different work, as if each were a sample of its own. Raises StorageError.
     """
-    prepared = _prepared(rows, deduplicate)
+    # Here, because it imports DuckDB, and what else is in this package runs where there is none (gpu_suite)
+    from batchinfer.plan.planner import plan_job
+
+    prepared = prepared_rows(rows, deduplicate)
     layout = Layout(folder)
     batch = RowBatch("bench", 0, [{} for _ in rows], None, 0)
     for path in (layout.tokens.parent, layout.index):
@@ -46,12 +49,17 @@ def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool
     with IndexWriter(layout, longest, endpoints=False, ops=FileOps()) as writer:
         writer.append(batch, [None] * len(rows), range(len(rows)), prepared)
         writer.commit()
-    keys = tuple(prepared.keys[at : at + 32] for at in range(0, len(prepared.keys), 32))
     plan = plan_job(layout.index, [], folder / "plan", threads=threads)
-    return Planned(keys, plan, TokenStore(layout.tokens))
+    return Planned(row_keys(prepared), plan, TokenStore(layout.tokens))
 
 
-def _prepared(rows: Sequence[Row], deduplicate: bool) -> Prepared:
+def row_keys(prepared: Prepared) -> tuple[bytes, ...]:
+    """The key of each row, in order."""
+    return tuple(prepared.keys[at : at + 32] for at in range(0, len(prepared.keys), 32))
+
+
+def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
+    """What an index holds of the rows."""
     params = {n: number for number, n in enumerate(dict.fromkeys(row.max_tokens for row in rows))}
     texts = [_params(n) for n in params]
     prompts = [np.array(row.prompt, np.int32) for row in rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -37,14 +37,19 @@ class Run:
     answers: tuple[tuple[int, ...], ...]  # of each row, in the workload's order
 
 
-def timed_run(loaded: LoadedModel, rows: Sequence[Row], deduplicate: bool = True) -> Run:
+Planner = Callable[[Sequence[Row], Path, int, bool], Planned]
+
+
+def timed_run(
+    loaded: LoadedModel, rows: Sequence[Row], deduplicate: bool = True, planner: Planner = plan_rows
+) -> Run:
     """Run the rows on an empty cache. Raises OutOfMemory when one does not fit, and what the rooms raise."""
     recorder = StepRecorder(loaded.runner)
     engine = loaded.engine(runner=cast(ModelRunner, recorder))
     answers = _Answers()
     with tempfile.TemporaryDirectory(prefix="batchinfer-bench-") as folder:
         began = time.perf_counter()
-        planned = plan_rows(rows, Path(folder), loaded.info.threads, deduplicate)
+        planned = planner(rows, Path(folder), loaded.info.threads, deduplicate)
         plan_s = time.perf_counter() - began
         _run(planned, engine, loaded.info, answers)
         wall_s = time.perf_counter() - began
