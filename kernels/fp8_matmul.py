@@ -1,0 +1,76 @@
+"""Linear layers on float8_e4m3fn codes: the weight scaled per output channel, activations per token.
+
+The format of Micikevicius et al., 2022, "FP8 formats for deep learning", with 4 bits of exponent and 3 of mantissa.
+Scales per token and not per tensor: no row's numbers depend on another row's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.matmul import check_matmul, finished, products
+
+MAX_FP8 = 448.0  # the largest finite float8_e4m3fn
+FP8 = torch.float8_e4m3fn
+ROWS_AT_ONCE = 8192  # float32 copies of a whole head would take gigabytes
+
+
+def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: (T, K) → codes (T, K) float8_e4m3fn and scales (T,) float32, x ≈ codes × scales[:, None].
+
+    The largest magnitude of a row becomes ±448, the rest is rounded to nearest, ties to even. A row of zeros has scale
+    0; one with a NaN or an infinity has scale NaN, so that its products are NaN. Rows below 1.4e-36, where
+    448 ÷ magnitude overflows, become zeros. A weight is quantised the same way, one row an output.
+    """
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, not a matrix of floats")
+    coded = [_quantized(part) for part in torch.split(x, ROWS_AT_ONCE)]
+    codes, scales = zip(*coded, strict=True)
+    return torch.cat([c.view(torch.uint8) for c in codes]).view(FP8), torch.cat(scales)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
+    inverse = torch.full_like(most, MAX_FP8) / most
+    finite = most.isfinite()
+    inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
+    scaled = (wide.nan_to_num(0.0, 0.0, 0.0) * inverse[..., None]).clamp(-MAX_FP8, MAX_FP8)
+    return scaled.to(FP8), torch.where(finite, most / MAX_FP8, torch.nan)
+
+
+def fp8_matmul_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """As matmul_reference, with the weight as codes (N, K) float8_e4m3fn and scales (N,) float32.
+
+    x is quantised by row. Sums are float32, and are multiplied with row scale × channel scale.
+    """
+    check_fp8_matmul(x, codes, scales, bias, out_dtype, activation)
+    rows, row_scales = quantize_rows_fp8(x)
+    sums = products(rows, codes) * (row_scales[:, None] * scales)
+    return finished(sums, bias, out_dtype or x.dtype, activation)
+
+
+def check_fp8_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    activation: Activation | None,
+) -> None:
+    """Raises ValueError when shapes or dtypes do not fit."""
+    check_matmul(x, codes.shape, bias, out_dtype, activation)
+    if codes.dtype != FP8:
+        raise ValueError(f"codes are {codes.dtype}, not {FP8}")
+    if scales.shape != codes.shape[:1] or scales.dtype != torch.float32:
+        raise ValueError(f"scales are {tuple(scales.shape)} {scales.dtype}, the weight has {len(codes)} rows")

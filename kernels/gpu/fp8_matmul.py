@@ -1,0 +1,53 @@
+"""Linear layers on float8_e4m3fn codes of both factors. Cost: batchinfer_kernels.cost.fp8_linear_cost.
+
+The kernel is matmul_core.matmul_kernel; what `deterministic` means and rests on stands in matmul.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.fp8_matmul import check_fp8_matmul
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.matmul_core import Operands, multiply
+from batchinfer_kernels.gpu.quantize_rows import quantize_rows_fp8
+from batchinfer_kernels.gpu.target import architecture
+
+# The first compute capability whose tensor cores know float8_e4m3fn
+FIRST_WITH_FP8 = 89
+
+
+def why_not_fp8() -> str | None:
+    """Why this GPU cannot multiply float8_e4m3fn; None where it can, and in the interpreter."""
+    found = architecture()
+    if found == "" or (found.isdigit() and int(found) >= FIRST_WITH_FP8):
+        return None
+    if found.isdigit():
+        return f"float8_e4m3fn needs compute capability 8.9 or newer, this GPU has {found[:-1]}.{found[-1]}"
+    return f"float8_e4m3fn is not what the matrix cores of {found} multiply"
+
+
+def fp8_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """See batchinfer_kernels.fp8_matmul.fp8_matmul_reference. Raises ValueError where the GPU has no such format.
+
+    Two launches: one quantises the rows of x. Rows of x and codes may be strided.
+    """
+    missing = why_not_fp8()
+    if missing is not None:
+        raise ValueError(missing)
+    check_fp8_matmul(x, codes, scales, bias, out_dtype, activation)
+    rows, row_scales = quantize_rows_fp8(x)
+    operands = Operands(
+        rows, codes, len(codes), out_dtype or x.dtype, scales.contiguous(), row_scales, bias, activation
+    )
+    return multiply(operands, "fp8", deterministic)

@@ -1,0 +1,39 @@
+"""Linear layers on int8 codes of both factors. Cost: batchinfer_kernels.cost.quantized_linear_cost.
+
+The kernel is matmul_core.matmul_kernel. Sums are exact integers, so that a row's bits depend on that row alone however
+they are cut, and are those of the CPU's operator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.matmul_core import Operands, multiply
+from batchinfer_kernels.gpu.quantize_rows import quantize_rows
+from batchinfer_kernels.matmul import check_matmul
+from batchinfer_kernels.quantized_linear import check_quantized_linear
+
+
+def int8_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """See batchinfer_kernels.quantized_linear.quantized_linear_reference; `out_dtype` and `activation` as in
+    batchinfer_kernels.matmul.matmul_reference.
+
+    Two launches: one quantises the rows of x. Rows of x and codes may be strided.
+    """
+    check_quantized_linear(x, codes, scales, bias)
+    check_matmul(x, codes.shape, bias, out_dtype, activation)
+    rows, row_scales = quantize_rows(x)
+    operands = Operands(
+        rows, codes, len(codes), out_dtype or x.dtype, scales.contiguous(), row_scales, bias, activation
+    )
+    return multiply(operands, "int8", deterministic=True)

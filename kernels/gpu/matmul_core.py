@@ -1,0 +1,289 @@
+"""The kernel that multiplies a weight whose values stand one by one, and what all matrix products share.
+
+Rows and outputs beyond the last are read as the last and never written, so that only inputs need a mask, and these
+only where the last tile is not full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu import target
+from batchinfer_kernels.gpu.checks import unit_columns
+from batchinfer_kernels.gpu.gated_activation import _activated
+from batchinfer_kernels.gpu.matmul_tiles import Cut, Kind, choose_cut
+
+# Tiles of outputs that are taken side by side, so that the rows and weights that they read stay in the L2 cache
+TOGETHER = 8
+# A tile of sums whose segments are added up: small, so that a few outputs still fill the GPU
+PART_LINES, PART_ROWS = 32, 64
+
+
+@triton.jit
+def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
+    """(tile of outputs, tile of rows) of a program: groups of tiles of outputs, each passing over all rows."""
+    group = place // (TOGETHER * row_tiles)
+    first = group * TOGETHER
+    size = tl.minimum(line_tiles - first, TOGETHER)
+    rest = place % (TOGETHER * row_tiles)
+    return first + rest % size, rest // size
+
+
+@triton.jit
+def weight_row(line, outputs, ACTIVATION: tl.constexpr):
+    """Which row of the weight a line of the sums is. The gate and the up of a result stand next to one another."""
+    if ACTIVATION == "none":
+        return tl.minimum(line, outputs - 1)
+    else:
+        return tl.minimum(line // 2, outputs // 2 - 1) + line % 2 * (outputs // 2)
+
+
+@triton.jit
+def multiplied(weight, x, sums, PRECISION: tl.constexpr):
+    """sums + weight x, (lines, inputs) by (inputs, rows)."""
+    if x.dtype == tl.int8:
+        return tl.dot(weight, x, sums, out_dtype=tl.int32)
+    elif x.dtype.is_fp8():
+        # The tensor cores of compute capability 9.0 add fp8 products with few bits: their sums go to float32 every
+        # 128 inputs, as in DeepSeek-V3's report
+        return tl.dot(weight, x, sums, max_num_imprecise_acc=min(x.shape[0], 128))
+    else:
+        return tl.dot(weight, x, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def _segment_sums(
+    weight_at, x_at, first, end, inputs,
+    SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    sums = tl.zeros((LINES, ROWS), SUM)
+    at = tl.arange(0, INPUTS)
+    weight_at += first
+    x_at += first
+    for start in range(first, end, INPUTS):
+        if EVEN:
+            weight = tl.load(weight_at)
+            x = tl.load(x_at)
+        else:
+            weight = tl.load(weight_at, mask=(start + at < inputs)[None, :], other=0.0)
+            x = tl.load(x_at, mask=(start + at < inputs)[:, None], other=0.0)
+        sums = multiplied(weight, x, sums, PRECISION)
+        weight_at += INPUTS
+        x_at += INPUTS
+    return sums
+
+
+@triton.jit
+def matmul_kernel(
+    x_ptr, weight_ptr,
+    scales_ptr, row_scales_ptr, bias_ptr,  # None: none
+    y_ptr, parts_ptr,  # parts: None, or (splits, lines, rows), both rounded up to whole tiles
+    rows, outputs, inputs, stride_x, stride_weight, stride_y,
+    segment,  # tiles of inputs
+    SUM: tl.constexpr, EVEN: tl.constexpr, IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
+    line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
+    line = line_tile * LINES + tl.arange(0, LINES)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, INPUTS)
+    from_row = weight_row(line, outputs, ACTIVATION).to(tl.int64)
+    weight_at = weight_ptr + from_row[:, None] * stride_weight + at[None, :]
+    x_at = x_ptr + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * stride_x + at[:, None]
+    if IN_TURN:
+        sums = tl.zeros((LINES, ROWS), SUM)
+        for first in range(0, inputs, segment * INPUTS):
+            end = tl.minimum(first + segment * INPUTS, inputs)
+            sums += _segment_sums(
+                weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS
+            )
+    else:
+        first = tl.program_id(1) * segment * INPUTS
+        end = tl.minimum(first + segment * INPUTS, inputs)
+        sums = _segment_sums(weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
+    give(
+        sums, line_tile * LINES, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
+        rows, outputs, stride_y, line_tiles * LINES, row_tiles * ROWS, ACTIVATION, LINES, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def give(
+    sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
+    rows, outputs, stride_y, all_lines, all_rows,
+    ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sums go to the result, or to the part of it that the program's segment is."""
+    if parts_ptr is not None:
+        line = tl.program_id(1).to(tl.int64) * all_lines + first_line + tl.arange(0, LINES)
+        tl.store(parts_ptr + line[:, None] * all_rows + row[None, :], sums)
+    else:
+        _finish(
+            sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
+            ACTIVATION, LINES, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
+    ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Scales, bias, gate, and one rounding."""
+    line = first_line + tl.arange(0, LINES)
+    from_row = weight_row(line, outputs, ACTIVATION)
+    values = sums.to(tl.float32)
+    if scales_ptr is not None:
+        scale = tl.load(scales_ptr + from_row)[:, None]
+        if row_scales_ptr is not None:
+            scale = tl.load(row_scales_ptr + tl.minimum(row, rows - 1))[None, :] * scale
+        values = values * scale
+    if bias_ptr is not None:
+        values += tl.load(bias_ptr + from_row).to(tl.float32)[:, None]
+    if ACTIVATION == "none":
+        columns = outputs
+        column = line
+    else:
+        columns = outputs // 2
+        column = first_line // 2 + tl.arange(0, LINES // 2)
+        gate, up = tl.split(tl.permute(tl.reshape(values, (LINES // 2, 2, ROWS)), (0, 2, 1)))
+        values = _activated(gate, ACTIVATION) * up
+    y_at = y_ptr + row.to(tl.int64)[None, :] * stride_y + column[:, None]
+    mask = (row < rows)[None, :] & (column < columns)[:, None]
+    tl.store(y_at, values.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_parts_kernel(
+    parts_ptr, scales_ptr, row_scales_ptr, bias_ptr, y_ptr,
+    rows, outputs, stride_y, all_lines, all_rows, splits,
+    ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Adds up the segments of one tile, the first one first."""
+    first_line = tl.program_id(0) * LINES
+    line = first_line + tl.arange(0, LINES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    at = parts_ptr + line.to(tl.int64)[:, None] * all_rows + row[None, :]
+    sums = tl.zeros((LINES, ROWS), parts_ptr.dtype.element_ty)
+    for _split in range(splits):
+        sums += tl.load(at)
+        at += all_lines.to(tl.int64) * all_rows
+    _finish(
+        sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
+        ACTIVATION, LINES, ROWS,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """One product, checked. x: (T, K); weight: one row an output, in any code."""
+
+    x: Tensor
+    weight: Tensor
+    outputs: int
+    out_dtype: torch.dtype
+    scales: Tensor | None = None  # (N,) float32
+    row_scales: Tensor | None = None  # (T,) float32
+    bias: Tensor | None = None  # (N,)
+    activation: Activation | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.x.shape[1]
+
+
+def multiply(operands: Operands, kind: Kind, deterministic: bool) -> Tensor:
+    """The product with the kernel above. The grid depends on sizes alone."""
+    return launch(matmul_kernel, operands, kind, deterministic)
+
+
+def launch(
+    kernel: Any, given: Operands, kind: Kind, deterministic: bool, span: int | None = None, **more: Any
+) -> Tensor:
+    """Runs a kernel that takes what matmul_kernel takes, and `more`, and adds up the segments if there are several.
+
+    `span`: see choose_cut.
+    """
+    unit_columns(x=given.x, weight=given.weight)
+    columns = given.outputs if given.activation is None else given.outputs // 2
+    y = torch.empty(given.rows, columns, dtype=given.out_dtype, device=given.x.device)
+    if y.numel() == 0:
+        return y
+    processors = target.processors(given.x.device)
+    sizes = (given.outputs, given.rows, max(1, given.inputs))
+    cut = choose_cut(kind, *sizes, deterministic, processors, span)
+    tiles = cut.tiles
+    line_tiles, row_tiles = triton.cdiv(given.outputs, tiles.outputs), triton.cdiv(given.rows, tiles.rows)
+    parts = _parts(given, cut, line_tiles * tiles.outputs, row_tiles * tiles.rows)
+    kernel[(line_tiles * row_tiles, cut.splits)](
+        **_arguments(given, cut, y, parts), **more, num_warps=tiles.warps, num_stages=tiles.stages,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    if parts is not None:
+        _add_parts(given, parts, y)
+    return y
+
+
+def _arguments(given: Operands, cut: Cut, y: Tensor, parts: Tensor | None) -> dict[str, Any]:
+    return {
+        "x_ptr": given.x,
+        "weight_ptr": given.weight,
+        **_finishing(given, y),
+        "parts_ptr": parts,
+        "inputs": given.inputs,
+        "stride_x": given.x.stride(0),
+        "stride_weight": given.weight.stride(0),
+        "segment": cut.segment // cut.tiles.inputs,
+        "SUM": tl.int32 if given.x.dtype == torch.int8 else tl.float32,
+        "EVEN": given.inputs % cut.tiles.inputs == 0,
+        "IN_TURN": cut.in_turn,
+        "PRECISION": "ieee" if given.x.dtype == torch.float32 else "tf32",  # matters for float32 only
+        "TOGETHER": TOGETHER,
+        "LINES": cut.tiles.outputs,
+        "ROWS": cut.tiles.rows,
+        "INPUTS": cut.tiles.inputs,
+    }
+
+
+def _finishing(given: Operands, y: Tensor) -> dict[str, Any]:
+    return {
+        "scales_ptr": given.scales,
+        "row_scales_ptr": given.row_scales,
+        "bias_ptr": None if given.bias is None else given.bias.contiguous(),
+        "y_ptr": y,
+        "rows": given.rows,
+        "outputs": given.outputs,
+        "stride_y": y.stride(0),
+        "ACTIVATION": given.activation or "none",
+    }
+
+
+def _parts(given: Operands, cut: Cut, lines: int, rows: int) -> Tensor | None:
+    """Where segments are kept until they are added up."""
+    if cut.splits == 1:
+        return None
+    dtype = torch.int32 if given.x.dtype == torch.int8 else torch.float32
+    return torch.empty(cut.splits, lines, rows, dtype=dtype, device=given.x.device)
+
+
+def _add_parts(given: Operands, parts: Tensor, y: Tensor) -> None:
+    splits, lines, rows = parts.shape
+    width = min(rows, PART_ROWS)
+    add_parts_kernel[(lines // PART_LINES, rows // width)](
+        parts_ptr=parts, **_finishing(given, y), all_lines=lines, all_rows=rows, splits=splits,
+        LINES=PART_LINES, ROWS=width, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""Rows of activations as codes with a scale each: int8 and float8_e4m3fn."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+
+# A row up to this long is held in registers (16 values a thread with 16 warps); a longer one is read twice.
+LONGEST_HELD = 8192
+# Adding it to a number below 2^22 rounds that to the nearest integer, ties to even
+ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _codes(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
+    if dtype == tl.int8:
+        # One rounding: the product is added to the rounder before it is rounded itself
+        return (tl.fma(x, inverse, ROUNDER) - ROUNDER).to(tl.int8)
+    else:
+        return tl.clamp(x * inverse, -MOST, MOST).to(dtype)
+
+
+@triton.jit
+def _inverse(most, MOST: tl.constexpr):
+    """Codes a value, and the scale. `most`: the row's largest magnitude, with a NaN or an infinity no number."""
+    inverse = tl.div_rn(MOST, tl.where(most > 0, most, 1.0))
+    usable = (most > 0) & (most < float("inf")) & (inverse < float("inf"))
+    scale = tl.where(most < float("inf"), tl.div_rn(most, MOST), float("nan"))
+    return tl.where(usable, inverse, 0.0), scale
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, stride_x, inputs, MOST: tl.constexpr, HELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    codes_ptr += row * inputs
+    infinity = float("inf")
+    at = tl.arange(0, BLOCK)
+    if HELD:
+        x = tl.load(x_ptr + at, mask=at < inputs, other=0.0).to(tl.float32)
+        size = tl.abs(x)
+        # What is no number counts as infinity: a maximum would pass it over
+        most = tl.max(tl.where(size <= infinity, size, infinity), 0)
+        inverse, scale = _inverse(most, MOST)
+        x = tl.where(size < infinity, x, 0.0)
+        tl.store(codes_ptr + at, _codes(x, inverse, codes_ptr.dtype.element_ty, MOST), mask=at < inputs)
+    else:
+        tops = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, inputs, BLOCK):
+            x = tl.load(x_ptr + start + at, mask=start + at < inputs, other=0.0).to(tl.float32)
+            size = tl.abs(x)
+            tops = tl.maximum(tops, tl.where(size <= infinity, size, infinity))
+        inverse, scale = _inverse(tl.max(tops, 0), MOST)
+        for start in range(0, inputs, BLOCK):
+            mask = start + at < inputs
+            x = tl.load(x_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
+            x = tl.where(tl.abs(x) < infinity, x, 0.0)
+            codes = _codes(x, inverse, codes_ptr.dtype.element_ty, MOST)
+            tl.store(codes_ptr + start + at, codes, mask=mask)
+    tl.store(scales_ptr + row, scale)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See batchinfer_kernels.quantized_linear.quantize_rows. Rows of x may be strided."""
+    return _quantized(x, torch.int8, 127.0)
+
+
+def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See batchinfer_kernels.fp8_matmul.quantize_rows_fp8. Rows of x may be strided."""
+    return _quantized(x, torch.float8_e4m3fn, 448.0)
+
+
+def _quantized(x: Tensor, dtype: torch.dtype, most: float) -> tuple[Tensor, Tensor]:
+    if x.dim() != 2:
+        raise ValueError(f"x is {tuple(x.shape)}, not a matrix")
+    check_same_dtype(x=x)
+    unit_columns(x=x)
+    rows, inputs = x.shape
+    codes = torch.empty(rows, inputs, dtype=dtype, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        held = inputs <= LONGEST_HELD
+        block = triton.next_power_of_2(max(16, inputs)) if held else LONGEST_HELD // 2
+        sizes = (x.stride(0), inputs)
+        _quantize_rows_kernel[(rows,)](
+            x, codes, scales, *sizes, MOST=most, HELD=held, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes, scales

@@ -1,0 +1,194 @@
+"""Linear layers with only the weight quantised. Cost: batchinfer_kernels.cost.weight_only_linear_cost.
+
+What `deterministic` means and rests on stands in matmul.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.checks import check_same_dtype
+from batchinfer_kernels.gpu.matmul_core import Operands, give, launch, multiplied, tile_place, weight_row
+from batchinfer_kernels.gpu.matmul_tiles import Kind
+from batchinfer_kernels.quantized_matmul import (
+    SPAN,
+    Int4Weight,
+    Int8Weight,
+    check_int4_weight,
+    check_int8_weight,
+)
+
+# Codes become floats where they are: below 16 bits a number's last bits are the code and the others say how large a
+# number it is, which is taken off again. Both are exact, and work on the two halves of a register at once.
+
+
+@triton.jit
+def _int8_values(words, PIECE: tl.constexpr, dtype: tl.constexpr):
+    """(lines, words) → the codes of one piece as values of `dtype`, exact."""
+    words = words >> (PIECE * 8)
+    if dtype == tl.float32:
+        return (words << 8 >> 8).to(tl.float32)
+    elif dtype == tl.float16:  # 1024 + 128 + code, whose first bit is turned over
+        return ((words & 255) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+    else:  # 128 + the last seven bits, less 128 or, with the first bit, 256
+        size = ((words & 127) | 0x4300).to(tl.bfloat16, bitcast=True)
+        return size - ((words & 128) | 0x4300).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
+    """(lines, words) → the values of one piece, one rounding each. `zero`: (lines, 1) int8; `scale`: of `dtype`."""
+    codes = (words >> (PIECE * 4)) & 15
+    if dtype == tl.float32:
+        return (codes.to(tl.float32) - (8.0 + zero.to(tl.float32))) * scale
+    elif dtype == tl.float16:
+        return ((codes | 0x6400).to(tl.float16, bitcast=True) - (1032 + zero.to(tl.int16)).to(dtype)) * scale
+    else:
+        return ((codes | 0x4300).to(tl.bfloat16, bitcast=True) - (136 + zero.to(tl.int16)).to(dtype)) * scale
+
+
+@triton.jit
+def _values(
+    words, first, from_row, inputs, outputs, groups_ptr, zeros_ptr,
+    PIECE: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    if groups_ptr is None:
+        return _int8_values(words, PIECE, dtype)
+    else:
+        # A piece is of one group. The last span may end before it, which then has none and meets zeros.
+        at = (tl.minimum(first, inputs - 1) // GROUP).to(tl.int64) * outputs + from_row
+        scale = tl.load(groups_ptr + at)[:, None]
+        if zeros_ptr is None:
+            zero = tl.zeros((1, 1), tl.int8)
+        else:
+            zero = tl.load(zeros_ptr + at)[:, None]
+        return _int4_values(words, zero, scale, PIECE, dtype)
+
+
+@triton.jit
+def _coded_segment_sums(
+    weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    PIECES: tl.constexpr = 16 // BITS
+    WORDS: tl.constexpr = INPUTS // PIECES
+    sums = tl.zeros((LINES, ROWS), tl.float32)
+    at = tl.arange(0, WORDS)
+    weight_at += first // PIECES
+    x_at += first
+    for start in range(first, end, INPUTS):
+        words = tl.load(weight_at)
+        for piece in tl.static_range(PIECES):
+            if EVEN:
+                x = tl.load(x_at + piece * WORDS)
+            else:
+                real = start + piece * WORDS + at < inputs
+                x = tl.load(x_at + piece * WORDS, mask=real[:, None], other=0.0)
+            values = _values(
+                words, start + piece * WORDS, from_row, inputs, outputs, groups_ptr, zeros_ptr,
+                piece, GROUP, x.dtype,
+            )  # fmt: skip
+            sums = multiplied(values, x, sums, PRECISION)
+        weight_at += WORDS
+        x_at += INPUTS
+    return sums
+
+
+@triton.jit
+def _coded_matmul_kernel(
+    x_ptr,
+    weight_ptr,  # (outputs, words) int16
+    groups_ptr, zeros_ptr,  # (groups, outputs), or None
+    scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
+    rows, outputs, inputs, stride_x, stride_weight, stride_y, segment,
+    SUM: tl.constexpr, EVEN: tl.constexpr, IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, TOGETHER: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """As matmul_kernel, whose arguments it takes, with a span of codes as a tile's inputs."""
+    line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
+    line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
+    line = line_tile * LINES + tl.arange(0, LINES)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    WORDS: tl.constexpr = INPUTS * BITS // 16
+    at = tl.arange(0, WORDS)
+    from_row = weight_row(line, outputs, ACTIVATION).to(tl.int64)
+    weight_at = weight_ptr + from_row[:, None] * stride_weight + at[None, :]
+    x_at = x_ptr + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * stride_x + at[:, None]
+    if IN_TURN:
+        sums = tl.zeros((LINES, ROWS), SUM)
+        for first in range(0, inputs, segment * INPUTS):
+            end = tl.minimum(first + segment * INPUTS, inputs)
+            sums += _coded_segment_sums(
+                weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
+                EVEN, PRECISION, BITS, GROUP, LINES, ROWS, INPUTS,
+            )  # fmt: skip
+    else:
+        first = tl.program_id(1) * segment * INPUTS
+        end = tl.minimum(first + segment * INPUTS, inputs)
+        sums = _coded_segment_sums(
+            weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
+            EVEN, PRECISION, BITS, GROUP, LINES, ROWS, INPUTS,
+        )  # fmt: skip
+    give(
+        sums, line_tile * LINES, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
+        rows, outputs, stride_y, line_tiles * LINES, row_tiles * ROWS, ACTIVATION, LINES, ROWS,
+    )  # fmt: skip
+
+
+def int8_weight_matmul(
+    x: Tensor,
+    weight: Int8Weight,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """See batchinfer_kernels.quantized_matmul.int8_weight_matmul_reference. Rows of x may be strided."""
+    check_int8_weight(x, weight, bias, out_dtype, activation)
+    scales = weight.scales.contiguous()
+    return _multiply(x, weight, 8, scales, bias, out_dtype, activation, deterministic, None, None, SPAN)
+
+
+def int4_weight_matmul(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """See batchinfer_kernels.quantized_matmul.int4_weight_matmul_reference. Rows of x may be strided."""
+    check_int4_weight(x, weight, bias, out_dtype, activation)
+    groups, zeros = weight.scales.contiguous(), None if weight.zeros is None else weight.zeros.contiguous()
+    return _multiply(
+        x, weight, 4, None, bias, out_dtype, activation, deterministic, groups, zeros, weight.group
+    )
+
+
+def _multiply(
+    x: Tensor,
+    weight: Int8Weight | Int4Weight,
+    bits: int,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    activation: Activation | None,
+    deterministic: bool,
+    groups: Tensor | None,
+    zeros: Tensor | None,
+    group: int,
+) -> Tensor:
+    check_same_dtype(x=x)
+    words = weight.packed.contiguous().view(torch.int16)
+    operands = Operands(x, words, weight.outputs, out_dtype or x.dtype, scales, None, bias, activation)
+    kind: Kind = "wide" if x.dtype == torch.float32 else "coded"
+    more = {"groups_ptr": groups, "zeros_ptr": zeros, "BITS": bits, "GROUP": group}
+    return launch(_coded_matmul_kernel, operands, kind, deterministic, SPAN, **more)

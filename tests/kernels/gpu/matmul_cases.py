@@ -1,0 +1,135 @@
+"""What the tests of matrix products share: operands beside NaN, every way to multiply, launches for the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.matmul import finished, matmul_reference
+from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
+from batchinfer_kernels.quantized_matmul import (
+    int4_weight_matmul_reference,
+    int8_weight_matmul_reference,
+    quantize_int4,
+    quantize_int8,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Rounding to the dtype, of values up to the largest: half a unit in the last place, and sums in another order
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+# ways to multiply: name → whether it has a `deterministic` to be asked for
+WAYS = ("plain", "int8_weight", "int4_32", "int4_64", "int4_128", "int4_64_zeros", "fp8", "int8")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def beside_nan(values: Tensor) -> Tensor:
+    """The same matrix with NaN in front of it, behind each row and below it; strides no multiple of 16 bytes."""
+    rows, columns = values.shape
+    around = torch.full((rows + 2, columns + 5), float("nan")).to(values.dtype)
+    around[1 : rows + 1, 2 : columns + 2] = values
+    return around[1 : rows + 1, 2 : columns + 2]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to multiply x with a weight (N, K) of its dtype."""
+
+    multiply: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    weight: tuple[Any, ...]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        return self.multiply(x, *self.weight, bias, **options)
+
+    def wanted(self, x: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        return self.reference(x, *self.weight, bias, **options)
+
+
+def way(name: str, weight: Tensor) -> Way:
+    """`name`: one of WAYS; the weight is quantised as it says."""
+    from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
+    from batchinfer_kernels.gpu.int8_matmul import int8_matmul
+    from batchinfer_kernels.gpu.matmul import matmul
+    from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul
+
+    if name == "plain":
+        return Way(matmul, matmul_reference, (weight,))
+    if name == "int8_weight":
+        return Way(int8_weight_matmul, int8_weight_matmul_reference, (quantize_int8(weight),))
+    if name == "fp8":
+        return Way(fp8_matmul, fp8_matmul_reference, quantize_rows_fp8(weight))
+    if name == "int8":
+        return Way(int8_matmul, int8_reference, quantize_weight(weight))
+    quantized = quantize_int4(weight, int(name.split("_")[1]), symmetric=not name.endswith("zeros"))
+    return Way(int4_weight_matmul, int4_weight_matmul_reference, (quantized,))
+
+
+def int8_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """quantized_linear_reference, whose result has x's dtype, with what may follow it."""
+    sums = quantized_linear_reference(x.float(), codes, scales, bias)
+    return finished(sums, None, out_dtype or x.dtype, activation)
+
+
+def mend_interpreter(monkeypatch: Any) -> None:
+    """Triton 3.7's interpreter loses the carry of a mantissa that is rounded up to fp8, and rounds an FMA twice."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def mended(values: Any, source: Any, wanted: Any, rounding: Any) -> Any:
+        if source == tl.float32 and wanted == tl.float8e4nv:
+            rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
+            return rounded.view(torch.uint8).numpy().reshape(values.shape)
+        return convert(values, source, wanted, rounding)
+
+    def fma(_builder: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter, "_convert_float", mended)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+
+
+# ---- launches for the compiler: arguments are JSON's types
+
+
+def launch_way(
+    name: str,
+    dtype: str,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    deterministic: bool,
+    activation: Activation | None,
+    processors: int,
+) -> None:
+    """What a GPU with so many processors would launch."""
+    from batchinfer_kernels.gpu import target
+
+    weight = torch.zeros(outputs, inputs, dtype=getattr(torch, dtype))
+    x = torch.zeros(rows, inputs, dtype=weight.dtype)
+    options: dict[str, Any] = {} if name == "int8" else {"deterministic": deterministic}
+    before, target.processors = target.processors, lambda _device: processors
+    try:
+        way(name, weight)(x, weight[:, 0].contiguous(), activation=activation, **options)
+    finally:
+        target.processors = before

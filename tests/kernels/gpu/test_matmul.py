@@ -1,0 +1,247 @@
+"""Every way to multiply against its reference: odd sizes, NaN around what is read, and the bits of one row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.gpu import matmul_core, matmul_tiles, target
+from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
+from batchinfer_kernels.gpu.int8_matmul import int8_matmul
+from batchinfer_kernels.gpu.matmul import matmul
+from batchinfer_kernels.gpu.matmul_tiles import choose_cut
+from batchinfer_kernels.quantized_linear import quantize_weight
+from tests.kernels.gpu.matmul_cases import (
+    DTYPES,
+    TOLERANCE,
+    WAYS,
+    beside_nan,
+    int8_reference,
+    mend_interpreter,
+    random,
+    way,
+)
+
+PROCESSORS = 132
+FLOATS = tuple(name for name in WAYS if name != "int8")  # ways whose sums are rounded
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
+    """The interpreter mended, many processors for which sums are split, and results that begin as NaN."""
+    empty = torch.empty
+
+    def poisoned(*sizes: Any, **options: Any) -> Tensor:
+        made = empty(*sizes, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() and made.element_size() > 1 else made
+
+    monkeypatch.setattr(matmul_core.torch, "empty", poisoned)
+    if interpreted:
+        mend_interpreter(monkeypatch)
+        monkeypatch.setattr(target, "processors", lambda _device: PROCESSORS)
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    bound = TOLERANCE[wanted.dtype] * float(wanted.abs().amax())
+    torch.testing.assert_close(got, wanted, atol=bound, rtol=0.0, equal_nan=False)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("name", WAYS)
+def test_any_number_of_rows(name: str, rows: int) -> None:
+    multiply = way(name, random(70, 130, dtype=torch.bfloat16, seed=1))
+    x = random(rows, 130, dtype=torch.bfloat16)
+    near(multiply(x), multiply.wanted(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(3, 1, 1), (5, 63, 100), (7, 1100, 34), (66, 128, 64)]
+)
+def test_odd_sizes_in_every_dtype(
+    name: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int
+) -> None:
+    multiply = way(name, random(outputs, inputs, dtype=dtype, seed=1))
+    x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=2)
+    near(multiply(x, bias), multiply.wanted(x, bias))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("rows", [1, 31, 64, 65, 129, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (100, 1), (1, 100), (1537, 258), (4096, 40)])
+def test_sizes_swept(name: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
+    multiply = way(name, random(outputs, inputs, dtype=dtype, seed=1))
+    x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=2)
+    near(multiply(x, bias), multiply.wanted(x, bias))
+    if name != "int8":
+        near(multiply(x, bias, deterministic=True), multiply.wanted(x, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("inputs", [50, 1100])
+def test_a_gated_layer_rounds_once(dtype: torch.dtype, activation: str, inputs: int) -> None:
+    """With whole sums (50 inputs) and with sums of segments (1100)."""
+    for name in ("plain", "int8_weight", "int8"):
+        multiply = way(name, random(74, inputs, dtype=dtype, seed=1))
+        x, bias = random(5, inputs, dtype=dtype), random(74, dtype=dtype, seed=2)
+        got = multiply(x, bias, activation=activation)
+        assert got.shape == (5, 37)
+        near(got, multiply.wanted(x, bias, activation=activation))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_logits_are_float32(name: str) -> None:
+    multiply = way(name, random(50, 96, dtype=torch.bfloat16, seed=1))
+    x = random(3, 96, dtype=torch.bfloat16)
+    near(multiply(x, out_dtype=torch.float32), multiply.wanted(x, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_no_rows_and_no_outputs(name: str) -> None:
+    multiply = way(name, random(50, 96, dtype=torch.bfloat16, seed=1))
+    assert multiply(random(0, 96, dtype=torch.bfloat16)).shape == (0, 50)
+    assert matmul(random(3, 8), random(0, 8)).shape == (3, 0)
+
+
+def test_no_inputs_leave_the_bias() -> None:
+    assert matmul(random(3, 0), random(5, 0), torch.arange(5.0)).tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_lies_beside_the_rows_is_not_read(dtype: torch.dtype, deterministic: bool) -> None:
+    x, weight = random(19, 1029, dtype=dtype), random(37, 1029, dtype=dtype, seed=1)
+    got = matmul(beside_nan(x), beside_nan(weight), deterministic=deterministic)
+    assert torch.equal(got, matmul(x, weight, deterministic=deterministic))
+
+
+@pytest.mark.parametrize("name", WAYS[1:])
+def test_what_lies_beside_the_rows_of_x_is_not_read(name: str) -> None:
+    multiply = way(name, random(37, 200, dtype=torch.bfloat16, seed=1))
+    x = random(5, 200, dtype=torch.bfloat16)
+    assert torch.equal(multiply(beside_nan(x)), multiply(x))
+
+
+def test_codes_of_a_weight_may_be_strided() -> None:
+    codes, scales = quantize_weight(random(37, 200, seed=1))
+    wide = torch.full((37, 230), 127, dtype=torch.int8)
+    wide[:, 3:203] = codes
+    x = random(5, 200)
+    assert torch.equal(int8_matmul(x, wide[:, 3:203], scales), int8_matmul(x, codes, scales))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_broken_row_breaks_no_other(name: str) -> None:
+    multiply = way(name, random(37, 200, dtype=torch.bfloat16, seed=1))
+    x = random(5, 200, dtype=torch.bfloat16)
+    whole = multiply(x)
+    x[2, 7] = float("nan")
+    got = multiply(x)
+    assert got[2].isnan().all()
+    assert torch.equal(got[[0, 1, 3, 4]], whole[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_int8_is_what_the_cpu_computes(dtype: torch.dtype, activation: Any) -> None:
+    """Bit by bit: sums of integers are exact, and what follows is rounded where the reference rounds."""
+    codes, scales = quantize_weight(random(130, 600, seed=1))
+    x, bias = random(21, 600, dtype=dtype), random(130, dtype=dtype, seed=2)
+    for rows in (1, 21):
+        got = int8_matmul(x[:rows], codes, scales, bias, activation=activation)
+        wanted = int8_reference(x[:rows], codes, scales, bias, activation=activation)
+        if activation is None:
+            assert torch.equal(got, wanted)
+        else:
+            near(got, wanted)
+
+
+def test_int8_sums_beyond_float32_are_exact() -> None:
+    codes = torch.full((2, 20_001), 127, dtype=torch.int8)
+    codes[1, 0] = 126
+    got = int8_matmul(torch.full((1, 20_001), 127.0), codes, torch.ones(2))
+    assert got.long().tolist() == [[322_596_128, 322_596_000]]  # …129 and …002, rounded once
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("inputs", [96, 1100])
+def test_a_row_does_not_depend_on_its_batch(name: str, inputs: int) -> None:
+    """Alone, among a few, at any place, and in a batch so large that segments are summed in turn."""
+    multiply = way(name, random(70, inputs, dtype=torch.bfloat16, seed=1))
+    x, bias = random(140, inputs, dtype=torch.bfloat16), random(70, dtype=torch.bfloat16, seed=2)
+    whole = multiply(x, bias, deterministic=True, out_dtype=torch.float32)
+    for first, last in ((0, 1), (139, 140), (3, 20), (64, 129), (7, 136)):
+        part = multiply(x[first:last], bias, deterministic=True, out_dtype=torch.float32)
+        assert torch.equal(part, whole[first:last])
+    order = torch.randperm(140, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(multiply(x[order], bias, deterministic=True, out_dtype=torch.float32), whole[order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_does_not_depend_on_its_batch_in_other_dtypes(dtype: torch.dtype) -> None:
+    x, weight = random(70, 1100, dtype=dtype), random(40, 1100, dtype=dtype, seed=1)
+    whole = matmul(x, weight, deterministic=True)
+    for first, last in ((0, 1), (69, 70), (3, 20), (2, 66)):
+        assert torch.equal(matmul(x[first:last], weight, deterministic=True), whole[first:last])
+
+
+def test_a_deterministic_cut_is_the_weights() -> None:
+    """The same tile and the same segments for any number of rows and any GPU; only their places differ."""
+    for kind in ("half", "wide", "coded", "fp8"):
+        few, many = (choose_cut(kind, 300, rows, 4096, True, 1) for rows in (1, 4096))
+        assert (few.tiles, few.segment, few.segments) == (many.tiles, many.segment, many.segments)
+        assert few.segments > 1
+        assert few.splits == few.segments
+        assert many.splits == 1
+        assert few == choose_cut(kind, 300, 1, 4096, True, 999)
+
+
+def test_few_programs_are_split_and_many_are_not() -> None:
+    assert choose_cut("half", 4096, 1, 4096, False, 132).splits > 1
+    assert choose_cut("half", 150_000, 1, 4096, False, 132).splits == 1
+    assert choose_cut("half", 4096, 4096, 4096, False, 132).splits == 1
+    assert choose_cut("half", 64, 1, 500, False, 132).splits == 1
+
+
+@pytest.mark.parametrize("kind", list(matmul_tiles._TILES))
+def test_segments_are_whole_tiles_and_cover_the_inputs(kind: Any) -> None:
+    for outputs, rows, inputs in ((1, 1, 1), (576, 3, 576), (4096, 64, 14336), (300, 5000, 4100)):
+        for deterministic in (False, True):
+            cut = choose_cut(kind, outputs, rows, inputs, deterministic, 132)
+            assert cut.segment % cut.tiles.inputs == 0
+            assert cut.segments == -(-inputs // cut.segment)
+            assert cut.splits in (1, cut.segments)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "words"),
+    [
+        (random(2, 3), random(4, 5), {}, "the weight"),
+        (random(2, 3), random(4, 3).half(), {}, "float32 throughout|expected one of"),
+        (random(2, 3), random(4, 3), {"bias": random(3)}, "the weight has 4 rows"),
+        (random(2, 3), random(3, 3), {"activation": "silu"}, "even number"),
+        (random(2, 3), random(4, 3), {"out_dtype": torch.float16}, "or float32"),
+        (random(3, 2).T, random(4, 3), {}, "stride"),
+        (random(3), random(4, 3), {}, "the weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(x: Tensor, weight: Tensor, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        matmul(x, weight, **options)
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    codes, scales = quantize_weight(random(4, 3))
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        fp8_matmul(random(2, 3), codes, scales)
+    with pytest.raises(ValueError, match="scales"):
+        int8_matmul(random(2, 3), codes, scales[:3])
