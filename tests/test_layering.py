@@ -70,7 +70,8 @@ ONLY = {
     "pickle": (),
     "marshal": (),
 }
-MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
+# the GPU suite is a command of its own: it runs where what `batchinfer` needs is not installed
+MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__", "batchinfer.bench.gpu_suite.__main__")
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
 CHILDREN = ("batchinfer.data.render_worker", "batchinfer.launch.worker", "batchinfer.launch.parent_death")
 # models/checkpoint.py inspects a checkpoint before anything loads, in the parent

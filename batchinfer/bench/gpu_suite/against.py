@@ -1,0 +1,52 @@
+"""A mixed workload beside transformers' continuous batching, in turns, with the same weights on the same device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from batchinfer.bench.gpu_suite.case import WrongResult
+from batchinfer.bench.gpu_suite.continuous import ContinuousPeer
+from batchinfer.bench.gpu_suite.loaded import dtype_of, loaded_model, model_name, source
+from batchinfer.bench.gpu_suite.order import plan_in_memory
+from batchinfer.bench.gpu_suite.section import Section
+from batchinfer.bench.gpu_suite.workloads import MOST_TURNS, suite_workload, told
+from batchinfer.bench.report import Series
+from batchinfer.bench.runs import timed_run
+from batchinfer.models.dummy import DummyWeights
+from batchinfer.models.shapes import SHAPES
+
+WORKLOAD = "mixed"
+AIM = 3.0  # times as fast as continuous batching
+
+
+def run(section: Section) -> None:
+    """One result; its turns are as many as the time allows, up to five."""
+    section.parts([(WORKLOAD, partial(_against, section))])
+
+
+def _against(section: Section) -> dict[str, Any]:
+    setting, series = section.setting, Series()
+    loaded, workload = loaded_model(setting), suite_workload(section, WORKLOAD)
+    dtype, config = dtype_of(setting), source(setting).config
+    weights = DummyWeights(config, getattr(torch, dtype), setting.device)
+    peer = ContinuousPeer(SHAPES[model_name(setting)], weights, setting.device, dtype)
+    try:
+        timed_run(loaded, workload.rows, planner=plan_in_memory)
+        turn_s = peer.run(workload.rows).wall_s
+        for turn in range(1 if setting.rehearsal else MOST_TURNS):
+            if turn and section.left_s < 1.2 * turn_s:
+                break
+            series.ours.append(timed_run(loaded, workload.rows, planner=plan_in_memory))
+            series.peer.append(peer.run(workload.rows))
+            turn_s = series.ours[-1].wall_s + series.peer[-1].wall_s
+    finally:
+        peer.close()
+    equal = series.ours[0].answers == series.peer[0].answers
+    if (
+        setting.rehearsal and not equal
+    ):  # in float32; what bfloat16 rounds decides between almost equal logits
+        raise WrongResult(f"{peer.name} gives other answers")
+    return told(section, workload, series, peer.name) | {"aim": AIM}
