@@ -35,8 +35,7 @@ def main() -> int:
     keeper = Keeper(folder)
     suite = Suite(ROOT, options.rehearse, options.minutes, _notice, keeper.keep, entries)
     record = suite.run()
-    print(table(with_shares(record, peaks_of(record))))
-    print(f"record: {keeper.path}")
+    sys.stdout.write(f"{table(with_shares(record, peaks_of(record)))}\nrecord: {keeper.path}\n")
     return FAILED if record["failed"] else 0
 
 

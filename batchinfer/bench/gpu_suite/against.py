@@ -19,6 +19,7 @@ from batchinfer.models.dummy import DummyWeights
 from batchinfer.models.shapes import SHAPES
 
 WORKLOAD = "mixed"
+TINY_CACHE = {"num_blocks": 8, "max_batch_tokens": 64}
 AIM = 3.0  # times as fast as continuous batching
 
 
@@ -32,7 +33,8 @@ def _against(section: Section) -> dict[str, Any]:
     loaded, workload = loaded_model(setting), suite_workload(section, WORKLOAD)
     dtype, config = dtype_of(setting), source(setting).config
     weights = DummyWeights(config, getattr(torch, dtype), setting.device)
-    peer = ContinuousPeer(SHAPES[model_name(setting)], weights, setting.device, dtype)
+    cache = TINY_CACHE if setting.rehearsal else None
+    peer = ContinuousPeer(SHAPES[model_name(setting)], weights, setting.device, dtype, cache)
     try:
         timed_run(loaded, workload.rows, planner=plan_in_memory)
         turn_s = peer.run(workload.rows).wall_s

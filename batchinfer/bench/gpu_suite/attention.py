@@ -14,7 +14,7 @@ from batchinfer.bench.gpu_suite.case import TOLERANCE, Case, distance, measured
 from batchinfer.bench.gpu_suite.clock import Call
 from batchinfer.bench.gpu_suite.paged import Heads, Paged
 from batchinfer.bench.gpu_suite.section import Part, Section
-from batchinfer_kernels.cost import Cost, attention_cost
+from batchinfer_kernels.cost import attention_cost
 from batchinfer_kernels.gpu.attention_plan import AttentionPlan, AttentionShape, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.paged_attention import paged_attention_reference
@@ -84,36 +84,25 @@ def half(section: Section) -> torch.dtype:
 
 def decode_case(section: Section, heads: Heads, contexts: Sequence[int], codes: str | None) -> Case:
     """One query a sequence; SDPA where all contexts are of one length and nothing is coded."""
-    dtype = half(section)
+    dtype, count, keys = half(section), len(contexts), sum(contexts)
     paged = Paged.random(contexts, heads, dtype, section.setting.device, codes)
-    q = paged.queries(len(contexts))
-    plan = _plan(paged, [1] * len(contexts), dtype)
-    ours = _attention(paged, q, plan)
-    cost = attention_cost(
-        len(contexts),
-        sum(contexts),
-        sum(contexts),
-        heads.q,
-        heads.kv,
-        heads.dim,
-        2,
-        2 if codes is None else 1,
-    )
-    others = {}
+    q = paged.queries(count)
+    ours = _attention(paged, q, _plan(paged, [1] * count, dtype))
+    others: dict[str, Call] = {}
     if codes is None:
         others = flashinfer.decode(paged, q)
         if len(set(contexts)) == 1:
             others = {"torch SDPA": _sdpa_decode(paged, q), **others}
-    return _case(
-        section,
+    return Case(
         "decode attention",
         _decode_size(contexts, codes),
-        cost,
+        attention_cost(count, keys, keys, heads.q, heads.kv, heads.dim, 2, paged.k.element_size()),
+        _name(dtype),
         ours,
+        lambda: distance(ours(), _reference(paged, q, [1] * count)),
+        TOLERANCE[dtype] if codes is None else CODED_TOLERANCE,
         others,
-        paged,
-        q,
-        [1] * len(contexts),
+        DECODE_TARGET if count >= 64 and min(contexts) >= 1024 else None,
     )
 
 
@@ -173,32 +162,6 @@ def prefix_case(section: Section, heads: Heads, count: int, shared: int, own: in
     )
 
 
-def _case(
-    section: Section,
-    kernel: str,
-    size: str,
-    cost: Cost,
-    ours: Call,
-    others: dict[str, Call],
-    paged: Paged,
-    q: Tensor,
-    queries: list[int],
-) -> Case:
-    coded = paged.scale is not None
-    target = DECODE_TARGET if len(paged.contexts) >= 64 and min(paged.contexts) >= 1024 else None
-    return Case(
-        kernel,
-        size,
-        cost,
-        _name(q.dtype),
-        ours,
-        lambda: distance(ours(), _reference(paged, q, queries)),
-        CODED_TOLERANCE if coded else TOLERANCE[q.dtype],
-        others,
-        target,
-    )
-
-
 def _plan(
     paged: Paged, queries: list[int], dtype: torch.dtype, shared: Sequence[SharedPrefix] = ()
 ) -> AttentionPlan:
@@ -208,17 +171,26 @@ def _plan(
 
 
 def _attention(paged: Paged, q: Tensor, plan: AttentionPlan) -> Call:
-    out = torch.empty_like(q)
-    scales = {"k_scale": paged.scale, "v_scale": paged.scale}
-    return lambda: paged_attention(
-        q, paged.k, paged.v, paged.table, plan, paged.heads.scale, **scales, out=out
+    return partial(
+        paged_attention,
+        *(q, paged.k, paged.v, paged.table),
+        plan,
+        paged.heads.scale,
+        k_scale=paged.scale,
+        v_scale=paged.scale,
+        out=torch.empty_like(q),
     )
 
 
 def _reference(paged: Paged, q: Tensor, queries: list[int]) -> Tensor:
-    scales = {"k_scale": paged.scale, "v_scale": paged.scale}
-    lengths = (queries, list(paged.contexts))
-    return paged_attention_reference(q, paged.k, paged.v, paged.table, *lengths, paged.heads.scale, **scales)
+    return paged_attention_reference(
+        *(q, paged.k, paged.v, paged.table),
+        queries,
+        list(paged.contexts),
+        paged.heads.scale,
+        k_scale=paged.scale,
+        v_scale=paged.scale,
+    )
 
 
 def _sdpa_decode(paged: Paged, q: Tensor) -> Call:
@@ -234,14 +206,15 @@ def _sdpa_prefill(paged: Paged, q: Tensor, queries: int) -> Call:
     heads = paged.heads
     k, v = paged.contiguous()
     asked = q.reshape(-1, queries, heads.q, heads.dim).transpose(1, 2)
-    given = {"scale": heads.scale, "enable_gqa": True}
-    if queries == k.shape[2]:
-        return partial(torch.nn.functional.scaled_dot_product_attention, asked, k, v, is_causal=True, **given)
+    sdpa, whole = torch.nn.functional.scaled_dot_product_attention, queries == k.shape[2]
+    if whole:
+        return lambda: sdpa(asked, k, v, is_causal=True, scale=heads.scale, enable_gqa=True)
     from torch.nn.attention.bias import causal_lower_right
 
-    k, v = (t.repeat_interleave(heads.q // heads.kv, 1) for t in (k, v))  # a bias and GQA do not go together
+    # A bias and GQA do not go together
+    wide_k, wide_v = (t.repeat_interleave(heads.q // heads.kv, 1) for t in (k, v))
     bias = causal_lower_right(queries, k.shape[2])
-    return lambda: torch.nn.functional.scaled_dot_product_attention(asked, k, v, bias, scale=heads.scale)
+    return lambda: sdpa(asked, wide_k, wide_v, bias, scale=heads.scale)
 
 
 def _rows(result: Tensor, queries: int) -> Tensor:

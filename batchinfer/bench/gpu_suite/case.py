@@ -35,9 +35,8 @@ class Case:
     tolerance: float
     others: Mapping[str, Call] = field(default_factory=dict)
     target: float | None = None  # share of its bound that it is meant to reach
-    aim: Mapping[str, float] = field(
-        default_factory=dict
-    )  # how many times as fast as one of `others` it is meant to be
+    # How many times as fast as which of `others` it is meant to be
+    aim: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -41,8 +41,8 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cold = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device=device)
-        torch.cuda._sleep(SLEEP_CYCLES)
-        cycles_s = self._device_s(lambda: torch.cuda._sleep(SLEEP_CYCLES))
+        _keep_busy(SLEEP_CYCLES)
+        cycles_s = self._device_s(lambda: _keep_busy(SLEEP_CYCLES))
         self._cycles_per_s = SLEEP_CYCLES / cycles_s
 
     def times(self, calls: Mapping[str, Call]) -> dict[str, Times]:
@@ -71,14 +71,25 @@ class Clock:
 
     def _cold_s(self, call: Call, host_s: float) -> float:
         self._cold.sum()
-        torch.cuda._sleep(round((QUEUE_MARGIN * host_s + 1e-4) * self._cycles_per_s))
+        _keep_busy(round((QUEUE_MARGIN * host_s + 1e-4) * self._cycles_per_s))
         return self._device_s(call)
 
     @staticmethod
     def _device_s(call: Call) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         start.record()
         call()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+def _event() -> Any:
+    event: Callable[..., Any] = torch.cuda.Event
+    return event(enable_timing=True)
+
+
+def _keep_busy(cycles: int) -> None:
+    """A kernel that does nothing for so long; what torch's own tests use."""
+    sleep: Callable[[int], None] = torch.cuda._sleep
+    sleep(cycles)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
 from batchinfer.bench.peer import PeerRun
@@ -28,9 +29,17 @@ class ContinuousPeer:
     name = "transformers"
 
     def __init__(
-        self, config_json: dict[str, Any], weights: DummyWeights, place: torch.device, dtype: str
+        self,
+        config_json: dict[str, Any],
+        weights: DummyWeights,
+        place: torch.device,
+        dtype: str,
+        cache: dict[str, int] | None = None,
     ) -> None:
-        """`place` has to have room for the weights and a cache. Raises BatchInferError where the weights do not fit."""
+        """`place` has to have room for the weights and a cache; `cache`: its sizes, where what is free does not say.
+
+        Raises BatchInferError where the weights are of another model.
+        """
         transformers_logging.set_verbosity_error()
         given = {name: value for name, value in config_json.items() if name != "architectures"}
         with torch.device(place):
@@ -39,7 +48,9 @@ class ContinuousPeer:
             )
         _fill(model, weights)
         settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        self._manager: Any = model.eval().init_continuous_batching(generation_config=settings)
+        self._manager: Any = model.eval().init_continuous_batching(
+            generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(**(cache or {}))
+        )
         with torch.no_grad():
             self._manager.warmup()
         self._manager.start()

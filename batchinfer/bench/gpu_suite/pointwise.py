@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,7 +34,7 @@ def run(section: Section) -> None:
     section.parts(parts)
 
 
-def _measured(section: Section, make: partial[Case], tokens: int) -> dict[str, object]:
+def _measured(section: Section, make: Callable[[Section, int], Case], tokens: int) -> dict[str, object]:
     return measured(section, make(section, tokens))
 
 
@@ -62,7 +63,7 @@ def rope_store_case(section: Section, tokens: int) -> Case:
     """Slots in random order, q, k and v slices of one tensor, as after one product."""
     device, width = section.setting.device, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
     qkv = _random(section, tokens, width).view(tokens, -1, HEAD_DIM)
-    q, k, v = qkv.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)
+    q, k, v = torch.split(qkv, [Q_HEADS, KV_HEADS, KV_HEADS], 1)
     angles = torch.rand(tokens, HEAD_DIM // 2, device=device) * 6.0
     rope = (angles.cos(), angles.sin())
     slots = torch.randperm(-(-tokens // BLOCK) * BLOCK, device=device)[:tokens]
