@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup quickstart test test-all check fix bench clean
+.PHONY: setup quickstart test test-all test-gpu gpu-suite check fix bench clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -25,6 +25,18 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+# On a GPU: with the Python whose torch finds one, so that a machine that has torch needs no virtual environment, else
+# with ours. .typing has the folder kernels/ under its import name, as an installation would.
+FINDS_GPU := import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no GPU here")
+ON_GPU = python=$(PYTHON); if ! $(PYTHON) -c '$(FINDS_GPU)' 2>/dev/null; \
+	then $(MAKE) --no-print-directory setup && python=$(BIN)/python; fi && export PYTHONPATH=$(CURDIR):$(CURDIR)/.typing &&
+
+test-gpu:
+	@$(ON_GPU) $$python -c '$(FINDS_GPU)' && $$python -m pytest tests/kernels/gpu tests/batchinfer/engine/test_triton_engine.py
+
+gpu-suite:
+	@$(ON_GPU) $$python -m batchinfer.bench.gpu_suite
 
 check: $(READY)
 	$(BIN)/ruff check .
