@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Inputs whose codes are packed together, as batchinfer_kernels.quantized_matmul packs them
+PACKED_TOGETHER = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
@@ -60,11 +63,35 @@ def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_it
 
 
 def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """The same with an int8 weight and its scales: a token's activations are quantised (3 a value: compare, divide,
-    round) and its sums scaled (2 each). The quantised activations stay in the core's cache and move nothing."""
+    """The same with an int8 weight and its scales: a token's activations are quantised (3 a value: compare, multiply,
+    round; 2 divisions a token) and its sums scaled (2 each). The quantised activations move nothing."""
     products = 2 * tokens * inputs * outputs
     moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * outputs
-    return Cost(products + tokens * (3 * inputs + 2 * outputs), moved, products)
+    return Cost(products + tokens * (3 * inputs + 2 * outputs + 2), moved, products)
+
+
+def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
+    """The same with float8_e4m3fn for int8, into which a value is bounded too. Its peak is the caller's to choose."""
+    cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
+    return Cost(cost.flops + tokens * inputs, cost.bytes)
+
+
+def weight_only_linear_cost(
+    tokens: int, inputs: int, outputs: int, itemsize: int, *, group: int | None = None, zeros: bool = False
+) -> Cost:
+    """y = x W^T with a weight of packed codes, whose rows are filled up to whole spans.
+
+    Without `group` int8: sums are multiplied with their output's float32 scale. With it int4: 8 is taken off a code,
+    which is multiplied with the scale of its group of inputs, `itemsize` bytes, after its zero is taken off where there
+    are `zeros`, of a byte each.
+    """
+    products, values = 2 * tokens * inputs * outputs, inputs * outputs
+    packed = -(-inputs // PACKED_TOGETHER) * PACKED_TOGETHER * outputs
+    moved = itemsize * tokens * (inputs + outputs)
+    if group is None:
+        return Cost(products + tokens * outputs, moved + packed + 4 * outputs)
+    grouped = -(-inputs // group) * outputs * (itemsize + zeros)
+    return Cost(products + (2 + zeros) * values, moved + packed // 2 + grouped)
 
 
 def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer_kernels.gpu.target import architecture, processors
 from batchinfer_kernels.paged_attention import check_attention_extras, check_paged_attention
 
 Work = Literal["prefill", "decode", "prefix", "deterministic"]
@@ -63,13 +63,6 @@ _SINGLE: dict[Work, dict[int, Tiles]] = {
 }
 
 
-def architecture() -> str:
-    """As Triton names its target: "80", "90", "gfx942"; "" in the interpreter, which has none."""
-    if triton.knobs.runtime.interpret:
-        return ""
-    return str(triton.runtime.driver.active.get_current_target().arch)
-
-
 def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> Tiles:
     """`head_dim`: as the model has it. AMD's compute units have 64 KiB of shared memory, and one tile in flight."""
     tiles = _table(dtype)[work][padded_dim(head_dim)]
@@ -108,14 +101,6 @@ def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
     """
     programs = PREFIX_PROGRAMS_PER_PROCESSOR * processors(device)
     return max(LEAST_SEGMENT, triton.next_power_of_2(-(-total_keys * kv_heads // programs)))
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors; 1 where there is no GPU, so that what is interpreted is split least."""
-    if device.type == "cpu":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def moved(values: NDArray[Any], device: torch.device) -> Tensor:

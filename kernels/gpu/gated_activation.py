@@ -22,7 +22,8 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
+    """act(x) in float32, for the values of batchinfer_kernels.gated_activation.Activation."""
     if ACTIVATION == "silu":
         return x * _sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -43,7 +44,7 @@ def _gated_activation_kernel(
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + intermediate + at, mask=mask, other=0.0)
     # Rounded between the two steps, as torch does
-    active = _activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
+    active = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
     tl.store(y_ptr + row * intermediate + at, (active * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 

@@ -13,7 +13,10 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.matmul_core import Operands, multiply
 from batchinfer_kernels.gpu.quantize_rows import quantize_rows
 from batchinfer_kernels.matmul import check_matmul
-from batchinfer_kernels.quantized_linear import check_quantized_linear
+from batchinfer_kernels.quantized_linear import MAX_CODE, check_quantized_linear
+
+# Sums of so many products of an activation's code and any int8 stay below 2^31
+MOST_INPUTS = (2**31 - 1) // (MAX_CODE * 128)
 
 
 def int8_matmul(
@@ -28,9 +31,12 @@ def int8_matmul(
     """See batchinfer_kernels.quantized_linear.quantized_linear_reference; `out_dtype` and `activation` as in
     batchinfer_kernels.matmul.matmul_reference.
 
-    Two launches: one quantises the rows of x. Rows of x and codes may be strided.
+    Two launches: one quantises the rows of x. Rows of x and codes may be strided. Raises ValueError for more inputs
+    than MOST_INPUTS, whose sums int32 might not hold.
     """
     check_quantized_linear(x, codes, scales, bias)
+    if x.shape[1] > MOST_INPUTS:
+        raise ValueError(f"sums over {x.shape[1]} inputs may overflow, at most {MOST_INPUTS} may be summed")
     check_matmul(x, codes.shape, bias, out_dtype, activation)
     rows, row_scales = quantize_rows(x)
     operands = Operands(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 
@@ -13,6 +15,7 @@ def architecture() -> str:
     return str(triton.runtime.driver.active.get_current_target().arch)
 
 
+@cache
 def processors(device: torch.device) -> int:
     """Multiprocessors; 1 where there is no GPU, so that what is interpreted is split least."""
     if device.type == "cpu":

@@ -45,7 +45,9 @@ class Count(TorchDispatchMode):
         name = func.overloadpacket.__name__.rstrip("_")
         first = result[0] if isinstance(result, (tuple, list)) else result
         given = next((a for a in args if isinstance(a, Tensor)), None)
-        if name in _REDUCED and isinstance(given, Tensor) and given.is_floating_point():
+        if name == "mm" and isinstance(given, Tensor):
+            self.flops += 2 * given.shape[1] * first.numel()
+        elif name in _REDUCED and isinstance(given, Tensor) and given.is_floating_point():
             self.flops += _REDUCED[name] * given.numel()
         elif isinstance(first, Tensor) and first.dim() and _is_float(given):
             each = _EACH.get(name, 0) + (name == "_to_copy" and first.dtype == torch.float8_e4m3fn)

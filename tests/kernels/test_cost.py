@@ -52,7 +52,7 @@ def test_the_fastest_peak() -> None:
 def test_a_quantised_linear_layer_by_hand() -> None:
     cost = quantized_linear_cost(3, 5, 7, 2)
     assert cost.int8_ops == 2 * 3 * 5 * 7
-    assert cost.flops == cost.int8_ops + 3 * 3 * 5 + 2 * 3 * 7
+    assert cost.flops == cost.int8_ops + 3 * (3 * 5 + 2) + 2 * 3 * 7
     assert cost.bytes == 2 * 3 * (5 + 7) + 5 * 7 + 4 * 7
 
 

@@ -1,4 +1,4 @@
-"""The cost of each pointwise and sampling operator is what its reference does and what its operands weigh."""
+"""The cost of each linear, pointwise and sampling operator is what its reference does and what its operands weigh."""
 
 from __future__ import annotations
 
@@ -7,13 +7,69 @@ import pytest
 import torch
 
 from batchinfer_kernels import cost
+from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
+from batchinfer_kernels.matmul import matmul_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
+from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
+from batchinfer_kernels.quantized_matmul import (
+    int4_weight_matmul_reference,
+    int8_weight_matmul_reference,
+    quantize_int4,
+    quantize_int8,
+)
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from tests.kernels.counting import bytes_of, counted
+
+
+def layer(tokens, inputs, outputs):
+    """x, and a weight."""
+    x, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
+    return x.bfloat16(), weight.bfloat16()
+
+
+@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])
+def test_linear(sizes):
+    x, weight = layer(*sizes)
+    found = cost.linear_cost(*sizes, 2, 2)
+    assert found.flops == counted(matmul_reference, x, weight)
+    assert found.bytes == bytes_of(x, weight, matmul_reference(x, weight))
+
+
+@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])
+def test_linear_of_codes(sizes):
+    x, weight = layer(*sizes)
+    for reference, codes, declared in (
+        (quantized_linear_reference, quantize_weight(weight), cost.quantized_linear_cost),
+        (fp8_matmul_reference, quantize_rows_fp8(weight), cost.fp8_linear_cost),
+    ):
+        found = declared(*sizes, 2)
+        assert found.flops == counted(reference, x, *codes)
+        assert found.bytes == bytes_of(x, *codes, reference(x, *codes))
+
+
+@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])
+def test_linear_of_a_coded_weight(sizes):
+    x, weight = layer(*sizes)
+    coded = quantize_int8(weight)
+    found = cost.weight_only_linear_cost(*sizes, 2)
+    assert found.flops == counted(int8_weight_matmul_reference, x, coded)
+    assert found.bytes == bytes_of(x, coded.packed, coded.scales, int8_weight_matmul_reference(x, coded))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])
+def test_linear_of_a_weight_coded_in_groups(sizes, group, zeros):
+    x, weight = layer(*sizes)
+    coded = quantize_int4(weight, group, symmetric=not zeros)
+    found = cost.weight_only_linear_cost(*sizes, 2, group=group, zeros=zeros)
+    operands = (coded.packed, coded.scales, *([] if coded.zeros is None else [coded.zeros]))
+    assert found.flops == counted(int4_weight_matmul_reference, x, coded)
+    assert found.bytes == bytes_of(x, *operands, int4_weight_matmul_reference(x, coded))
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (5, 33)])

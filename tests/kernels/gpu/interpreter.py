@@ -1,7 +1,8 @@
-"""Triton's interpreter, switched on for this process alone, and made right for bfloat16.
+"""Triton's interpreter, switched on for this process alone, and made right where it is not.
 
 Triton 3.6 to 3.9 hold a bfloat16 tensor as uint16 and compute on these bits as if they were integers. Here every
-operation on such a tensor is done in float32 and rounded to the nearest even.
+operation on such a tensor is done in float32 and rounded to the nearest even. Triton 3.6 and 3.7 also lose the carry of
+a mantissa that is rounded up to float8, and round a fused multiply-add twice.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def switch_on() -> None:
         import triton
 
         triton.knobs.runtime.interpret = True
+        _mend_fma()
         _mend_bfloat16()
     finally:
         # The environment is inherited by the processes that tests start, which compile
@@ -74,6 +76,35 @@ def narrow(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).reshape(np.shape(values))
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16)
+
+
+def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x y + z of float32 or float16, rounded once: float64 holds the product, and what its sum loses is put into the
+    last bit, so that the second rounding sees it (Boldo and Melquiond, 2008, rounding to odd)."""
+    product, wide = x.astype(np.float64) * y, z.astype(np.float64)
+    total = np.asarray(product + wide)
+    back = total - product
+    lost = (product - (total - back)) + (wide - back)
+    even = total.view(np.int64) & 1 == 0
+    odd = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    return np.where((lost != 0) & even & np.isfinite(total), odd, total).astype(z.dtype)
+
+
+def to_float8(values: np.ndarray) -> np.ndarray:
+    """float32 → float8_e4m3fn as uint8, rounded to the nearest even."""
+    import torch
+
+    rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
+    return rounded.view(torch.uint8).numpy().reshape(values.shape)
+
+
+def _mend_fma() -> None:
+    from triton.runtime import interpreter
+
+    def mended(_builder: Any, x: Any, y: Any, z: Any) -> Any:
+        return interpreter.TensorHandle(fused(x.data, y.data, z.data), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = mended
 
 
 def _mend_bfloat16() -> None:
@@ -152,6 +183,8 @@ def _convert(operation: Callable[..., Any]) -> Callable[..., Any]:
 
         if source == tl.float32 and target == tl.bfloat16:
             return narrow(values).reshape(values.shape)
+        if target == tl.float8e4nv and source in (tl.float32, tl.float16, tl.bfloat16):
+            return to_float8(widen(values) if source == tl.bfloat16 else values.astype(np.float32))
         return operation(values, source, target, rounding)
 
     return mended

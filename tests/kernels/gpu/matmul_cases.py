@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from batchinfer_kernels.quantized_matmul import (
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rounding to the dtype, of values up to the largest: half a unit in the last place, and sums in another order
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
-# ways to multiply: name → whether it has a `deterministic` to be asked for
+# Ways to multiply; int8 alone has no `deterministic` to be asked for
 WAYS = ("plain", "int8_weight", "int4_32", "int4_64", "int4_128", "int4_64_zeros", "fp8", "int8")
 
 
@@ -86,27 +85,6 @@ def int8_reference(
     """quantized_linear_reference, whose result has x's dtype, with what may follow it."""
     sums = quantized_linear_reference(x.float(), codes, scales, bias)
     return finished(sums, None, out_dtype or x.dtype, activation)
-
-
-def mend_interpreter(monkeypatch: Any) -> None:
-    """Triton 3.7's interpreter loses the carry of a mantissa that is rounded up to fp8, and rounds an FMA twice."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def mended(values: Any, source: Any, wanted: Any, rounding: Any) -> Any:
-        if source == tl.float32 and wanted == tl.float8e4nv:
-            rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
-            return rounded.view(torch.uint8).numpy().reshape(values.shape)
-        return convert(values, source, wanted, rounding)
-
-    def fma(_builder: Any, x: Any, y: Any, z: Any) -> Any:
-        exact = x.data.astype(np.float64) * y.data + z.data
-        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
-
-    monkeypatch.setattr(interpreter, "_convert_float", mended)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
 
 
 # ---- launches for the compiler: arguments are JSON's types

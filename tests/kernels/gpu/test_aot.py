@@ -1,15 +1,17 @@
-"""The tools of this folder: what they report is what the compiler said, and bfloat16 is bfloat16."""
+"""The tools of this folder: what they report is what the compiler said, and what is interpreted is right."""
 
 from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from tests.kernels.gpu.aot import TARGETS, compile_for, compile_launch
+from tests.kernels.gpu.interpreter import fused, to_float8
 
 
 @triton.jit
@@ -53,3 +55,17 @@ def test_bfloat16_is_right_and_other_processes_are_not_affected() -> None:
     x = torch.linspace(-3, 3, 100).bfloat16()
     assert torch.equal(launch_double(100, 64), x + x)
     assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_a_fused_multiply_add_rounds_once() -> None:
+    """0.5 - 2^-47 is added to an odd number: as float64 that would be a half, which goes up to the even one."""
+    one = np.float32(2.0**-23)
+    x, y, z = (np.array([v], np.float32) for v in (1 + one, (1 - one) / 2, 12582913.0))
+    assert fused(x, y, z).tolist() == [12582913.0]
+    assert fused(x, np.float32(0.5) * x, z).tolist() == [12582914.0]
+    assert np.isnan(fused(x, y, np.array([np.nan], np.float32))).all()
+
+
+def test_a_mantissa_that_is_rounded_up_carries_in_float8() -> None:
+    bits = to_float8(np.array([1.9375, 1.97, -448.0, 0.0], np.float32))
+    assert torch.from_numpy(bits).view(torch.float8_e4m3fn).tolist() == [2.0, 2.0, -448.0, 0.0]

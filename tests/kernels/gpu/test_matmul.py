@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu import matmul_core, matmul_tiles, target
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
-from batchinfer_kernels.gpu.int8_matmul import int8_matmul
+from batchinfer_kernels.gpu.int8_matmul import MOST_INPUTS, int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.matmul_tiles import choose_cut
 from batchinfer_kernels.quantized_linear import quantize_weight
@@ -20,7 +20,6 @@ from tests.kernels.gpu.matmul_cases import (
     WAYS,
     beside_nan,
     int8_reference,
-    mend_interpreter,
     random,
     way,
 )
@@ -31,7 +30,7 @@ FLOATS = tuple(name for name in WAYS if name != "int8")  # ways whose sums are r
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
-    """The interpreter mended, many processors for which sums are split, and results that begin as NaN."""
+    """Many processors for which sums are split, and results that begin as NaN."""
     empty = torch.empty
 
     def poisoned(*sizes: Any, **options: Any) -> Tensor:
@@ -40,7 +39,6 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
 
     monkeypatch.setattr(matmul_core.torch, "empty", poisoned)
     if interpreted:
-        mend_interpreter(monkeypatch)
         monkeypatch.setattr(target, "processors", lambda _device: PROCESSORS)
 
 
@@ -170,6 +168,14 @@ def test_int8_sums_beyond_float32_are_exact() -> None:
     codes[1, 0] = 126
     got = int8_matmul(torch.full((1, 20_001), 127.0), codes, torch.ones(2))
     assert got.long().tolist() == [[322_596_128, 322_596_000]]  # …129 and …002, rounded once
+
+
+def test_int8_sums_that_may_overflow_are_refused() -> None:
+    codes = torch.full((1, MOST_INPUTS + 1), -128, dtype=torch.int8)
+    x, one = torch.full((1, MOST_INPUTS + 1), 127.0), torch.ones(1)
+    assert int8_matmul(x[:, 1:], codes[:, 1:], one).tolist() == [[-128.0 * 127 * MOST_INPUTS]]
+    with pytest.raises(ValueError, match="overflow"):
+        int8_matmul(x, codes, one)
 
 
 @pytest.mark.parametrize("name", FLOATS)
