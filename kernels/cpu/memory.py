@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -11,37 +12,50 @@ import torch
 from torch import Tensor
 
 LEAST_BYTES = 2 << 20  # a huge page
-_MADV_HUGEPAGE = 14
+PIECE_BYTES = 64 << 20
+LINE_BYTES = 64
 # mallopt's parameters
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 32 << 20  # the most that glibc takes as threshold of what is mapped by itself
 _TRIMMED_BYTES = 1 << 30
 
 
-def advise_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask for huge pages under a tensor that nothing was written to yet. Only advice: without them all works, slower.
-
-    Walking page tables of 4 KiB pages costs a kernel that reads scattered blocks or streams weights much of its time,
-    the more so in a virtual machine.
-    """
-    size = tensor.numel() * tensor.element_size()
-    if platform.system() == "Linux" and size >= LEAST_BYTES:
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
-    return tensor
-
-
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """As torch.zeros, but memory is taken, and cleared, when it is first touched: a cache is as large as the longest
-    rows could need, and most jobs touch little of it."""
+    rows could need, and most jobs touch little of it.
+
+    Walking page tables of 4 KiB pages costs a kernel that reads scattered blocks or streams weights some of its time,
+    the more so in a virtual machine.
+    """
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype)
-    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
-    untouched = torch.frombuffer(mapping, dtype=dtype)  # keeps the mapping alive
-    return advise_huge_pages(untouched).view(shape)
+    # Private, since shared memory has no huge pages
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them: all works, slower
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)  # keeps the mapping alive
+
+
+class HugePages:
+    """Hands out tensors that lie one after another in huge pages, as many small ones by themselves could not.
+
+    A piece is freed when all its tensors are; what is large has a piece of its own.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        """(size,), on a cache line's boundary."""
+        taken = -(-size * dtype.itemsize // LINE_BYTES) * LINE_BYTES
+        if taken > PIECE_BYTES // 4:
+            return zeros_in_huge_pages((size,), dtype)
+        if taken > len(self._rest):
+            self._rest = zeros_in_huge_pages((PIECE_BYTES,), torch.uint8)
+        bytes_, self._rest = self._rest[: size * dtype.itemsize], self._rest[taken:]
+        return bytes_.view(dtype)
 
 
 def keep_freed_memory() -> None:
