@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.attention_plan import CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
-from batchinfer_kernels.cpu.memory import advise_huge_pages
+from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_rotary_shapes
 
@@ -66,6 +66,7 @@ class CompiledOperators:
 
     def __init__(self, cache: Path | None = None) -> None:
         library = load_library(cache)
+        self._pages = HugePages()
         self._columns = _function(library, "packed_columns", [_LONG, _LONG], _LONG)
         self._packed_order = _function(library, "packed_order", [_LONG, _LONG, _POINTER])
         self._pack_codes = _function(library, "pack_codes", [_POINTER] + [_LONG] * 3 + [_POINTER] * 2)
@@ -92,7 +93,7 @@ class CompiledOperators:
         words = -(-inputs * weight.element_size() // WORD_BYTES)
         order = self._order(outputs, kind)
         size = len(order) * words * WORD_BYTES // weight.element_size()
-        panels = advise_huge_pages(weight.new_empty(size))
+        panels = self._pages.zeros(size, weight.dtype)
         self._call("pack_linear", weight, weight.contiguous(), outputs, inputs, kind == "gated", panels)
         return PackedWeight(panels, _reordered(bias, order), outputs, inputs, kind)
 
@@ -102,7 +103,7 @@ class CompiledOperators:
         """codes: (outputs, inputs) int8 in -127 … 127; scales: (outputs,) float32."""
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
-        panels = advise_huge_pages(codes.new_empty(len(order) * _up(inputs, WORD_BYTES)))
+        panels = self._pages.zeros(len(order) * _up(inputs, WORD_BYTES), torch.int8)
         starts = torch.empty(len(order), dtype=torch.int32)
         arguments = (codes.contiguous().data_ptr(), outputs, inputs, kind == "gated")
         self._pack_codes(*arguments, panels.data_ptr(), starts.data_ptr())

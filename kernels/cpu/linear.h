@@ -66,18 +66,28 @@ INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t
         for (int r = 0; r < rows; r++) memcpy((char *)y + (at + r * stride) * size, to + r * width * size, columns * size);
 }
 
+/* One word of `rows` (a constant) rows. */
+INLINE void NAME(add_word)(const REAL *x, const vi *weight, int64_t inputs, vf sums[ROWS][COLUMNS], const int rows) {
+    for (int r = 0; r < rows; r++) {
+        int32_t word;
+        memcpy(&word, x + r * inputs, 4);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = DOT(sums[r][c], splat_word(word), weight[c]);
+    }
+}
+
 /* Sums of `rows` (a constant) rows with one panel. */
-INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, int64_t inputs, vf sums[ROWS][COLUMNS], const int rows) {
+INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, const char *ahead, int64_t inputs,
+                              vf sums[ROWS][COLUMNS], const int rows) {
     const vi *weight = (const vi *)panel;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = splat(0.0f);
-    int64_t words = inputs / PAIR;
-    for (int64_t i = 0; i < words; i++, weight += COLUMNS)
-        for (int r = 0; r < rows; r++) {
-            int32_t word;
-            memcpy(&word, x + r * inputs + i * PAIR, 4);
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] = DOT(sums[r][c], splat_word(word), weight[c]);
-        }
+    int64_t words = inputs / PAIR, i = 0;
+    for (; i + FETCHED <= words; ahead += LINE) {
+        __builtin_prefetch(ahead);
+        for (int end = i + FETCHED; i < end; i++, weight += COLUMNS)
+            NAME(add_word)(x + i * PAIR, weight, inputs, sums, rows);
+    }
+    for (; i < words; i++, weight += COLUMNS) NAME(add_word)(x + i * PAIR, weight, inputs, sums, rows);
     if (inputs % PAIR) /* half a word: its other half must not be read */
         for (int r = 0; r < rows; r++) {
             int32_t word = 0;
@@ -98,14 +108,15 @@ void NAME(linear)(const REAL *x, const REAL *packed, const REAL *bias, void *y, 
     {
 #pragma omp for schedule(guided, 4)
         for (int64_t at = 0; at < blocks * panels; at++) {
-            int64_t block, panel;
-            place(at, per, blocks, panels, &block, &panel);
+            int64_t block, panel, turn;
+            place(at, per, blocks, panels, &block, &panel, &turn);
             int64_t row = block * ROWS, columns = wanted - panel * width < width ? wanted - panel * width : width;
             int64_t count = rows - row < ROWS ? rows - row : ROWS;
             const REAL *weight = packed + panel * words * PANEL * PAIR;
+            const char *ahead = ahead_of(weight, words, turn, panel + 1 < panels);
             vf sums[ROWS][COLUMNS];
 #define CASE(n) \
-    case n: NAME(linear_tile)(x + row * inputs, weight, inputs, sums, n); break;
+    case n: NAME(linear_tile)(x + row * inputs, weight, ahead, inputs, sums, n); break;
             switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
             NAME(put)(sums, bias ? bias + panel * PANEL : NULL, y, row * wanted + panel * width, wanted, columns, kind,

@@ -28,11 +28,23 @@ void packed_order(int64_t outputs, int64_t gated, int64_t *order) {
 #define CHUNK_BYTES (256 << 10) /* of x: a quarter of an L2 of 1 MiB. From 96 to 4,096 rows made no difference above 3% */
 
 /* Which rows and which panel stand at place `at` of the work: chunks of `per` row blocks, in each panel after panel, in
- * each row block after row block. A chunk of x stays in the L2 cache while the panels pass. */
-INLINE void place(int64_t at, int64_t per, int64_t blocks, int64_t panels, int64_t *block, int64_t *panel) {
+ * each row block after row block. A chunk of x stays in the L2 cache while the panels pass. `turn`: how many row blocks
+ * the panel has met before. */
+INLINE void place(int64_t at, int64_t per, int64_t blocks, int64_t panels, int64_t *block, int64_t *panel, int64_t *turn) {
     int64_t chunk = at / (per * panels), first = chunk * per, inside = blocks - first < per ? blocks - first : per;
     int64_t rest = at - first * panels;
-    *panel = rest / inside, *block = first + rest % inside;
+    *panel = rest / inside, *turn = rest % inside, *block = first + *turn;
+}
+
+/* A panel is met by many row blocks, of which the first would wait for it to come from memory: a step reads all weights
+ * of the model, more than any cache holds. So each block fetches a part of the next panel, a line every FETCHED words. */
+#define FETCHED 4
+#define TURNS (PANEL * 4 / LINE * FETCHED) /* blocks that a whole panel takes */
+
+/* What the block of this turn fetches: from the panel after this one, both `words` long; else something that is there. */
+INLINE const char *ahead_of(const void *panel, int64_t words, int64_t turn, int more) {
+    int64_t bytes = words * PANEL * 4;
+    return (const char *)panel + (more && turn < TURNS ? bytes + turn * (words / FETCHED) * LINE : 0);
 }
 
 /* A result and its column as one integer that is greater for a greater result, and for the lower column of equals.
@@ -74,5 +86,14 @@ void ranked_columns(const uint64_t *greatest, int64_t *columns, int64_t n) {
         uint32_t bits = greatest[i] >> 32, plain = bits >> 31 ? bits & 0x7fffffffu : ~bits;
         int finite = (plain & 0x7f800000u) != 0x7f800000u;
         columns[i] = finite ? (int64_t)(uint32_t)~(uint32_t)greatest[i] : -1;
+    }
+}
+
+/* Four codes of `rows` (a constant) rows. */
+INLINE void add_codes(const uint8_t *x, const vi *weight, int64_t words, vi sums[ROWS][COLUMNS], const int rows) {
+    for (int r = 0; r < rows; r++) {
+        int32_t word;
+        memcpy(&word, x + r * words * 4, 4);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int8(sums[r][c], splat_word(word), weight[c]);
     }
 }

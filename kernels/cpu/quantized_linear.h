@@ -35,18 +35,19 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
 }
 
 /* Exact sums of `rows` (a constant) rows with one panel, scaled. */
-INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, const int8_t *panel, const int32_t *starts,
-                                 const float *scales, int64_t words, vf result[ROWS][COLUMNS], const int rows) {
+INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, const int8_t *panel, const char *ahead,
+                                 const int32_t *starts, const float *scales, int64_t words, vf result[ROWS][COLUMNS],
+                                 const int rows) {
     vi sums[ROWS][COLUMNS];
     const vi *weight = (const vi *)panel;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = ((const vi *)starts)[c];
-    for (int64_t i = 0; i < words; i++, weight += COLUMNS)
-        for (int r = 0; r < rows; r++) {
-            int32_t word;
-            memcpy(&word, x + (r * words + i) * 4, 4);
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int8(sums[r][c], splat_word(word), weight[c]);
-        }
+    int64_t i = 0;
+    for (; i + FETCHED <= words; ahead += LINE) {
+        __builtin_prefetch(ahead);
+        for (int end = i + FETCHED; i < end; i++, weight += COLUMNS) add_codes(x + i * 4, weight, words, sums, rows);
+    }
+    for (; i < words; i++, weight += COLUMNS) add_codes(x + i * 4, weight, words, sums, rows);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++)
             result[r][c] = __builtin_convertvector(sums[r][c], vf) * (load_f32(scales + c * LANES) * row_scales[r]);
@@ -67,14 +68,16 @@ void NAME(quantized_linear)(const REAL *x, const int8_t *packed, const int32_t *
             row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * words * 4);
 #pragma omp for schedule(guided, 4)
         for (int64_t at = 0; at < blocks * panels; at++) {
-            int64_t block, panel;
-            place(at, per, blocks, panels, &block, &panel);
+            int64_t block, panel, turn;
+            place(at, per, blocks, panels, &block, &panel, &turn);
             int64_t row = block * ROWS, columns = wanted - panel * width < width ? wanted - panel * width : width;
             int64_t from = panel * PANEL, count = rows - row < ROWS ? rows - row : ROWS;
+            const int8_t *weight = packed + from * words * 4;
+            const char *ahead = ahead_of(weight, words, turn, panel + 1 < panels);
             vf sums[ROWS][COLUMNS];
 #define CASE(n) \
     case n: \
-        NAME(quantized_tile)(codes + row * words * 4, row_scales + row, packed + from * words * 4, starts + from, \
+        NAME(quantized_tile)(codes + row * words * 4, row_scales + row, weight, ahead, starts + from, \
                              scales + from, words, sums, n); \
         break;
             switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }

@@ -1,0 +1,48 @@
+"""Memory for weights and caches: zero, aligned, apart from one another, and given back."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer_kernels.cpu.memory import LEAST_BYTES, LINE_BYTES, PIECE_BYTES, HugePages, zeros_in_huge_pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(0,), (3, 5), (LEAST_BYTES // 4, 3)])
+def test_zeros(shape, dtype):
+    found = zeros_in_huge_pages(shape, dtype)
+    assert (found.shape, found.dtype, found.is_contiguous()) == (shape, dtype, True)
+    assert not found.any()
+
+
+def test_tensors_are_apart():
+    pages = HugePages()
+    sizes = [1, 0, 63, 64, 65, 5000, PIECE_BYTES // 8, PIECE_BYTES // 8, PIECE_BYTES // 2, 17] * 3
+    given = [pages.zeros(size, torch.bfloat16) for size in sizes]
+    for number, tensor in enumerate(given):
+        assert (tensor.shape, tensor.data_ptr() % LINE_BYTES) == ((sizes[number],), 0)
+        assert not tensor.any()
+        tensor.fill_(number)
+    assert all((tensor == number).all() for number, tensor in enumerate(given))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="/proc is Linux's")
+def test_memory_is_taken_when_used_and_given_back():
+    before, size = resident(), 512 << 20
+    cache = zeros_in_huge_pages((size,), torch.int8)
+    assert resident() - before < size // 8
+    cache.fill_(1)
+    assert resident() - before > size // 2
+    del cache
+    gc.collect()
+    assert resident() - before < size // 8
