@@ -39,7 +39,9 @@ def decode(section: Section, count: int, prompt: int) -> dict[str, Any]:
     count. Raises WrongResult where there are none, as then something else was measured.
     """
     loaded, wanted = loaded_model(section.setting), 3 if section.setting.rehearsal else DECODE_STEPS
-    ran = _run(section, _rows(count, prompt, wanted + WARM_STEPS))
+    # The first row to be read goes on answering until the last one is
+    reading = -(-count * prompt // max(1, loaded.info.max_num_batched_tokens - count))
+    ran = _run(section, _rows(count, prompt, wanted + WARM_STEPS + reading))
     own = [n for n, step in enumerate(ran.steps) if step.prefill_tokens == 0 and step.decode_tokens == count]
     own = own[-wanted:]
     if len(own) < wanted:
