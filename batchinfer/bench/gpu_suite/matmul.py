@@ -15,7 +15,13 @@ from batchinfer.bench.gpu_suite.case import TOLERANCE, Case, distance, measured
 from batchinfer.bench.gpu_suite.clock import Call
 from batchinfer.bench.gpu_suite.peaks import FP8
 from batchinfer.bench.gpu_suite.section import Part, Section
-from batchinfer_kernels.cost import Cost, linear_cost, quantized_linear_cost
+from batchinfer_kernels.cost import (
+    Cost,
+    fp8_linear_cost,
+    linear_cost,
+    quantized_linear_cost,
+    weight_only_linear_cost,
+)
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
 from batchinfer_kernels.fp8_matmul import quantize_rows_fp8 as quantize_weight_fp8
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul, why_not_fp8
@@ -117,7 +123,7 @@ def fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
     """Both factors as float8_e4m3fn, activations quantised on the way; beside it the product with its scales."""
     x, weight = layer.operands(section, tokens)
     codes, scales = quantize_weight_fp8(weight)
-    cost = linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), 1)
+    cost = fp8_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
     others = {}
     if not section.setting.rehearsal:  # what it needs of its operands only GPUs have
         rows, row_scales = quantize_rows_fp8(x)
@@ -133,8 +139,7 @@ def fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
 def weight_int8_case(section: Section, layer: Layer, tokens: int) -> Case:
     x, weight = layer.operands(section, tokens)
     coded = quantize_int8(weight)
-    cost = linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), 1)
-    cost += Cost(0, 4 * layer.outputs)  # scales
+    cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
     right = partial(int8_weight_matmul_reference, x, coded)
     ours = partial(int8_weight_matmul, x, coded)
     return _case("int8-weight matmul", layer, x, weight, cost, _name(x), ours, right)
@@ -143,9 +148,7 @@ def weight_int8_case(section: Section, layer: Layer, tokens: int) -> Case:
 def weight_int4_case(section: Section, layer: Layer, tokens: int) -> Case:
     x, weight = layer.operands(section, tokens)
     coded = quantize_int4(weight, GROUP)
-    cost = linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), 0)
-    groups = -(-layer.inputs // GROUP) * layer.outputs
-    cost += Cost(0, layer.inputs * layer.outputs // 2 + groups * x.element_size())
+    cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), group=GROUP)
     right = partial(int4_weight_matmul_reference, x, coded)
     ours = partial(int4_weight_matmul, x, coded)
     return _case("int4-weight matmul", layer, x, weight, cost, _name(x), ours, right)
