@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from batchinfer.ops.interface import (
     Head,
     LayerCache,
     Linear,
+    Quantization,
     RopeTable,
 )
 from batchinfer.ops.torch_ops import TorchOps
@@ -32,8 +31,6 @@ from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators, Kin
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantize_weight
-
-Quantization = Literal["none", "int8"]
 
 
 class ItemPlan(AttentionPlan):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.penalties import Penalties, penalise_reference
+from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
+from batchinfer_kernels.sample import RowSampling, sample_reference
 
-NO_TOKEN = -1  # the row's logits are not numbers
+Quantization = Literal["none", "int8"]  # of the linear layers' weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,7 @@ class AttentionInputs:
     block_tables: Tensor  # (S, max blocks) int32, padded with 0
     query_lens: list[int]  # (S,) tokens of the sequence in this step
     context_lens: list[int]  # (S,) cached tokens of the sequence, this step's included
+    host_tables: NDArray[np.int32] | None = None  # the block tables where the host can read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,19 @@ class AttentionPlan(ABC):
     """What an implementation prepares once a step and reads in every layer."""
 
     padded_tokens: int  # query positions computed only as padding
+
+
+class FixedPlan(AttentionPlan):
+    """A plan whose launches are the same for every step with the same `sizes`, so that a graph can replay them."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Hashable:
+        """What is launched depends on these, beside the number of rows and the bound of the contexts."""
+
+    @abstractmethod
+    def refill(self, other: FixedPlan) -> None:
+        """Take over another step's values; its sizes are the same."""
 
 
 class Ops(ABC):
@@ -148,6 +169,14 @@ class Ops(ABC):
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, window: int | None = None
     ) -> Tensor:
         """(T, q_heads, D) → (T, q_heads, D). See batchinfer_kernels.paged_attention."""
+
+    def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        """(n, vocab) → (n,) int64. See batchinfer_kernels.sample."""
+        return sample_reference(logits, sampling)
+
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        """Changes logits (n, vocab). See batchinfer_kernels.penalties."""
+        penalise_reference(logits, penalties)
 
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -1,0 +1,94 @@
+"""Linear layers of a GPU: the vendor's matrix products, and kernels where these cannot do it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchinfer.ops.interface import Head, Linear
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.int8_matmul import int8_matmul
+from batchinfer_kernels.gpu.matmul import matmul
+from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.quantized_linear import quantize_weight
+
+
+class LibraryLinear(Linear):
+    """The weight as it was loaded, multiplied by cuBLAS or hipBLAS."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class LibraryHead(Head):
+    """Logits in the model's dtype; greedy rows are chosen among these, without a wider copy."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._inner = LibraryLinear(weight, None)
+        self.in_features, self.out_features = self._inner.in_features, self._inner.out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._inner(x).float()
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return sample(self._inner(x))
+
+
+class InvariantLinear(Linear):
+    """A row's bits do not depend on the other rows; see batchinfer_kernels.gpu.matmul."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.out_features //= 1 if activation is None else 2
+        self._weight, self._bias, self._activation = weight, bias, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(x, self._weight, self._bias, activation=self._activation, deterministic=True)
+
+
+class InvariantHead(Head):
+    """The same with float32 results."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(x, self._weight, out_dtype=torch.float32, deterministic=True)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return sample(self(x))
+
+
+class Int8Linear(Linear):
+    """int8 codes of the weight, and of each row of x when it comes. Sums are exact: a row does not depend on others."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.out_features //= 1 if activation is None else 2
+        self._codes, self._scales = quantize_weight(weight)
+        self._bias, self._activation = bias, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return int8_matmul(x, self._codes, self._scales, self._bias, activation=self._activation)
+
+
+class Int8Head(Head):
+    """The same with float32 results."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._codes, self._scales = quantize_weight(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return int8_matmul(x, self._codes, self._scales, out_dtype=torch.float32)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return sample(self(x))

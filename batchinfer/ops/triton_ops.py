@@ -1,0 +1,176 @@
+"""Operators for a GPU: Triton kernels, and the vendor's matrix products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchinfer.ops.gpu_linear import (
+    Int8Head,
+    Int8Linear,
+    InvariantHead,
+    InvariantLinear,
+    LibraryHead,
+    LibraryLinear,
+)
+from batchinfer.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    FixedPlan,
+    Head,
+    LayerCache,
+    Linear,
+    Ops,
+    Quantization,
+    RopeTable,
+)
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu import attention_plan
+from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM
+from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
+from batchinfer_kernels.gpu.gated_activation import gated_activation
+from batchinfer_kernels.gpu.paged_attention import paged_attention
+from batchinfer_kernels.gpu.penalties import penalise
+from batchinfer_kernels.gpu.rms_norm import rms_norm
+from batchinfer_kernels.gpu.rope_store import rope_store
+from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.penalties import Penalties
+from batchinfer_kernels.sample import RowSampling
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonPlan(FixedPlan):
+    """A step's plan beside the block tables that it is read with."""
+
+    padded_tokens = 0
+
+    def __init__(self, plan: attention_plan.AttentionPlan, tables: Tensor) -> None:
+        self.plan, self.tables = plan, tables
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        prefixes = self.plan.prefixes
+        if prefixes is None:
+            return ()
+        return prefixes.slots, len(prefixes.items), len(prefixes.members)
+
+    def refill(self, other: FixedPlan) -> None:
+        """The block tables stay where they are: who captures a step keeps them filled."""
+        if not isinstance(other, TritonPlan):
+            raise TypeError(f"{type(other).__name__} was not made by these operators")
+        self.plan.refill(other.plan)
+
+
+class TritonOps(Ops):
+    """`shape`: of the model whose attention is planned. Where it is deterministic, a row's results depend on that row
+    alone, bit by bit, in linear layers too.
+    """
+
+    name = "triton"
+
+    def __init__(self, shape: AttentionShape, quantization: Quantization = "none") -> None:
+        self._shape, self._quantization = shape, quantization
+
+    @staticmethod
+    def can_run(dtype: torch.dtype, group: int, head_dim: int) -> bool:
+        """Whether the kernels cover a model."""
+        return dtype in DTYPES and group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM
+
+    @property
+    def linear(self) -> str:
+        if self._quantization == "int8":
+            return "int8"
+        return "triton" if self._shape.deterministic else "library"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._packed(weight, bias, None) or LibraryLinear(weight, bias)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+        return self._packed(weight, bias, activation) or super().pack_gated(weight, bias, activation)
+
+    def pack_head(self, weight: Tensor) -> Head:
+        if self._quantization == "int8":
+            return Int8Head(weight)
+        return InvariantHead(weight) if self._shape.deterministic else LibraryHead(weight)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Linear | None:
+        """As a kernel of ours multiplies it; None where the library does."""
+        if self._quantization == "int8":
+            return Int8Linear(weight, bias, activation)
+        return InvariantLinear(weight, bias, activation) if self._shape.deterministic else None
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return rms_norm(x, weight, eps, residual)
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        places = (rope.cos, rope.sin, cache.k, cache.v, inputs.slots)
+        return rope_store(q, k, v, *places, q_norm, k_norm, eps, inputs.positions)
+
+    def plan_attention(
+        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
+    ) -> AttentionPlan:
+        shared = self._shared(inputs, block_size)
+        lens = (inputs.query_lens, inputs.context_lens)
+        device = inputs.block_tables.device
+        plan = attention_plan.plan_attention(*lens, self._shape, device, shared)
+        return TritonPlan(plan, inputs.block_tables)
+
+    def plan_captured(
+        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None], longest: int
+    ) -> FixedPlan:
+        """The plan of single queries for a graph that stays right while contexts grow up to `longest` tokens.
+
+        Prefixes are planned twice where there are any: how much room they need is known afterwards. Rounded up to
+        powers of two, so that few steps differ in it.
+        """
+        shared, device = self._shared(inputs, block_size), inputs.block_tables.device
+        lens = (inputs.query_lens, inputs.context_lens)
+        room = Room(longest, len(inputs.query_lens) * longest // 2)
+        if shared:
+            found = attention_plan.plan_attention(*lens, self._shape, device, shared).prefixes
+            if found is not None:
+                needed = (found.slots, len(found.items), len(found.members))
+                room = Room(room.longest, room.total_context, *(1 << (n - 1).bit_length() for n in needed))
+        plan = attention_plan.plan_attention(*lens, self._shape, device, shared, room)
+        return TritonPlan(plan, inputs.block_tables)
+
+    def _shared(self, inputs: AttentionInputs, block_size: int) -> list[attention_plan.SharedPrefix]:
+        """What single queries share, where the host can see it."""
+        if inputs.host_tables is None:
+            return []
+        lens = (inputs.query_lens, inputs.context_lens)
+        return attention_plan.find_shared(*lens, inputs.host_tables, block_size, self._shape.unit)
+
+    def attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, window: int | None = None
+    ) -> Tensor:
+        if not isinstance(plan, TritonPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        return paged_attention(q, cache.k, cache.v, plan.tables, plan.plan, scale, window)
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated_activation(gate_up, activation)
+
+    def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        return sample(logits, sampling)
+
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        penalise(logits, penalties)
