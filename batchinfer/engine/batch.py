@@ -6,10 +6,33 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.ops.interface import AttentionInputs
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """T tokens of S chunks, one chunk after the other, as the host has them."""
+
+    token_ids: NDArray[np.int64]  # (T,)
+    positions: NDArray[np.int64]  # (T,)
+    slots: NDArray[np.int64]  # (T,)
+    tables: NDArray[np.int32]  # (S, most blocks), padded with 0
+    sampled_rows: NDArray[np.int64]  # (n,): which of the T tokens are followed by a sampled one
+    query_lens: list[int]  # (S,)
+    context_lens: list[int]  # (S,)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence runs one token and gets the next."""
+        return len(self.sampled_rows) == len(self.token_ids) == len(self.query_lens)
+
+    def inputs(self, positions: Tensor, slots: Tensor, tables: Tensor) -> AttentionInputs:
+        """With these arrays where the device reads them."""
+        return AttentionInputs(positions, slots, tables, self.query_lens, self.context_lens, self.tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +41,11 @@ class Batch:
 
     token_ids: Tensor  # (T,) int64
     inputs: AttentionInputs
-    sampled_rows: Tensor  # (n,) int64: which of the T tokens are followed by a sampled one
+    sampled_rows: Tensor  # (n,) int64
 
 
-def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> Batch:
-    """T tokens of the chunks, one chunk after the other."""
+def host_batch(chunks: list[Chunk], block_size: int) -> HostBatch:
+    """What the scheduler decided, laid out."""
     lens = np.array([c.length for c in chunks])
     ends = np.cumsum(lens)
     tokens = np.concatenate([np.frombuffer(c.sequence.tokens, np.int32)[c.start : c.end] for c in chunks])
@@ -32,18 +55,27 @@ def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> B
     tables = _block_tables(chunks)
     slots = tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
     sampled = ends[[i for i, c in enumerate(chunks) if c.samples]] - 1
-    inputs = AttentionInputs(
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
-        block_tables=torch.from_numpy(tables).to(device),
+    return HostBatch(
+        token_ids=tokens.astype(np.int64),
+        positions=positions,
+        slots=slots,
+        tables=tables,
+        sampled_rows=sampled.astype(np.int64),
         query_lens=lens.tolist(),
         context_lens=[c.end for c in chunks],
     )
-    token_ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    return Batch(token_ids, inputs, torch.from_numpy(sampled.astype(np.int64)).to(device))
 
 
-def _block_tables(chunks: list[Chunk]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> Batch:
+    """The same on the device, once it is there."""
+    host = host_batch(chunks, block_size)
+    arrays = (host.positions, host.slots, host.tables)
+    inputs = host.inputs(*(torch.from_numpy(array).to(device) for array in arrays))
+    token_ids, sampled = (torch.from_numpy(a).to(device) for a in (host.token_ids, host.sampled_rows))
+    return Batch(token_ids, inputs, sampled)
+
+
+def _block_tables(chunks: list[Chunk]) -> NDArray[np.int32]:
     """(S, most blocks) int32, padded with 0."""
     tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
     for row, chunk in enumerate(chunks):

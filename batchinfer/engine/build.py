@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +14,13 @@ import torch
 from batchinfer.cpus import usable_cpus
 from batchinfer.engine.budget import step_tokens
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
+from batchinfer.engine.decode_graphs import GraphOps, capture_on_gpu
+from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.memory import cache_blocks, free_bytes
 from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.rehearsal import GpuMeter
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import StopStreams
@@ -102,14 +105,15 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     shape = source.config.decoder_shape(dtype.itemsize, 1 if quantized else dtype.itemsize)
     limits, block_size = _scheduler_config(config, shape), config.block_size or DEFAULT_BLOCK_SIZE
     block_bytes = _block_bytes(source.config, ops, block_size, dtype.itemsize)
-    free = free_bytes(device)
-    blocks = cache_blocks(
-        block_bytes, block_size, config.longest, limits.max_num_seqs, config.kv_memory, free, device.type
+    eos, windows = frozenset(source.config.eos_token_ids), tuple(source.config.windows)
+    room = CacheRoom(
+        blocks=partial(_blocks, config, device, block_bytes, block_size, limits.max_num_seqs),
+        allocate=lambda blocks: model.allocate_cache(blocks, block_size, dtype, device),
+        longest=config.longest,
+        block_size=block_size,
     )
-    eos = frozenset(source.config.eos_token_ids)
-    caches = model.allocate_cache(blocks, block_size, dtype, device)
-    windows = tuple(source.config.windows)
-    runner = ModelRunner(model, ops, caches, windows, block_size, Sampler(eos), shape, device)
+    fitted = _fit(ModelRunner(model, ops, [], windows, block_size, Sampler(eos), shape, device), limits, room)
+    limits, blocks = fitted.limits, fitted.blocks
     info = EngineInfo(
         ops=ops.name,
         device=_device_name(device),
@@ -126,13 +130,34 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         deterministic=config.deterministic,
         linear=ops.linear,
     )
-    return LoadedModel(runner, limits, EngineLimits(config.max_model_len, eos), info)
+    return LoadedModel(fitted.runner, limits, EngineLimits(config.max_model_len, eos), info)
+
+
+def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom) -> Fitted:
+    """A cache for the runner; on a GPU whose steps can be captured, what is left once these are measured."""
+    if isinstance(runner.ops, GraphOps):
+        return fit(runner, limits, room, GpuMeter(runner.device), capture_on_gpu())
+    blocks = room.blocks(0)
+    return Fitted(replace(runner, caches=room.allocate(blocks)), limits, blocks)
+
+
+def _blocks(
+    config: EngineConfig,
+    device: torch.device,
+    block_bytes: int,
+    block_size: int,
+    max_num_seqs: int,
+    needed: int,
+) -> int:
+    """See `cache_blocks`; of the memory that is free now."""
+    sizes = (block_bytes, block_size, config.longest, max_num_seqs)
+    return cache_blocks(*sizes, config.kv_memory, free_bytes(device), device.type, needed)
 
 
 def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
     """Raises Unavailable for arithmetic that no operators here have: nothing else is run in its place."""
-    group = model.q_heads // model.kv_heads
-    return choose_ops(device, dtype, group, model.head_dim, config.quantization, config.deterministic)
+    group, arithmetic = model.q_heads // model.kv_heads, (config.quantization, config.deterministic)
+    return choose_ops(device, dtype, group, model.head_dim, *arithmetic, model.kv_heads)
 
 
 def _weight_bytes(source: ModelSource, shape: DecoderShape) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.model_runner import Launched, ModelRunner
 from batchinfer.engine.scheduler import Scheduler, Step
 from batchinfer.engine.sequence import Sequence, StopStream, StopStreams
 from batchinfer.ops.interface import NO_TOKEN
@@ -52,6 +53,9 @@ class Engine:
     """Knows no files and no tokenizer: token ids in, token ids out.
 
     `stop_streams` makes, for parameters with stop strings, the function that watches a sequence's text for them.
+
+    Where the runner looks ahead, the next step is scheduled and launched while one runs, before its tokens are known:
+    a row that one of them ends has then run for one token more, which is dropped.
     """
 
     def __init__(
@@ -68,11 +72,14 @@ class Engine:
         self._started = clock()
         self._steps = 0
         self._refused: list[Completion] = []
+        self._flights: deque[_Flight] = deque()  # steps that were launched, and not given back; two at most
+        self._ended = 0.0  # when the last step that was given back ended
 
     @property
     def unfinished(self) -> int:
-        """Requests added and not yet given back."""
-        return len(self._scheduler.waiting) + len(self._scheduler.running) + len(self._refused)
+        """Requests added and not yet given back; or given back, while a step that they are part of still runs."""
+        scheduler = self._scheduler
+        return len(scheduler.waiting) + len(scheduler.running) + len(scheduler.leaving) + len(self._refused)
 
     def add(self, requests: Seq[Request]) -> None:
         """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher."""
@@ -88,16 +95,12 @@ class Engine:
         """schedule → run → post-process. Returns an empty output when there is nothing to do."""
         output = StepOutput(completions=self._refused)
         self._refused = []
-        began = self._now()
-        step = self._scheduler.schedule()
-        if step.chunks:
-            work = self._account(step)
-            ran = self._now()
-            result = self._runner.run(step.chunks)
-            model_s = self._now() - ran
-            self._post_process(step, result.next_tokens, began, output)
-            output.sample = self._sample(step, work, began, model_s, result.padded_tokens)
-            self._steps += 1
+        if not self._flights:
+            self._launch()
+        if self._flights:
+            if self._runner.looks_ahead and self._scheduler.has_room():
+                self._launch()
+            self._retire(self._flights.popleft(), output)
         return output
 
     def drain(self) -> Iterator[StepOutput]:
@@ -123,26 +126,61 @@ class Engine:
             raise ValueError("this engine has no tokenizer beside it, so it cannot look for stop strings")
         return self._stop_streams(request.params)
 
-    def _post_process(self, step: Step, tokens: list[int], began: float, output: StepOutput) -> None:
-        now, sampled = self._now(), iter(tokens)
-        for chunk in step.chunks:
+    def _launch(self) -> None:
+        """Give the device the next step, if there is one."""
+        began = self._now()
+        step = self._scheduler.schedule()
+        if not step.chunks:
+            return
+        flight = _Flight.of(step, began)
+        if not self._flights:
+            self._account(flight)
+        flight.launched_s = self._now()
+        flight.result = self._runner.launch(step.chunks)
+        if self._runner.most_tokens is not None:
+            self._scheduler.limit_tokens(self._runner.most_tokens)
+        self._move_on(flight)
+        self._flights.append(flight)
+
+    def _move_on(self, flight: _Flight) -> None:
+        for chunk in flight.step.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.length
             sequence.computed = end
             if end > sequence.high_water:
                 sequence.high_water = end
             if sequence.scheduled_s is None:
-                sequence.scheduled_s = began
-            if end == len(sequence.tokens):
-                self._append(sequence, next(sampled), now, output)
+                sequence.scheduled_s = flight.began_s
+        if self._runner.looks_ahead:
+            for sequence in flight.sampling:
+                sequence.await_token()
+                if len(sequence) >= sequence.max_length:
+                    self._scheduler.leave(sequence)
+
+    def _retire(self, flight: _Flight, output: StepOutput) -> None:
+        """Wait for a step, and see what its tokens mean."""
+        assert flight.result is not None
+        tokens = flight.result.tokens()
+        ready = self._now()
+        for sequence, token in zip(flight.sampling, tokens, strict=True):
+            if sequence in flight.dropped:
+                self._scheduler.release(sequence)
+            else:
+                self._append(sequence, token, ready, output)
+        output.sample = self._sample(flight, ready)
+        self._ended = output.sample.started_s + output.sample.duration_s
+        self._steps += 1
+        if self._flights:
+            self._account(self._flights[0])
 
     def _append(self, sequence: Sequence, token: int, now: float, output: StepOutput) -> None:
         if token == NO_TOKEN:
             problem = RowError(
                 "nan_logits", "engine", "the model's logits are not finite numbers", retryable=True
             )
+            sequence.take_none()
             self._finish(sequence, "error", now, output, error=problem)
             return
-        sequence.tokens.append(token)
+        sequence.take(token)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
         kept = sequence.stop_stream(token) if sequence.stop_stream else None
@@ -154,11 +192,12 @@ class Engine:
         params = sequence.request.params
         if kept is not None:
             return "stop"
-        if sequence.output_length >= params.min_tokens:
+        length = sequence.known_length
+        if length - sequence.prompt_length >= params.min_tokens:
             ends = token in self._limits.eos_token_ids and not params.ignore_eos
             if ends or token in params.stop_token_ids:
                 return "stop"
-        return "length" if len(sequence) >= sequence.max_length else None
+        return "length" if length >= sequence.max_length else None
 
     def _finish(
         self,
@@ -169,38 +208,54 @@ class Engine:
         text_length: int | None = None,
         error: RowError | None = None,
     ) -> None:
-        self._scheduler.finish(sequence)
+        self._let_go(sequence)
         ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
         output.completions.append(Completion(sequence.request.key, ids, reason, text_length, error))
         output.requests.append(_request_sample(sequence, now))
 
-    def _account(self, step: Step) -> _Work:
-        """What the step is going to run; asked before it runs, because running moves the sequences on."""
-        chunks = step.chunks
-        return _Work(
-            shape=self._runner.step_shape(chunks),
-            decodes=sum(c.is_decode for c in chunks),
-            recomputed=sum(c.recomputed for c in chunks),
-        )
+    def _let_go(self, sequence: Sequence) -> None:
+        """Its blocks go back, once the step that it is part of without need, if there is one, has ended."""
+        runs_on = sequence.pending > 0
+        sequence.forget_pending()
+        if runs_on:
+            self._flights[0].dropped.add(sequence)
+            if sequence in self._scheduler.running:
+                self._scheduler.leave(sequence)
+        elif sequence in self._scheduler.leaving:
+            self._scheduler.release(sequence)
+        else:
+            self._scheduler.finish(sequence)
 
-    def _sample(self, step: Step, work: _Work, began: float, model_s: float, padded: int) -> StepSample:
-        shape, pool = work.shape, self._scheduler.pool
+    def _account(self, flight: _Flight) -> None:
+        """What of the step is of use; asked while all its sequences still have the blocks that it reads."""
+        chunks, sampled = flight.step.chunks, len(flight.sampling)
+        if flight.dropped:
+            chunks = [c for c in chunks if c.sequence not in flight.dropped]
+            sampled -= len(flight.dropped)
+        flight.shape = self._runner.step_shape(chunks, sampled)
+
+    def _sample(self, flight: _Flight, ready: float) -> StepSample:
+        """Steps that overlap share no time: one begins, at the earliest, when the one before it has ended."""
+        assert flight.shape is not None
+        assert flight.result is not None
+        shape, pool, began = flight.shape, self._scheduler.pool, max(flight.began_s, self._ended)
+        decodes, recomputed = flight.decodes - len(flight.dropped), flight.recomputed
         costs = decoder_step_costs(self._runner.shape, shape)
-        useful = 1 - work.recomputed / shape.tokens
+        useful = 1 - recomputed / shape.tokens if shape.tokens else 0.0
         return StepSample(
             step=self._steps,
             started_s=began,
             duration_s=self._now() - began,
-            model_s=model_s,
-            prefill_tokens=shape.tokens - work.decodes,
-            decode_tokens=work.decodes,
-            recomputed_tokens=work.recomputed,
-            cached_tokens=step.cached_tokens,
+            model_s=ready - max(flight.launched_s, began),
+            prefill_tokens=shape.tokens - decodes,
+            decode_tokens=decodes,
+            recomputed_tokens=recomputed,
+            cached_tokens=flight.step.cached_tokens,
             sampled_tokens=shape.sampled,
-            padded_tokens=padded,
+            padded_tokens=flight.result.padded_tokens + len(flight.dropped),
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            preemptions=step.preemptions,
+            preemptions=flight.step.preemptions,
             blocks_used=pool.used,
             blocks_total=pool.total,
             flops=int(model_flops(self._runner.shape, shape) * useful),
@@ -209,13 +264,31 @@ class Engine:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One step's size."""
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A step from its launch until its tokens have come."""
 
-    shape: StepShape
+    step: Step
+    sampling: list[Sequence]  # those that get a token, in order
     decodes: int
     recomputed: int
+    began_s: float
+    launched_s: float = 0.0
+    result: Launched | None = None
+    shape: StepShape | None = None  # without what was dropped
+    dropped: set[Sequence] = field(default_factory=set)  # had ended before, which was not known yet
+
+    @classmethod
+    def of(cls, step: Step, began_s: float) -> _Flight:
+        """Asked before it runs, because running moves the sequences on."""
+        chunks = step.chunks
+        return cls(
+            step=step,
+            sampling=[c.sequence for c in chunks if c.samples],
+            decodes=sum(c.is_decode for c in chunks),
+            recomputed=sum(c.recomputed for c in chunks),
+            began_s=began_s,
+        )
 
 
 def _request_sample(sequence: Sequence, now: float) -> RequestSample:

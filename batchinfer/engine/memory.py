@@ -31,13 +31,14 @@ def cache_blocks(
     memory: int | float | None,
     free: int,
     kind: str,
+    needed: int = 0,
 ) -> int:
     """As many blocks as the job can use, within what it may use.
 
-    `memory`: bytes (int), a fraction of `free` (float), or None for the device's default. Raises OutOfMemory when
-    not even the job's longest sequence fits.
+    `memory`: bytes (int), a fraction of `free` (float), of which `needed` bytes are taken for what a step computes,
+    or None for the device's default. Raises OutOfMemory when not even the job's longest sequence fits.
     """
-    budget = memory if isinstance(memory, int) else int(free * (memory or AUTO_FRACTION[kind]))
+    budget = memory if isinstance(memory, int) else int(free * (memory or AUTO_FRACTION[kind])) - needed
     per_sequence = -(-longest // block_size)
     blocks = min(budget // block_bytes, int(per_sequence * max_num_seqs * PREFIX_ROOM) + 1)
     if blocks < per_sequence:

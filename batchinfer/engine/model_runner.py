@@ -32,12 +32,27 @@ class Model(Protocol):
         """(n, hidden) → (n,) int64, the argmax of the logits; NO_TOKEN where they are not finite numbers."""
 
 
+class Launched(Protocol):
+    """A step that the device has been given."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """Query positions computed only as padding."""
+
+    def tokens(self) -> list[int]:
+        """One for each chunk that samples, in order. Waits for the device."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What came of one step on the device."""
+    """A step that has ended already."""
 
-    next_tokens: list[int]  # one for each chunk that samples, in order
+    next_tokens: list[int]
     padded_tokens: int
+
+    def tokens(self) -> list[int]:
+        """See Launched."""
+        return self.next_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +68,18 @@ class ModelRunner:
     shape: DecoderShape
     device: torch.device
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step may be launched before the tokens of the one before it are known."""
+        return False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """What a step should hold at most, where memory has not lasted for more; None: it has."""
+        return None
+
     @torch.inference_mode()
-    def run(self, chunks: list[Chunk]) -> RunResult:
+    def launch(self, chunks: list[Chunk]) -> Launched:
         """Run the chunks, write their K and V, sample where a chunk reaches its sequence's end."""
         batch = build_batch(chunks, self.block_size, self.device)
         plan = self.ops.plan_attention(batch.inputs, self.block_size, frozenset(self.windows))
@@ -70,13 +95,13 @@ class ModelRunner:
             return self.model.likeliest(hidden).tolist()
         return self.sampler.sample(self.model.logits(hidden), sequences)
 
-    def step_shape(self, chunks: list[Chunk]) -> StepShape:
-        """What the step computes and reads at least; recomputed tokens included."""
+    def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
+        """What the step computes and reads at least; recomputed tokens included. `sampled`: tokens that it gives."""
         pairs = kv_tokens = 0
         for window, layers in Counter(self.windows).items():
             counted = _attended(chunks, window, self.block_size)
             pairs, kv_tokens = pairs + layers * counted[0], kv_tokens + layers * counted[1]
-        return StepShape(sum(c.length for c in chunks), sum(c.samples for c in chunks), pairs, kv_tokens)
+        return StepShape(sum(c.length for c in chunks), sampled, pairs, kv_tokens)
 
 
 def _attended(chunks: list[Chunk], window: int | None, block_size: int) -> tuple[int, int]:

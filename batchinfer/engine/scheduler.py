@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from batchinfer.engine.admission import peak_blocks
@@ -88,10 +88,13 @@ class Scheduler:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first; a dict, because any of them may leave
+        self.leaving: dict[
+            Sequence, None
+        ] = {}  # run no more, but a step that has not ended yet reads their blocks
         self._lengths = lengths or OutputLengths()
         self._added = 0
         self._next_prefix: list[bytes] = []  # contents that the request to be added next will look for
-        self._most = 0  # blocks of all that runs, if none shares and each grows to its max_length
+        self._most = 0  # blocks of all that runs or leaves, if none shares and each grows to its max_length
         self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
 
     def add(self, sequence: Sequence) -> None:
@@ -117,6 +120,11 @@ class Scheduler:
         self.pool.reserve(self._next_prefix, self._added)
         self.pool.unreserve(before, turn)
 
+    def limit_tokens(self, most: int) -> None:
+        """No step holds more from now on."""
+        if most < self.config.max_num_batched_tokens:
+            self.config = replace(self.config, max_num_batched_tokens=most)
+
     def schedule(self) -> Step:
         """The next step. Empty only when nothing is left to do."""
         step = Step()
@@ -127,10 +135,31 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence is done: its blocks go back."""
+        self.leave(sequence)
+        self.release(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence runs no more; its blocks stay its own until `release`."""
         del self.running[sequence]
+        self.leaving[sequence] = None
         self._lengths.record(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """No step reads the blocks of a sequence that leaves any more: they go back."""
+        del self.leaving[sequence]
         self._release(sequence)
         self._patience = 0
+
+    def has_room(self) -> bool:
+        """Whether the next step can run all that would run in it without preempting any."""
+        if self._most <= self.pool.total:
+            return True
+        missing, budget = 0, self.config.max_num_batched_tokens
+        for sequence in self.running:
+            length = min(sequence.remaining, budget)
+            missing += max(0, self.pool.blocks_for(sequence.computed + length) - len(sequence.blocks))
+            budget -= length
+        return missing <= self.pool.available
 
     def forget_waiting(self) -> None:
         """Drop what has not been admitted, and what is kept for it."""
@@ -143,11 +172,13 @@ class Scheduler:
         """Raises AssertionError when the block accounting is off."""
         reservations = {s.turn: s.hashes[: s.reserved] for s in self.waiting}
         reservations[self._added] = self._next_prefix
-        self.pool.check_integrity((s.blocks for s in self.running), reservations)
+        holders = [*self.running, *self.leaving]
+        self.pool.check_integrity((s.blocks for s in holders), reservations)
         assert not any(s.blocks for s in self.waiting), "a waiting sequence holds blocks"
-        assert not any(s.reserved for s in self.running), "a running sequence holds a reservation"
-        assert self._most == sum(self.pool.blocks_for(s.max_length) for s in self.running), "the bound is off"
-        for sequence in self.running:
+        assert not any(s.reserved for s in holders), "a running sequence holds a reservation"
+        assert not any(s.pending for s in self.waiting), "a waiting sequence awaits a token"
+        assert self._most == sum(self.pool.blocks_for(s.max_length) for s in holders), "the bound is off"
+        for sequence in holders:
             assert len(sequence.blocks) >= self.pool.blocks_for(sequence.computed), (
                 "computed tokens without block"
             )
@@ -178,6 +209,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.pending, "who looks ahead asks `has_room` first"
         self._reserve(sequence)  # first: what is released is then kept for it
         self._release(sequence)
         sequence.computed = 0
@@ -254,10 +286,11 @@ class Scheduler:
         """Whether it and all that runs can end without a preemption, as far as lengths are known."""
         if self._most + self.pool.blocks_for(sequence.max_length) <= self.pool.total:
             return True
-        if not self.running:
+        if not self.running and not self.leaving:
             return True  # `add` has seen to it, and it need not share with anyone's wrong estimate
         self._lengths.survey(self.running)
         ends = [(self._steps_left(s), s) for s in self.running]
+        ends += [(0, s) for s in self.leaving]
         ends.append((self._steps_left(sequence) + self._reading(sequence, budget), sequence))
         head_room = 0 if sequence.exact else self.pool.total // HEAD_ROOM
         return peak_blocks(ends, self.pool) <= self.pool.total - head_room

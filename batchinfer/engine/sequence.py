@@ -25,6 +25,9 @@ class Sequence:
     max_length: int  # prompt and output together may not grow beyond this
     stop_stream: StopStream | None = None
     computed: int = 0  # tokens whose K and V are in the cache
+    pending: int = (
+        0  # its last so many tokens are still on the device; what stands in their place means nothing
+    )
     high_water: int = 0  # most tokens that were ever computed: less than that again is recomputation
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
@@ -59,6 +62,36 @@ class Sequence:
     @property
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def known_length(self) -> int:
+        """Tokens whose values have arrived."""
+        return len(self.tokens) - self.pending
+
+    def await_token(self) -> None:
+        """One more token is on its way; the sequence may run on behind it."""
+        self.tokens.append(0)
+        self.pending += 1
+
+    def take(self, token: int) -> None:
+        """The next token has come: the first of those that are awaited, if any are."""
+        if self.pending:
+            self.tokens[-self.pending] = token
+            self.pending -= 1
+        else:
+            self.tokens.append(token)
+
+    def take_none(self) -> None:
+        """No token has come."""
+        if self.pending:
+            del self.tokens[-self.pending]
+            self.pending -= 1
+
+    def forget_pending(self) -> None:
+        """What is awaited will not be taken: the sequence has ended before."""
+        if self.pending:
+            del self.tokens[-self.pending :]
+            self.pending = 0
 
     def block_hash(self, index: int, block_size: int) -> bytes:
         """Digest of the first (index + 1) × block_size prompt tokens: each block hashes its parent's digest."""

@@ -1,0 +1,222 @@
+"""Decode steps that are captured once and replayed: the host then launches one thing where it would launch hundreds.
+
+A graph reads its inputs where they lay when it was captured, and launches what was launched then. So a step is padded
+to one of a few batch sizes, its inputs are copied to that size's own tensors, and attention is planned for contexts of
+up to a bound that is not exceeded for a while. Padding is rows without a context, whose keys go to a block that nobody
+reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.batch import HostBatch
+from batchinfer.engine.staging import Upload
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan
+
+_log = logging.getLogger(__name__)
+
+# Batch sizes: up to STRIDE powers of two, then its multiples. A decode step reads the weights and the cache whatever it
+# is padded to, so that a few rows more cost little; each graph keeps a few MiB.
+STRIDE = 8
+# Bounds of the longest context: each is so many times the one before. Programs behind a context's end return at once.
+SHORTEST, GROWTH = 1024, 4
+
+Forward = Callable[[Tensor, AttentionInputs, AttentionPlan], Tensor]
+
+
+@runtime_checkable
+class GraphOps(Protocol):
+    """Operators that can plan a step for a graph."""
+
+    def plan_captured(
+        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None], longest: int
+    ) -> FixedPlan:
+        """Of single queries, for a graph that stays right while contexts grow up to `longest` tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What was captured: where its result lies after each replay, and how to replay it."""
+
+    result: Tensor
+    replay: Callable[[], None]
+
+
+# Runs a function and captures what it launches. Raises torch.OutOfMemoryError.
+Capture = Callable[[Callable[[], Tensor]], Captured]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """The largest step that is captured."""
+
+    rows: int
+    longest: int  # tokens of a sequence
+    block_size: int
+    scratch_block: int  # for the keys of padding
+
+    @property
+    def width(self) -> int:
+        """Blocks of a sequence."""
+        return -(-self.longest // self.block_size)
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, … and `most`, ascending."""
+    powers = [1 << i for i in range(STRIDE.bit_length() - 1)]
+    sizes = {size for size in (*powers, *range(STRIDE, most, STRIDE)) if size < most}
+    return [*sorted(sizes), most]
+
+
+def context_bound(longest: int, most: int) -> int:
+    """The least of SHORTEST, SHORTEST × GROWTH, … that is no less than `longest`, `most` at most."""
+    bound = SHORTEST
+    while bound < longest:
+        bound *= GROWTH
+    return min(bound, most)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """The tensors of one batch size."""
+
+    upload: Upload
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+
+    @classmethod
+    def of(cls, batch: HostBatch, device: torch.device) -> _Place:
+        upload = Upload(_arrays(batch), device)
+        return cls(upload, *upload.tensors)
+
+
+def _arrays(batch: HostBatch) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.integer]], ...]:
+    return (batch.token_ids, batch.positions, batch.slots, batch.tables)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Graph:
+    plan: FixedPlan  # that the graph reads
+    captured: Captured
+
+
+class DecodeGraphs:
+    """Graphs of `forward`, captured when a step first needs one.
+
+    `windows`: of the model's layers. What cannot be captured for want of memory is run without a graph from then on.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        ops: GraphOps,
+        limits: GraphLimits,
+        windows: frozenset[int | None],
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        self._forward, self._ops, self._limits, self._windows = forward, ops, limits, windows
+        self._device, self._capture = device, capture
+        self.sizes = batch_sizes(limits.rows)
+        self._places: dict[int, _Place] = {}
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._refused = False
+
+    @property
+    def captured(self) -> int:
+        """Graphs that there are."""
+        return len(self._graphs)
+
+    def covers(self, batch: HostBatch) -> bool:
+        """Whether a step is run by a graph."""
+        limits = self._limits
+        fits = len(batch.query_lens) <= limits.rows and batch.tables.shape[1] <= limits.width
+        return fits and batch.is_decode and max(batch.context_lens) <= limits.longest and not self._refused
+
+    def run(self, batch: HostBatch, fill_in: Callable[[Tensor], None]) -> tuple[Tensor, int]:
+        """(hidden states of the step's rows, padded rows) of a step that is covered.
+
+        `fill_in` writes token ids that only the device knows. The result is valid until the next step is launched.
+        Raises torch.OutOfMemoryError when there is no graph for the step and none can be made: it is not covered then.
+        """
+        rows = len(batch.query_lens)
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        padded = pad(batch, size, self._limits)
+        place = self._place(padded)
+        fill_in(place.token_ids)
+        inputs = padded.inputs(place.positions, place.slots, place.tables)
+        longest = context_bound(max(batch.context_lens), self._limits.longest)
+        plan = self._ops.plan_captured(inputs, self._limits.block_size, self._windows, longest)
+        graph = self._graph((size, longest, plan.sizes), place, inputs, plan)
+        if graph.plan is not plan:
+            graph.plan.refill(plan)
+        graph.captured.replay()
+        return graph.captured.result[:rows], size - rows
+
+    def _place(self, batch: HostBatch) -> _Place:
+        size = len(batch.query_lens)
+        if size in self._places:
+            self._places[size].upload.refill(_arrays(batch))
+        else:
+            self._places[size] = _Place.of(batch, self._device)
+        return self._places[size]
+
+    def _graph(self, key: Hashable, place: _Place, inputs: AttentionInputs, plan: FixedPlan) -> _Graph:
+        if key not in self._graphs:
+            try:
+                captured = self._capture(lambda: self._forward(place.token_ids, inputs, plan))
+            except torch.OutOfMemoryError:
+                self._refused = True
+                _log.warning(
+                    "no memory is left to capture decode steps of %s rows: from here on they are launched one "
+                    "operator at a time; a lower engine.kv_memory leaves more",
+                    len(inputs.query_lens),
+                )
+                raise
+            self._graphs[key] = _Graph(plan, captured)
+        return self._graphs[key]
+
+
+def pad(batch: HostBatch, size: int, limits: GraphLimits) -> HostBatch:
+    """A step of `size` rows, with tables as wide as the longest sequence's."""
+    missing = size - len(batch.query_lens)
+    scratch = limits.scratch_block * limits.block_size
+    width = limits.width - batch.tables.shape[1]
+    return replace(
+        batch,
+        token_ids=np.pad(batch.token_ids, (0, missing)),
+        positions=np.pad(batch.positions, (0, missing)),
+        slots=np.pad(batch.slots, (0, missing), constant_values=scratch),
+        tables=np.pad(batch.tables, ((0, missing), (0, width))),
+        query_lens=[1] * size,
+        context_lens=[*batch.context_lens, *[0] * missing],
+    )
+
+
+def capture_on_gpu() -> Capture:
+    """CUDA's graphs, which share one pool of memory: one runs at a time, and its result is read before the next."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], Tensor]) -> Captured:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()  # compiles kernels and makes the libraries' work spaces, which a capture must not do
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            result = run()
+        return Captured(result, graph.replay)
+
+    return capture

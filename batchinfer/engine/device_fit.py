@@ -1,0 +1,117 @@
+"""A runner for a device whose memory it fills: what a step needs is measured, and the cache gets what is left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from batchinfer.engine.decode_graphs import Capture, DecodeGraphs, GraphLimits, GraphOps
+from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.rehearsal import MemoryMeter, Rehearsal
+from batchinfer.engine.scheduler import SchedulerConfig
+from batchinfer.errors import OutOfMemory
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+
+_log = logging.getLogger(__name__)
+
+# What is tried when the cache that was computed cannot be had: so much less each time
+SMALLER = 15 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """How large the cache may be and how it is made."""
+
+    blocks: Callable[
+        [int], int
+    ]  # bytes that steps need → blocks; raises OutOfMemory when it holds no sequence
+    allocate: Callable[[int], list[LayerCache]]  # raises torch.OutOfMemoryError
+    longest: int  # tokens of a sequence
+    block_size: int
+
+    @property
+    def least(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.longest // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    """A runner with its cache, and the limits of its steps."""
+
+    runner: ModelRunner
+    limits: SchedulerConfig
+    blocks: int
+
+
+def fit(
+    runner: ModelRunner,
+    limits: SchedulerConfig,
+    room: CacheRoom,
+    meter: MemoryMeter,
+    capture: Capture,
+) -> Fitted:
+    """`runner` has no cache yet. `capture`: how decode steps become graphs, if its operators can plan for them.
+
+    A largest step for which there is no memory is halved until there is. Raises OutOfMemory when not even one token,
+    or not the longest sequence, can be had.
+    """
+    measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
+    try:
+        needed = Rehearsal(measured, limits, room.longest, limits.max_num_seqs).step_bytes(meter)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"the device has no memory for a step of one token: {error}") from error
+    if measured.most_tokens is not None:
+        limits = replace(limits, max_num_batched_tokens=measured.most_tokens)
+    pieces = measured.pieces
+    del measured  # its small cache, too
+    meter.restart()
+    blocks, caches = _cache(room, room.blocks(needed))
+    fitted = replace(_with_cache(runner, caches), pieces=pieces)
+    if isinstance(runner.ops, GraphOps):
+        fitted = replace(fitted, graphs=_graphs(fitted, runner.ops, limits, room, blocks, capture))
+    Rehearsal(fitted, limits, room.longest, blocks).warm_up()
+    return Fitted(fitted, limits, blocks)
+
+
+def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
+    names = ("model", "ops", "windows", "block_size", "sampler", "shape", "device")
+    return DeviceRunner(caches=caches, **{name: getattr(runner, name) for name in names})
+
+
+def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
+    """Blocks that belong to sequences, and a cache with one more, for tokens that belong to nobody."""
+    blocks = wanted
+    while True:
+        try:
+            caches = room.allocate(blocks + 1)
+        except torch.OutOfMemoryError as error:
+            smaller = int(blocks * SMALLER)
+            if smaller < room.least:
+                raise OutOfMemory(f"the device has no memory for a KV cache of {blocks} blocks") from error
+            blocks = smaller
+        else:
+            if blocks < wanted:
+                _log.warning("the KV cache has %d blocks: the device had no memory for %d", blocks, wanted)
+            return blocks, caches
+
+
+def _graphs(
+    runner: DeviceRunner,
+    ops: GraphOps,
+    limits: SchedulerConfig,
+    room: CacheRoom,
+    blocks: int,
+    capture: Capture,
+) -> DecodeGraphs:
+    def forward(token_ids: Tensor, inputs: AttentionInputs, plan: AttentionPlan) -> Tensor:
+        return runner.model.forward(token_ids, inputs, runner.caches, plan)
+
+    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    largest = GraphLimits(rows, room.longest, runner.block_size, scratch_block=blocks)
+    return DecodeGraphs(forward, ops, largest, frozenset(runner.windows), runner.device, capture)

@@ -1,0 +1,128 @@
+"""Runs steps on a device that works beside the host: launched, and not waited for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.batch import HostBatch, host_batch
+from batchinfer.engine.decode_graphs import DecodeGraphs
+from batchinfer.engine.device_sampler import DeviceSampler, Pending
+from batchinfer.engine.model_runner import Launched, ModelRunner
+from batchinfer.engine.pieces import Pieces
+from batchinfer.engine.scheduler import Chunk
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.staging import Download, upload
+
+_log = logging.getLogger(__name__)
+
+Awaited = list[
+    tuple[int, int]
+]  # (which of the step's tokens, its place among those sampled by the step before)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRun:
+    """See Launched."""
+
+    download: Download | None  # None: nothing was sampled
+    padded_tokens: int
+
+    def tokens(self) -> list[int]:
+        """See Launched."""
+        return [] if self.download is None else self.download.tokens()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRunner(ModelRunner):
+    """Sampled tokens are read by the next step before the host knows them: nothing here asks the device.
+
+    A step for which memory does not last is run in pieces, one after the other, and so are those after it.
+    """
+
+    graphs: DecodeGraphs | None = None
+    pieces: Pieces = field(default_factory=Pieces)
+    pending: Pending = field(default_factory=Pending)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return True
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.pieces.most_tokens
+
+    @torch.inference_mode()
+    def launch(self, chunks: list[Chunk]) -> Launched:
+        """Raises OutOfMemoryError (torch's) when there is none for a single token."""
+        sampled: list[Tensor] = []
+        padded, todo = 0, deque(self.pieces.cut(chunks))
+        while todo:
+            piece = todo.popleft()
+            try:
+                tokens, padding = self._run(piece)
+            except torch.OutOfMemoryError:
+                if sum(c.length for c in piece) == 1:
+                    raise
+                self.pieces.shrink(piece)
+                torch.cuda.empty_cache()
+                todo.extendleft(reversed(self.pieces.cut(piece)))
+                continue
+            sampled += [] if tokens is None else [tokens]
+            padded += padding
+        return self._launched(chunks, sampled, padded)
+
+    def _launched(self, chunks: list[Chunk], sampled: list[Tensor], padded: int) -> Launched:
+        if not sampled:
+            return DeviceRun(None, padded)
+        tokens = sampled[0] if len(sampled) == 1 else torch.cat(sampled)
+        self.pending.tokens = tokens
+        self.pending.rows = {s: row for row, s in enumerate(c.sequence for c in chunks if c.samples)}
+        return DeviceRun(Download(tokens), padded)
+
+    def _run(self, chunks: list[Chunk]) -> tuple[Tensor | None, int]:
+        """(sampled tokens if there are any, padded tokens)"""
+        host = host_batch(chunks, self.block_size)
+        hidden, padded = self._forward(host, list(_awaited(chunks, host, self.pending)))
+        sampling = [c.sequence for c in chunks if c.samples]
+        return (self._sample(hidden, sampling) if sampling else None), padded
+
+    def _forward(self, host: HostBatch, awaited: Awaited) -> tuple[Tensor, int]:
+        """(hidden states of the rows to sample from, padded tokens)"""
+        if self.graphs is not None and self.graphs.covers(host):
+            try:
+                return self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, awaited))
+            except torch.OutOfMemoryError:
+                _log.debug("a step that could not be captured is launched as it is")
+        arrays = (host.token_ids, host.sampled_rows, host.positions, host.slots, host.tables)
+        token_ids, sampled, *places = upload(arrays, self.device)
+        self._fill_in(token_ids, awaited)
+        inputs = host.inputs(*places)
+        plan = self.ops.plan_attention(inputs, self.block_size, frozenset(self.windows))
+        hidden = self.model.forward(token_ids, inputs, self.caches, plan)
+        return hidden.index_select(0, sampled), plan.padded_tokens
+
+    def _fill_in(self, token_ids: Tensor, awaited: Awaited) -> None:
+        if awaited:
+            places, sources = (list(part) for part in zip(*awaited, strict=True))
+            (index,) = upload([np.array(places, np.int64)], self.device)
+            token_ids.index_copy_(0, index, self.pending.of(sources, self.device))
+
+    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
+        if self.sampler.takes_likeliest(sequences):
+            return self.model.likeliest(hidden)
+        sampler = DeviceSampler(self.ops, self.sampler.eos_token_ids)
+        return sampler.sample(self.model.logits(hidden), sequences, self.pending)
+
+
+def _awaited(chunks: list[Chunk], host: HostBatch, pending: Pending) -> Iterator[tuple[int, int]]:
+    ends = np.cumsum(host.query_lens)
+    for chunk, end in zip(chunks, ends.tolist(), strict=True):
+        if chunk.sequence.pending and chunk.samples:
+            yield end - 1, pending.rows[chunk.sequence]

@@ -1,0 +1,112 @@
+"""Steps of dummy tokens before the first real one: how much memory a step takes, and every kernel compiled.
+
+What they write goes to a block that belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from batchinfer.engine.decode_graphs import SHORTEST
+from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.scheduler import Chunk, SchedulerConfig
+from batchinfer.engine.sequence import Sequence
+from batchinfer.request import Request, SamplingParams
+
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
+# Takes the most memory: logits, what is kept of a row while it is filtered, counts of tokens, and all tokens so far
+COSTLY = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+
+
+class MemoryMeter(Protocol):
+    """Knows what the device's memory is used for."""
+
+    def restart(self) -> None:
+        """What is in use now counts no more."""
+
+    def peak(self) -> int:
+        """The most bytes that were in use at once since `restart`."""
+
+
+class GpuMeter:
+    """Of torch's allocator: what it took from the GPU, which is no less than what tensors use of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    def restart(self) -> None:
+        """See MemoryMeter."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_reserved(self._device)
+
+    def peak(self) -> int:
+        """See MemoryMeter."""
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device) - self._before
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Steps of a runner as large as they come."""
+
+    runner: DeviceRunner
+    limits: SchedulerConfig
+    longest: int  # tokens of a sequence
+    scratch: int  # the block that dummy tokens go to; those before it are read
+
+    @property
+    def rows(self) -> int:
+        return min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+
+    def step_bytes(self, meter: MemoryMeter) -> int:
+        """What the largest step takes beside the weights and the cache, and what graphs of decode steps keep for
+        theirs. A step for which memory does not last is measured in the pieces that it is then run in.
+        """
+        total = 0
+        for tokens in (self.limits.max_num_batched_tokens, self.rows):
+            meter.restart()
+            self._run(self.chunks(tokens, self.rows, self.longest, COSTLY))
+            total += meter.peak()
+        return total
+
+    def warm_up(self) -> None:
+        """Steps of every kind, the largest first, so that those after it find memory to share."""
+        for params in (COSTLY, SAMPLED, GREEDY):
+            self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
+        context = min(self.longest, SHORTEST)
+        self._run(self.chunks(self.rows, self.rows, context, GREEDY, shared=True))
+        for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):
+            self._run(self.chunks(size, size, context, GREEDY))
+
+    def _run(self, chunks: list[Chunk]) -> None:
+        self.runner.launch(chunks).tokens()
+
+    def chunks(
+        self, tokens: int, rows: int, longest: int, params: SamplingParams, shared: bool = False
+    ) -> list[Chunk]:
+        """A step of `tokens` tokens, or as many as `rows` sequences have room for: prompts in one piece, as long as may
+        be, then single tokens behind `longest` - 1 others, which rows have in common or not. All sample.
+        """
+        left, chunks = tokens - rows, []
+        for row in range(rows):
+            length = 1 + min(left, longest - 1)
+            left -= length - 1
+            context = length if length > 1 else longest
+            sequence = self._sequence(row, context, params)
+            if length == 1 and len(sequence.blocks) > 1 and not shared and self.scratch:
+                sequence.blocks[0] = row % self.scratch
+            chunks.append(Chunk(sequence, context - length, length))
+        return chunks
+
+    def _sequence(self, row: int, tokens: int, params: SamplingParams) -> Sequence:
+        request = Request(row.to_bytes(32, "little"), np.zeros(tokens, np.int32), params)
+        sequence = Sequence.of(request, tokens + 1, None, 0.0)
+        sequence.blocks = [self.scratch] * -(-tokens // self.runner.block_size)
+        return sequence

@@ -1,0 +1,82 @@
+"""Copies between host and device that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes: what the widest load of a kernel wants
+Arrays = Sequence[NDArray[Any]]
+
+
+class Upload:
+    """Arrays of int32, int64, float32 or float64 on the device, brought there in one transfer from pinned memory, which
+    torch keeps until the transfer is done. On a CPU they are copied, too: the caller may change its arrays at once.
+    """
+
+    def __init__(self, arrays: Arrays, device: torch.device) -> None:
+        self._layout = [(array.dtype, array.shape) for array in arrays]
+        self._flat = _staged(arrays, device).to(device, non_blocking=True)
+        self.tensors = [
+            _viewed(self._flat, place, array)
+            for place, array in zip(_places(arrays)[:-1], arrays, strict=True)
+        ]
+
+    def refill(self, arrays: Arrays) -> None:
+        """Other values for the same tensors, once all that was queued before has read the old ones.
+
+        Raises ValueError for other shapes or types.
+        """
+        layout = [(array.dtype, array.shape) for array in arrays]
+        if layout != self._layout:
+            raise ValueError(f"{layout} do not fit tensors made for {self._layout}")
+        self._flat.copy_(_staged(arrays, self._flat.device), non_blocking=True)
+
+
+def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
+    """The tensors of an `Upload` that is not refilled."""
+    return Upload(arrays, device).tensors
+
+
+def _places(arrays: Arrays) -> list[int]:
+    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    return [0, *np.cumsum(sizes).tolist()]
+
+
+def _staged(arrays: Arrays, device: torch.device) -> Tensor:
+    places = _places(arrays)
+    staged = torch.empty(places[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    raw = staged.numpy()
+    for place, array in zip(places[:-1], arrays, strict=True):
+        raw[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return staged
+
+
+def _viewed(flat: Tensor, place: int, array: NDArray[Any]) -> Tensor:
+    dtype = getattr(torch, array.dtype.name)
+    return flat[place : place + array.nbytes].view(dtype).view(array.shape)
+
+
+class Download:
+    """Tokens on their way to the host: `tokens` waits for them, and for nothing that was queued after them."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tokens
+        if tokens.device.type == "cuda":
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tokens(self) -> list[int]:
+        """The values."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[int] = self._host.tolist()
+        return values

@@ -1,0 +1,110 @@
+"""Engines on tiny checkpoints: any operators, any limits, any runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchinfer.engine.engine import Engine, EngineLimits
+from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.decoder import load_decoder
+from batchinfer.ops.choose import choose_ops
+from batchinfer.ops.interface import Ops, Quantization
+from batchinfer.request import Completion, Request, SamplingParams, StepSample
+from tests.batchinfer.engine.driver import Hopeful
+from tests.checkpoints import make_checkpoint
+
+MAX_LEN = 320
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How the work is cut. `scarce`: the scheduler hopes for short answers, so that rows are preempted."""
+
+    budget: int = 64
+    seqs: int = 64
+    caching: bool = True
+    blocks: int = 200
+    block_size: int = 8
+    scarce: bool = False
+
+
+@dataclass
+class Ran:
+    """What came of it."""
+
+    completions: dict[bytes, Completion] = field(default_factory=dict)
+    steps: list[StepSample] = field(default_factory=list)
+
+    @property
+    def answers(self) -> dict[bytes, tuple[list[int], str]]:
+        return {key: (c.token_ids.tolist(), c.finish_reason) for key, c in self.completions.items()}
+
+
+def greedy(prompts: Sequence[list[int]], most: int, **more: Any) -> list[Request]:
+    params = SamplingParams(max_tokens=most, **more)
+    return [Request(i.to_bytes(32, "big"), np.array(p, np.int32), params) for i, p in enumerate(prompts)]
+
+
+@cache
+def folder(family: str, **options: Any) -> Path:
+    made = Path(mkdtemp(prefix="batchinfer-"))
+    make_checkpoint(made, family, seed=5, **options)
+    return made
+
+
+@cache
+def checkpoint(family: str, **options: Any) -> Checkpoint:
+    return inspect_checkpoint(folder(family, **options))
+
+
+def cpu_ops(model: Checkpoint, quantization: Quantization = "none") -> Ops:
+    config, cpu = model.config, torch.device("cpu")
+    return choose_ops(cpu, torch.float32, config.q_heads // config.kv_heads, config.head_dim, quantization)
+
+
+def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
+    """In float32. What the cache never held is poisoned."""
+    config = model.config
+    decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN)
+    caches = decoder.allocate_cache(limits.blocks, limits.block_size, torch.float32, device)
+    for layer in caches:
+        layer.k.fill_(float("nan"))
+        layer.v.fill_(float("nan"))
+    sampler = Sampler(frozenset(config.eos_token_ids))
+    shape = config.decoder_shape(4, 4)
+    windows = tuple(config.windows)
+    return ModelRunner(decoder, ops, caches, windows, limits.block_size, sampler, shape, torch.device(device))
+
+
+def make_engine(runner: Any, limits: Limits, eos: frozenset[int], **more: Any) -> Engine:
+    config = SchedulerConfig(limits.seqs, limits.budget, limits.caching)
+    pool = BlockPool(limits.blocks, limits.block_size)
+    scheduler = Scheduler(config, pool, Hopeful() if limits.scarce else None)
+    return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos), **more)
+
+
+def drain(engine: Engine, requests: Sequence[Request], after_step: Callable[[], None] | None = None) -> Ran:
+    """Integrity is checked after every step."""
+    engine.add(requests)
+    ran = Ran()
+    for output in engine.drain():
+        engine.check_integrity()
+        for completion in output.completions:
+            assert completion.key not in ran.completions
+            ran.completions[completion.key] = completion
+        ran.steps += [output.sample] if output.sample else []
+        if after_step:
+            after_step()
+    return ran

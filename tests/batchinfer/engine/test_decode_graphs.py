@@ -1,0 +1,131 @@
+"""Which graph runs a step, what is copied into it, and what happens when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchinfer.engine.batch import HostBatch
+from batchinfer.engine.decode_graphs import (
+    SHORTEST,
+    Captured,
+    GraphLimits,
+    batch_sizes,
+    context_bound,
+    pad,
+)
+from batchinfer.engine.device_runner import DeviceRunner
+from tests.batchinfer.engine.hashing_model import EOS, captured_eagerly, hashing_runner, with_graphs
+from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
+
+LIMITS = Limits(budget=64, seqs=12, blocks=60, block_size=4)
+
+
+def test_batch_sizes():
+    assert batch_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert batch_sizes(27) == [1, 2, 4, 8, 16, 24, 27]
+    assert batch_sizes(3) == [1, 2, 3]
+    assert batch_sizes(1) == [1]
+
+
+@given(st.integers(1, 600), st.data())
+def test_a_step_is_padded_little(most, data):
+    rows = data.draw(st.integers(1, most))
+    size = next(s for s in batch_sizes(most) if s >= rows)
+    assert size < 2 * rows or size - rows < 8
+
+
+@given(st.integers(1, 10**6), st.data())
+def test_the_bound_of_contexts_grows_in_few_steps(most, data):
+    longest = data.draw(st.integers(1, most))
+    bound = context_bound(longest, most)
+    assert longest <= bound <= max(SHORTEST, 4 * longest)
+    assert bound <= most
+    assert len({context_bound(n, most) for n in range(1, most + 1, max(1, most // 99))}) <= 6
+
+
+def test_padding_has_no_context_and_writes_where_nobody_reads():
+    batch = HostBatch(
+        token_ids=np.array([5, 6]),
+        positions=np.array([8, 3]),
+        slots=np.array([17, 3]),
+        tables=np.array([[4, 1], [0, 0]], np.int32),
+        sampled_rows=np.array([0, 1]),
+        query_lens=[1, 1],
+        context_lens=[9, 4],
+    )
+    padded = pad(batch, 4, GraphLimits(rows=8, longest=16, block_size=4, scratch_block=30))
+    assert padded.slots.tolist() == [17, 3, 120, 120]
+    assert padded.context_lens == [9, 4, 0, 0]
+    assert padded.query_lens == [1] * 4
+    assert padded.tables.tolist() == [[4, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
+    assert (padded.token_ids.tolist(), padded.positions.tolist()) == ([5, 6, 0, 0], [8, 3, 0, 0])
+
+
+class Counting:
+    """Captures, and says what was captured and replayed. The first `failing` captures find no memory."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.captured: list[int] = []
+        self.replays = 0
+        self.failing = failing
+
+    def __call__(self, run: Callable[[], Tensor]) -> Captured:
+        if self.failing:
+            self.failing -= 1
+            raise torch.OutOfMemoryError("none left")
+        inner = captured_eagerly(run)
+        self.captured.append(len(inner.result))
+
+        def replay() -> None:
+            self.replays += 1
+            inner.replay()
+
+        return Captured(inner.result, replay)
+
+
+def ran(graphs: bool, capture: Any = captured_eagerly, rows: int = 12, longest: int = 40) -> Ran:
+    runner = hashing_runner(DeviceRunner, LIMITS.blocks, LIMITS.block_size)
+    if graphs:
+        runner = with_graphs(runner, rows, longest, LIMITS.blocks, capture)
+    prompts = [[i % 7, 3, i % 5, *[1] * (i % 3)] for i in range(20)]
+    return drain(make_engine(runner, LIMITS, frozenset([EOS])), greedy(prompts, 12))
+
+
+def test_steps_of_single_tokens_are_replayed_and_captured_once():
+    capture = Counting()
+    got = ran(True, capture)
+    assert got.answers == ran(False).answers
+    pure = [s for s in got.steps if s.decode_tokens + s.padded_tokens and not s.prefill_tokens]
+    assert capture.replays == len(pure) > len(capture.captured)
+    assert set(capture.captured) <= {1, 2, 4, 8, 12}
+    assert all(capture.captured.count(size) <= 2 for size in capture.captured), "the plans are of two kinds"
+
+
+def test_padding_is_counted():
+    """Rows up to the size of the graph, and rows that had ended."""
+    padded = [s.padded_tokens for s in ran(True).steps]
+    assert sum(padded) > sum(s.padded_tokens for s in ran(False).steps)
+
+
+@pytest.mark.parametrize(("rows", "longest"), [(3, 40), (12, 9)])
+def test_what_no_graph_covers_runs_without(rows, longest):
+    capture = Counting()
+    assert ran(True, capture, rows, longest).answers == ran(False).answers
+    decodes = sum(not s.prefill_tokens for s in ran(False).steps)
+    assert 0 < capture.replays < decodes
+
+
+def test_without_memory_for_graphs_steps_run_without(caplog):
+    capture = Counting(failing=1)
+    assert ran(True, capture).answers == ran(False).answers
+    assert capture.captured == []
+    assert [r.levelname for r in caplog.records].count("WARNING") == 1
+    assert "no memory is left to capture" in caplog.text

@@ -1,0 +1,158 @@
+"""Memory: what a step takes is measured, the cache gets the rest, and what cannot be had is made smaller."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
+from batchinfer.engine.memory import cache_blocks
+from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal
+from batchinfer.engine.scheduler import SchedulerConfig
+from batchinfer.errors import OutOfMemory
+from batchinfer.ops.interface import LayerCache
+from tests.batchinfer.engine.hashing_model import captured_eagerly
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    checkpoint,
+    cpu_ops,
+    drain,
+    greedy,
+    make_engine,
+    make_runner,
+)
+
+LONGEST, SIZE = 100, 8
+STEPS = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=250)
+
+
+class Device:
+    """A model, memory for so many tokens a step and so many blocks, and a meter that counts the tokens of a step."""
+
+    def __init__(self, tokens: int = 1 << 30, blocks: int = 1 << 30) -> None:
+        checked = checkpoint("llama")
+        self.runner = make_runner(checked, cpu_ops(checked), Limits(blocks=1, block_size=SIZE))
+        self._decoder: Any = self.runner.model
+        self.tokens, self.blocks = tokens, blocks
+        self.steps: list[int] = []
+        self.wanted: list[int] = []
+        self.needed: int | None = None
+        self._from = 0
+
+    def fit(self, wanted: int = 60, limits: SchedulerConfig = STEPS) -> Fitted:
+        def blocks(needed: int) -> int:
+            self.needed = needed
+            return wanted
+
+        room = CacheRoom(blocks, self.allocate, LONGEST, SIZE)
+        runner: ModelRunner = replace(self.runner, model=self)
+        return fit(runner, limits, room, self, captured_eagerly)
+
+    def allocate(self, blocks: int) -> list[LayerCache]:
+        self.wanted.append(blocks)
+        if blocks > self.blocks:
+            raise torch.OutOfMemoryError(f"no memory for {blocks} blocks")
+        caches: list[LayerCache] = self._decoder.allocate_cache(blocks, SIZE, torch.float32, "cpu")
+        return caches
+
+    def forward(self, token_ids: Tensor, *rest: Any) -> Tensor:
+        if len(token_ids) > self.tokens:
+            raise torch.OutOfMemoryError(f"no memory for {len(token_ids)} tokens")
+        self.steps.append(len(token_ids))
+        hidden: Tensor = self._decoder.forward(token_ids, *rest)
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def restart(self) -> None:
+        self._from = len(self.steps)
+
+    def peak(self) -> int:
+        return 1000 * max(self.steps[self._from :])
+
+
+def test_the_largest_step_and_the_largest_decode_step_are_measured():
+    device = Device()
+    fitted = device.fit()
+    assert device.needed == 1000 * (250 + 6)
+    assert device.wanted == [7, 61], "one block belongs to nobody"
+    assert (fitted.blocks, fitted.limits) == (60, STEPS)
+
+
+def test_every_kind_of_step_is_run_before_the_first_real_one():
+    device = Device()
+    device.fit()
+    assert max(device.steps[2:]) == 250
+
+
+def test_a_step_for_which_there_is_no_memory_is_halved(caplog):
+    device = Device(tokens=70)
+    fitted = device.fit()
+    assert fitted.limits.max_num_batched_tokens == fitted.runner.most_tokens == 50
+    assert device.needed == 1000 * (50 + 6)
+    assert "no memory for 250 tokens of 6 rows" in caplog.text
+    assert "at most 50 are run from here on" in caplog.text
+
+
+def test_not_even_one_token():
+    with pytest.raises(OutOfMemory, match="no memory for a step of one token"):
+        Device(tokens=0).fit()
+
+
+def test_a_cache_that_cannot_be_had_is_made_smaller(caplog):
+    device = Device(blocks=50)
+    fitted = device.fit()
+    assert 45 < fitted.blocks <= 49
+    assert device.wanted[-1] == fitted.blocks + 1
+    assert "the device had no memory for 60" in caplog.text
+
+
+def test_a_cache_that_does_not_hold_the_longest_sequence_is_an_error():
+    with pytest.raises(OutOfMemory, match="KV cache of 13 blocks"):
+        Device(blocks=13).fit(wanted=13)
+
+
+def test_what_steps_need_is_taken_from_the_share_of_the_cache():
+    sizes = (1000, 16, 64, 1000)  # bytes of a block, its tokens, the longest row, sequences
+    assert cache_blocks(*sizes, None, 100_000, "cuda", 30_000) == 60
+    assert cache_blocks(*sizes, 0.5, 100_000, "cuda", 30_000) == 20
+    assert cache_blocks(*sizes, 40_000, 100_000, "cuda", 30_000) == 40, "bytes are what the job asked for"
+    with pytest.raises(OutOfMemory, match="lower max_tokens"):
+        cache_blocks(*sizes, 0.5, 100_000, "cuda", 48_000)
+
+
+def test_dummy_steps_are_as_large_as_they_can_be():
+    rehearsal = Rehearsal(Device().fit().runner, STEPS, LONGEST, 60)
+    chunks = rehearsal.chunks(250, 6, LONGEST, COSTLY)
+    assert [c.length for c in chunks] == [100, 100, 47, 1, 1, 1]
+    assert all(c.samples and c.end <= LONGEST for c in chunks)
+    assert [c.end for c in chunks[3:]] == [LONGEST] * 3
+    assert [c.length for c in rehearsal.chunks(4, 4, 1, GREEDY)] == [1] * 4
+    assert sum(c.length for c in rehearsal.chunks(10_000, 6, LONGEST, GREEDY)) == 600
+
+
+def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
+    rehearsal = Rehearsal(Device().fit().runner, STEPS, LONGEST, 60)
+    for shared in (False, True):
+        chunks = rehearsal.chunks(250, 6, LONGEST, GREEDY, shared)
+        written = {c.sequence.blocks[at // SIZE] for c in chunks for at in range(c.start, c.end)}
+        assert written == {60}
+        assert len({c.sequence.blocks[0] for c in chunks[3:]}) == (1 if shared else 3)
+
+
+def test_the_fitted_runner_runs():
+    device = Device(tokens=70)
+    limits = Limits(budget=64, blocks=60, block_size=SIZE)
+    requests = greedy([[1, 2, 3], [5] * 40, [7] * 30], 9)
+    eos = frozenset(checkpoint("llama").config.eos_token_ids)
+    wanted = drain(
+        make_engine(make_runner(checkpoint("llama"), device.runner.ops, limits), limits, eos), requests
+    )
+    got = drain(make_engine(device.fit().runner, limits, eos), requests)
+    assert got.answers == wanted.answers

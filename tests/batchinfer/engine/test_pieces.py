@@ -1,0 +1,57 @@
+"""Steps for which memory does not last: run in pieces, to the same answers, and said so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.pieces import Pieces
+from batchinfer.engine.scheduler import Chunk
+from tests.batchinfer.engine.driver import sequence
+from tests.batchinfer.engine.hashing_model import EOS, hashing_runner
+from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
+
+LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=8),
+    st.integers(1, 40),
+)
+def test_pieces_are_the_step_in_order(spans, tokens):
+    chunks = [Chunk(sequence([1] * (start + length), 5), start, length) for start, length in spans]
+    pieces = Pieces(tokens).cut(chunks)
+    assert all(0 < sum(c.length for c in piece) <= tokens for piece in pieces)
+    flat = [(c.sequence, at) for piece in pieces for c in piece for at in range(c.start, c.end)]
+    assert flat == [(c.sequence, at) for c in chunks for at in range(c.start, c.end)]
+    assert [c.sequence for piece in pieces for c in piece if c.samples] == [c.sequence for c in chunks]
+
+
+def test_without_limits_a_step_is_one_piece():
+    chunks = [Chunk(sequence([1] * 9, 5), 0, 9)]
+    assert Pieces().cut(chunks) == [chunks]
+
+
+def run(room: int) -> tuple[Ran, int]:
+    runner = hashing_runner(DeviceRunner, LIMITS.blocks, LIMITS.block_size, room=room)
+    engine = make_engine(runner, LIMITS, frozenset([EOS]))
+    prompts = [[i % 7, 3, i % 5, *[1] * (i % 9)] for i in range(20)]
+    return drain(engine, greedy(prompts, 12)), runner.most_tokens or 0
+
+
+@pytest.mark.parametrize("room", [1, 3, 7, 25])
+def test_answers_do_not_depend_on_it(room, caplog):
+    (wanted, unlimited), (got, most) = run(1 << 30), run(room)
+    assert got.answers == wanted.answers
+    assert (unlimited, 1 <= most <= room) == (0, True)
+    assert "the device had no memory for 40 tokens" in caplog.text
+    sizes = [s.prefill_tokens + s.decode_tokens for s in got.steps]
+    assert max(sizes[2:]) <= most, "the scheduler was not told"
+
+
+def test_not_even_one_token_is_an_error():
+    with pytest.raises(torch.OutOfMemoryError):
+        run(0)
