@@ -25,6 +25,7 @@ CODED_TOLERANCE = 2e-2  # codes are the same for both; what differs is one more 
 PRIVATE = "private copies"
 # (sequences, context) of one length each; those with a target come first, the last is split over many programs
 DECODES = ((64, 4096), (64, 1024), (256, 1024), (8, 32768))
+CODED = (64, 4096)  # with int8 and float8 in the cache
 MIXED = tuple(128 * 2 ** (i % 7) for i in range(128))  # 128 … 8192
 # (sequences, queries, context)
 PREFILLS = ((1, 4096, 4096), (4, 4096, 4096), (1, 16384, 16384), (1, 2048, 16384), (16, 512, 512))
@@ -47,7 +48,8 @@ def cases(section: Section) -> list[Part]:
     parts += [_part(section, partial(prefix_case, section, LLAMA_8B, *PREFIX), "prefix")]
     parts += [_part(section, partial(prefill_case, section, LLAMA_8B, *p), "prefill") for p in PREFILLS[1:]]
     parts += [decode([length] * count) for count, length in DECODES[2:]]
-    parts += [decode(MIXED), *(decode([4096] * 64, codes) for codes in ("float8_e4m3fn", "int8"))]
+    count, length = CODED
+    parts += [decode(MIXED), *(decode([length] * count, codes) for codes in ("float8_e4m3fn", "int8"))]
     return parts
 
 

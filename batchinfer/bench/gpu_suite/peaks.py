@@ -28,7 +28,8 @@ def _high(section: Section) -> dict[str, Any]:
         measure_peaks("cpu", ("float32",), size=TINY, stream_bytes=2**16)
         return {"kind": "peaks", "peaks": {}}
     found = measure_peaks(section.setting.kind, HIGH)
-    detail = {"read_bytes_per_s": found.read_bytes_per_s, "copy_bytes_per_s": found.copy_bytes_per_s}
+    detail: dict[str, Any] = {"device": found.name, "read_bytes_per_s": found.read_bytes_per_s}
+    detail["copy_bytes_per_s"] = found.copy_bytes_per_s
     return {"kind": "peaks", "peaks": {**found.peak_flops, BANDWIDTH: found.bandwidth}, **detail}
 
 

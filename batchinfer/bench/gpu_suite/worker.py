@@ -18,6 +18,7 @@ GRACE_S = 3.0  # a section ends itself when its time is over; one that is still 
 
 def serve(channel: Connection, rehearsal: bool) -> None:
     """Runs sections until it is told None. What runs here is the child."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be fetched, nor waited for
     if rehearsal:  # before triton is imported
         os.environ["TRITON_INTERPRET"] = "1"
     while (task := channel.recv()) is not None:
@@ -83,7 +84,9 @@ class Worker:
 
     def _start(self) -> None:
         if self._process is not None:
-            return
+            if self._process.is_alive():
+                return
+            self._ended()
         context = get_context("spawn")
         self._channel, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, self._rehearsal), daemon=False)
