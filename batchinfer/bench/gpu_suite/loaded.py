@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from batchinfer.bench.gpu_suite.section import BANDWIDTH, Setting
 from batchinfer.engine.build import LoadedModel, ModelSource, load_model
 from batchinfer.engine.config import Dtype, EngineConfig
+from batchinfer.engine.decode_graphs import Captured
+from batchinfer.engine.device_fit import CacheRoom, fit
 from batchinfer.errors import Unavailable
 from batchinfer.models.decoder import Decoder
 from batchinfer.models.dummy import DummyWeights, parameter_count
@@ -25,7 +29,7 @@ TINY_DTYPE: Dtype = (
     "float32"  # the interpreter does not know bfloat16, and tokens are to be the same as others'
 )
 # Tokens of the longest row of any section: the sweep's longest prompt. 1,280 is the longest of `mixed`.
-LONGEST, TINY_LONGEST = 8192 + 2, 1280
+LONGEST, TINY_LONGEST = 8192 + 2, 48
 # Of the memory that is left once the weights are loaded: the other half is for what we are compared to
 KV_MEMORY = 0.5
 
@@ -74,9 +78,9 @@ def _loaded(rehearsal: bool, found: Peaks) -> LoadedModel:
         device="cpu" if rehearsal else "cuda",
         max_model_len=longest,
         longest=longest,
-        max_num_seqs=4 if rehearsal else None,
-        max_num_batched_tokens=64 if rehearsal else None,
-        kv_memory=2**23 if rehearsal else KV_MEMORY,
+        max_num_seqs=2 if rehearsal else None,
+        max_num_batched_tokens=16 if rehearsal else None,
+        kv_memory=2**20 if rehearsal else KV_MEMORY,
         peaks=found,
     )
     loaded = load_model(config, source(setting))
@@ -84,7 +88,7 @@ def _loaded(rehearsal: bool, found: Peaks) -> LoadedModel:
 
 
 def _interpreted(loaded: LoadedModel, setting: Setting) -> LoadedModel:
-    """The same model with Triton's operators, which on a CPU only the interpreter runs."""
+    """The same model as a GPU would run it: Triton's operators, one step looked ahead, decode steps captured."""
     from batchinfer.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
@@ -93,6 +97,32 @@ def _interpreted(loaded: LoadedModel, setting: Setting) -> LoadedModel:
     ops = TritonOps(AttentionShape(dtype, config.q_heads, config.kv_heads, config.head_dim))
     rope = rope_table(config, TINY_LONGEST, device)
     decoder = Decoder(config, model.weights(dtype, device), ops, rope)
-    caches = decoder.allocate_cache(info.blocks, info.block_size, dtype, device)
-    runner = replace(loaded.runner, model=decoder, ops=ops, caches=caches)
-    return replace(loaded, runner=runner, info=replace(info, ops=ops.name))
+    room = CacheRoom(
+        blocks=lambda needed: info.blocks,
+        allocate=lambda blocks: decoder.allocate_cache(blocks, info.block_size, dtype, device),
+        longest=TINY_LONGEST,
+        block_size=info.block_size,
+    )
+    runner = replace(loaded.runner, model=decoder, ops=ops, caches=[])
+    fitted = fit(runner, loaded.limits, room, _NoMeter(), _captured_by_name)
+    return replace(loaded, runner=fitted.runner, limits=fitted.limits, info=replace(info, ops=ops.name))
+
+
+class _NoMeter:
+    """Of a device without memory of its own."""
+
+    def restart(self) -> None:
+        """Nothing is counted."""
+
+    def peak(self) -> int:
+        return 0
+
+
+def _captured_by_name(run: Callable[[], Tensor]) -> Captured:
+    """A graph for a device that has none: what was captured is called again, and reads what it read then."""
+    result = run().clone()
+
+    def replay() -> None:
+        result.copy_(run())
+
+    return Captured(result, replay)
