@@ -109,7 +109,7 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     room = CacheRoom(
         blocks=partial(_blocks, config, device, block_bytes, block_size, limits.max_num_seqs),
         allocate=lambda blocks: model.allocate_cache(blocks, block_size, dtype, device),
-        longest=config.longest,
+        longest=min(config.longest, config.max_model_len),
         block_size=block_size,
     )
     fitted = _fit(ModelRunner(model, ops, [], windows, block_size, Sampler(eos), shape, device), limits, room)

@@ -12,10 +12,11 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch
@@ -64,10 +65,9 @@ class GraphLimits:
     block_size: int
     scratch_block: int  # for the keys of padding
 
-    @property
-    def width(self) -> int:
-        """Blocks of a sequence."""
-        return -(-self.longest // self.block_size)
+    def blocks(self, tokens: int) -> int:
+        """Of a sequence."""
+        return -(-tokens // self.block_size)
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -87,7 +87,7 @@ def context_bound(longest: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """The tensors of one batch size."""
+    """The tensors of one batch size and bound of contexts."""
 
     upload: Upload
     token_ids: Tensor
@@ -101,7 +101,7 @@ class _Place:
         return cls(upload, *upload.tensors)
 
 
-def _arrays(batch: HostBatch) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.integer]], ...]:
+def _arrays(batch: HostBatch) -> tuple[NDArray[Any], ...]:
     return (batch.token_ids, batch.positions, batch.slots, batch.tables)
 
 
@@ -129,7 +129,7 @@ class DecodeGraphs:
         self._forward, self._ops, self._limits, self._windows = forward, ops, limits, windows
         self._device, self._capture = device, capture
         self.sizes = batch_sizes(limits.rows)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[tuple[int, int], _Place] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._refused = False
 
@@ -140,9 +140,11 @@ class DecodeGraphs:
 
     def covers(self, batch: HostBatch) -> bool:
         """Whether a step is run by a graph."""
-        limits = self._limits
-        fits = len(batch.query_lens) <= limits.rows and batch.tables.shape[1] <= limits.width
-        return fits and batch.is_decode and max(batch.context_lens) <= limits.longest and not self._refused
+        limits, longest = self._limits, max(batch.context_lens)
+        if self._refused or not batch.is_decode or longest > limits.longest:
+            return False
+        width = limits.blocks(context_bound(longest, limits.longest))
+        return len(batch.query_lens) <= limits.rows and batch.tables.shape[1] <= width
 
     def run(self, batch: HostBatch, fill_in: Callable[[Tensor], None]) -> tuple[Tensor, int]:
         """(hidden states of the step's rows, padded rows) of a step that is covered.
@@ -152,11 +154,11 @@ class DecodeGraphs:
         """
         rows = len(batch.query_lens)
         size = self.sizes[bisect_left(self.sizes, rows)]
-        padded = pad(batch, size, self._limits)
-        place = self._place(padded)
+        longest = context_bound(max(batch.context_lens), self._limits.longest)
+        padded = pad(batch, size, longest, self._limits)
+        place = self._place((size, longest), padded)
         fill_in(place.token_ids)
         inputs = padded.inputs(place.positions, place.slots, place.tables)
-        longest = context_bound(max(batch.context_lens), self._limits.longest)
         plan = self._ops.plan_captured(inputs, self._limits.block_size, self._windows, longest)
         graph = self._graph((size, longest, plan.sizes), place, inputs, plan)
         if graph.plan is not plan:
@@ -164,13 +166,12 @@ class DecodeGraphs:
         graph.captured.replay()
         return graph.captured.result[:rows], size - rows
 
-    def _place(self, batch: HostBatch) -> _Place:
-        size = len(batch.query_lens)
-        if size in self._places:
-            self._places[size].upload.refill(_arrays(batch))
+    def _place(self, key: tuple[int, int], batch: HostBatch) -> _Place:
+        if key in self._places:
+            self._places[key].upload.refill(_arrays(batch))
         else:
-            self._places[size] = _Place.of(batch, self._device)
-        return self._places[size]
+            self._places[key] = _Place.of(batch, self._device)
+        return self._places[key]
 
     def _graph(self, key: Hashable, place: _Place, inputs: AttentionInputs, plan: FixedPlan) -> _Graph:
         if key not in self._graphs:
@@ -188,11 +189,11 @@ class DecodeGraphs:
         return self._graphs[key]
 
 
-def pad(batch: HostBatch, size: int, limits: GraphLimits) -> HostBatch:
-    """A step of `size` rows, with tables as wide as the longest sequence's."""
+def pad(batch: HostBatch, size: int, longest: int, limits: GraphLimits) -> HostBatch:
+    """A step of `size` rows, with tables for contexts of up to `longest` tokens."""
     missing = size - len(batch.query_lens)
     scratch = limits.scratch_block * limits.block_size
-    width = limits.width - batch.tables.shape[1]
+    width = limits.blocks(longest) - batch.tables.shape[1]
     return replace(
         batch,
         token_ids=np.pad(batch.token_ids, (0, missing)),

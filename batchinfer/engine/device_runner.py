@@ -72,7 +72,7 @@ class DeviceRunner(ModelRunner):
                     raise
                 self.pieces.shrink(piece)
                 torch.cuda.empty_cache()
-                todo.extendleft(reversed(self.pieces.cut(piece)))
+                todo = deque(smaller for rest in (piece, *todo) for smaller in self.pieces.cut(rest))
                 continue
             sampled += [] if tokens is None else [tokens]
             padded += padding

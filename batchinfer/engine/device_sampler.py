@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ class DeviceSampler:
             for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
         ]
         indices, tokens = np.array(rows, np.int32), np.concatenate([*held, _NONE])
-        parts = [indices, tokens, starts, prompts, lengths, *floats, self._banned(chosen)]
+        parts: list[NDArray[Any]] = [indices, tokens, starts, prompts, lengths, *floats, self._banned(chosen)]
         penalties = Penalties(*upload(parts, device))
         self._fill_in(penalties, chosen, (starts + lengths - 1).tolist(), pending)
         return penalties
@@ -106,7 +107,7 @@ def _row_sampling(sequences: list[Sequence], device: torch.device) -> RowSamplin
     params = [s.request.params for s in sequences]
     keys = np.frombuffer(b"".join(s.request.key[:16] for s in sequences), "<i4").reshape(-1, 4)
     positions = np.array([s.output_length for s in sequences], np.int32)
-    parts: list[NDArray[np.generic]] = [
+    parts: list[NDArray[Any]] = [
         np.array([p.temperature for p in params], np.float32),
         np.array([max(p.top_k, 0) for p in params], np.int32),
         np.array([p.top_p for p in params], np.float64),

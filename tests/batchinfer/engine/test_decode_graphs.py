@@ -61,7 +61,7 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
         query_lens=[1, 1],
         context_lens=[9, 4],
     )
-    padded = pad(batch, 4, GraphLimits(rows=8, longest=16, block_size=4, scratch_block=30))
+    padded = pad(batch, 4, 16, GraphLimits(rows=8, longest=99, block_size=4, scratch_block=30))
     assert padded.slots.tolist() == [17, 3, 120, 120]
     assert padded.context_lens == [9, 4, 0, 0]
     assert padded.query_lens == [1] * 4
