@@ -21,8 +21,13 @@ from batchinfer.cpus import usable_cpus
 
 # Kernels compile for seconds and then run for microseconds, so that all cores are of use
 MOST_PROCESSES = 12
-FOLDER, ENGINE = "tests/kernels/gpu", "tests/batchinfer/engine"
-REHEARSED = f"{FOLDER}/test_merge_state.py"
+# All that run on a GPU where there is one, as in `make test-gpu`
+TESTS = (
+    "tests/kernels/gpu",
+    "tests/batchinfer/ops/test_triton_ops.py",
+    "tests/batchinfer/engine/test_triton_engine.py",
+)
+REHEARSED = "tests/kernels/gpu/test_merge_state.py"
 TO_SUM_UP_S = 10.0  # for pytest to write what came of it when it is interrupted
 
 
@@ -45,11 +50,9 @@ def run(section: Section) -> None:
 
 def selected(setting: Setting) -> list[str]:
     """What is given to pytest."""
-    root = Path(setting.root)
     if setting.rehearsal:
         return [REHEARSED]
-    engine = sorted(str(path.relative_to(root)) for path in (root / ENGINE).glob("test_triton*.py"))
-    return [FOLDER, *engine, "--ignore-glob=*aot*", "-k", "not compiles"]
+    return [*TESTS, "--ignore-glob=*aot*", "-k", "not compiles"]
 
 
 def _pytest(section: Section, junit: Path) -> tuple[int | None, str]:

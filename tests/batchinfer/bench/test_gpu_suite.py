@@ -167,7 +167,7 @@ def test_all_it_needs_is_there_without_what_is_missing(bare):
 
 @pytest.mark.slow
 def test_the_gpu_tests_need_no_more(bare):
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/kernels/gpu"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *kernel_tests.TESTS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=bare)
     assert done.returncode == 0, done.stdout[-3000:]
 
@@ -495,9 +495,9 @@ def test_what_pytest_wrote_is_counted(tmp_path):
 
 
 def test_on_a_gpu_all_its_tests_are_selected():
-    found = kernel_tests.selected(Setting(False, 10.0, str(ROOT)))
-    assert found[0] == "tests/kernels/gpu"
-    assert all((ROOT / name).exists() for name in found if name.startswith("tests/"))
+    assert tuple(kernel_tests.selected(Setting(False, 10.0, str(ROOT)))[:3]) == kernel_tests.TESTS
+    assert all((ROOT / name).exists() for name in kernel_tests.TESTS)
+    assert f"GPU_TESTS := {' '.join(kernel_tests.TESTS)}\n" in (ROOT / "Makefile").read_text("utf-8")
 
 
 # ---- documentation
