@@ -106,7 +106,7 @@ void NAME(linear)(const REAL *x, const REAL *packed, const REAL *bias, void *y, 
     int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * inputs * (int64_t)sizeof(REAL)) + 1;
 #pragma omp parallel
     {
-#pragma omp for schedule(guided, 4)
+#pragma omp for schedule(guided, 1)
         for (int64_t at = 0; at < blocks * panels; at++) {
             int64_t block, panel, turn;
             place(at, per, blocks, panels, &block, &panel, &turn);

@@ -80,7 +80,8 @@ void NAME(rope_store)(const REAL *q, const REAL *k, const REAL *v, int64_t strid
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < tokens; t++) {
         int64_t next = t + 1 < tokens ? slots[t + 1] : slots[t];
-        const REAL *coming = k_cache + next / block_size * kv_heads * block_pad * dim_pad + next % block_size * PAIR;
+        int64_t there = next / block_size * kv_heads * block_pad * dim_pad, inside = next % block_size;
+        const REAL *next_k = k_cache + there + inside * PAIR, *next_v = v_cache + there + inside / PAIR * dim_pad * PAIR;
         const float *c = cosine + positions[t] * (dim / 2), *s = sine + positions[t] * (dim / 2);
         for (int64_t h = 0; h < q_heads; h++)
             NAME(rotate)(q + t * stride + h * dim, q_norm, c, s, q_out + (t * q_heads + h) * dim, dim, eps);
@@ -89,7 +90,9 @@ void NAME(rope_store)(const REAL *q, const REAL *k, const REAL *v, int64_t strid
             int64_t at = (block * kv_heads + h) * block_pad * dim_pad;
             REAL rotated[MAX_DIM];
             for (int64_t w = 0; w < dim / PAIR; w++) /* each word of K lies in a line of its own */
-                __builtin_prefetch(coming + (h * dim_pad / PAIR + w) * block_pad * PAIR, 1);
+                __builtin_prefetch(next_k + h * block_pad * dim_pad + w * block_pad * PAIR, 1);
+            for (int64_t d = 0; d < dim * PAIR; d += LINE / (int64_t)sizeof(REAL))
+                __builtin_prefetch(next_v + h * block_pad * dim_pad + d, 1);
             NAME(rotate)(k + t * stride + h * dim, k_norm, c, s, rotated, dim, eps);
             NAME(store_token)(rotated, v + t * stride + h * dim, k_cache + at, v_cache + at, place, dim, dim_pad, block_pad);
         }

@@ -66,7 +66,7 @@ void NAME(quantized_linear)(const REAL *x, const int8_t *packed, const int32_t *
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
             row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * words * 4);
-#pragma omp for schedule(guided, 4)
+#pragma omp for schedule(guided, 1)
         for (int64_t at = 0; at < blocks * panels; at++) {
             int64_t block, panel, turn;
             place(at, per, blocks, panels, &block, &panel, &turn);
