@@ -6,7 +6,7 @@ only where the last tile is not full.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -216,6 +216,8 @@ def launch(
 ) -> Tensor:
     """Runs a kernel that takes what matmul_kernel takes, and `more`, and adds up the segments if there are several.
 
+    Rows of x that lie at odd places are copied where those of the weight do not: so that tiles depend on the weight.
+
     `span`: see choose_cut.
     """
     unit_columns(x=given.x, weight=given.weight)
@@ -225,7 +227,10 @@ def launch(
         return y
     processors = target.processors(given.x.device)
     sizes = (given.outputs, given.rows, max(1, given.inputs))
-    cut = choose_cut(kind, *sizes, deterministic, processors, span)
+    aligned = is_aligned(given.weight, given.weight.stride(0)) and is_aligned(given.x, given.inputs)
+    if aligned and not is_aligned(given.x, given.x.stride(0)):
+        given = replace(given, x=given.x.contiguous())
+    cut = choose_cut(kind, *sizes, deterministic, processors, span, aligned)
     tiles = cut.tiles
     line_tiles, row_tiles = triton.cdiv(given.outputs, tiles.outputs), triton.cdiv(given.rows, tiles.rows)
     parts = _parts(given, cut, line_tiles * tiles.outputs, row_tiles * tiles.rows)
@@ -236,6 +241,11 @@ def launch(
     if parts is not None:
         _add_parts(given, parts, y)
     return y
+
+
+def is_aligned(values: Tensor, pitch: int) -> bool:
+    """Whether rows that begin `pitch` values after one another all begin at multiples of 16 bytes if the first does."""
+    return pitch * values.element_size() % 16 == 0
 
 
 def _arguments(given: Operands, cut: Cut, y: Tensor, parts: Tensor | None) -> dict[str, Any]:

@@ -108,14 +108,17 @@ def choose_cut(
     deterministic: bool,
     processors: int,
     span: int | None = None,
+    aligned: bool = True,
 ) -> Cut:
-    """`deterministic`: what is summed with what depends on outputs and inputs alone. All sizes ≥ 1.
+    """`deterministic`: what is summed with what depends on outputs, inputs and `aligned` alone. All sizes ≥ 1.
 
-    `span`: inputs that a tile has to have, as their codes are packed together.
+    `span`: inputs that a tile has to have, as their codes are packed together. `aligned`: whether 16 bytes are read at
+    once.
     """
     if deterministic and kind != "int8":  # sums of integers are exact however they are cut
-        return _deterministic_cut(_fitted(_DETERMINISTIC[kind], span), outputs, rows, inputs)
-    tiles = _fitted(_by_rows(kind, outputs, rows, processors), span)
+        tiles = _fitted(_coded(kind, _DETERMINISTIC[kind], True), span, aligned)
+        return _deterministic_cut(tiles, outputs, rows, inputs)
+    tiles = _fitted(_coded(kind, _by_rows(kind, outputs, rows, processors), False), span, aligned)
     programs = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(rows, tiles.rows)
     wanted = PROGRAMS_PER_PROCESSOR * processors // programs
     segment = _segment(inputs, wanted, tiles)
@@ -148,9 +151,24 @@ def _segment(inputs: int, wanted: int, tiles: Tiles) -> int:
     return triton.cdiv(triton.cdiv(inputs, count), tiles.inputs) * tiles.inputs
 
 
-def _fitted(tiles: Tiles, span: int | None) -> Tiles:
+def _coded(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:
+    """64 rows at most for packed codes where more do not compile well.
+
+    For compute capability 10.x Triton 3.7 makes of a tile of 128 outputs and 128 rows of int4 a kernel that does
+    nothing. On 8.x and 12.x, where values that codes became stand in registers, two tiles of sums leave no room.
+    """
+    found = architecture()
+    if kind != "coded" or not found.isdigit():
+        return tiles
+    narrow = 100 <= int(found) < 120 or (deterministic and int(found) // 10 != 9)
+    return replace(tiles, rows=min(tiles.rows, 64)) if narrow else tiles
+
+
+def _fitted(tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
     """As the architecture allows. AMD's compute units have 64 KiB of shared memory, where one tile is in flight."""
     if architecture().startswith("gfx"):
         sides = (min(tiles.outputs, 128), min(tiles.rows, 128), min(tiles.inputs, 64))
         tiles = Tiles(*sides, tiles.warps, 2)
+    if not aligned:  # values that are read one by one have an address each, in registers
+        tiles = Tiles(min(tiles.outputs, 64), min(tiles.rows, 32), min(tiles.inputs, 32), 4, 2)
     return tiles if span is None else replace(tiles, inputs=span)

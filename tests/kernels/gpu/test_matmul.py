@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -202,13 +203,13 @@ def test_a_row_does_not_depend_on_its_batch_in_other_dtypes(dtype: torch.dtype) 
 
 def test_a_deterministic_cut_is_the_weights() -> None:
     """The same tile and the same segments for any number of rows and any GPU; only their places differ."""
-    for kind in ("half", "wide", "coded", "fp8"):
-        few, many = (choose_cut(kind, 300, rows, 4096, True, 1) for rows in (1, 4096))
+    for kind, aligned in product(("half", "wide", "coded", "fp8"), (True, False)):
+        few, many = (choose_cut(kind, 300, rows, 4096, True, 1, aligned=aligned) for rows in (1, 4096))
         assert (few.tiles, few.segment, few.segments) == (many.tiles, many.segment, many.segments)
         assert few.segments > 1
         assert few.splits == few.segments
         assert many.splits == 1
-        assert few == choose_cut(kind, 300, 1, 4096, True, 999)
+        assert few == choose_cut(kind, 300, 1, 4096, True, 999, aligned=aligned)
 
 
 def test_few_programs_are_split_and_many_are_not() -> None:
