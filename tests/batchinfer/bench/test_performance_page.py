@@ -1,0 +1,52 @@
+"""docs/performance.md and README.md say what the record of the measurement says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RECORD = json.loads((ROOT / "docs" / "measurements" / "cpu-2026-11-21.json").read_text("utf-8"))
+OURS, OPENVINO, VLLM = "batchinfer 0.1.0", "OpenVINO GenAI 2026.4.1", "vLLM 0.32 (CPU)"
+
+
+def runs(engine: str, dtype: str, workload: str) -> list[dict]:
+    place = (engine, dtype, workload)
+    return [r for r in RECORD["runs"] if (r["engine"], r["dtype"], r["workload"]) == place]
+
+
+def typical(engine: str, dtype: str, workload: str, key: str = "seconds") -> float:
+    found = runs(engine, dtype, workload)
+    assert len(found) >= 3
+    return median(r[key] for r in found)
+
+
+def cells(workload: str) -> list[str]:
+    """As the page's first table has them."""
+    vllm, openvino = (typical(engine, "bfloat16", workload) for engine in (VLLM, OPENVINO))
+    row = [f"{vllm:.1f} s", f"{openvino:.1f} s"]
+    for dtype in ("bfloat16", "int8"):
+        ours = typical(OURS, dtype, workload)
+        share = typical(OURS, dtype, workload, "roofline_efficiency")
+        row += [f"{ours:.1f} s", f"{ours / min(vllm, openvino):.2f}", f"{share:.0%}"]
+    return row
+
+
+@pytest.mark.parametrize("workload", ["shared-prefix", "mixed", "decode"])
+def test_the_table_is_that_of_the_record(workload):
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    found = re.search(rf"(?m)^\| `{workload}` \|(.*s.*)\|$", page)
+    assert found is not None
+    assert [cell.strip() for cell in found[1].split("|")] == cells(workload)
+
+
+@pytest.mark.parametrize("workload", ["shared-prefix", "mixed", "decode"])
+def test_the_readme_says_the_same(workload):
+    row = cells(workload)
+    found = re.search(rf"(?m)^\| `{workload}`[^|]*\|(.*)\|$", (ROOT / "README.md").read_text("utf-8"))
+    assert found is not None
+    assert [cell.strip() for cell in found[1].split("|")] == [row[0], row[1], row[2], row[5]]
