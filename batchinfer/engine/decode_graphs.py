@@ -210,7 +210,7 @@ def capture_on_gpu() -> Capture:
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], Tensor]) -> Captured:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()  # compiles kernels and makes the libraries' work spaces, which a capture must not do

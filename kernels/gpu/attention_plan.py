@@ -182,8 +182,8 @@ def _plan_prefixes(
         slots = room.slots
         items = np.pad(items, ((0, room.items - len(items)), (0, 0)))
         members = np.pad(members, (0, room.members - len(members)))
-    tensors = [moved(values, device) for values in (items, members, starts, parts)]
-    return Prefixes(*tensors, slots), int(starts.sum())
+    item, member, start, part = (moved(values, device) for values in (items, members, starts, parts))
+    return Prefixes(item, member, start, part, slots), int(starts.sum())
 
 
 def _spans(
@@ -216,10 +216,8 @@ def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
     """(m, 6) and (members,): each level's rows `most` at a time over `segment` keys at a time, the largest first."""
     found, members, before = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)], 0
     for level in levels:
-        row, key = np.meshgrid(
-            np.arange(0, len(level.rows), most), np.arange(level.first, level.end, segment), indexing="ij"
-        )
-        row, key = row.ravel(), key.ravel()
+        firsts = np.arange(0, len(level.rows), most), np.arange(level.first, level.end, segment)
+        row, key = (axis.ravel() for axis in np.meshgrid(*firsts, indexing="ij"))
         items = np.empty((len(row), 6), np.int64)
         items[:, 0], items[:, 1] = before + row, np.minimum(most, len(level.rows) - row)
         items[:, 2], items[:, 3] = level.sequence, key
