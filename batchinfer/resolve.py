@@ -64,6 +64,8 @@ class Setting:
                 "deterministic": True,
                 "block_size": self.block_size,
             }  # blocks decide in what order is added
+            if self.device != "cpu":  # and so do a device's operators; a CPU's answers have no such part
+                parts["device"] = self.device
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def engine_config(self, job: Job, longest: int) -> EngineConfig:
@@ -90,15 +92,15 @@ class Setting:
 def resolve(job: Job, checkpoint: Checkpoint) -> Setting:
     """Raises JobFileError for a max_model_len that the model was not made for, and for what the device cannot do."""
     device = job.engine.device if job.engine.device != "auto" else _device()
-    positions = checkpoint.config.max_positions
-    mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, job)]
-    if mistakes:
-        raise JobFileError(str(job.source), mistakes)
     dtype = (
         job.model.dtype
         if job.model.dtype != "auto"
         else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
     )
+    positions = checkpoint.config.max_positions
+    mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, dtype, job)]
+    if mistakes:
+        raise JobFileError(str(job.source), mistakes)
     length = job.model.max_model_len or positions
     chosen = job.model.quantization, job.engine.deterministic, job.engine.block_size
     return Setting(device, dtype, length, detect(device), *chosen)
@@ -112,14 +114,14 @@ def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:
         yield Mistake("model.max_model_len", text)
 
 
-def _not_on(device: Device, job: Job) -> Iterator[Mistake]:
-    """A GPU that the job names was refused with the job file; here it is one that `auto` has found."""
-    if device == "cuda":
-        text = "not available on a GPU yet, which device: auto means here; write engine.device: cpu, or leave it out"
+def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
+    """A CPU that the job names was refused with the job file; here it is one that `auto` has found."""
+    if device == "cpu" and dtype == "float16":
+        text = "not available in float16 on a CPU, which device: auto means here; take dtype: bfloat16 or float32"
         if job.model.quantization != "none":
-            yield Mistake("model.quantization", f"{job.model.quantization} is {text}")
+            yield Mistake("model.quantization", f"{job.model.quantization} is {text}, or leave it out")
         if job.engine.deterministic:
-            yield Mistake("engine.deterministic", f"true is {text}")
+            yield Mistake("engine.deterministic", f"true is {text}, or leave it out")
 
 
 def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:

@@ -176,19 +176,14 @@ def _sampling(section: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """What only the CPU's own operators do. With device: auto, `resolve` refuses it where that is a GPU."""
-    asked = []
+    """What the CPU's operators lack. With device: auto, `resolve` refuses it where that is a CPU."""
+    if engine.get("device") != "cpu" or model.get("dtype") != "float16":
+        return
+    message, hint = "not available in float16 on a CPU", "take it out, or take dtype: bfloat16 or float32"
     if model.get("quantization") == "int8":
-        asked.append((("model", "quantization"), "is int8"))
+        yield Finding(("model", "quantization"), f"is int8, which is {message}", hint)
     if engine.get("deterministic") is True:
-        asked.append((("engine", "deterministic"), "is true"))
-    for loc, what in asked:
-        if engine.get("device") == "cuda":
-            message = f"{what}, which is not available on a GPU yet"
-            yield Finding(loc, message, "take it out, or write device: cpu")
-        elif model.get("dtype") == "float16":
-            message = f"{what}, which is not available in float16"
-            yield Finding(loc, message, "take it out, or take dtype: bfloat16 or float32")
+        yield Finding(("engine", "deterministic"), f"is true, which is {message}", hint)
 
 
 def _columns(section: Mapping[str, Any]) -> Iterator[Finding]:

@@ -59,7 +59,7 @@ class ModelSpec(Spec):
     )
     quantization: Literal["none", "int8"] = Field(
         default="none",
-        description="How linear layers are computed. int8: weights become int8 as they are loaded. CPU only.",
+        description="How linear layers are computed. int8: weights become int8 as they are loaded.",
     )
     max_model_len: MaxLength = Field(
         default=None,
@@ -215,7 +215,7 @@ class EngineSpec(Spec):
     )
     deterministic: bool = Field(
         default=False,
-        description="Whether an answer is the same to the bit whatever else runs, a little slower. CPU only.",
+        description="Whether an answer is the same to the bit whatever else runs, a little slower.",
     )
 
 

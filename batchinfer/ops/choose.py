@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import dataclass
+from subprocess import CalledProcessError
 
 import torch
 
@@ -15,6 +17,19 @@ from batchinfer_kernels.cpu.build import NoCompiler
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 
 _log = logging.getLogger(__name__)
+
+# What Triton's kernels were compiled for: bfloat16 in tensor cores, copies that do not wait
+LEAST_CAPABILITY = 80
+# It builds its link to the driver when it is first asked
+NEEDS_OF_TRITON = "see that there are a driver, a C compiler (gcc or clang) and Python's headers"
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """Why a device's own operators cannot be had, and what could be done about it."""
+
+    reason: str
+    remedy: str
 
 
 def choose_ops(
@@ -33,7 +48,7 @@ def choose_ops(
     logged, and `ops` in the report says it. Raises Unavailable where torch's would have to do, and cannot: they neither
     quantise nor promise row-invariance.
     """
-    wanted = [] if quantization == "none" else ["model.quantization: int8"]
+    wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
     wanted += ["engine.deterministic: true"] if deterministic else []
     sizes, arithmetic = (dtype, group, head_dim), (quantization, deterministic)
     if device.type == "cpu":
@@ -43,21 +58,26 @@ def choose_ops(
     if isinstance(found, Ops):
         return found
     if wanted:
-        raise Unavailable(f"{wanted[0]} needs the {needed}: {found}")
-    _log.warning("%s; torch's operators are used, which are several times slower", found)
+        asked = f"{' and '.join(wanted)} {'needs' if len(wanted) == 1 else 'need'}"
+        raise Unavailable(f"{asked} the {needed}: {found.reason}; {found.remedy}, or take it out")
+    _log.warning("%s; torch's operators are used, which are several times slower", found.reason)
     return TorchOps()
 
 
 def _compiled(
     dtype: torch.dtype, group: int, head_dim: int, quantization: Quantization, deterministic: bool
-) -> Ops | str:
-    """The operators, or why there are none."""
+) -> Ops | Lacking:
     if not CpuOps.can_run(dtype, group, head_dim):
-        return f"they do not cover {dtype} with {group} query heads of {head_dim} a KV head"
+        return _not_covered(dtype, group, head_dim)
     try:
         return CpuOps(CompiledOperators(), group, quantization, deterministic)
     except NoCompiler as error:
-        return str(error)
+        return Lacking(str(error), "mend that")
+
+
+def _not_covered(dtype: torch.dtype, group: int, head_dim: int) -> Lacking:
+    sizes = f"{dtype} with {group} query heads of {head_dim} a KV head"
+    return Lacking(f"they do not cover {sizes}", "take another model.dtype or model")
 
 
 def _triton(
@@ -67,14 +87,31 @@ def _triton(
     quantization: Quantization,
     deterministic: bool,
     kv_heads: int,
-) -> Ops | str:
+) -> Ops | Lacking:
     """The same for a GPU. Triton is imported only here: it looks for a driver."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+        return Lacking("triton is not installed", "install it (pip install triton)")
     from batchinfer.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
     if not TritonOps.can_run(dtype, group, head_dim):
-        return f"they do not cover {dtype} with {group} query heads of {head_dim} a KV head"
+        return _not_covered(dtype, group, head_dim)
+    lacking = _unfit_gpu()
+    if lacking is not None:
+        return lacking
     shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic)
     return TritonOps(shape, quantization)
+
+
+def _unfit_gpu() -> Lacking | None:
+    """Why Triton cannot compile for the GPU that it finds."""
+    from batchinfer_kernels.gpu import target
+
+    try:
+        found = target.architecture()
+    except (RuntimeError, OSError, CalledProcessError) as error:
+        return Lacking(f"Triton cannot use this GPU: {error}", NEEDS_OF_TRITON)
+    if found.isdigit() and int(found) < LEAST_CAPABILITY:
+        has = f"this GPU has compute capability {found[:-1]}.{found[-1]}, and they need 8.0 or newer"
+        return Lacking(has, "use a newer GPU or engine.device: cpu")
+    return None

@@ -39,9 +39,9 @@ class MeasuredPeaks:
 
 
 def dtypes_of(device: str) -> tuple[str, ...]:
-    """The dtypes whose GEMM is measured on a device. int8 is for quantised linear layers, which run on CPUs."""
+    """The dtypes whose GEMM is measured on a device. int8 is for quantised linear layers."""
     if torch.device(device).type == "cuda":
-        return ("bfloat16", "float16", "float32")
+        return ("bfloat16", "float16", "float32", "int8")
     if platform.machine().lower() in ("x86_64", "amd64"):  # elsewhere oneDNN may not have it
         return ("bfloat16", "float32", "int8")
     return ("bfloat16", "float32")
@@ -84,8 +84,11 @@ def _gemm_peak(where: torch.device, dtype: str, size: int) -> float:
     """Random data: zeros would let a GPU clock higher than it does in a run."""
     generator = torch.Generator(device=where).manual_seed(0)
     if dtype == "int8":
-        x, weight = (torch.randint(-127, 128, (size, size), generator=generator) for _ in range(2))
-        call = _quantized_linear(x.to(torch.int8), weight.to(torch.int8))
+        x, weight = (
+            torch.randint(-127, 128, (size, size), generator=generator, device=where, dtype=torch.int8)
+            for _ in range(2)
+        )
+        call = _quantized_linear(x, weight) if where.type == "cpu" else _integer_product(x, weight)
     else:
         x, weight = (torch.randn(size, size, generator=generator, device=where) for _ in range(2))
         call = _linear(x.to(getattr(torch, dtype)), weight.to(getattr(torch, dtype)))
@@ -99,6 +102,11 @@ def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
     operands = (raised, 1.0, 128, packed, scales, zeros, None)
     return lambda: torch.ops.onednn.qlinear_pointwise(*operands, 1.0, 0, torch.float32, "none", [], "")
+
+
+def _integer_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """x Wᵀ of int8 codes by the GPU vendor's library, in int32."""
+    return lambda: torch._int_mm(x, weight.T)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:

@@ -220,20 +220,16 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         GOOD + "engine: {deterministic: yes}\n",
         [(6, "engine.deterministic", ('"yes"', "true or false", "YAML 1.2"))],
     ),
-    "what float16 does not do": (
+    "what a CPU does not do in float16": (
         instead("model", "model: {path: m, quantization: int8, dtype: float16}")
-        + "engine:\n  deterministic: true\n",
+        + "engine:\n  device: cpu\n  deterministic: true\n",
         [
-            (2, "model.quantization", ("is int8", "not available in float16", "bfloat16 or float32")),
-            (7, "engine.deterministic", ("is true", "not available in float16")),
-        ],
-    ),
-    "what a GPU does not do yet": (
-        instead("model", "model: {path: m, quantization: int8}")
-        + "engine:\n  device: cuda\n  deterministic: true\n",
-        [
-            (2, "model.quantization", ("is int8", "not available on a GPU yet", "device: cpu")),
-            (8, "engine.deterministic", ("is true", "not available on a GPU yet")),
+            (
+                2,
+                "model.quantization",
+                ("is int8", "not available in float16 on a CPU", "bfloat16 or float32"),
+            ),
+            (8, "engine.deterministic", ("is true", "not available in float16 on a CPU")),
         ],
     ),
     "kv_memory of the wrong unit": (

@@ -100,19 +100,57 @@ def test_quantised_linear_layers_have_their_own_peak(checkpoint: Checkpoint) -> 
     assert replace(quantized, hardware=unmeasured).peaks is None
 
 
-def test_a_gpu_that_auto_finds_refuses_what_it_cannot_do_yet(
+ASKED = ("model.quantization", "int8"), ("engine.deterministic", "true")
+
+
+def test_a_cpu_that_auto_finds_refuses_what_it_cannot_do_in_float16(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it at once, together with what else is wrong."""
-    monkeypatch.setattr(resolving, "_device", lambda: "cuda")
-    asked = ("model.quantization", "int8"), ("engine.deterministic", "true"), ("model.max_model_len", "9999")
+    """All of it at once, together with what else is wrong. On a GPU it runs."""
+    monkeypatch.setattr(resolving, "_device", lambda: "cpu")
+    half = job_of(tmp_path, *ASKED, ("model.dtype", "float16"))
     with pytest.raises(JobFileError) as refused:
-        resolve(job_of(tmp_path, *asked), checkpoint)
+        resolve(
+            job_of(tmp_path, *ASKED, ("model.dtype", "float16"), ("model.max_model_len", "9999")), checkpoint
+        )
     assert [one.where for one in refused.value.mistakes] == [
         "model.max_model_len", "model.quantization", "engine.deterministic",
     ]  # fmt: skip
-    assert "int8 is not available on a GPU yet" in str(refused.value)
-    assert "engine.device: cpu" in str(refused.value)
-    on_cpu = resolve(job_of(tmp_path, *asked[:2], ("engine.device", "cpu")), checkpoint)
-    assert on_cpu.device == "cpu"
-    resolve(job_of(tmp_path), checkpoint)
+    assert "int8 is not available in float16 on a CPU, which device: auto means here" in str(refused.value)
+    assert "take dtype: bfloat16 or float32" in str(refused.value)
+    assert resolve(job_of(tmp_path, ("model.dtype", "float16")), checkpoint).dtype == "float16"
+    monkeypatch.setattr(resolving, "_device", lambda: "cuda")
+    assert resolve(half, checkpoint).arithmetic == "float16 with int8 weights, deterministic"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_the_options_reach_an_engine_on_a_gpu(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, device: str, dtype: str
+) -> None:
+    monkeypatch.setattr(resolving, "_device", lambda: "cuda")
+    job = job_of(tmp_path, *ASKED, ("engine.device", device), ("model.dtype", dtype))
+    setting = resolve(job, checkpoint)
+    config = setting.engine_config(job, 100)
+    assert (config.device, config.quantization, config.deterministic) == ("cuda", "int8", True)
+    assert setting.decoder_shape(checkpoint).weight_itemsize == 1, "what the plan forecasts is int8's, too"
+
+
+def test_bits_that_were_promised_are_a_devices_own(checkpoint: Checkpoint) -> None:
+    """A GPU's operators add in another order than a CPU's. Elsewhere that is too little for another answer."""
+    for deterministic in (False, True):
+        contexts = {
+            replace(SETTING, deterministic=deterministic, device=device).context(checkpoint, "m", "t")  # type: ignore[arg-type]
+            for device in ("cpu", "cuda")
+        }
+        assert len(contexts) == (2 if deterministic else 1)
+
+
+def test_what_a_cpu_answered_deterministically_stays_valid(checkpoint: Checkpoint) -> None:
+    parts = {
+        "task": "generate", "model": "m", "tokenizer": "t", "dtype": "bfloat16", "quantization": "none",
+        "max_model_len": 512, "eos": [257], "numerics": resolving.NUMERICS_VERSION,
+        "deterministic": True, "block_size": "auto",
+    }  # fmt: skip
+    wanted = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+    assert replace(SETTING, deterministic=True).context(checkpoint, "m", "t") == wanted

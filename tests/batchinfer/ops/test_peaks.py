@@ -37,10 +37,16 @@ def test_what_is_timed_in_int8_is_a_matrix_product_too() -> None:
     assert torch.equal(product, x.float() @ weight.float().T)
 
 
+def test_what_a_gpu_is_timed_with_in_int8_is_a_matrix_product_too() -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randint(-127, 128, (rows, 64), dtype=torch.int8) for rows in (32, 64))
+    assert torch.equal(peaks._integer_product(x, weight)(), (x.long() @ weight.long().T).int())
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_measured_and_named() -> None:
     found = peaks.measure_peaks("cuda", size=512, stream_bytes=2**24)
-    assert set(found.peak_flops) == {"bfloat16", "float16", "float32"}
+    assert set(found.peak_flops) == set(peaks.dtypes_of("cuda")) == {"bfloat16", "float16", "float32", "int8"}
     assert found.name == torch.cuda.get_device_name()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from batchinfer.ops.interface import NO_TOKEN, AttentionInputs, Linear
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.ops.triton_ops import TritonOps
 from batchinfer_kernels.gated_activation import gated_activation_reference
-from batchinfer_kernels.gpu import attention_plan
+from batchinfer_kernels.gpu import attention_plan, target
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 
@@ -58,6 +60,57 @@ def test_without_triton(monkeypatch, caplog):
     assert "triton is not installed" in caplog.text
     with pytest.raises(Unavailable, match="deterministic: true needs the Triton operators: triton is not"):
         choose_ops(GPU, torch.bfloat16, 4, 64, deterministic=True)
+    both = (
+        r"int8 and engine\.deterministic: true need the .*; install it \(pip install triton\), or take it out"
+    )
+    with pytest.raises(Unavailable, match=both):
+        choose_ops(GPU, torch.bfloat16, 4, 64, "int8", deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has"), [("75", "7.5"), ("80", None), ("100", None), ("gfx942", None)]
+)
+def test_a_gpu_that_is_too_old_gets_torchs_or_is_refused(monkeypatch, caplog, architecture, has):
+    monkeypatch.setattr(target, "architecture", lambda: architecture)
+    chosen = choose_ops(GPU, torch.bfloat16, 4, 64)
+    if has is None:
+        assert type(chosen) is TritonOps
+        assert type(choose_ops(GPU, torch.bfloat16, 4, 64, "int8")) is TritonOps
+        return
+    assert type(chosen) is TorchOps
+    assert f"compute capability {has}" in caplog.text
+    with pytest.raises(
+        Unavailable, match=r"int8 needs .* has compute capability 7\.5, .*; use a newer GPU"
+    ) as refused:
+        choose_ops(GPU, torch.bfloat16, 4, 64, "int8")
+    assert refused.value.exit_code == 69
+
+
+FOUND_WITHOUT_A_DRIVER = """
+import torch
+from batchinfer.errors import Unavailable
+from batchinfer.ops.choose import choose_ops
+try:
+    choose_ops(torch.device("cuda"), torch.bfloat16, 4, 64, "int8")
+except Unavailable as error:
+    print(error)
+print(choose_ops(torch.device("cuda"), torch.bfloat16, 4, 64).name)
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a driver")
+def test_where_triton_cannot_reach_the_gpu():
+    """Not interpreted, Triton asks for the driver."""
+    done = subprocess.run(
+        [sys.executable, "-c", FOUND_WITHOUT_A_DRIVER], capture_output=True, text=True, check=True
+    )
+    refused, chosen = done.stdout.splitlines()
+    assert refused.startswith(
+        "model.quantization: int8 needs the Triton operators: Triton cannot use this GPU: "
+    )
+    assert "C compiler" in refused
+    assert chosen == "torch"
+    assert "torch's operators are used" in done.stderr
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
