@@ -29,7 +29,7 @@ typedef struct {
     float *state; /* (tokens, q_heads, dim_pad + LANES + 1); read and written where an item neither starts nor ends its rows */
     REAL *out;
     int64_t q_heads, kv_heads, dim, dim_pad, block_size, block_pad, window;
-    float scale; /* times log2(e): exponentials are powers of 2 here */
+    float scale, slack; /* scale times log2(e), as exponentials are powers of 2 here; SLACK before scaling */
 } NAME(Step);
 
 typedef struct {
@@ -47,68 +47,62 @@ typedef struct {
     int64_t needed[COLUMNS], end;
 } NAME(Tile);
 
+/* A way along a block table, unit by unit. */
+typedef struct {
+    const int32_t *table;
+    int64_t head, block, inside;
+} NAME(Walk);
+
 INLINE int64_t NAME(tile_of)(const NAME(Step) *s, int64_t position) {
     return (position / s->block_size * (s->block_pad / LANES) + position % s->block_size / LANES) / COLUMNS;
 }
 
-INLINE void NAME(find_tile)(const NAME(Step) *s, const int32_t *table, int64_t tile, int64_t head, int32_t last,
-                            NAME(Tile) *found) {
-    int64_t units = s->block_pad / LANES;
+INLINE NAME(Walk) NAME(walk_from)(const NAME(Step) *s, const NAME(Job) *job, int64_t tile) {
+    int64_t unit = tile * COLUMNS, units = s->block_pad / LANES;
+    return (NAME(Walk)){job->table, job->head, unit / units, unit % units * LANES};
+}
+
+INLINE void NAME(next_tile)(const NAME(Step) *s, NAME(Walk) *walk, int32_t last, NAME(Tile) *found) {
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
+    found->end = 0;
     for (int c = 0; c < COLUMNS; c++) {
-        int64_t unit = tile * COLUMNS + c, block = unit / units, inside = unit % units * LANES;
-        int64_t first = block * s->block_size + inside, places = s->block_size - inside;
+        int64_t first = walk->block * s->block_size + walk->inside, places = s->block_size - walk->inside;
         if (first > last) { /* nothing is seen there, and there may be no block: anything readable will do */
             found->k[c] = c ? found->k[0] : (const vi *)s->k_cache;
-            found->v[c] = found->k[c], found->position[c] = splat_word(PASSED), found->needed[c] = 0;
+            found->v[c] = c ? found->v[0] : (const vi *)s->v_cache;
+            found->position[c] = splat_word(PASSED), found->needed[c] = 0;
+            found->end = PASSED;
             continue;
         }
-        int64_t at = (table[block] * s->kv_heads + head) * s->block_pad * s->dim_pad;
-        found->k[c] = (const vi *)((const int32_t *)(s->k_cache + at) + inside);
-        found->v[c] = (const vi *)(s->v_cache + at + inside * s->dim_pad);
+        int64_t at = (walk->table[walk->block] * s->kv_heads + walk->head) * s->block_pad * s->dim_pad;
+        found->k[c] = (const vi *)((const int32_t *)(s->k_cache + at) + walk->inside);
+        found->v[c] = (const vi *)(s->v_cache + at + walk->inside * s->dim_pad);
         vi outside = lane >= (int32_t)places;
         found->position[c] = (outside & PASSED) | (~outside & (lane + (int32_t)first));
         places = places < LANES ? places : LANES;
         found->needed[c] = last - first + 1 < places ? last - first + 1 : places;
-    }
-    found->end = 0;
-    for (int c = 0; c < COLUMNS; c++) /* a place without a key: every row has to be masked */
-        found->end = found->needed[c] < LANES || found->end == PASSED ? PASSED : found->position[c][LANES - 1];
-}
-
-/* Where a tile to come lies, as far as there are keys. */
-typedef struct {
-    const vi *k[COLUMNS], *v[COLUMNS];
-} NAME(Ahead);
-
-INLINE void NAME(look_ahead)(const NAME(Step) *s, const int32_t *table, int64_t tile, int64_t head, int32_t last,
-                             NAME(Ahead) *ahead) {
-    int64_t units = s->block_pad / LANES;
-    for (int c = 0; c < COLUMNS; c++) {
-        int64_t unit = tile * COLUMNS + c, block = unit / units, inside = unit % units * LANES;
-        if (block * s->block_size + inside > last) {
-            ahead->k[c] = c ? ahead->k[0] : (const vi *)s->k_cache;
-            ahead->v[c] = c ? ahead->v[0] : (const vi *)s->v_cache;
-            continue;
-        }
-        int64_t at = (table[block] * s->kv_heads + head) * s->block_pad * s->dim_pad;
-        ahead->k[c] = (const vi *)((const int32_t *)(s->k_cache + at) + inside);
-        ahead->v[c] = (const vi *)(s->v_cache + at + inside * s->dim_pad);
+        if (found->needed[c] < LANES || found->end == PASSED)
+            found->end = PASSED; /* a place without a key: every row has to be masked */
+        else
+            found->end = first + LANES - 1;
+        walk->inside += LANES;
+        if (walk->inside >= s->block_pad) walk->inside = 0, walk->block++;
     }
 }
 
 /* Scores of `rows` (a constant) rows with a tile, not scaled yet. With `fetch` (a constant) the keys ahead are fetched on
- * the way, a line for each that is read: in one go they would queue up for the few misses that a core can have open. */
-INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Ahead) *ahead, const REAL *const *q,
+ * the way, a line for each that is read: in one go they would queue up for the few misses that a core can have open.
+ * They are fetched in the order of their addresses, and into the L2 cache, which can have more misses open than the L1. */
+INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const REAL *const *q,
                         vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
-    int64_t stride = s->block_pad / LANES;
+    int64_t stride = s->block_pad / LANES, run = (dim / PAIR + COLUMNS - 1) / COLUMNS;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) scores[r][c] = splat(0.0f);
     for (int64_t w = 0; w < dim / PAIR; w++) {
         for (int c = 0; c < COLUMNS; c++) {
             vi keys = tile->k[c][w * stride];
-            if (fetch) __builtin_prefetch(ahead->k[c] + w * stride);
+            if (fetch) __builtin_prefetch(ahead->k[w / run] + (w % run * COLUMNS + c) * stride, 0, TO_L2);
             for (int r = 0; r < rows; r++) {
                 int32_t word;
                 memcpy(&word, q[r] + w * PAIR, 4);
@@ -118,7 +112,9 @@ INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(
     }
 }
 
-/* Scores become probabilities relative to the row's maximum so far; in return what the row's sum has to be scaled by. */
+/* Scores become probabilities relative to a maximum of the row's; in return what the row's sum has to be scaled by.
+ * The maximum is raised only where a score exceeds it by SLACK: weights of up to 2^SLACK are as exact, and most tiles
+ * leave the sums as they are (Zadouri et al., FlashAttention-4, 2026). */
 INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
                          float *mass, REAL *p) {
     if (s->window > 0 || tile->end > position)
@@ -128,9 +124,9 @@ INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile
             scores[c] = pick(seen, scores[c], splat(-INFINITY));
         }
     vf tops = scores[0], added = load_f32(mass);
-    for (int c = 1; c < COLUMNS; c++) tops = pick(scores[c] > tops, scores[c], tops);
+    for (int c = 1; c < COLUMNS; c++) tops = larger(scores[c], tops);
     float shrink = 1.0f, before = *most, top = before;
-    if (any_greater(tops, before)) {
+    if (any_greater(tops, before + s->slack)) {
         top = lane_max(tops);
         shrink = before == -INFINITY ? 0.0f : exp2f((before - top) * s->scale);
         *most = top, added *= shrink;
@@ -140,7 +136,7 @@ INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile
         return 1.0f;
     }
     for (int c = 0; c < COLUMNS; c++) {
-        vf e = exp2_bounded(scores[c] * s->scale - top * s->scale);
+        vf e = EXP2(scores[c] * s->scale - top * s->scale);
         STOREV(p + c * LANES, e);
         added += e;
     }
@@ -149,7 +145,7 @@ INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile
 }
 
 /* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the head from `from` on. */
-INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Ahead) *ahead,
+INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead,
                              REAL p[ROWS][PANEL], const float *shrink, float *sum, int64_t from, const int rows,
                              const int columns, const int fetch) {
     vf total[ROWS][COLUMNS];
@@ -162,7 +158,7 @@ INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, const 
         for (int64_t w = 0; w < whole; w++, values += stride, coming += stride) {
             for (int c = 0; c < columns; c++) {
                 vi value = values[c];
-                if (fetch) __builtin_prefetch(coming + c);
+                if (fetch) __builtin_prefetch(coming + c, 0, TO_L2);
                 for (int r = 0; r < rows; r++) {
                     int32_t word;
                     memcpy(&word, p[r] + u * LANES + w * PAIR, 4);
@@ -178,11 +174,16 @@ INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, const 
                     total[r][c] = DOT(total[r][c], splat_word(word), values[c] & 0xffff);
             }
     }
+    if (fetch) /* what a tile with more keys than this one has beyond it */
+        for (int u = 0; u < COLUMNS; u++)
+            for (int64_t w = tile->needed[u] / PAIR; w < ahead->needed[u] / PAIR; w++)
+                for (int c = 0; c < columns; c++)
+                    __builtin_prefetch(ahead->v[u] + from / LANES + w * stride + c, 0, TO_L2);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) store_f32(sum + r * s->dim_pad + from + c * LANES, total[r][c]);
 }
 
-INLINE void NAME(tile_rows)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Ahead) *ahead, NAME(Work) *work,
+INLINE void NAME(tile_rows)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
                             int64_t first, int64_t dim, const int rows, const int fetch) {
     vf scores[ROWS][COLUMNS];
     float shrink[ROWS];
@@ -240,8 +241,7 @@ INLINE void NAME(put_down)(const NAME(Step) *s, const NAME(Item) *item, int64_t 
 /* One item for one KV head; the first tile of the next job is fetched on the way. */
 INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
     NAME(Work) work;
-    NAME(Tile) tile;
-    NAME(Ahead) ahead;
+    NAME(Tile) tile, ahead;
     const NAME(Item) *item = job->item;
     int64_t rows = item->rows * (s->q_heads / s->kv_heads);
     NAME(take_up)(s, item, job->head, &work);
@@ -255,13 +255,16 @@ INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(J
         int64_t seen = NAME(tile_of)(s, first_position - s->window + 1);
         from = seen > from ? seen : from;
     }
+    NAME(Walk) walk = NAME(walk_from)(s, job, from);
+    NAME(next_tile)(s, &walk, last, &ahead);
     for (int64_t at = from; at < end; at++) {
-        NAME(find_tile)(s, job->table, at, job->head, last, &tile);
-        if (at + 1 < end)
-            NAME(look_ahead)(s, job->table, at + 1, job->head, last, &ahead);
-        else
-            NAME(look_ahead)(s, next->table, next->item->first_tile, next->head,
-                             s->rows[next->item->first_row * 2 + 1], &ahead);
+        tile = ahead;
+        if (at + 1 < end) {
+            NAME(next_tile)(s, &walk, last, &ahead);
+        } else {
+            walk = NAME(walk_from)(s, next, next->item->first_tile);
+            NAME(next_tile)(s, &walk, (int32_t)s->rows[next->item->first_row * 2 + 1], &ahead);
+        }
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n, fetch) \
     case n: NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, n, fetch); break;
@@ -276,12 +279,36 @@ INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(J
     NAME(put_down)(s, item, job->head, &work);
 }
 
-static void NAME(attend_64)(const NAME(Step) *s, const NAME(Job) *job, const NAME(Job) *next) {
-    NAME(attend)(s, job, next, 64);
+/* Jobs of a level that threads take, some at a time. */
+typedef struct {
+    const NAME(Item) *items;
+    const int32_t *tables;
+    int64_t table_width, kv_heads, taken, end, chunk;
+} NAME(Queue);
+
+INLINE NAME(Job) NAME(job_at)(const NAME(Queue) *queue, int64_t at) {
+    const NAME(Item) *item = queue->items + at / queue->kv_heads;
+    return (NAME(Job)){item, queue->tables + item->sequence * queue->table_width, at % queue->kv_heads};
 }
-static void NAME(attend_any)(const NAME(Step) *s, const NAME(Job) *job, const NAME(Job) *next) {
-    NAME(attend)(s, job, next, s->dim);
+
+/* Takes jobs until there are none; always one ahead, to fetch the next one's keys in time. */
+INLINE void NAME(work)(const NAME(Step) *s, NAME(Queue) *queue, int64_t dim) {
+    int64_t at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
+    if (at >= queue->end) return;
+    NAME(Job) job = NAME(job_at)(queue, at), next;
+    for (int more = 1; more; job = next) {
+        if (--left)
+            at++;
+        else
+            at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
+        more = at < queue->end;
+        next = more ? NAME(job_at)(queue, at) : job;
+        NAME(attend)(s, &job, &next, dim);
+    }
 }
+
+static void NAME(work_64)(const NAME(Step) *s, NAME(Queue) *queue) { NAME(work)(s, queue, 64); }
+static void NAME(work_any)(const NAME(Step) *s, NAME(Queue) *queue) { NAME(work)(s, queue, s->dim); }
 
 /* q, out: (tokens, q_heads, dim); tables: (sequences, table_width). `items` are cut into `levels` stretches that end at
  * `level_ends`: a row's items lie in different levels, in the order of their tiles. */
@@ -290,21 +317,17 @@ void NAME(paged_attention)(const REAL *q, const REAL *k_cache, const REAL *v_cac
                            const int64_t *rows, float *state, int64_t window, float scale, REAL *out, int64_t q_heads,
                            int64_t kv_heads, int64_t dim, int64_t dim_pad, int64_t block_size, int64_t block_pad) {
     NAME(Step) s = {q, k_cache, v_cache, rows, state, out, q_heads, kv_heads, dim, dim_pad, block_size, block_pad,
-                    window, scale * 1.44269504f};
+                    window, scale * 1.44269504f, SLACK / (scale * 1.44269504f)};
+    NAME(Queue) queue = {items, tables, table_width, kv_heads, 0, 0, 1};
 #pragma omp parallel
     for (int64_t level = 0; level < levels; level++) {
-        int64_t first = level ? level_ends[level - 1] : 0, jobs = (level_ends[level] - first) * kv_heads;
-        int64_t share = jobs / (omp_get_num_threads() * 8), chunk = share < 1 ? 1 : share > 8 ? 8 : share;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t start = 0; start < jobs; start += chunk)
-            for (int64_t at = start; at < start + chunk && at < jobs; at++) {
-                NAME(Job) two[2];
-                int more = at + 1 < start + chunk && at + 1 < jobs;
-                for (int i = 0; i <= more; i++) {
-                    two[i].item = items + first + (at + i) / kv_heads, two[i].head = (at + i) % kv_heads;
-                    two[i].table = tables + two[i].item->sequence * table_width;
-                }
-                (dim == 64 ? NAME(attend_64) : NAME(attend_any))(&s, two, two + more);
-            }
+#pragma omp barrier
+#pragma omp single
+        {
+            int64_t share = (level_ends[level] * kv_heads - queue.end) / (omp_get_num_threads() * 8);
+            queue.taken = queue.end, queue.end = level_ends[level] * kv_heads;
+            queue.chunk = share < 1 ? 1 : share > 8 ? 8 : share;
+        }
+        (dim == 64 ? NAME(work_64) : NAME(work_any))(&s, &queue);
     }
 }

@@ -7,6 +7,8 @@
 #define MAX_DIM 256
 #define MOST_ROWS 48 /* queries of one KV head that pass over a tile of keys together: with it they fit an L1 of 32 KiB */
 #define PASSED INT32_MAX
+#define AHEAD 4 /* tokens between fetching the places of K and V and writing them */
+#define SLACK 8.0f /* powers of two by which a weight of attention may exceed 1 */
 
 int64_t lanes(void) { return LANES; }
 
@@ -18,6 +20,7 @@ int64_t lanes(void) { return LANES; }
 #define STOREV store_f32
 #define ROUNDV round_f32
 #define DOT dot_f32
+#define EXP2 exp2_bounded
 #define NAME(base) base##_f32
 #include "pointwise.h"
 #include "linear.h"
@@ -31,6 +34,7 @@ int64_t lanes(void) { return LANES; }
 #undef STOREV
 #undef ROUNDV
 #undef DOT
+#undef EXP2
 #undef NAME
 
 #define REAL bf16
@@ -41,6 +45,7 @@ int64_t lanes(void) { return LANES; }
 #define STOREV store_bf16
 #define ROUNDV round_bf16
 #define DOT dot_bf16
+#define EXP2 exp2_coarse
 #define NAME(base) base##_bf16
 #include "pointwise.h"
 #include "linear.h"

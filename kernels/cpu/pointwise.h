@@ -1,20 +1,45 @@
 /* Norm, gate, rotation and KV write; included once a dtype. A bfloat16 value is rounded wherever the torch reference
  * rounds it. */
 
-/* y = weight * round(x / rms(x)) for one row of float values that were rounded already. */
-INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float eps) {
-    vf squares = splat(0.0f);
+/* v = x + other, which `total` receives; without `other`, x. */
+INLINE vf NAME(add_lanes)(const REAL *x, const REAL *other, REAL *total) {
+    if (!other) return LOADV(x);
+    vf v = ROUNDV(LOADV(x) + LOADV(other));
+    STOREV(total, v);
+    return v;
+}
+
+/* The sum of the squares of x + other, which `total` receives; without `other`, of x. */
+INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_t width) {
+    vf squares[COLUMNS]; /* several, so that additions need not wait for one another */
     float rest = 0;
-    int64_t whole = width / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) squares += LOADV(x + i) * LOADV(x + i);
-    for (int64_t i = whole; i < width; i++) rest += LOAD(x[i]) * LOAD(x[i]);
-    float scale = 1.0f / sqrtf((lane_sum(squares) + rest) / width + eps);
-    for (int64_t i = 0; i < whole; i += LANES) {
-        REAL rounded[LANES];
-        STOREV(rounded, LOADV(x + i) * scale);
-        STOREV(y + i, LOADV(weight + i) * LOADV(rounded));
+    int64_t i = 0;
+    for (int c = 0; c < COLUMNS; c++) squares[c] = splat(0.0f);
+    for (; i + PANEL <= width; i += PANEL)
+        for (int c = 0; c < COLUMNS; c++) {
+            int64_t at = i + c * LANES;
+            vf v = NAME(add_lanes)(x + at, other ? other + at : NULL, total + at);
+            squares[c] += v * v;
+        }
+    for (; i + LANES <= width; i += LANES) {
+        vf v = NAME(add_lanes)(x + i, other ? other + i : NULL, total + i);
+        squares[0] += v * v;
     }
-    for (int64_t i = whole; i < width; i++) y[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(x[i]) * scale)));
+    for (; i < width; i++) {
+        REAL v = other ? STORE(LOAD(x[i]) + LOAD(other[i])) : x[i];
+        if (other) total[i] = v;
+        rest += LOAD(v) * LOAD(v);
+    }
+    for (int c = 1; c < COLUMNS; c++) squares[0] += squares[c];
+    return lane_sum(squares[0]) + rest;
+}
+
+/* y = weight * round(x / rms(x)) for one row of values that were rounded already. */
+INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float squares, float eps) {
+    float scale = 1.0f / sqrtf(squares / width + eps);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) STOREV(y + i, LOADV(weight + i) * ROUNDV(LOADV(x + i) * scale));
+    for (; i < width; i++) y[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(x[i]) * scale)));
 }
 
 /* total = x + residual; y = weight * round(total / rms(total)). residual may be NULL: then total is x. */
@@ -22,16 +47,13 @@ void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REA
                     int64_t width, float eps) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        const REAL *from = x + row * width;
+        int64_t at = row * width;
         if (residual) {
-            const REAL *other = residual + row * width;
-            REAL *to = total + row * width;
-            int64_t i = 0;
-            for (; i + LANES <= width; i += LANES) STOREV(to + i, LOADV(from + i) + LOADV(other + i));
-            for (; i < width; i++) to[i] = STORE(LOAD(from[i]) + LOAD(other[i]));
-            from = to;
+            float squares = NAME(add_row)(x + at, residual + at, total + at, width);
+            NAME(norm_row)(total + at, weight, y + at, width, squares, eps);
+        } else {
+            NAME(norm_row)(x + at, weight, y + at, width, NAME(add_row)(x + at, NULL, NULL, width), eps);
         }
-        NAME(norm_row)(from, weight, y + row * width, width, eps);
     }
 }
 
@@ -54,9 +76,17 @@ void NAME(silu_gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width) 
 INLINE void NAME(rotate)(const REAL *head, const REAL *norm, const float *cosine, const float *sine, REAL *out,
                          int64_t dim, float eps) {
     REAL normed[MAX_DIM];
-    int64_t half = dim / 2;
-    if (norm) NAME(norm_row)(head, norm, normed, dim, eps), head = normed;
-    for (int64_t i = 0; i < half; i++) {
+    int64_t half = dim / 2, i = 0;
+    if (norm) {
+        NAME(norm_row)(head, norm, normed, dim, NAME(add_row)(head, NULL, NULL, dim), eps);
+        head = normed;
+    }
+    for (; i + LANES <= half; i += LANES) {
+        vf a = LOADV(head + i), b = LOADV(head + i + half), c = load_f32(cosine + i), s = load_f32(sine + i);
+        STOREV(out + i, a * c - b * s);
+        STOREV(out + i + half, b * c + a * s);
+    }
+    for (; i < half; i++) {
         float a = LOAD(head[i]), b = LOAD(head[i + half]);
         out[i] = STORE(a * cosine[i] - b * sine[i]);
         out[i + half] = STORE(b * cosine[i] + a * sine[i]);
@@ -71,6 +101,14 @@ INLINE void NAME(store_token)(const REAL *k, const REAL *v, REAL *k_block, REAL 
     for (int64_t d = 0; d < dim; d++) to[d * PAIR] = v[d];
 }
 
+/* Fetches the lines that `store_token` will write for one head: each word of K lies in a line of its own. */
+INLINE void NAME(fetch_token)(const REAL *k_block, const REAL *v_block, int64_t place, int64_t dim, int64_t dim_pad,
+                              int64_t block_pad) {
+    const REAL *v = v_block + place / PAIR * dim_pad * PAIR;
+    for (int64_t w = 0; w < dim / PAIR; w++) __builtin_prefetch(k_block + (w * block_pad + place) * PAIR, 0, TO_L2);
+    for (int64_t d = 0; d < dim * PAIR; d += LINE / (int64_t)sizeof(REAL)) __builtin_prefetch(v + d, 0, TO_L2);
+}
+
 /* q, k, v are heads within rows of `stride` values; cosine, sine: (max positions, dim / 2).
  * Rotated q goes to q_out (tokens, q_heads, dim), k and v to the caches at slots (block * block_size + place). */
 void NAME(rope_store)(const REAL *q, const REAL *k, const REAL *v, int64_t stride, const float *cosine,
@@ -79,20 +117,17 @@ void NAME(rope_store)(const REAL *q, const REAL *k, const REAL *v, int64_t strid
                       int64_t kv_heads, int64_t dim, int64_t dim_pad, int64_t block_size, int64_t block_pad) {
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < tokens; t++) {
-        int64_t next = t + 1 < tokens ? slots[t + 1] : slots[t];
-        int64_t there = next / block_size * kv_heads * block_pad * dim_pad, inside = next % block_size;
-        const REAL *next_k = k_cache + there + inside * PAIR, *next_v = v_cache + there + inside / PAIR * dim_pad * PAIR;
         const float *c = cosine + positions[t] * (dim / 2), *s = sine + positions[t] * (dim / 2);
         for (int64_t h = 0; h < q_heads; h++)
             NAME(rotate)(q + t * stride + h * dim, q_norm, c, s, q_out + (t * q_heads + h) * dim, dim, eps);
         int64_t block = slots[t] / block_size, place = slots[t] % block_size;
+        int64_t coming = slots[t + AHEAD < tokens ? t + AHEAD : t], before = slots[t + AHEAD < tokens ? t + AHEAD - 1 : t];
         for (int64_t h = 0; h < kv_heads; h++) {
             int64_t at = (block * kv_heads + h) * block_pad * dim_pad;
+            int64_t there = (coming / block_size * kv_heads + h) * block_pad * dim_pad;
             REAL rotated[MAX_DIM];
-            for (int64_t w = 0; w < dim / PAIR; w++) /* each word of K lies in a line of its own */
-                __builtin_prefetch(next_k + h * block_pad * dim_pad + w * block_pad * PAIR, 1);
-            for (int64_t d = 0; d < dim * PAIR; d += LINE / (int64_t)sizeof(REAL))
-                __builtin_prefetch(next_v + h * block_pad * dim_pad + d, 1);
+            if (coming / LANES != before / LANES) /* else the token before it has fetched those lines */
+                NAME(fetch_token)(k_cache + there, v_cache + there, coming % block_size, dim, dim_pad, block_pad);
             NAME(rotate)(k + t * stride + h * dim, k_norm, c, s, rotated, dim, eps);
             NAME(store_token)(rotated, v + t * stride + h * dim, k_cache + at, v_cache + at, place, dim, dim_pad, block_pad);
         }

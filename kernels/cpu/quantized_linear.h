@@ -20,9 +20,7 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
     float scale = most / 127.0f, inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
     for (int64_t i = 0; i < whole; i += LANES) {
         vf shifted = LOADV(x + i) * inverse + 12582912.0f; /* rounds to nearest, ties to even */
-        vi code = ((vi)shifted & 0xff) ^ 0x80;
-        typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
-        *(vb *)(codes + i) = __builtin_convertvector(code, vb);
+        store_bytes(codes + i, ((vi)shifted & 0xff) ^ 0x80);
     }
     for (int64_t i = whole; i < inputs; i++) {
         float shifted = LOAD(x[i]) * inverse + 12582912.0f;

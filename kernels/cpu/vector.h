@@ -29,6 +29,7 @@
 #define ROWS 6 /* rows of such a tile */
 #define PANEL (COLUMNS * LANES)
 #define LINE 64 /* bytes of a cache line */
+#define TO_L2 2 /* the cache that a prefetch is for */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef uint16_t bf16;
@@ -56,7 +57,13 @@ INLINE bf16 bf16_store(float value) {
 
 INLINE vf load_f32(const float *from) { return *(const vf *)from; }
 INLINE void store_f32(float *to, vf value) { *(vf *)to = value; }
-INLINE vf load_bf16(const bf16 *from) { return (vf)(__builtin_convertvector(*(const vh *)from, vi) << 16); }
+INLINE vf load_bf16(const bf16 *from) {
+#if LANES == 16 /* GCC 12 widens the halves one by one */
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    return (vf)(__builtin_convertvector(*(const vh *)from, vi) << 16);
+#endif
+}
 
 INLINE void store_bf16(bf16 *to, vf value) {
 #if defined(__AVX512BF16__) && LANES == 16
@@ -66,6 +73,15 @@ INLINE void store_bf16(bf16 *to, vf value) {
     vi bits = (vi)value;
     vi rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (bits & 0x7fffffff) > 0x7f800000;
     *(vh *)to = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), vh);
+#endif
+}
+
+INLINE void store_bytes(uint8_t *to, vi value) { /* each lane's lowest */
+#if LANES == 16
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)value));
+#else
+    typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
+    *(vb *)to = __builtin_convertvector(value, vb);
 #endif
 }
 
@@ -126,6 +142,19 @@ INLINE vf exp2_bounded(vf x) {
 #endif
 }
 
+/* 2^x for x <= 126, relative error below 1e-4: for results that are rounded to bfloat16, which is 20 times coarser. */
+INLINE vf exp2_coarse(vf x) {
+#if LANES == 16
+    __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x); /* x where that is no number */
+    __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vf f = (vf)_mm512_sub_ps(t, whole), p = 0.05517167f * f + 0.24261112f;
+    p = p * f + 0.69326099f;
+    return (vf)_mm512_scalef_ps((__m512)(p * f + 0.99992807f), whole);
+#else
+    return exp2_bounded(x);
+#endif
+}
+
 /* 1 / x for 1 <= x <= 2^127, NaN for NaN; relative error below 2e-7. */
 INLINE vf reciprocal(vf x) {
 #if LANES == 16
@@ -144,6 +173,15 @@ INLINE float lane_sum(vf v) {
     for (int step = LANES / 2; step; step /= 2)
         for (int i = 0; i < step; i++) part[i] += part[i + step];
     return part[0];
+}
+
+/* Lane by lane; of a NaN and another, b. */
+INLINE vf larger(vf a, vf b) {
+#if LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return pick(a > b, a, b);
+#endif
 }
 
 INLINE int any_greater(vf v, float bound) {
