@@ -7,6 +7,7 @@ only where the last tile is not full.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -292,7 +293,7 @@ def _parts(given: Operands, cut: Cut, lines: int, rows: int) -> Tensor | None:
 
 def _add_parts(given: Operands, parts: Tensor, y: Tensor) -> None:
     splits, lines, rows = parts.shape
-    width = min(rows, PART_ROWS)
+    width = gcd(rows, PART_ROWS)  # rows are whole tiles, but three tiles of 32 are no multiple of 64
     add_parts_kernel[(lines // PART_LINES, rows // width)](
         parts_ptr=parts, **_finishing(given, y), all_lines=lines, all_rows=rows, splits=splits,
         LINES=PART_LINES, ROWS=width, num_warps=4, enable_fp_fusion=False,

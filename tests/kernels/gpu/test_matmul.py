@@ -24,6 +24,7 @@ from tests.kernels.gpu.matmul_cases import (
     random,
     way,
 )
+from tests.kernels.gpu.pairs import every_pair
 
 PROCESSORS = 132
 FLOATS = tuple(name for name in WAYS if name != "int8")  # ways whose sums are rounded
@@ -71,12 +72,26 @@ def test_odd_sizes_in_every_dtype(
     near(multiply(x, bias), multiply.wanted(x, bias))
 
 
+@pytest.mark.parametrize("rows", [65, 97, 129])
+def test_segments_of_any_number_of_tiles_are_added_up(rows: int) -> None:
+    """Of 3, 4 and 5 tiles of 32 rows, which are what inputs that do not begin at multiples of 16 bytes get."""
+    multiply = way("plain", random(34, 1101, seed=1))
+    x = random(rows, 1101)
+    near(multiply(x), multiply.wanted(x))
+
+
+SIZES = [(64, 128), (100, 1), (1, 100), (1537, 258), (4096, 40)]  # inputs, outputs
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("rows", [1, 31, 64, 65, 129, 300])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (100, 1), (1, 100), (1537, 258), (4096, 40)])
-def test_sizes_swept(name: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rows", "size"),
+    every_pair(list(product(WAYS, DTYPES)), [1, 31, 64, 65, 129, 300], SIZES),
+    ids=str,
+)
+def test_sizes_swept(kind: tuple[str, torch.dtype], rows: int, size: tuple[int, int]) -> None:
+    """Every way in every dtype with all rows and with all sizes, and all rows with all sizes, but not in all ways."""
+    (name, dtype), (inputs, outputs) = kind, size
     multiply = way(name, random(outputs, inputs, dtype=dtype, seed=1))
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=2)
     near(multiply(x, bias), multiply.wanted(x, bias))

@@ -1,0 +1,30 @@
+"""Sweeps that are thinned as orthogonal arrays are: each two values of two axes meet, not all values of all axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+
+def every_pair(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """A few of the combinations of the axes' values, in which each pair of values of two axes occurs at least once.
+
+    Greedy, as AETG (Cohen et al., 1997): of all combinations the one with most pairs that are missing, the first one of
+    equals. About as many as the two longest axes have pairs. Raises ValueError for fewer than two axes.
+    """
+    if len(axes) < 2:
+        raise ValueError("pairs are of two axes")
+    places = list(combinations(range(len(axes)), 2))
+    left = list(product(*(range(len(axis)) for axis in axes)))
+    missing = {(i, j, a, b) for i, j in places for a in range(len(axes[i])) for b in range(len(axes[j]))}
+    chosen = []
+    while missing:
+        best = max(left, key=lambda at: len(_pairs(at, places) & missing))
+        missing -= _pairs(best, places)
+        chosen.append(best)
+    return [tuple(axis[at] for axis, at in zip(axes, place, strict=True)) for place in sorted(chosen)]
+
+
+def _pairs(at: tuple[int, ...], places: list[tuple[int, int]]) -> set[tuple[int, int, int, int]]:
+    return {(i, j, at[i], at[j]) for i, j in places}
