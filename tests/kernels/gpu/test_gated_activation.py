@@ -11,16 +11,24 @@ from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.poison import poisoned
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-# Two roundings of the stored type, relative; an activation is a difference where it is near 0
+# Two roundings of the stored type, relative
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# An activation is x times a factor between 0 and 1: (1 + erf) / 2, or a sigmoid. Near 0 the factor has the absolute
+# error of the values around 1 that it was a difference of: 2 units of 2^-24, erf's own. So gate × up scales the error.
+FACTOR = 2 * 2.0**-24
 
 
 def check(gate_up, activation) -> None:
+    """Against float64: torch's own float32 gelu, where it is vectorised, is off by 6 units, the kernel by 2."""
     with poisoned():
         got = gated_activation(gate_up, activation)
-    wanted = gated_activation_reference(gate_up, activation)
-    tolerance = TOLERANCE[gate_up.dtype]
-    torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+    wanted = gated_activation_reference(gate_up.double(), activation)
+    gate, up = gate_up.double().chunk(2, -1)
+    smallest = torch.finfo(gate_up.dtype).smallest_normal * torch.finfo(gate_up.dtype).eps
+    bound = TOLERANCE[gate_up.dtype] * wanted.abs() + FACTOR * (gate * up).abs() + smallest * (1 + up.abs())
+    assert got.dtype == gate_up.dtype
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert ((got - wanted).abs() <= bound)[~wanted.isnan()].all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
