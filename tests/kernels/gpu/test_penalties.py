@@ -87,10 +87,11 @@ def test_long_histories_take_several_tiles(device, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_equals_the_reference_on_many_rows(device, seed):
+    """Up to 3 tiles of tokens a row, of which the interpreter passes over some hundred a second."""
     random = np.random.default_rng(seed)
-    sizes = random.integers(0, 3000, (9, 2))
+    sizes = random.integers(0, 1500, (9, 2))
     histories = [tuple(random.integers(0, 4000, n).tolist() for n in pair) for pair in sizes]
     banned = [random.integers(0, 4000, random.integers(0, 9)).tolist() for _ in range(9)]
     check(
