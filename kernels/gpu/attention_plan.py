@@ -237,33 +237,43 @@ def find_shared(
     block_size: int,
     unit: int,
 ) -> list[SharedPrefix]:
-    """What single queries share, read from the block tables (S, max blocks) on the host; `unit`: of AttentionShape."""
+    """What single queries share, read from the block tables (S, max blocks) on the host; `unit`: of AttentionShape.
+
+    Every group has LEAST_SHARERS sequences at least, and its level LEAST_SHARED_KEYS beyond those around it. The widest
+    level is taken first, and what is inside it is measured from its end. So of the keys that a sequence shares with
+    LEAST_SHARERS - 1 others, whole units before all their queries, fewer than LEAST_SHARED_KEYS are left unshared.
+    """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     single = np.flatnonzero((lens == 1) & (contexts > block_size))
     if len(single) < LEAST_SHARERS or len(np.unique(tables[single, 0])) == len(single):
         return []
-    rows = np.ascontiguousarray(tables[single].astype(">i4"))
-    order = single[np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")]
-    full = (contexts[order] - 1) // block_size  # blocks that lie before the query
-    same = np.cumprod(tables[order[1:]] == tables[order[:-1]], 1).sum(1)
+    full = (contexts[single] - 1) // block_size  # blocks that lie before the query
+    # What comes after them sorts behind every block: sequences between two that share blocks have these, too
+    rows = np.where(np.arange(tables.shape[1]) < full[:, None], tables[single], -1).astype(">i4")
+    by_blocks = np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")
+    rows, full = rows[by_blocks], full[by_blocks]
+    same = np.cumprod(rows[1:] == rows[:-1], 1).sum(1)
     keys = np.minimum(same, np.minimum(full[1:], full[:-1])) * block_size // unit * unit
-    return list(_nested(order, keys, 0, len(order), 0))
+    return list(_nested(single[by_blocks], keys))
 
 
-def _nested(order: Ints, keys: Ints, start: int, end: int, taken: int) -> Iterator[SharedPrefix]:
-    """Groups among the sorted sequences [start, end), which share `taken` keys with one another; outer before inner.
+def _nested(order: Ints, keys: Ints) -> Iterator[SharedPrefix]:
+    """Groups among the sorted sequences, outer before inner.
 
     keys[i]: how many sequences i and i + 1 share.
     """
-    if end - start < LEAST_SHARERS:
-        return
-    inside = keys[start : end - 1]
-    common = int(inside.min())
-    if common >= taken + LEAST_SHARED_KEYS:
-        yield SharedPrefix(order[start:end].tolist(), common)
-        taken = common
-    else:
-        common = taken + LEAST_SHARED_KEYS - 1
-    cuts = np.flatnonzero(inside <= common) + start + 1
-    for left, right in zip((start, *cuts.tolist()), (*cuts.tolist(), end), strict=True):
-        yield from _nested(order, keys, left, right, taken)
+    ranges = [(0, len(order), 0)]  # [start, end) share so many keys with one another, which is taken
+    while ranges:
+        start, end, taken = ranges.pop()
+        if end - start < LEAST_SHARERS:
+            continue
+        inside = keys[start : end - 1]
+        common = int(inside.min())
+        if common >= taken + LEAST_SHARED_KEYS:
+            yield SharedPrefix(order[start:end].tolist(), common)
+            taken = common
+        else:
+            common = taken + LEAST_SHARED_KEYS - 1
+        cuts = (np.flatnonzero(inside <= common) + start + 1).tolist()
+        parts = list(zip((start, *cuts), (*cuts, end), strict=True))
+        ranges += [(left, right, taken) for left, right in reversed(parts)]
