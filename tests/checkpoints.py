@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -69,6 +72,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def kept_folder() -> Path:
+    """A new folder that lasts as long as this process, for what several tests share."""
+    folder = Path(mkdtemp(prefix="batchinfer-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder
 
 
 def make_checkpoint(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops, Quantization
 from batchinfer.request import Completion, Request, SamplingParams, StepSample
 from tests.batchinfer.engine.driver import Hopeful
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import kept_folder, make_checkpoint
 
 MAX_LEN = 320
 
@@ -59,7 +58,7 @@ def greedy(prompts: Sequence[list[int]], most: int, **more: Any) -> list[Request
 
 @cache
 def folder(family: str, **options: Any) -> Path:
-    made = Path(mkdtemp(prefix="batchinfer-"))
+    made = kept_folder()
     make_checkpoint(made, family, seed=5, **options)
     return made
 

@@ -9,7 +9,6 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from batchinfer.errors import Unavailable
 from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer_kernels.cpu.build import NoCompiler
 from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, different, load, run_alone
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import kept_folder, make_checkpoint
 
 ANSWER = 9
 SHARED = 150  # tokens that eight rows begin with; three each of them share as many more
@@ -71,7 +70,7 @@ def rows() -> tuple[Row, ...]:
 @cache
 def checkpoint(name: str) -> Path:
     family, options = MODELS[name]
-    folder = Path(mkdtemp(prefix="batchinfer-"))
+    folder = kept_folder()
     make_checkpoint(folder, family, seed=5, **options)
     return folder
 

@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.choose import choose_ops
 from batchinfer.request import Completion, Request, SamplingParams
 from tests.batchinfer.engine.driver import Hopeful
-from tests.checkpoints import EOS, make_checkpoint
+from tests.checkpoints import EOS, kept_folder, make_checkpoint
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)
 OUTPUT = 8
@@ -103,7 +102,7 @@ def prompts() -> list[list[int]]:
 def reference(variant: str) -> tuple[Path, list[list[int]], list[torch.Tensor]]:
     """The checkpoint, transformers' greedy tokens, and the logits that they were chosen from."""
     family, options = VARIANTS[variant]
-    folder = Path(mkdtemp(prefix="batchinfer-"))
+    folder = kept_folder()
     model = make_checkpoint(folder, family, seed=5, **options)
     tokens, logits = [], []
     for prompt in prompts():
