@@ -52,6 +52,18 @@ class GpuMeter:
         return torch.cuda.max_memory_reserved(self._device) - self._before
 
 
+def sizes_between(rows: int, tokens: int) -> list[int]:
+    """Steps larger than decode steps of `rows` and smaller than one of `tokens`, the largest first: halves, each as a
+    multiple of 16 tokens, for which Triton compiles kernels apart, and as another number. Tiles of matrix products grow
+    with a step, and so all of them are met.
+    """
+    sizes, size = [], tokens - 1
+    while size > rows:
+        sizes += [size, size // 16 * 16] if size // 16 * 16 > rows else [size]
+        size //= 2
+    return sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """Steps of a runner as large as they come."""
@@ -80,6 +92,9 @@ class Rehearsal:
         """Steps of every kind, the largest first, so that those after it find memory to share."""
         for params in (COSTLY, SAMPLED, GREEDY):
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
+        for tokens in sizes_between(self.rows, self.limits.max_num_batched_tokens):
+            fewest = min(self.rows, -(-tokens // self.longest))
+            self._run(self.chunks(tokens, fewest, self.longest, GREEDY))
         context = min(self.longest, SHORTEST)
         self._run(self.chunks(self.rows, self.rows, context, GREEDY, shared=True))
         for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):

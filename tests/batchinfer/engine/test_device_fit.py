@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.memory import cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal
+from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.errors import OutOfMemory
 from batchinfer.ops.interface import LayerCache
@@ -89,6 +89,9 @@ def test_every_kind_of_step_is_run_before_the_first_real_one():
     device = Device()
     device.fit()
     assert max(device.steps[2:]) == 250
+    between = [249, 240, 124, 112, 62, 48, 31, 16, 15, 7]
+    assert sizes_between(6, 250) == between
+    assert [tokens for tokens in device.steps if tokens in between] == between
 
 
 def test_a_step_for_which_there_is_no_memory_is_halved(caplog):

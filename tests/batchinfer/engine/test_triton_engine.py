@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 
@@ -12,15 +14,26 @@ if importlib.util.find_spec("triton") is None:
 
 import torch
 import triton
+from torch import Tensor
 
-from batchinfer.engine import build
+from batchinfer.engine import build, device_fit
+from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.decode_graphs import batch_sizes
+from batchinfer.engine.device_fit import Fitted
 from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.ops.interface import Ops, Quantization
+from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.rehearsal import sizes_between
+from batchinfer.engine.sequence import Sequence
+from batchinfer.ops.interface import Linear, Ops, Quantization
+from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.ops.triton_ops import TritonOps
-from batchinfer_kernels.gpu import attention_plan
+from batchinfer.request import Request
+from batchinfer_kernels.gpu import attention_plan, matmul_tiles
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
-from tests.batchinfer.engine.hashing_model import captured_eagerly
+from batchinfer_kernels.gpu.prefill_attention import prefill_attention
+from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
+from tests.batchinfer.engine.interpreted_gpu import stand_in
 from tests.batchinfer.engine.small_engine import (
     MAX_LEN,
     Limits,
@@ -33,6 +46,7 @@ from tests.batchinfer.engine.small_engine import (
     make_engine,
     make_runner,
 )
+from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -45,6 +59,8 @@ VARIANTS = {
 }
 SHARED = 40
 OUTPUT = 5
+FORCED = 3
+SEGMENT = 32  # keys: a tile of float32
 SETTINGS = {
     "chunked": Limits(budget=32),
     "whole": Limits(budget=4096, caching=False),
@@ -114,49 +130,180 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
         )
 
 
-@pytest.mark.parametrize(("quantization", "deterministic"), [("int8", False), ("none", True)])
-def test_other_arithmetic(quantization, deterministic):
+class ReferenceLinear(Linear):
+    """int8 as batchinfer_kernels.quantized_linear says what it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._codes, self._bias = quantize_weight(weight), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return quantized_linear_reference(x, *self._codes, self._bias)
+
+
+class ReferenceOps(TorchOps):
+    """torch's operators, with int8 linear layers."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return ReferenceLinear(weight, bias)
+
+
+def forced(ops: Ops, limits: Limits, device: str) -> dict[Place, Tensor]:
+    """Logits of answers that are given, so that they can be compared wherever another token would have won."""
+    rng = random.Random(12)
+    rows = [Row(prompt, [rng.randrange(250) for _ in range(FORCED)]) for prompt in prompts()]
+    sampler = ForcedSampler(frozenset(), rows)
+    runner = replace(make_runner(checkpoint("llama"), ops, limits, device), sampler=sampler)
+    drain(make_engine(runner, limits, frozenset()), greedy(prompts(), FORCED, ignore_eos=True))
+    return {place: logits.cpu() for place, logits in sampler.seen.items()}
+
+
+def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[float]:
+    """Of each token's logits, ascending."""
+    assert got.keys() == wanted.keys()
+    return sorted(float((got[place] - wanted[place]).abs().max()) for place in wanted)
+
+
+def test_int8_is_what_its_reference_says():
+    """Sums of codes are exact, so that logits differ only by what attention and norms round, but where that turns the
+    code of an activation: then by a 127th of it."""
     limits = SETTINGS["chunked"]
-    wanted = on_the_cpu("llama", limits, quantization)
-    got = ran("llama", limits, triton_ops("llama", quantization, deterministic), DEVICE)
-    assert got.answers == wanted.answers
+    wanted = forced(ReferenceOps(), limits, DEVICE)
+    got = forced(triton_ops("llama", "int8"), limits, DEVICE)
+    assert len(wanted) == FORCED * len(prompts())
+    off, unquantised = farthest(got, wanted), farthest(forced(TorchOps(), limits, DEVICE), wanted)
+    assert off[len(off) // 2] < 1e-5
+    assert off[-1] < unquantised[0] / 3, "further away than a model that is not quantised"
+    cpu = forced(cpu_ops(checkpoint("llama"), "int8"), limits, "cpu")
+    assert farthest(got, cpu)[-1] < unquantised[0] / 3, "a CPU's int8 is another one"
 
 
-class NoMeter:
-    """The interpreter takes the host's memory."""
+def recorder(seen: dict[tuple[bytes, int], Tensor]) -> type[DeviceRunner]:
+    """A runner that keeps the logits of each token of each answer, as `seen[key, position]`."""
 
-    def restart(self) -> None:
-        """Nothing is counted."""
+    class Recorder(DeviceRunner):
+        def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
+            for sequence, row in zip(sequences, self.model.logits(hidden), strict=True):
+                seen[sequence.request.key, sequence.output_length] = row.clone()
+            return DeviceRunner._sample(self, hidden, sequences)
 
-    def peak(self) -> int:
-        return 0
+    return Recorder
 
 
-def test_all_of_the_gpus_path(monkeypatch):
-    """As a job's engine is built: dummy steps, a scratch block, padded and captured decode steps, looking ahead."""
-    monkeypatch.setattr(attention_plan, "LEAST_SHARED_KEYS", 32)
+def logits_of(
+    ops: Ops, limits: Limits, requests: list[Request]
+) -> tuple[dict[tuple[bytes, int], Tensor], Ran]:
+    """By (key, position), of an engine that looks ahead as a GPU's does; and what it ran."""
+    seen: dict[tuple[bytes, int], Tensor] = {}
+    made = make_runner(checkpoint("llama"), ops, limits, DEVICE)
+    runner = recorder(seen)(**{f.name: getattr(made, f.name) for f in fields(ModelRunner)})
+    return seen, drain(make_engine(runner, limits, frozenset()), requests)
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    """So that these short sequences and narrow layers have several, whose sums are to be added in one order only."""
+    for module in ("attention_plan", "decode_attention"):
+        monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", SEGMENT)
+    segmented = partial(prefill_attention, segment=SEGMENT)
+    monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", segmented)
+    monkeypatch.setattr(matmul_tiles, "LEAST_SEGMENT", 16)
+    monkeypatch.setattr(attention_plan, "LEAST_SHARED_KEYS", SEGMENT)
     monkeypatch.setattr(attention_plan, "LEAST_SHARERS", 2)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops("llama"))
-        monkeypatch.setattr(build, "GpuMeter", lambda _: NoMeter())
-        monkeypatch.setattr(build, "capture_on_gpu", lambda: captured_eagerly)
-    loaded = build.load_model(
-        EngineConfig(
-            model=folder("llama"),
-            dtype="float32",
-            device=DEVICE,
-            max_model_len=MAX_LEN,
-            longest=60,
-            max_num_seqs=5,
-            max_num_batched_tokens=32,
-            block_size=8,
-            kv_memory=2**19,
-        )
+
+
+def apart(ops: Ops, requests: list[Request]) -> dict[tuple[bytes, int], Tensor]:
+    """Each alone, its prompt in one piece and nothing in the cache: the yardstick."""
+    alone = Limits(budget=4096, seqs=1, caching=False)
+    return {place: row for one in requests for place, row in logits_of(ops, alone, [one])[0].items()}
+
+
+def same_bits(
+    ops: Ops, limits: Limits, requests: list[Request], wanted: dict[tuple[bytes, int], Tensor]
+) -> Ran:
+    """What was run, where the logits are those of `wanted`."""
+    got, run = logits_of(ops, limits, requests)
+    assert wanted.keys() <= got.keys()
+    assert [place for place in wanted if not torch.equal(got[place], wanted[place])] == []
+    return run
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_a_row_has_the_same_bits_in_a_batch():
+    """Its prompt in pieces or out of the cache, in steps of fewer and of more rows than a tile of theirs has."""
+    ops, requests = triton_ops("llama", deterministic=True), greedy(prompts(), 3, ignore_eos=True)
+    wanted = apart(ops, [requests[i] for i in (2, 7)])
+    run = same_bits(ops, Limits(budget=80), requests, wanted)
+    rows = [s.prefill_tokens + s.decode_tokens for s in run.steps]
+    assert min(rows) < 64 < max(rows)
+    assert sum(s.cached_tokens for s in run.steps) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
+    """In chunks, with what others left in the cache, preempted, the last first."""
+    ops, requests = (
+        triton_ops("llama", quantization, deterministic=True),
+        greedy(prompts(), 4, ignore_eos=True),
     )
-    assert (loaded.info.ops, loaded.info.blocks) == ("triton", 51), (
+    wanted = apart(ops, requests)
+    assert len(wanted) == 4 * len(prompts())
+    for limits in SETTINGS.values():
+        run = same_bits(ops, limits, requests[:: -1 if limits.scarce else 1], wanted)
+        assert (sum(s.cached_tokens for s in run.steps) > 0) == limits.caching
+        assert (sum(s.preemptions for s in run.steps) > 0) == limits.scarce
+    cpu = on_the_cpu("llama", SETTINGS["whole"], quantization)
+    tokens = {key: [int(wanted[key, at].argmax()) for at in range(4)] for key in cpu.answers}
+    assert tokens == {key: answer[:4] for key, (answer, _) in cpu.answers.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+def test_the_default_mode_is_not_row_invariant():
+    """Else the test above would find nothing, and the price be paid for nothing."""
+    ops, requests = triton_ops("llama"), greedy(prompts(), 4, ignore_eos=True)
+    wanted = apart(ops, requests)
+    got, _ = logits_of(ops, SETTINGS["chunked"], requests)
+    assert sum(not torch.equal(got[place], wanted[place]) for place in wanted) > len(prompts())
+
+
+def gpus_config(quantization: Quantization, deterministic: bool, rows: int = 5) -> EngineConfig:
+    return EngineConfig(
+        model=folder("llama"),
+        dtype="float32",
+        device="cuda",
+        max_model_len=MAX_LEN,
+        longest=60,
+        max_num_seqs=rows,
+        max_num_batched_tokens=32,
+        block_size=8,
+        kv_memory=2**19,
+        quantization=quantization,
+        deterministic=deterministic,
+    )
+
+
+def loaded_as_a_job_does(
+    monkeypatch, config: EngineConfig
+) -> tuple[LoadedModel, dict[tuple[bytes, int], Tensor]]:
+    """Dummy steps, a scratch block, padded and captured decode steps, looking ahead; and where logits are kept."""
+    stand_in(monkeypatch.setattr)
+    seen: dict[tuple[bytes, int], Tensor] = {}
+    monkeypatch.setattr(device_fit, "DeviceRunner", recorder(seen))
+    loaded = build.load_model(config)
+    seen.clear()  # of dummy steps
+    return loaded, seen
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_all_of_the_gpus_path(monkeypatch):
+    loaded, _ = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
+    info, runner = loaded.info, loaded.runner
+    assert (info.ops, info.linear, info.blocks) == ("triton", "library", 51), (
         "five rows of 60 tokens, and a quarter more"
     )
-    runner = loaded.runner
     assert isinstance(runner, DeviceRunner)
     assert runner.graphs is not None
     before = runner.graphs.captured
@@ -164,3 +311,46 @@ def test_all_of_the_gpus_path(monkeypatch):
     got = drain(loaded.engine(), greedy(prompts(), OUTPUT))
     assert got.answers == on_the_cpu("llama", SETTINGS["chunked"]).answers
     assert runner.graphs.captured > before, "steps whose rows share keys need graphs of their own"
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
+    """Padding and graphs of longer contexts change no bit either."""
+    loaded, seen = loaded_as_a_job_does(monkeypatch, gpus_config("int8", deterministic=True, rows=4))
+    info = loaded.info
+    assert (info.ops, info.linear, info.quantization, info.deterministic) == ("triton", "int8", "int8", True)
+    requests = greedy(prompts(), 4, ignore_eos=True)[5:]
+    run = drain(loaded.engine(), requests)
+    assert any(s.padded_tokens for s in run.steps), "three rows take the graph of four"
+    wanted = apart(triton_ops("llama", "int8", deterministic=True), requests[1:2])
+    assert len(wanted) == 4
+    assert [place for place in wanted if not torch.equal(seen[place], wanted[place])] == []
+
+
+@pytest.mark.parametrize("processors", [78, 132])  # of an H20 and an H100
+@pytest.mark.parametrize(("kind", "deterministic"), [("int8", True), ("half", True)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(
+    kind, deterministic, outputs, inputs, processors
+):
+    """The layers of an 8B model: tiles by the number of rows, and whether numbers are 1 or multiples of 16."""
+
+    def compiled(rows: int) -> tuple[object, ...]:
+        cut = matmul_tiles.choose_cut(kind, outputs, rows, inputs, deterministic, processors)
+        numbers = (rows, cut.segment // cut.tiles.inputs, cut.splits)
+        return cut.tiles, cut.in_turn, cut.splits > 1, *[(n == 1, n % 16 == 0) for n in numbers]
+
+    largest, most = 8192, 256
+    warmed = {compiled(rows) for rows in (*batch_sizes(most), *sizes_between(most, largest), largest)}
+    assert {compiled(rows) for rows in range(1, largest + 1)} <= warmed
+
+
+def test_int8_weights_take_a_byte_each(monkeypatch):
+    """What the report says of a model, and so what is left for the cache."""
+    stand_in(monkeypatch.setattr)
+    monkeypatch.setattr(build, "_fit", lambda runner, limits, room: Fitted(runner, limits, 1))
+    plain, quantised = (build.load_model(gpus_config(q, False)).info.weight_bytes for q in ("none", "int8"))
+    config = checkpoint("llama").config
+    shape = config.decoder_shape(4, 1)
+    linear = shape.active_parameters + config.hidden * config.vocab
+    assert plain - quantised == 3 * linear

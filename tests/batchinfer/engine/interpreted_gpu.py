@@ -1,0 +1,58 @@
+"""What stands in for a GPU where there is none: the engine is built as for one, and Triton's kernels are interpreted.
+
+Only what asks CUDA itself is replaced: the device, its memory, and graphs, which call again what was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.kernels.gpu import interpreter
+
+# Here, too: a job's engine is a process of its own, which imports this to build it
+if interpreter.is_wanted():
+    interpreter.switch_on()
+
+import torch
+
+from batchinfer.engine import build as building
+from batchinfer.engine.build import BuiltEngine
+from batchinfer.ops import choose
+from batchinfer.ops.choose import choose_ops
+from tests.batchinfer.engine.hashing_model import captured_eagerly
+
+DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
+Replace = Callable[[Any, str, Any], None]
+
+
+class NoMeter:
+    """The interpreter takes the host's memory."""
+
+    def restart(self) -> None:
+        """Nothing is counted."""
+
+    def peak(self) -> int:
+        return 0
+
+
+def stand_in(replace: Replace) -> None:
+    """Puts the stand-ins in place, as `replace(module, name, value)` does it; nothing where there is a GPU."""
+    if DEVICE == "cuda":
+        return
+    replace(building, "_device", lambda _: torch.device("cpu"))
+    replace(building, "choose_ops", lambda _, *arithmetic: choose_ops(torch.device("cuda"), *arithmetic))
+    replace(building, "GpuMeter", lambda _: NoMeter())
+    replace(building, "capture_on_gpu", lambda: captured_eagerly)
+
+
+def build(*arguments: Any) -> BuiltEngine:
+    """In place of batchinfer.engine.build.build_engine."""
+    stand_in(setattr)
+    return building.build_engine(*arguments)
+
+
+def build_without_triton(*arguments: Any) -> BuiltEngine:
+    """The same on a machine that has no Triton."""
+    choose.importlib.util.find_spec = lambda _: None  # type: ignore[attr-defined]
+    return build(*arguments)
