@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,22 +11,15 @@ from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.models.config import ModelConfig
 from batchinfer.models.rope import rope_table
 from batchinfer.models.weights import CheckpointWeights, LayerWeights, Weights
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Linear, Ops, RopeTable
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    """A layer's weights as the operators want them."""
-
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Linear
-    post_norm: Tensor
-    gated: Linear
-    down: Linear
-    window: int | None
+from batchinfer.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    DecoderLayer,
+    LayerCache,
+    LayerParts,
+    Ops,
+    RopeTable,
+)
 
 
 class Decoder:
@@ -42,7 +34,6 @@ class Decoder:
         self.windows = frozenset(config.windows)
         self._ops = ops
         self._rope = rope
-        self._scale = config.head_dim**-0.5
         tables = weights.tables()
         self._embedding = tables.embedding
         self._final_norm = tables.final_norm
@@ -54,19 +45,26 @@ class Decoder:
         """Positions that the rotary table covers: the longest sequence that can be run."""
         return self._rope.cos.shape[0]
 
-    def _packed(self, weights: LayerWeights, window: int | None) -> _Layer:
-        pack = self._ops.pack_linear
-        return _Layer(
+    def _packed(self, weights: LayerWeights, window: int | None) -> DecoderLayer:
+        pack, config = self._ops.pack_linear, self.config
+        parts = LayerParts(
             input_norm=weights.input_norm,
             qkv=pack(weights.qkv, weights.qkv_bias),
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
             o=pack(weights.o, weights.o_bias),
             post_norm=weights.post_norm,
-            gated=self._ops.pack_gated(weights.gate_up, weights.gate_up_bias, self.config.activation),
+            gated=self._ops.pack_gated(weights.gate_up, weights.gate_up_bias, config.activation),
             down=pack(weights.down, weights.down_bias),
             window=window,
+            rope=self._rope,
+            q_heads=config.q_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            eps=config.rms_eps,
         )
+        return self._ops.join_layer(parts)
 
     def allocate_cache(
         self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
@@ -91,21 +89,8 @@ class Decoder:
         x = self._ops.embedding(token_ids, self._embedding)
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
-            x, residual = self._ops.rms_norm(x, layer.input_norm, self.config.rms_eps, residual)
-            x = self._attend(layer, x, inputs, cache, plan)
-            x, residual = self._ops.rms_norm(x, layer.post_norm, self.config.rms_eps, residual)
-            x = layer.down(layer.gated(x))
+            x, residual = layer(x, residual, inputs, cache, plan)
         return x if residual is None else x + residual
-
-    def _attend(
-        self, layer: _Layer, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan
-    ) -> Tensor:
-        heads, kv_heads = self.config.q_heads, self.config.kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        norms = (layer.q_norm, layer.k_norm)
-        q = self._ops.rope_store(q, k, v, self._rope, inputs, cache, *norms, self.config.rms_eps)
-        return layer.o(self._ops.attention(q, cache, plan, self._scale, layer.window).flatten(1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""

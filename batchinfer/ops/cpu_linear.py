@@ -11,7 +11,8 @@ from torch import Tensor
 
 from batchinfer.ops.interface import Head, Linear
 from batchinfer.ops.torch_ops import TorchLinear
-from batchinfer_kernels.cpu.compiled import CompiledOperators, Kind, PackedCodes, PackedWeight
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 
 # The batch size that a weight is laid out for in oneDNN's format
 ONEDNN_ROWS = 128
@@ -24,42 +25,22 @@ LEAST_GAIN = 1.1
 
 
 class CompiledLinear(Linear):
-    """Panels and tiles of our own (kernels/cpu/linear.h): a row's bits do not depend on the other rows."""
+    """Panels and tiles of our own (kernels/cpu/panels.h), of values or of int8 codes: a row's bits do not depend on the
+    other rows."""
 
     def __init__(self, compiled: CompiledOperators, weight: PackedWeight) -> None:
         self.in_features, self.out_features = weight.inputs, weight.columns
-        self._compiled, self._weight = compiled, weight
+        self.weight, self._compiled = weight, compiled
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._compiled.linear(x, self._weight)
+        return self._compiled.linear(x, self.weight)
 
 
-class QuantizedLinear(Linear):
-    """int8 codes of the weight, and of each row of x when it comes."""
-
-    def __init__(self, compiled: CompiledOperators, codes: PackedCodes) -> None:
-        self.in_features, self.out_features = codes.weight.inputs, codes.weight.columns
-        self._compiled, self._codes = compiled, codes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._compiled.quantized_linear(x, self._codes)
-
-
-class CompiledHead(Head):
-    """`CompiledLinear` or `QuantizedLinear` with float results, which greedy rows need not have written."""
-
-    def __init__(self, compiled: CompiledOperators, weight: PackedWeight | PackedCodes) -> None:
-        packed = weight if isinstance(weight, PackedWeight) else weight.weight
-        self.in_features, self.out_features = packed.inputs, packed.columns
-        self._compiled, self._weight = compiled, weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self._weight, PackedWeight):
-            return self._compiled.linear(x, self._weight)
-        return self._compiled.quantized_linear(x, self._weight)
+class CompiledHead(CompiledLinear, Head):
+    """With float results, which greedy rows need not have written."""
 
     def likeliest(self, x: Tensor) -> Tensor:
-        return self._compiled.greatest(x, self._weight)
+        return self._compiled.greatest(x, self.weight)
 
 
 class OneDnnLinear(Linear):

@@ -5,41 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchinfer.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.ops.cpu_linear import (
     CompiledHead,
     CompiledLinear,
     Layer,
     LinearChoice,
-    QuantizedLinear,
     Ways,
     other_ways,
 )
 from batchinfer.ops.interface import (
     AttentionInputs,
     AttentionPlan,
+    DecoderLayer,
     FloatHead,
     GatedLinear,
     Head,
     LayerCache,
+    LayerParts,
     Linear,
     Quantization,
     RopeTable,
 )
 from batchinfer.ops.torch_ops import TorchOps
-from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, Items, attention_items
-from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators, Kind, PackedCodes, PackedWeight
+from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
+from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
+from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantize_weight
-
-
-class ItemPlan(AttentionPlan):
-    """The step cut into pieces of work."""
-
-    padded_tokens = 0
-
-    def __init__(self, inputs: AttentionInputs, items: Items) -> None:
-        self.inputs, self.items = inputs, items
 
 
 class CpuOps(TorchOps):
@@ -95,20 +89,25 @@ class CpuOps(TorchOps):
         return self._choice.pack(weight, kind, ways)
 
     def _ways(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> Ways[Linear]:
-        if self._quantization == "int8":
-            return {"int8": lambda: QuantizedLinear(self._compiled, self._codes(weight, bias, kind))}
-        return {"compiled": lambda: CompiledLinear(self._compiled, self._panels(weight, bias, kind))}
+        return {self._way: lambda: CompiledLinear(self._compiled, self._packed(weight, bias, kind))}
 
     def _head_ways(self, weight: Tensor) -> Ways[Head]:
-        if self._quantization == "int8":
-            return {"int8": lambda: CompiledHead(self._compiled, self._codes(weight, None, "float"))}
-        return {"compiled": lambda: CompiledHead(self._compiled, self._panels(weight, None, "float"))}
+        return {self._way: lambda: CompiledHead(self._compiled, self._packed(weight, None, "float"))}
 
-    def _panels(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
+    @property
+    def _way(self) -> str:
+        return "int8" if self._quantization == "int8" else "compiled"
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
+        if self._quantization == "int8":
+            return self._compiled.pack_codes(*quantize_weight(weight), bias, kind)
         return self._compiled.pack_linear(weight, bias, kind)
 
-    def _codes(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedCodes:
-        return self._compiled.pack_codes(*quantize_weight(weight), bias, kind)
+    def join_layer(self, parts: LayerParts) -> DecoderLayer:
+        linears = (parts.qkv, parts.o, parts.gated, parts.down)
+        if not all(isinstance(linear, CompiledLinear) for linear in linears):
+            return super().join_layer(parts)
+        return CompiledLayer(self._compiled, parts)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
         return self._compiled.cache_shape(kv_heads, block_size, head_dim)

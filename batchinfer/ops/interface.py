@@ -93,6 +93,43 @@ class FixedPlan(AttentionPlan):
         """Take over another step's values; its sizes are the same."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """A decoder layer's weights as the operators want them, and its sizes. `eps` is every norm's."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gated: Linear
+    down: Linear
+    window: int | None
+    rope: RopeTable
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # of attention
+    eps: float
+
+
+class DecoderLayer(ABC):
+    """A layer of a Llama-like decoder."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual: (T, hidden), to be added; residual is None for the first layer → the next layer's. Writes K and
+        V of the step's tokens to `cache`. What is given, and what a layer before it returned, may be overwritten."""
+
+
 class Ops(ABC):
     """One implementation of every operator; `name` goes into the report."""
 
@@ -114,6 +151,10 @@ class Ops(ABC):
     def pack_head(self, weight: Tensor) -> Head:
         """The layer that makes logits: (T, in) → (T, out) float32."""
         return FloatHead(self.pack_linear(weight))
+
+    def join_layer(self, parts: LayerParts) -> DecoderLayer:
+        """A layer of linear layers that were packed here."""
+        return SeparateLayer(self, parts)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
         """Values that one block of K takes, or of V, in one layer."""
@@ -181,6 +222,35 @@ class Ops(ABC):
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """(T, 2 × intermediate) → (T, intermediate). See batchinfer_kernels.gated_activation."""
+
+
+class SeparateLayer(DecoderLayer):
+    """A layer as one operator after the other."""
+
+    def __init__(self, ops: Ops, parts: LayerParts) -> None:
+        self._ops, self._parts = ops, parts
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+    ) -> tuple[Tensor, Tensor]:
+        parts = self._parts
+        x, residual = self._ops.rms_norm(x, parts.input_norm, parts.eps, residual)
+        x = self._attend(x, inputs, cache, plan)
+        x, residual = self._ops.rms_norm(x, parts.post_norm, parts.eps, residual)
+        return parts.down(parts.gated(x)), residual
+
+    def _attend(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
+        parts, heads, kv_heads = self._parts, self._parts.q_heads, self._parts.kv_heads
+        qkv = parts.qkv(x).view(x.shape[0], heads + 2 * kv_heads, parts.head_dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        norms = (parts.q_norm, parts.k_norm)
+        q = self._ops.rope_store(q, k, v, parts.rope, inputs, cache, *norms, parts.eps)
+        return parts.o(self._ops.attention(q, cache, plan, parts.scale, parts.window).flatten(1))
 
 
 class GatedLinear(Linear):

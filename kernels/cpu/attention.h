@@ -11,26 +11,19 @@
  */
 
 typedef struct {
-    int64_t first_row, rows; /* into `rows`: (token, position) each */
-    int64_t sequence;        /* whose block table is walked */
-    int64_t first_tile, end_tile; /* where it `ends`, end_tile is its last query's */
-    int64_t starts, ends;    /* whether these are the rows' first tiles, and their last */
-} NAME(Item);
-
-typedef struct {
-    const NAME(Item) *item;
+    const Item *item;
     const int32_t *table;
     int64_t head;
 } NAME(Job);
 
 typedef struct {
-    const REAL *q, *k_cache, *v_cache;
-    const int64_t *rows;
+    const REAL *q, *k_cache, *v_cache; /* q, out: (tokens, q_heads, dim) */
+    const Plan *plan;
     float *state; /* (tokens, q_heads, dim_pad + LANES + 1); read and written where an item neither starts nor ends its rows */
     REAL *out;
     int64_t q_heads, kv_heads, dim, dim_pad, block_size, block_pad, window;
-    float scale, slack; /* scale times log2(e), as exponentials are powers of 2 here; SLACK before scaling */
-} NAME(Step);
+    float scale; /* times log2(e): exponentials are powers of 2 here */
+} NAME(Attention);
 
 typedef struct {
     float sum[MOST_ROWS * MAX_DIM] /* rows of dim_pad: no two at a stride that shares cache sets */, most[MOST_ROWS];
@@ -53,16 +46,16 @@ typedef struct {
     int64_t head, block, inside;
 } NAME(Walk);
 
-INLINE int64_t NAME(tile_of)(const NAME(Step) *s, int64_t position) {
+INLINE int64_t NAME(tile_of)(const NAME(Attention) *s, int64_t position) {
     return (position / s->block_size * (s->block_pad / LANES) + position % s->block_size / LANES) / COLUMNS;
 }
 
-INLINE NAME(Walk) NAME(walk_from)(const NAME(Step) *s, const NAME(Job) *job, int64_t tile) {
+INLINE NAME(Walk) NAME(walk_from)(const NAME(Attention) *s, const NAME(Job) *job, int64_t tile) {
     int64_t unit = tile * COLUMNS, units = s->block_pad / LANES;
     return (NAME(Walk)){job->table, job->head, unit / units, unit % units * LANES};
 }
 
-INLINE void NAME(next_tile)(const NAME(Step) *s, NAME(Walk) *walk, int32_t last, NAME(Tile) *found) {
+INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t last, NAME(Tile) *found) {
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     found->end = 0;
@@ -94,7 +87,7 @@ INLINE void NAME(next_tile)(const NAME(Step) *s, NAME(Walk) *walk, int32_t last,
 /* Scores of `rows` (a constant) rows with a tile, not scaled yet. With `fetch` (a constant) the keys ahead are fetched on
  * the way, a line for each that is read: in one go they would queue up for the few misses that a core can have open.
  * They are fetched in the order of their addresses, and into the L2 cache, which can have more misses open than the L1. */
-INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const REAL *const *q,
+INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const REAL *const *q,
                         vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
     int64_t stride = s->block_pad / LANES, run = (dim / PAIR + COLUMNS - 1) / COLUMNS;
     for (int r = 0; r < rows; r++)
@@ -115,7 +108,7 @@ INLINE void NAME(score)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(
 /* Scores become probabilities relative to a maximum of the row's; in return what the row's sum has to be scaled by.
  * The maximum is raised only where a score exceeds it by SLACK: weights of up to 2^SLACK are as exact, and most tiles
  * leave the sums as they are (Zadouri et al., FlashAttention-4, 2026). */
-INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
+INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
                          float *mass, REAL *p) {
     if (s->window > 0 || tile->end > position)
         for (int c = 0; c < COLUMNS; c++) {
@@ -125,10 +118,10 @@ INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile
         }
     vf tops = scores[0], added = load_f32(mass);
     for (int c = 1; c < COLUMNS; c++) tops = larger(scores[c], tops);
-    float shrink = 1.0f, before = *most, top = before;
-    if (any_greater(tops, before + s->slack)) {
+    float shrink = 1.0f, before = *most, top = before, scale = s->scale;
+    if (any_greater(tops * scale, before * scale + SLACK)) {
         top = lane_max(tops);
-        shrink = before == -INFINITY ? 0.0f : exp2f((before - top) * s->scale);
+        shrink = before == -INFINITY ? 0.0f : exp2f((before - top) * scale);
         *most = top, added *= shrink;
     }
     if (top == -INFINITY) { /* nothing of this tile is seen: it lies behind the window, or after the query */
@@ -136,7 +129,7 @@ INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile
         return 1.0f;
     }
     for (int c = 0; c < COLUMNS; c++) {
-        vf e = EXP2(scores[c] * s->scale - top * s->scale);
+        vf e = EXP2(scores[c] * scale - top * scale);
         STOREV(p + c * LANES, e);
         added += e;
     }
@@ -145,7 +138,7 @@ INLINE float NAME(weigh)(const NAME(Step) *s, vf *scores, const NAME(Tile) *tile
 }
 
 /* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the head from `from` on. */
-INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead,
+INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead,
                              REAL p[ROWS][PANEL], const float *shrink, float *sum, int64_t from, const int rows,
                              const int columns, const int fetch) {
     vf total[ROWS][COLUMNS];
@@ -183,7 +176,7 @@ INLINE void NAME(add_values)(const NAME(Step) *s, const NAME(Tile) *tile, const 
         for (int c = 0; c < columns; c++) store_f32(sum + r * s->dim_pad + from + c * LANES, total[r][c]);
 }
 
-INLINE void NAME(tile_rows)(const NAME(Step) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
+INLINE void NAME(tile_rows)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
                             int64_t first, int64_t dim, const int rows, const int fetch) {
     vf scores[ROWS][COLUMNS];
     float shrink[ROWS];
@@ -200,11 +193,11 @@ INLINE void NAME(tile_rows)(const NAME(Step) *s, const NAME(Tile) *tile, const N
 }
 
 /* The rows of an item that belong to one KV head: their state set up, or taken up again. */
-INLINE void NAME(take_up)(const NAME(Step) *s, const NAME(Item) *item, int64_t head, NAME(Work) *work) {
+INLINE void NAME(take_up)(const NAME(Attention) *s, const Item *item, int64_t head, NAME(Work) *work) {
     int64_t group = s->q_heads / s->kv_heads;
     for (int64_t i = 0; i < item->rows; i++)
         for (int64_t g = 0; g < group; g++) {
-            const int64_t *row = s->rows + (item->first_row + i) * 2;
+            const int64_t *row = s->plan->rows + (item->first_row + i) * 2;
             int64_t at = row[0] * s->q_heads + head * group + g, r = i * group + g;
             work->q[r] = s->q + at * s->dim, work->position[r] = (int32_t)row[1];
             if (item->starts) {
@@ -220,11 +213,11 @@ INLINE void NAME(take_up)(const NAME(Step) *s, const NAME(Item) *item, int64_t h
         }
 }
 
-INLINE void NAME(put_down)(const NAME(Step) *s, const NAME(Item) *item, int64_t head, const NAME(Work) *work) {
+INLINE void NAME(put_down)(const NAME(Attention) *s, const Item *item, int64_t head, const NAME(Work) *work) {
     int64_t group = s->q_heads / s->kv_heads;
     for (int64_t i = 0; i < item->rows; i++)
         for (int64_t g = 0; g < group; g++) {
-            int64_t at = s->rows[(item->first_row + i) * 2] * s->q_heads + head * group + g, r = i * group + g;
+            int64_t at = s->plan->rows[(item->first_row + i) * 2] * s->q_heads + head * group + g, r = i * group + g;
             if (item->ends) {
                 float share = 1.0f / lane_sum(load_f32(work->mass + r * LANES));
                 for (int64_t d = 0; d < s->dim; d++)
@@ -239,10 +232,10 @@ INLINE void NAME(put_down)(const NAME(Step) *s, const NAME(Item) *item, int64_t 
 }
 
 /* One item for one KV head; the first tile of the next job is fetched on the way. */
-INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
+INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
     NAME(Work) work;
     NAME(Tile) tile, ahead;
-    const NAME(Item) *item = job->item;
+    const Item *item = job->item;
     int64_t rows = item->rows * (s->q_heads / s->kv_heads);
     NAME(take_up)(s, item, job->head, &work);
     int32_t first_position = PASSED, last = 0;
@@ -263,7 +256,7 @@ INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(J
             NAME(next_tile)(s, &walk, last, &ahead);
         } else {
             walk = NAME(walk_from)(s, next, next->item->first_tile);
-            NAME(next_tile)(s, &walk, (int32_t)s->rows[next->item->first_row * 2 + 1], &ahead);
+            NAME(next_tile)(s, &walk, (int32_t)s->plan->rows[next->item->first_row * 2 + 1], &ahead);
         }
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n, fetch) \
@@ -279,55 +272,50 @@ INLINE void NAME(attend)(const NAME(Step) *s, const NAME(Job) *job, const NAME(J
     NAME(put_down)(s, item, job->head, &work);
 }
 
-/* Jobs of a level that threads take, some at a time. */
+/* Jobs of a level, which threads take some at a time. */
 typedef struct {
-    const NAME(Item) *items;
-    const int32_t *tables;
-    int64_t table_width, kv_heads, taken, end, chunk;
+    int64_t taken, end, chunk;
 } NAME(Queue);
 
-INLINE NAME(Job) NAME(job_at)(const NAME(Queue) *queue, int64_t at) {
-    const NAME(Item) *item = queue->items + at / queue->kv_heads;
-    return (NAME(Job)){item, queue->tables + item->sequence * queue->table_width, at % queue->kv_heads};
+INLINE NAME(Job) NAME(job_at)(const NAME(Attention) *s, int64_t at) {
+    const Item *item = s->plan->items + at / s->kv_heads;
+    return (NAME(Job)){item, s->plan->tables + item->sequence * s->plan->table_width, at % s->kv_heads};
 }
 
 /* Takes jobs until there are none; always one ahead, to fetch the next one's keys in time. */
-INLINE void NAME(work)(const NAME(Step) *s, NAME(Queue) *queue, int64_t dim) {
+INLINE void NAME(work)(const NAME(Attention) *s, NAME(Queue) *queue, int64_t dim) {
     int64_t at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
     if (at >= queue->end) return;
-    NAME(Job) job = NAME(job_at)(queue, at), next;
+    NAME(Job) job = NAME(job_at)(s, at), next;
     for (int more = 1; more; job = next) {
         if (--left)
             at++;
         else
             at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
         more = at < queue->end;
-        next = more ? NAME(job_at)(queue, at) : job;
+        next = more ? NAME(job_at)(s, at) : job;
         NAME(attend)(s, &job, &next, dim);
     }
 }
 
-static void NAME(work_64)(const NAME(Step) *s, NAME(Queue) *queue) { NAME(work)(s, queue, 64); }
-static void NAME(work_any)(const NAME(Step) *s, NAME(Queue) *queue) { NAME(work)(s, queue, s->dim); }
+static void NAME(work_64)(const NAME(Attention) *s, NAME(Queue) *queue) { NAME(work)(s, queue, 64); }
+static void NAME(work_any)(const NAME(Attention) *s, NAME(Queue) *queue) { NAME(work)(s, queue, s->dim); }
 
-/* q, out: (tokens, q_heads, dim); tables: (sequences, table_width). `items` are cut into `levels` stretches that end at
- * `level_ends`: a row's items lie in different levels, in the order of their tiles. */
-void NAME(paged_attention)(const REAL *q, const REAL *k_cache, const REAL *v_cache, const int32_t *tables,
-                           int64_t table_width, const NAME(Item) *items, const int64_t *level_ends, int64_t levels,
-                           const int64_t *rows, float *state, int64_t window, float scale, REAL *out, int64_t q_heads,
-                           int64_t kv_heads, int64_t dim, int64_t dim_pad, int64_t block_size, int64_t block_pad) {
-    NAME(Step) s = {q, k_cache, v_cache, rows, state, out, q_heads, kv_heads, dim, dim_pad, block_size, block_pad,
-                    window, scale * 1.44269504f, SLACK / (scale * 1.44269504f)};
-    NAME(Queue) queue = {items, tables, table_width, kv_heads, 0, 0, 1};
-#pragma omp parallel
-    for (int64_t level = 0; level < levels; level++) {
-#pragma omp barrier
+/* `queue` is the team's, empty. */
+TEAM void NAME(team_attention)(const NAME(Attention) *s, NAME(Queue) *queue) {
+    for (int64_t level = 0; level < s->plan->levels; level++) {
 #pragma omp single
         {
-            int64_t share = (level_ends[level] * kv_heads - queue.end) / (omp_get_num_threads() * 8);
-            queue.taken = queue.end, queue.end = level_ends[level] * kv_heads;
-            queue.chunk = share < 1 ? 1 : share > 8 ? 8 : share;
+            int64_t end = s->plan->level_ends[level] * s->kv_heads, share = (end - queue->end) / (omp_get_num_threads() * 8);
+            *queue = (NAME(Queue)){queue->end, end, share < 1 ? 1 : share > 8 ? 8 : share};
         }
-        (dim == 64 ? NAME(work_64) : NAME(work_any))(&s, &queue);
+        (s->dim == 64 ? NAME(work_64) : NAME(work_any))(s, queue);
+#pragma omp barrier
     }
+}
+
+void NAME(paged_attention)(const NAME(Attention) *attention) {
+    NAME(Queue) queue = {0, 0, 1};
+#pragma omp parallel
+    NAME(team_attention)(attention, &queue);
 }

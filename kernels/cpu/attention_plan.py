@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer_kernels.cpu.structures import Plan
+
 MAX_ROWS = 48  # as MOST_ROWS in operators.c
 TO_THE_END = -1
 # Keeping a row's state costs about as much as passing over half a tile.
@@ -46,6 +48,11 @@ class Items:
     level_ends: Tensor  # (levels,) int64
     levels: int
     rows: Tensor  # (R, 2) int64: token of the step, position; items name stretches of it
+
+    def structure(self, tables: Tensor) -> Plan:
+        """For the operators; tables: (S, blocks) int32, the step's. Both must outlive it."""
+        items, ends, rows = (tensor.data_ptr() for tensor in (self.items, self.level_ends, self.rows))
+        return Plan(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows)
 
 
 @dataclass(frozen=True, slots=True)

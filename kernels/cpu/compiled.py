@@ -3,62 +3,38 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from batchinfer_kernels.cpu.attention_plan import CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
+from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer
 from batchinfer_kernels.cpu.memory import HugePages
+from batchinfer_kernels.cpu.packed import Kind, PackedWeight
+from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_rotary_shapes
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 WORD_BYTES = 4
 MAX_HEAD_DIM = 256
-Kind = Literal["plain", "float", "gated"]
 _KINDS: dict[Kind, int] = {"plain": 0, "float": 1, "gated": 2}  # as in panels.h
 _GREATEST = 3
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_WEIGHT = ctypes.POINTER(Weight)
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT],
     "silu_gate": [_POINTER] * 2 + [_LONG] * 2,
-    "rope_store": [_POINTER] * 3 + [_LONG] + [_POINTER] * 9 + [_FLOAT] + [_LONG] * 7,
+    "rope_store": [ctypes.POINTER(Heads)],
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
-    "linear": [_POINTER] * 4 + [_LONG] * 4,
-    "quantized_linear": [_POINTER] * 8 + [_LONG] * 4,
-    "paged_attention": [_POINTER] * 4
-    + [_LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _POINTER]
-    + [_LONG] * 6,
+    "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
+    "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
+    "paged_attention": [ctypes.POINTER(Attention)],
+    "decoder_layer": [ctypes.POINTER(Layer), ctypes.POINTER(LayerStep)] + [_POINTER] * 2 + [_LONG],
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
-    """A weight (outputs, inputs) cut into panels, as linear.h says, with its bias in the order of their columns."""
-
-    panels: Tensor
-    bias: Tensor | None
-    outputs: int
-    inputs: int
-    kind: Kind
-
-    @property
-    def columns(self) -> int:
-        """Columns of the result: a gated weight's halves become one."""
-        return self.outputs // 2 if self.kind == "gated" else self.outputs
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedCodes:
-    """A quantised weight, as quantized_linear.h says."""
-
-    weight: PackedWeight  # int8 panels
-    starts: Tensor  # (columns of all panels,) int32: -128 times the sum of the column's codes
-    scales: Tensor  # (columns of all panels,) float32
 
 
 class CompiledOperators:
@@ -95,11 +71,11 @@ class CompiledOperators:
         size = len(order) * words * WORD_BYTES // weight.element_size()
         panels = self._pages.zeros(size, weight.dtype)
         self._call("pack_linear", weight, weight.contiguous(), outputs, inputs, kind == "gated", panels)
-        return PackedWeight(panels, _reordered(bias, order), outputs, inputs, kind)
+        return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind)
 
     def pack_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
-    ) -> PackedCodes:
+    ) -> PackedWeight:
         """codes: (outputs, inputs) int8 in -127 … 127; scales: (outputs,) float32."""
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
@@ -107,46 +83,34 @@ class CompiledOperators:
         starts = torch.empty(len(order), dtype=torch.int32)
         arguments = (codes.contiguous().data_ptr(), outputs, inputs, kind == "gated")
         self._pack_codes(*arguments, panels.data_ptr(), starts.data_ptr())
-        weight = PackedWeight(panels, _reordered(bias, order), outputs, inputs, kind)
         ordered = _reordered(scales.float(), order)
-        assert ordered is not None
-        return PackedCodes(weight, starts, ordered)
+        return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """x: (T, inputs) → (T, columns), float32 where the weight's kind is "float"."""
-        y = _result(x, weight)
-        self._linear(x, weight, y, _KINDS[weight.kind])
+        """x: (T, inputs) → (T, columns), float32 where the weight's kind is "float". For a weight of codes see
+        batchinfer_kernels.quantized_linear."""
+        y = torch.empty(len(x), weight.columns, dtype=torch.float32 if weight.kind == "float" else x.dtype)
+        self._multiply(x, weight, y, _KINDS[weight.kind])
         return y
 
-    def quantized_linear(self, x: Tensor, codes: PackedCodes) -> Tensor:
-        """See batchinfer_kernels.quantized_linear; shapes as `linear`."""
-        y = _result(x, codes.weight)
-        self._quantized_linear(x, codes, y, _KINDS[codes.weight.kind])
-        return y
-
-    def greatest(self, x: Tensor, weight: PackedWeight | PackedCodes) -> Tensor:
+    def greatest(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """(T,) int64: the column where each row of the product is greatest, the lowest of equals; -1 where that is not
         finite or any column is no number. The product, of kind "float", is never written."""
-        _check_input(x, weight if isinstance(weight, PackedWeight) else weight.weight)
         found = torch.zeros(x.shape[0], dtype=torch.int64)
-        if isinstance(weight, PackedWeight):
-            self._linear(x, weight, found, _GREATEST)
-        else:
-            self._quantized_linear(x, weight, found, _GREATEST)
+        self._multiply(x, weight, found, _GREATEST)
         self._ranked_columns(found.data_ptr(), found.data_ptr(), len(found))
         return found
 
-    def _linear(self, x: Tensor, weight: PackedWeight, y: Tensor, kind: int) -> None:
-        sizes = (x.shape[0], weight.outputs, weight.inputs, kind)
-        self._call("linear", x, x, weight.panels, weight.bias, y, *sizes)
-
-    def _quantized_linear(self, x: Tensor, codes: PackedCodes, y: Tensor, kind: int) -> None:
-        weight, rows = codes.weight, x.shape[0]
+    def _multiply(self, x: Tensor, weight: PackedWeight, y: Tensor, kind: int) -> None:
+        if x.dim() != 2 or x.shape[1] != weight.inputs:
+            raise ValueError(f"x is {tuple(x.shape)}, the weight takes {weight.inputs} inputs")
+        rows = x.shape[0]
+        if not weight.quantized:
+            self._call("linear", x, x, weight.structure, y, rows, kind)
+            return
         room = torch.empty(rows, _up(weight.inputs, WORD_BYTES), dtype=torch.uint8)
         row_scales = torch.empty(rows, dtype=torch.float32)
-        sizes = (rows, weight.outputs, weight.inputs, kind)
-        arrays = (weight.panels, codes.starts, codes.scales, weight.bias, y, room, row_scales)
-        self._call("quantized_linear", x, x, *arrays, *sizes)
+        self._call("quantized_linear", x, x, weight.structure, y, room, row_scales, rows, kind)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
@@ -199,9 +163,12 @@ class CompiledOperators:
                 f"q, k and v have strides {q.stride()}, {k.stride()}, {v.stride()}: wanted equal rows"
             )
         out = q.new_empty(q.shape)
-        sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
         arrays = (cos, sin, positions, slots, k_cache, v_cache, out, q_norm, k_norm)
-        self._call("rope_store", q, q, k, v, q.stride(0), *arrays, eps, *sizes, sliced=3)
+        self._checked("rope_store", *(array for array in arrays if array is not None))
+        places = [array if array is None else array.data_ptr() for array in arrays]
+        sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
+        heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), *places, eps, *sizes)
+        self._call("rope_store", q, heads)
         return out
 
     def paged_attention(
@@ -224,14 +191,40 @@ class CompiledOperators:
             raise ValueError(
                 f"{q_heads} query heads, {kv_heads} KV heads, tables {tuple(block_tables.shape)}"
             )
+        self._checked("paged_attention", q, v_cache, block_tables)
         out, width = torch.empty_like(q), k_cache.shape[3]
-        kept = width + self.lanes + 1  # floats of a row's state between levels
-        state = q.new_empty(tokens, q_heads, kept, dtype=torch.float32) if items.levels > 1 else None
-        planned = (block_tables.shape[1], items.items, items.level_ends, items.levels, items.rows)
+        state = self.attention_state(items, tokens, q_heads, width)
+        plan = items.structure(block_tables)
+        places = [tensor.data_ptr() for tensor in (q, k_cache, v_cache)]
         sizes = (q_heads, kv_heads, dim, width, block_size, k_cache.shape[2])
-        arrays = (q, k_cache, v_cache, block_tables)
-        self._call("paged_attention", q, *arrays, *planned, state, window or 0, scale, out, *sizes)
+        kept = state if state is None else state.data_ptr()
+        factor = scale * LOG2_E
+        attention = Attention(
+            *places, ctypes.pointer(plan), kept, out.data_ptr(), *sizes, window or 0, factor
+        )
+        self._call("paged_attention", q, attention)
         return out
+
+    def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:
+        """Where rows keep their maximum, mass and weighted sum between levels."""
+        if items.levels == 1:
+            return None
+        return torch.empty(tokens, q_heads, width + self.lanes + 1, dtype=torch.float32)
+
+    def decoder_layer(
+        self, layer: PackedLayer, room: LayerRoom, k_cache: Tensor, v_cache: Tensor, first: bool
+    ) -> None:
+        """Norm, QKV, rotation and KV write, attention, output, norm, gated and down, each as the operators above: the
+        bits are theirs. `room` holds x and residual, in and out; `first`: x is a copy of the residual."""
+        room.check(layer)
+        for cache in (k_cache, v_cache):
+            if cache.shape[1:] != room.cache_shape:
+                raise ValueError(
+                    f"the cache's blocks are {tuple(cache.shape[1:])}, wanted {room.cache_shape}"
+                )
+        self._checked("decoder_layer", k_cache, v_cache)
+        caches = (k_cache.data_ptr(), v_cache.data_ptr())
+        self._call("decoder_layer", room.x, layer.structure, room.structure, *caches, first)
 
     def _check_cache(self, cache: Tensor, kv_heads: int, block_size: int, dim: int) -> None:
         if cache.shape[1:] != self.cache_shape(kv_heads, block_size, dim):
@@ -244,22 +237,19 @@ class CompiledOperators:
         self._packed_order(outputs, gated, order.data_ptr())
         return order
 
-    def _call(self, name: str, like: Tensor, *arguments: Tensor | float | None, sliced: int = 0) -> None:
-        """`sliced`: so many leading tensors need not be contiguous."""
-        plain: list[float | None] = []
-        for number, argument in enumerate(arguments):
-            if not isinstance(argument, Tensor):
-                plain.append(argument)
-                continue
-            if not (number < sliced or argument.is_contiguous()) or not argument.is_cpu:
-                raise ValueError(
-                    f"{name}: a tensor of shape {tuple(argument.shape)} is not contiguous on the CPU"
-                )
-            plain.append(argument.data_ptr())
+    def _call(self, name: str, like: Tensor, *arguments: Tensor | ctypes.Structure | float | None) -> None:
+        self._checked(name, *(argument for argument in arguments if isinstance(argument, Tensor)))
         function = self._functions.get((name, like.dtype))
         if function is None:
             raise ValueError(f"{name}: {like.dtype} is not compiled; there are {', '.join(map(str, SUFFIX))}")
-        function(*plain)
+        function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+
+    def _checked(self, name: str, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if not tensor.is_contiguous() or not tensor.is_cpu:
+                raise ValueError(
+                    f"{name}: a tensor of shape {tuple(tensor.shape)} is not contiguous on the CPU"
+                )
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any = None) -> Any:
@@ -281,16 +271,6 @@ def _reordered(values: Tensor | None, order: Tensor) -> Tensor | None:
     if values is None:
         return None
     return torch.cat((values, values.new_zeros(1)))[order]  # -1 takes the zero
-
-
-def _check_input(x: Tensor, weight: PackedWeight) -> None:
-    if x.dim() != 2 or x.shape[1] != weight.inputs:
-        raise ValueError(f"x is {tuple(x.shape)}, the weight takes {weight.inputs} inputs")
-
-
-def _result(x: Tensor, weight: PackedWeight) -> Tensor:
-    _check_input(x, weight)
-    return torch.empty(len(x), weight.columns, dtype=torch.float32 if weight.kind == "float" else x.dtype)
 
 
 def _up(size: int, unit: int) -> int:

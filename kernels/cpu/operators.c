@@ -3,6 +3,7 @@
 #include "vector.h"
 #include "panels.h"
 #include "quantize_weight.h"
+#include "plan.h"
 
 #define MAX_DIM 256
 #define MOST_ROWS 48 /* queries of one KV head that pass over a tile of keys together: with it they fit an L1 of 32 KiB */
@@ -26,6 +27,7 @@ int64_t lanes(void) { return LANES; }
 #include "linear.h"
 #include "quantized_linear.h"
 #include "attention.h"
+#include "layer.h"
 #undef REAL
 #undef PAIR
 #undef LOAD
@@ -51,3 +53,4 @@ int64_t lanes(void) { return LANES; }
 #include "linear.h"
 #include "quantized_linear.h"
 #include "attention.h"
+#include "layer.h"

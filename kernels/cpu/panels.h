@@ -3,6 +3,15 @@
 /* What a product writes: the stored type, float, silu(gate) * up, or only where a row's greatest result stands. */
 enum { PLAIN, FLOAT, GATED, GREATEST };
 
+/* A packed weight. `bias` lies in the order of the panels' columns, padding included, and may be NULL; so do `starts` and
+ * `scales`, which a quantised weight alone has. */
+typedef struct {
+    const void *panels, *bias;
+    const int32_t *starts; /* of each column: -128 times the sum of its codes */
+    const float *scales;
+    int64_t outputs, inputs;
+} Weight;
+
 INLINE int64_t panels_of(int64_t outputs, int gated) {
     return gated ? (outputs / 2 + PANEL / 2 - 1) / (PANEL / 2) : (outputs + PANEL - 1) / PANEL;
 }

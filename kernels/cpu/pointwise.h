@@ -43,9 +43,9 @@ INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t w
 }
 
 /* total = x + residual; y = weight * round(total / rms(total)). residual may be NULL: then total is x. */
-void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total, int64_t rows,
-                    int64_t width, float eps) {
-#pragma omp parallel for schedule(static)
+TEAM void NAME(team_rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total,
+                                int64_t rows, int64_t width, float eps) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         int64_t at = row * width;
         if (residual) {
@@ -55,6 +55,12 @@ void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REA
             NAME(norm_row)(x + at, weight, y + at, width, NAME(add_row)(x + at, NULL, NULL, width), eps);
         }
     }
+}
+
+void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total, int64_t rows,
+                    int64_t width, float eps) {
+#pragma omp parallel
+    NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, eps);
 }
 
 /* y = silu(gate) * up, gate_up: (rows, 2 * width) */
@@ -109,28 +115,47 @@ INLINE void NAME(fetch_token)(const REAL *k_block, const REAL *v_block, int64_t 
     for (int64_t d = 0; d < dim * PAIR; d += LINE / (int64_t)sizeof(REAL)) __builtin_prefetch(v + d, 0, TO_L2);
 }
 
-/* q, k, v are heads within rows of `stride` values; cosine, sine: (max positions, dim / 2).
- * Rotated q goes to q_out (tokens, q_heads, dim), k and v to the caches at slots (block * block_size + place). */
-void NAME(rope_store)(const REAL *q, const REAL *k, const REAL *v, int64_t stride, const float *cosine,
-                      const float *sine, const int64_t *positions, const int64_t *slots, REAL *k_cache, REAL *v_cache,
-                      REAL *q_out, const REAL *q_norm, const REAL *k_norm, float eps, int64_t tokens, int64_t q_heads,
-                      int64_t kv_heads, int64_t dim, int64_t dim_pad, int64_t block_size, int64_t block_pad) {
-#pragma omp parallel for schedule(static)
-    for (int64_t t = 0; t < tokens; t++) {
-        const float *c = cosine + positions[t] * (dim / 2), *s = sine + positions[t] * (dim / 2);
-        for (int64_t h = 0; h < q_heads; h++)
-            NAME(rotate)(q + t * stride + h * dim, q_norm, c, s, q_out + (t * q_heads + h) * dim, dim, eps);
-        int64_t block = slots[t] / block_size, place = slots[t] % block_size;
-        int64_t coming = slots[t + AHEAD < tokens ? t + AHEAD : t], before = slots[t + AHEAD < tokens ? t + AHEAD - 1 : t];
-        for (int64_t h = 0; h < kv_heads; h++) {
-            int64_t at = (block * kv_heads + h) * block_pad * dim_pad;
-            int64_t there = (coming / block_size * kv_heads + h) * block_pad * dim_pad;
-            REAL rotated[MAX_DIM];
-            if (coming / LANES != before / LANES) /* else the token before it has fetched those lines */
-                NAME(fetch_token)(k_cache + there, v_cache + there, coming % block_size, dim, dim_pad, block_pad);
-            NAME(rotate)(k + t * stride + h * dim, k_norm, c, s, rotated, dim, eps);
-            NAME(store_token)(rotated, v + t * stride + h * dim, k_cache + at, v_cache + at, place, dim, dim_pad, block_pad);
-        }
+/* Heads of a step's tokens, as their linear layer leaves them, and where they go. */
+typedef struct {
+    const REAL *q, *k, *v; /* (tokens, heads, dim), tokens `stride` values apart */
+    int64_t stride;
+    const float *cosine, *sine;       /* (max positions, dim / 2) */
+    const int64_t *positions, *slots; /* a slot: block * block_size + place */
+    REAL *k_cache, *v_cache, *q_out;  /* q_out: (tokens, q_heads, dim) */
+    const REAL *q_norm, *k_norm;
+    float eps;
+    int64_t tokens, q_heads, kv_heads, dim, dim_pad, block_size, block_pad;
+} NAME(Heads);
+
+/* K and V of token t into the cache; lines of a token to come are fetched. */
+INLINE void NAME(store_heads)(const NAME(Heads) *a, int64_t t, const float *cosine, const float *sine) {
+    int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size, size = a->block_pad * a->dim_pad;
+    int64_t later = t + AHEAD < a->tokens ? t + AHEAD : t, coming = a->slots[later];
+    int fetched = later > t && coming / LANES == a->slots[later - 1] / LANES; /* by the token before it */
+    for (int64_t h = 0; h < a->kv_heads; h++) {
+        int64_t at = (block * a->kv_heads + h) * size, there = (coming / a->block_size * a->kv_heads + h) * size;
+        REAL rotated[MAX_DIM];
+        if (!fetched)
+            NAME(fetch_token)(a->k_cache + there, a->v_cache + there, coming % a->block_size, a->dim, a->dim_pad,
+                              a->block_pad);
+        NAME(rotate)(a->k + t * a->stride + h * a->dim, a->k_norm, cosine, sine, rotated, a->dim, a->eps);
+        NAME(store_token)(rotated, a->v + t * a->stride + h * a->dim, a->k_cache + at, a->v_cache + at, place, a->dim,
+                          a->dim_pad, a->block_pad);
     }
 }
 
+TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < a->tokens; t++) {
+        const float *cosine = a->cosine + a->positions[t] * (a->dim / 2), *sine = a->sine + a->positions[t] * (a->dim / 2);
+        for (int64_t h = 0; h < a->q_heads; h++)
+            NAME(rotate)(a->q + t * a->stride + h * a->dim, a->q_norm, cosine, sine,
+                         a->q_out + (t * a->q_heads + h) * a->dim, a->dim, a->eps);
+        NAME(store_heads)(a, t, cosine, sine);
+    }
+}
+
+void NAME(rope_store)(const NAME(Heads) *heads) {
+#pragma omp parallel
+    NAME(team_rope_store)(heads);
+}

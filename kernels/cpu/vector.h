@@ -31,6 +31,13 @@
 #define LINE 64 /* bytes of a cache line */
 #define TO_L2 2 /* the cache that a prefetch is for */
 #define INLINE static inline __attribute__((always_inline))
+/* What all threads of a team call together. Compiled once: a copy made for one caller might round otherwise, since the
+ * compiler is free to choose which product of two it fuses with their sum. */
+#if defined(__clang__)
+#define TEAM static __attribute__((noinline))
+#else
+#define TEAM static __attribute__((noinline, noclone))
+#endif
 
 typedef uint16_t bf16;
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

@@ -83,7 +83,7 @@ def test_int8_equals_its_reference(seed, dtype, rows, inputs, outputs, kind, bia
     x[0] = 0.0
     bias = torch.randn(outputs).to(dtype) if biased else None
     codes, scales = quantize_weight(weight)
-    got = compiled.quantized_linear(x, compiled.pack_codes(codes, scales, bias, kind))
+    got = compiled.linear(x, compiled.pack_codes(codes, scales, bias, kind))
     wanted = quantized_linear_reference(x.float(), codes, scales, bias).to(
         torch.float32 if kind == "float" else dtype
     )
@@ -102,7 +102,7 @@ def test_a_row_does_not_depend_on_its_batch(compiled, dtype, int8, inputs):
     x, weight = torch.randn(300, inputs).to(dtype), torch.randn(130, inputs).to(dtype)
     if int8:
         packed = compiled.pack_codes(*quantize_weight(weight), None)
-        run = compiled.quantized_linear
+        run = compiled.linear
     else:
         packed, run = compiled.pack_linear(weight, None), compiled.linear
     whole, before = run(x, packed), torch.get_num_threads()
@@ -122,7 +122,7 @@ def test_what_is_no_number_shows(compiled, value):
     x[1, 33] = value
     for y in (
         compiled.linear(x, compiled.pack_linear(weight, None)),
-        compiled.quantized_linear(x, compiled.pack_codes(*quantize_weight(weight), None)),
+        compiled.linear(x, compiled.pack_codes(*quantize_weight(weight), None)),
     ):
         assert not y[1].isfinite().any()
         assert y[[0, 2]].isfinite().all()
@@ -158,7 +158,7 @@ def test_the_greatest_result_is_the_first_of_equals(seed, dtype, rows, outputs, 
     x[:1, 4:] = 0
     if int8:
         packed = compiled.pack_codes(*quantize_weight(weight), None, "float")
-        logits = compiled.quantized_linear(x, packed)
+        logits = compiled.linear(x, packed)
     else:
         packed = compiled.pack_linear(weight, None, "float")
         logits = compiled.linear(x, packed)

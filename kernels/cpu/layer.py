@@ -1,0 +1,165 @@
+"""A decoder layer that runs as one call, and the room that its step's layers share."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.cpu.attention_plan import Items
+from batchinfer_kernels.cpu.packed import PackedWeight
+from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What all layers of a model have in common. `scale` is attention's, `eps` every norm's."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer's weights, packed: `gated` of kind "gated", the others "plain"."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv: PackedWeight
+    o: PackedWeight
+    gated: PackedWeight
+    down: PackedWeight
+    window: int | None
+
+
+class PackedLayer:
+    """A layer whose weights are packed. Raises ValueError where they do not fit one another."""
+
+    def __init__(self, weights: LayerWeights, sizes: LayerSizes) -> None:
+        self.weights, self.sizes = weights, sizes
+        heads, hidden = sizes.q_heads + 2 * sizes.kv_heads, weights.qkv.inputs
+        inner, attended = weights.gated.columns, sizes.q_heads * sizes.head_dim
+        wanted = {
+            "qkv": (heads * sizes.head_dim, hidden),
+            "o": (hidden, attended),
+            "gated": (inner, hidden),
+            "down": (hidden, inner),
+        }
+        for name, shape in wanted.items():
+            weight = getattr(weights, name)
+            if (weight.columns, weight.inputs) != shape:
+                raise ValueError(f"{name} is {(weight.columns, weight.inputs)}, wanted {shape}")
+        self.hidden, self.inner = hidden, inner
+        norms = (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm)
+        self.structure = Layer(
+            *(_address(norm) for norm in norms),
+            *(
+                Weight.from_buffer_copy(w.structure)
+                for w in (weights.qkv, weights.o, weights.gated, weights.down)
+            ),
+            weights.window or 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlaces:
+    """Where the T tokens of a step stand; shapes as for `rope_store` and `paged_attention`."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    items: Items
+    block_size: int
+
+    def check(self, tokens: int) -> None:
+        """Raises ValueError for tensors that the operators could not read, or that are not of so many tokens."""
+        if (len(self.positions), len(self.slots)) != (tokens, tokens):
+            shape = f"{len(self.positions)} positions and {len(self.slots)} slots"
+            raise ValueError(f"{tokens} tokens in a step with {shape}")
+        for name in ("cos", "sin", "positions", "slots", "block_tables"):
+            tensor: Tensor = getattr(self, name)
+            if not tensor.is_contiguous() or not tensor.is_cpu:
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous on the CPU")
+
+
+class LayerRoom:
+    """What the layers of a step share: x and residual (T, hidden), and room to work in.
+
+    `cache_shape` is that of a block of the cache, `state` what `attention_state` gives.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        layer: PackedLayer,
+        places: StepPlaces,
+        cache_shape: tuple[int, int, int],
+        state: Tensor | None,
+    ) -> None:
+        places.check(len(x))
+        self.x, self.residual = (x.clone(memory_format=torch.contiguous_format) for _ in range(2))
+        self.places, self.cache_shape = places, cache_shape
+        self._layer, self._state = layer, state
+        tokens, sizes = len(x), layer.sizes
+        # rotated q, and what attention makes of it
+        self._attended = x.new_empty(2, tokens, sizes.q_heads * sizes.head_dim)
+        widths = (layer.hidden, layer.weights.qkv.columns, layer.inner)
+        self._rooms = [x.new_empty(tokens, width) for width in widths]
+        inputs = max(layer.hidden, layer.inner, self._attended.shape[2])
+        self._codes = torch.empty(tokens, inputs + 3, dtype=torch.uint8)
+        self._scales = torch.empty(tokens, dtype=torch.float32)
+        self._plan = places.items.structure(places.block_tables)
+        rooms = (self.x, self.residual, *self._rooms, self._codes, self._scales)
+        self.structure = LayerStep(self._heads(), self._attention(), *(_address(room) for room in rooms))
+
+    def check(self, layer: PackedLayer) -> None:
+        """Raises ValueError for a layer of other sizes."""
+        ours = (self._layer.sizes, self._layer.hidden, self._layer.inner)
+        if layer is not self._layer and (layer.sizes, layer.hidden, layer.inner) != ours:
+            raise ValueError(f"a layer of {layer.sizes}, {layer.hidden} x {layer.inner} in a step of {ours}")
+
+    def _heads(self) -> Heads:
+        places, sizes = self.places, self._layer.sizes
+        tables = (_address(t) for t in (places.cos, places.sin, places.positions, places.slots))
+        return Heads(
+            stride=self._layer.weights.qkv.columns,
+            **dict(zip(("cosine", "sine", "positions", "slots"), tables, strict=True)),
+            q_out=_address(self._attended[0]),
+            eps=sizes.eps,
+            tokens=len(self.x),
+            **self._sizes(),
+        )
+
+    def _attention(self) -> Attention:
+        return Attention(
+            q=_address(self._attended[0]),
+            plan=ctypes.pointer(self._plan),
+            state=_address(self._state),
+            out=_address(self._attended[1]),
+            scale=self._layer.sizes.scale * LOG2_E,
+            **self._sizes(),
+        )
+
+    def _sizes(self) -> dict[str, int]:
+        sizes, (_, block_pad, dim_pad) = self._layer.sizes, self.cache_shape
+        return {
+            "q_heads": sizes.q_heads,
+            "kv_heads": sizes.kv_heads,
+            "dim": sizes.head_dim,
+            "dim_pad": dim_pad,
+            "block_size": self.places.block_size,
+            "block_pad": block_pad,
+        }
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

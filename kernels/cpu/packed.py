@@ -1,0 +1,44 @@
+"""A linear layer's weight in the layout of the compiled operators."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from batchinfer_kernels.cpu.structures import Weight
+
+Kind = Literal["plain", "float", "gated"]
+
+
+class PackedWeight:
+    """A weight (outputs, inputs) cut into panels, as panels.h says; the rest lies in the order of their columns.
+
+    Quantised, `panels` are int8 codes, and each column has a start (int32: -128 times the sum of its codes) and a scale
+    (float32).
+    """
+
+    def __init__(
+        self,
+        panels: Tensor,
+        bias: Tensor | None,
+        shape: tuple[int, int],
+        kind: Kind,
+        starts: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
+        self.outputs, self.inputs = shape
+        self.kind, self.panels = kind, panels
+        self._kept = (bias, starts, scales)
+        columns = (tensor if tensor is None else tensor.data_ptr() for tensor in self._kept)
+        self.structure = Weight(panels.data_ptr(), *columns, *shape)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result: a gated weight's halves become one."""
+        return self.outputs // 2 if self.kind == "gated" else self.outputs
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the panels are codes."""
+        return self._kept[1] is not None

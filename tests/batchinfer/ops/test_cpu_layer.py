@@ -1,0 +1,175 @@
+"""A decoder layer in one call gives the bits of its operators called one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.ops.cpu_layer import CompiledLayer
+from batchinfer.ops.cpu_ops import CpuOps
+from batchinfer.ops.interface import AttentionInputs, LayerParts, RopeTable, SeparateLayer
+from batchinfer.ops.torch_ops import TorchLinear, TorchOps
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+
+HIDDEN, INNER, KV_HEADS, BLOCK, SHARED = 52, 70, 2, 16, 9
+
+
+def layer_parts(ops, dtype, group, dim, biased, normed, window):
+    """Weights of a size that lets values neither vanish nor grow."""
+
+    def linear(pack, outputs, inputs, *more):
+        bias = torch.randn(outputs).to(dtype) if biased else None
+        return pack((torch.randn(outputs, inputs) * inputs**-0.5).to(dtype), bias, *more)
+
+    heads = group * KV_HEADS
+    norms = [torch.rand(width).to(dtype) + 0.5 for width in (HIDDEN, HIDDEN, dim, dim)]
+    angles = torch.rand(2048, dim // 2) * 6
+    return LayerParts(
+        input_norm=norms[0],
+        qkv=linear(ops.pack_linear, (heads + 2 * KV_HEADS) * dim, HIDDEN),
+        q_norm=norms[2] if normed else None,
+        k_norm=norms[3] if normed else None,
+        o=linear(ops.pack_linear, HIDDEN, heads * dim),
+        post_norm=norms[1],
+        gated=linear(ops.pack_gated, 2 * INNER, HIDDEN, "silu"),
+        down=linear(ops.pack_linear, HIDDEN, INNER),
+        window=window,
+        rope=RopeTable(angles.cos(), angles.sin()),
+        q_heads=heads,
+        kv_heads=KV_HEADS,
+        head_dim=dim,
+        scale=dim**-0.5,
+        eps=1e-5,
+    )
+
+
+def step_inputs(lengths):
+    """Sequences of (queries, tokens before them); the single queries' first `SHARED` blocks are the same."""
+    queries, contexts = [n for n, _ in lengths], [n + before for n, before in lengths]
+    blocks = [-(-context // BLOCK) for context in contexts]
+    fresh = iter(range(SHARED, SHARED + sum(blocks)))
+    tables = np.zeros((len(lengths), max(blocks)), np.int32)
+    for row, (n, count) in enumerate(zip(queries, blocks, strict=True)):
+        shared = min(SHARED, count - 1) if n == 1 else 0
+        tables[row, :count] = [*range(shared), *(next(fresh) for _ in range(count - shared))]
+    row_of = np.repeat(np.arange(len(lengths)), queries)
+    positions = np.concatenate([np.arange(c - n, c) for n, c in zip(queries, contexts, strict=True)])
+    slots = tables[row_of, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    arrays = (torch.from_numpy(a) for a in (positions, slots, tables))
+    return AttentionInputs(*arrays, queries, contexts), SHARED + sum(blocks)
+
+
+def run(layers, ops, inputs, blocks, parts, x):
+    """Every layer of a step, on caches with the same values."""
+    generator = torch.Generator().manual_seed(5)
+    plan = ops.plan_attention(inputs, BLOCK, frozenset({parts.window}))
+    residual, caches = None, []
+    for layer in layers:
+        cache = ops.allocate_cache(blocks, KV_HEADS, BLOCK, parts.head_dim, x.dtype, "cpu")
+        for tensor in (cache.k, cache.v):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        x, residual = layer(x, residual, inputs, cache, plan)
+        caches += [cache.k, cache.v]
+    return x.clone(), residual.clone(), caches
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    quantization=st.sampled_from(["none", "int8"]),
+    group=st.sampled_from([1, 3]),
+    dim=st.sampled_from([20, 64]),
+    biased=st.booleans(),
+    normed=st.booleans(),
+    window=st.sampled_from([None, 40]),
+    one_table=st.booleans(),
+    lengths=st.lists(
+        st.one_of(
+            st.tuples(st.just(1), st.integers(SHARED * BLOCK, 300)),
+            st.tuples(st.integers(1, 30), st.integers(0, 100)),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    threads=st.integers(1, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_equals_the_operators_one_by_one(
+    seed, dtype, quantization, group, dim, biased, normed, window, one_table, lengths, threads
+):
+    torch.manual_seed(seed)
+    ops = CpuOps(CompiledOperators(), group, quantization, deterministic=True)
+    parts = [layer_parts(ops, dtype, group, dim, biased, normed, window) for _ in range(3)]
+    if one_table:
+        parts = [replace(p, rope=parts[0].rope) for p in parts]
+    inputs, blocks = step_inputs(lengths)
+    x = torch.randn(len(inputs.positions), HIDDEN).to(dtype)
+    kept, before = x.clone(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        joined = [ops.join_layer(p) for p in parts]
+        assert all(isinstance(layer, CompiledLayer) for layer in joined)
+        got = run(joined, ops, inputs, blocks, parts[0], x)
+        assert torch.equal(x, kept)
+        wanted = run([SeparateLayer(ops, p) for p in parts], ops, inputs, blocks, parts[0], x)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[1], wanted[1])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got[2], wanted[2], strict=True))
+
+
+@pytest.fixture
+def case():
+    torch.manual_seed(1)
+    ops = CpuOps(CompiledOperators(), 2, deterministic=True)
+    parts = layer_parts(ops, torch.float32, 2, 20, False, False, None)
+    inputs, blocks = step_inputs([(3, 4), (1, 200)])
+    cache = ops.allocate_cache(blocks, KV_HEADS, BLOCK, 20, torch.float32, "cpu")
+    return ops, parts, inputs, cache, ops.plan_attention(inputs, BLOCK, frozenset({None}))
+
+
+def test_takes_tensors_that_no_layer_made(case):
+    ops, parts, inputs, cache, plan = case
+    x, residual = torch.randn(4, 2 * HIDDEN)[:, ::2], torch.randn(4, HIDDEN)
+    kept = residual.clone()
+    got = ops.join_layer(parts)(x, residual, inputs, cache, plan)
+    wanted = SeparateLayer(ops, parts)(x.contiguous(), residual, inputs, cache, plan)
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[1], wanted[1])
+    assert torch.equal(residual, kept)
+
+
+def test_no_number_reaches_the_output(case):
+    ops, parts, inputs, cache, plan = case
+    x = torch.randn(4, HIDDEN)
+    x[3, 5] = float("nan")
+    got, _ = ops.join_layer(parts)(x, None, inputs, cache, plan)
+    assert got[3].isnan().all()
+    assert got[:3].isfinite().all()
+
+
+def test_a_layer_with_another_linear_is_run_one_by_one(case):
+    ops, parts, *_ = case
+    other = TorchLinear(torch.randn(HIDDEN, INNER), None)
+    assert isinstance(ops.join_layer(replace(parts, down=other)), SeparateLayer)
+
+
+def test_what_does_not_fit_is_refused(case):
+    ops, parts, inputs, cache, plan = case
+    with pytest.raises(ValueError, match=r"down is \(52, 52\), wanted \(52, 70\)"):
+        ops.join_layer(replace(parts, down=ops.pack_linear(torch.randn(HIDDEN, HIDDEN))))
+    layer, x = ops.join_layer(parts), torch.randn(4, HIDDEN)
+    with pytest.raises(ValueError, match="the cache's blocks are"):
+        layer(x, None, inputs, ops.allocate_cache(4, 1, BLOCK, 20, torch.float32, "cpu"), plan)
+    with pytest.raises(ValueError, match="5 tokens in a step with 4 positions and 4 slots"):
+        layer(torch.randn(5, HIDDEN), None, inputs, cache, plan)
+    with pytest.raises(TypeError, match="was not made by the CPU's operators"):
+        layer(x, None, inputs, cache, TorchOps().plan_attention(inputs, BLOCK, frozenset({None})))
+    with pytest.raises(ValueError, match="is not contiguous"):
+        layer(x, None, replace(inputs, slots=torch.arange(8)[::2]), cache, plan)
