@@ -1,0 +1,98 @@
+"""Whole jobs that ask for a GPU, from the file to the report. Without one, Triton's kernels are interpreted."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from batchinfer.errors import Unavailable
+from batchinfer.job import load_job
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.pipeline import Outcome, RunOptions, run_job
+from batchinfer.report.folder import report_folder
+from batchinfer.report.progress import Progress
+from tests.checkpoints import make_model_folder
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no triton", allow_module_level=True)
+
+HELPERS = "tests.batchinfer.engine.interpreted_gpu"
+ENGINE = {"device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 16, "kv_memory": "1MiB"}
+WITHOUT = (
+    r"needs the Triton operators: triton is not installed; install it \(pip install triton\), or take it out"
+)
+SLOWLY = {"max_num_seqs": 1, "max_num_batched_tokens": 7, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make_model_folder(folder, seed=2)
+    return folder
+
+
+def write_job(folder: Path, model: Path, quantization: str, **engine: Any) -> Path:
+    folder.mkdir()
+    rows = [{"text": f"number {n} " * (1 + n % 2)} for n in range(1, 5)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = {
+        "name": "on-a-gpu",
+        "model": {"path": str(model), "quantization": quantization, "max_model_len": 64},
+        "input": {"path": "in.jsonl"},
+        "prompt": {"text": "text"},
+        "sampling": {"max_tokens": 3, "temperature": 1.5, "ignore_eos": True},
+        "output": {"path": "out/res"},
+        "engine": ENGINE | engine,
+    }
+    (folder / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
+    return folder / "job.yaml"
+
+
+def run(path: Path, factory: str = "build") -> Outcome:
+    notices: list[str] = []
+    progress = Progress(io.StringIO(), quiet=True)
+    options = RunOptions(engine=f"{HELPERS}:{factory}")
+    return run_job(load_job(path), options, progress, Interrupts(), notices.append)
+
+
+def published(path: Path) -> list[str]:
+    files = sorted((path.parent / "out" / "res").glob("*.parquet"))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def test_int8_and_deterministic_from_the_file_to_the_report(tmp_path: Path, model: Path) -> None:
+    """The published bytes do not depend on how the work was cut, and the report says what was run."""
+    at_once = write_job(tmp_path / "at-once", model, "int8", deterministic=True)
+    slowly = write_job(tmp_path / "slowly", model, "int8", deterministic=True, **SLOWLY)
+    outcome = run(at_once)
+    assert outcome.exit_code == 0
+    row = outcome.row
+    assert (row["device"], row["dtype"], row["quantization"], row["deterministic"]) == (
+        "cuda", "float32", "int8", True,
+    )  # fmt: skip
+    assert dict(row["ops"]) == {"decoder": "triton", "linear": "int8"}
+    assert (row["rows_ok"], row["decode_tokens_run"] > 0) == (4, True)
+    assert run(slowly).exit_code == 0
+    assert published(at_once) == published(slowly)
+    texts = duckdb.sql(f"SELECT generated_text FROM '{at_once.parent}/out/res/*.parquet'").fetchall()
+    assert len(set(texts)) > 1
+
+
+@pytest.mark.parametrize(("quantization", "deterministic"), [("int8", False), ("none", True)])
+def test_what_only_triton_can_do_is_refused_without_it(
+    tmp_path: Path, model: Path, quantization: str, deterministic: bool
+) -> None:
+    path = write_job(tmp_path / "job", model, quantization, deterministic=deterministic)
+    with pytest.raises(Unavailable, match=WITHOUT) as refused:
+        run(path, "build_without_triton")
+    assert refused.value.exit_code == 69
+    runs = report_folder(path.parent / "out" / "res")
+    assert duckdb.sql(f"SELECT exit_code FROM '{runs}/run-*.parquet'").fetchall() == [(69,)]
+    assert not (path.parent / "out" / "res").exists()
