@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from batchinfer_kernels.gpu import rms_norm as module
 from batchinfer_kernels.gpu.rms_norm import rms_norm
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
+from tests.kernels.gpu.pairs import every_pair
 from tests.kernels.gpu.poison import poisoned
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -109,10 +112,17 @@ def test_compiles(target, dtype, hidden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("hidden", [64, 576, 4096, 5120, 16_384, 20_480])
-def test_compiles_at_all_sizes(target, dtype, residual, hidden):
+@pytest.mark.parametrize(
+    ("kind", "hidden", "residual"),
+    every_pair(
+        list(product(TARGETS, ["bfloat16", "float16", "float32"])),
+        [64, 576, 4096, 5120, 16_384, 20_480],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_compiles_at_all_sizes(kind, hidden, residual):
+    """All dtypes at all sizes on all targets, and each of these with and without a residual."""
+    target, dtype = kind
     (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, residual), target)
     found.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from batchinfer_kernels.gpu import rope_store as module
 from batchinfer_kernels.gpu.rope_store import rope_store
 from batchinfer_kernels.rope_store import coded_reference, rope_store_reference
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
+from tests.kernels.gpu.pairs import every_pair
 from tests.kernels.gpu.poison import poisoned
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -131,12 +133,19 @@ def test_heads_of_one_token_may_take_several_programs(device, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (80, 40), (96, 48), (128, 16), (192, 96), (256, 32)])
-def test_equals_the_reference_in_all_kinds(device, dtype, cache_dtype, normed, interleaved, dim, pairs):
+@pytest.mark.parametrize(
+    ("dtypes", "size", "normed", "interleaved"),
+    every_pair(
+        list(product(DTYPES, [None, torch.int8, torch.float8_e4m3fn])),
+        [(64, 32), (80, 40), (96, 48), (128, 16), (192, 96), (256, 32)],
+        [False, True],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_equals_the_reference_in_all_kinds(device, dtypes, size, normed, interleaved):
+    """All dtypes of both with all sizes, and each of these with and without the rest."""
+    (dtype, cache_dtype), (dim, pairs) = dtypes, size
     Case(
         tokens=9,
         q_heads=12,
@@ -241,11 +250,19 @@ def test_compiles(target, dtype, codes, normed, interleaved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (80, 40), (96, 24), (256, 128)])
-def test_compiles_in_all_kinds(target, dtype, codes, interleaved, dim, pairs):
-    (found,) = compile_launch(PATH, (dtype, codes, dim, pairs, True, interleaved), target)
+@pytest.mark.parametrize(
+    ("kind", "size", "dtype", "normed", "interleaved"),
+    every_pair(
+        list(product(TARGETS, [None, "int8", "float8_e4m3fn"])),
+        [(64, 32), (80, 40), (96, 24), (256, 128)],
+        ["bfloat16", "float16", "float32"],
+        [False, True],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_compiles_in_all_kinds(kind, size, dtype, normed, interleaved):
+    """All codes with all sizes on all targets, and each of these in all dtypes, with and without the rest."""
+    (target, codes), (dim, pairs) = kind, size
+    (found,) = compile_launch(PATH, (dtype, codes, dim, pairs, normed, interleaved), target)
     found.check()
