@@ -38,6 +38,7 @@ class Decoder:
         self._embedding = tables.embedding
         self._final_norm = tables.final_norm
         self._head = ops.pack_head(tables.head)
+        del tables  # or a head that was copied would be there twice while the layers are packed
         self._layers = [self._packed(weights.layer(i), config.windows[i]) for i in range(config.layers)]
 
     @property
