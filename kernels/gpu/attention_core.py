@@ -39,6 +39,12 @@ def widened(x, dtype: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
+def times(unit: tl.constexpr, a, b, c, d, e):
+    """Strides that are passed in units, so that the compiler knows what divides them: how wide it may load."""
+    return a * unit, b * unit, c * unit, d * unit, e * unit
+
+
+@triton.jit
 def head_scale(scale_ptr, head, PER_HEAD: tl.constexpr):
     """What a KV head's codes are multiplied with."""
     if scale_ptr is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ LEAST_SEGMENT = 256
 # Programs a multiprocessor that a split aims at: a few for it to hold at once, and to even out unequal ones
 PROGRAMS_PER_PROCESSOR = 4
 PREFIX_PROGRAMS_PER_PROCESSOR = 2
+STRIDES = ("q_stride_token", "q_stride_head", "stride_block", "stride_head", "stride_key")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,14 +45,14 @@ class Tiles:
 # without spilling, with any window, cap and code; 128 rows and 64 keys at most, as in FlashAttention-2. Decode has more
 # in flight: an address comes from a block table that has to be there first.
 _HALF: dict[Work, dict[int, Tiles]] = {
-    "prefill": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2)},
+    "prefill": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
     "decode": {64: Tiles(16, 64, 4, 5), 128: Tiles(16, 64, 4, 5), 256: Tiles(16, 32, 4, 5)},
-    "prefix": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2)},
-    "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
+    "prefix": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
+    "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 16, 8, 1)},
 }
-# Where tensor cores take their operands from registers: compute capabilities 8.x and 12.x
+# Where tensor cores take their operands from registers: compute capabilities 8.x and 12.x, and AMD
 _HALF_OF_REGISTERS: dict[Work, dict[int, Tiles]] = {
-    "prefill": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
+    "prefill": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(32, 32, 8, 2)},
     "decode": _HALF["decode"],
     "prefix": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
     "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 8, 2)},
@@ -58,25 +60,33 @@ _HALF_OF_REGISTERS: dict[Work, dict[int, Tiles]] = {
 _SINGLE: dict[Work, dict[int, Tiles]] = {
     "prefill": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
     "decode": {64: Tiles(16, 32, 4, 3), 128: Tiles(16, 32, 4, 3), 256: Tiles(16, 16, 8, 1)},
-    "prefix": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
+    "prefix": {64: Tiles(64, 32, 8, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
     "deterministic": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
 }
 
 
 def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> Tiles:
-    """`head_dim`: as the model has it. AMD's compute units have 64 KiB of shared memory, and one tile in flight."""
+    """`head_dim`: as the model has it.
+
+    AMD's compute units have 64 KiB of shared memory, for one tile in flight; warps of 64 threads; and 512 registers a
+    thread where there are at most 4 of them.
+    """
     tiles = _table(dtype)[work][padded_dim(head_dim)]
     if architecture().startswith("gfx"):
-        return Tiles(tiles.rows, min(tiles.keys, 32), tiles.warps, 1)
+        return Tiles(tiles.rows, min(tiles.keys, 32), min(tiles.warps, 4), 1)
     return tiles
 
 
 def _table(dtype: torch.dtype) -> dict[Work, dict[int, Tiles]]:
     if dtype == torch.float32:
         return _SINGLE
+    return _HALF if _from_memory() else _HALF_OF_REGISTERS
+
+
+def _from_memory() -> bool:
+    """Whether tensor cores take operands from shared memory; where nothing is compiled, it shall be so."""
     arch = architecture()
-    from_memory = not arch.isdigit() or 90 <= int(arch) < 120
-    return _HALF if from_memory else _HALF_OF_REGISTERS
+    return arch == "" or (arch.isdigit() and 90 <= int(arch) < 120)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -161,17 +171,17 @@ def kernel_arguments(
 ) -> dict[str, Any]:
     """What all kernels that read the cache are launched with."""
     (k, codes), (v, _) = readable(k_cache), readable(v_cache)
+    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2))
+    # Values: Triton by itself sees no divisor but 16, which 72 has not. Products of 32 bits have to hold the strides.
+    unit = gcd(*strides, 16) if max(strides) < 2**31 else 1
     return {
         "q_ptr": q,
         "k_ptr": k,
         "v_ptr": v,
         "tables_ptr": block_tables,
         "k_scale_ptr": k_scale,
-        "q_stride_token": q.stride(0),
-        "q_stride_head": q.stride(1),
-        "stride_block": k.stride(0),
-        "stride_head": k.stride(1),
-        "stride_key": k.stride(2),
+        **dict(zip(STRIDES, (stride // unit for stride in strides), strict=True)),
+        "UNIT": unit,
         "stride_table": block_tables.stride(0),
         "scale": float(scale),
         "cap": float(soft_cap or 0.0),
@@ -191,7 +201,21 @@ def kernel_arguments(
         "num_stages": tiles.stages,
         # Products and sums are contracted where the code says so, not where a kernel's compilation happens to
         "enable_fp_fusion": not deterministic,
+        **_registers(tiles, q.dtype, q.shape[2], deterministic),
     }
+
+
+def _registers(tiles: Tiles, dtype: torch.dtype, head_dim: int, deterministic: bool) -> dict[str, int]:
+    """Up to all that a thread can have where a kernel wants many: products of float32, many rows of large heads.
+
+    Without a bound NVIDIA's assembler aims at a count that lets more warps be resident (80, 128 or 168), and spills
+    where a kernel would take a few more. With one it hoists so much that kernels with operands in registers spill,
+    unless heads are the largest. AMD's compiler has no such option.
+    """
+    padded = padded_dim(head_dim)
+    large = padded == MAX_HEAD_DIM or (padded == 128 and deterministic and _from_memory())
+    wants_many = dtype == torch.float32 or (large and tiles.rows > 16)
+    return {"maxnreg": 255} if wants_many and architecture().isdigit() else {}
 
 
 def precision(head_dim: int) -> str:

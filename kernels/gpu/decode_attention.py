@@ -22,6 +22,7 @@ from batchinfer_kernels.gpu.attention_core import (
     head_scale,
     initial_state,
     own_begin,
+    times,
 )
 from batchinfer_kernels.gpu.attention_launch import (
     SEGMENT,
@@ -47,8 +48,11 @@ def _decode_attention_kernel(
     scale, cap, window, segment, align,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr,
+    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
+        UNIT, q_stride_token, q_stride_head, stride_block, stride_head, stride_key
+    )
     index = tl.program_id(0).to(tl.int64)
     token, sequence = index, index
     if rows_ptr is not None:

@@ -23,6 +23,7 @@ from batchinfer_kernels.gpu.attention_core import (
     fold,
     head_scale,
     initial_state,
+    times,
 )
 from batchinfer_kernels.gpu.attention_launch import (
     SEGMENT,
@@ -46,8 +47,11 @@ def _prefill_attention_kernel(
     scale, cap, window, segment,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr,
+    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
+        UNIT, q_stride_token, q_stride_head, stride_block, stride_head, stride_key
+    )
     item = items_ptr + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     sequence, first_row = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)

@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchinfer_kernels.gpu.attention_core import as_part, attend_span, head_scale, initial_state
+from batchinfer_kernels.gpu.attention_core import (
+    as_part,
+    attend_span,
+    head_scale,
+    initial_state,
+    times,
+)
 from batchinfer_kernels.gpu.attention_launch import choose_tiles, kernel_arguments
 from batchinfer_kernels.gpu.attention_parts import Own, Parts
 
@@ -41,8 +47,11 @@ def _prefix_attention_kernel(
     scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr,
+    CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
+        UNIT, q_stride_token, q_stride_head, stride_block, stride_head, stride_key
+    )
     item = items_ptr + tl.program_id(0).to(tl.int64) * 6
     kv_head = tl.program_id(1)
     first_member, members = tl.load(item), tl.load(item + 1)
