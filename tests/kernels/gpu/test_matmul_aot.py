@@ -8,14 +8,15 @@ from itertools import product
 import pytest
 
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, Compiled, compile_launch
+from tests.kernels.gpu.pairs import every_pair
 
 LAUNCH = "tests.kernels.gpu.matmul_cases:launch_way"
 PROCESSORS = 132
-# Groups of 64 and 128 differ in nothing but how many scales are read
-WAYS = ("plain", "int8_weight", "int4_32", "int4_64_zeros", "fp8", "int8")
+WAYS = ("plain", "int8_weight", "int4_32", "int4_64_zeros", "int4_128", "fp8", "int8")
 FEW, MANY = 8, 600
 ALL_ROWS = (FEW, 32, 64, 256, MANY)
-EVEN, ODD, DEEP = (1024, 512), (1025, 515), (1024, 2048)  # outputs, inputs; DEEP: of several segments
+# Outputs, inputs. ODD: no whole tiles, nothing at multiples of 16 bytes. DEEP: of several segments
+EVEN, ODD, DEEP = (1024, 512), (1026, 515), (1024, 2048)
 # The instruction that multiplies floats of 16 bits, float8 and int8, in PTX, SASS (9.0) or amdgcn
 MULTIPLIES = {
     "sm_80": (r"\bmma\.sync\S*\.f16|\bmma\.sync\S*\.bf16", None, r"\bmma\.sync\S*\.s8"),
@@ -49,7 +50,8 @@ def compiled(
     if dtype != "float32":
         assert_multiplies(matmul, target, way)
     if target in NVIDIA and sizes != ODD:
-        assert_reads_wide(matmul)
+        # Of float32 a tile has two pieces of the weight and two of x, or four and one, in each of three stages
+        assert_reads_wide(matmul, 12 if dtype == "float32" else 16)
     return matmul
 
 
@@ -60,11 +62,11 @@ def assert_multiplies(kernel: Compiled, target: str, way: str) -> None:
     assert re.search(pattern, kernel.sass if target == "sm_90" else kernel.ptx), kernel.summary()
 
 
-def assert_reads_wide(kernel: Compiled) -> None:
+def assert_reads_wide(kernel: Compiled, least: int) -> None:
     """All weights. Of x a piece of 32 inputs and 16 rows has but 8 bytes for each thread."""
     copies = re.findall(r"\bLDGSTS\S*", kernel.sass)
     narrow = [copy for copy in copies if "128" not in copy]
-    assert kernel.wide_loads() >= 16, kernel.summary()
+    assert kernel.wide_loads() >= least, kernel.summary()
     assert len(narrow) <= len(copies) // 2, f"{kernel.summary()}: {narrow}"
 
 
@@ -90,31 +92,42 @@ def test_odd_sizes(target: str) -> None:
     compiled(target, "plain", MANY, ODD)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_tile(target: str, way: str, activation: str | None) -> None:
-    for rows, sizes in product(ALL_ROWS, (EVEN, ODD)):
-        if can(target, way):
-            compiled(target, way, rows, sizes, activation=activation)
+@pytest.mark.parametrize(
+    ("target", "way", "sizes"),
+    [
+        ("sm_80", "int4_128", EVEN),
+        ("sm_90", "fp8", EVEN),
+        ("sm_100", "int4_32", ODD),
+        ("gfx942", "plain", ODD),
+    ],
+)
+def test_float16_with_a_gate(target: str, way: str, sizes: tuple[int, int]) -> None:
+    compiled(target, way, FEW, sizes, dtype="float16", activation="silu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "int8"])
-@pytest.mark.parametrize("target", TARGETS)
-def test_one_tile_where_it_is_deterministic(target: str, way: str, activation: str | None) -> None:
-    for rows, sizes in product((FEW, MANY), (EVEN, DEEP, ODD)):
-        if can(target, way):
-            compiled(target, way, rows, sizes, deterministic=True, activation=activation)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("target", TARGETS)
-def test_other_dtypes(target: str, way: str, dtype: str) -> None:
-    for rows, deterministic in product((FEW, MANY), (False, True)):
-        if can(target, way) and not (deterministic and way == "int8"):
-            compiled(target, way, rows, DEEP, dtype=dtype, deterministic=deterministic)
+@pytest.mark.parametrize(
+    ("kind", "tile", "given", "dtype"),
+    every_pair(
+        [(target, way) for target, way in product(TARGETS, WAYS) if can(target, way)],
+        [*((rows, False) for rows in ALL_ROWS), (FEW, True), (MANY, True)],
+        list(product((EVEN, ODD, DEEP), (None, "silu"))),
+        ["bfloat16", "float16", "float32"],
+    ),
+    ids=str,
+)
+def test_sweep(
+    kind: tuple[str, str], tile: tuple[int, bool], given: tuple[tuple[int, int], str | None], dtype: str
+) -> None:
+    """What chooses a tile in full, with all sizes, gates and dtypes, but not with these in all combinations."""
+    (rows, deterministic), (sizes, activation) = tile, given
+    processors = PROCESSORS if sizes == DEEP else 1
+    compiled(
+        *kind,
+        rows,
+        sizes,
+        dtype=dtype,
+        deterministic=deterministic,
+        activation=activation,
+        processors=processors,
+    )
