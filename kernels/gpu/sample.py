@@ -19,11 +19,11 @@ from torch import Tensor
 from batchinfer_kernels.gpu.row_chunks import CHUNK, best_of, check_logits, chunk_best, is_finite, row_chunk
 from batchinfer_kernels.sample import MIN_TEMPERATURE, NO_TOKEN, RowSampling
 
-# Logits of a pass: each thread has 2 loads of 16 bytes in flight, for float32. With 4 of them, or with 8 warps and as
-# many logits, registers spill.
+# Logits of a pass: each thread has 2 loads of 16 bytes in flight, for float32. 16 warps have but 128 registers a
+# thread, with which logits of 2 bytes spill in vocabularies that are whole loads.
 TILE = 2048
-WARPS = 16
-# Keys of a bracket that are searched at once: 8 a thread
+WARPS = 8
+# Keys of a bracket that are searched at once: 16 a thread
 HELD = 4096
 # 2^19 weights of 2^44 do not overflow an int64
 MAX_VOCAB = 1 << 19
