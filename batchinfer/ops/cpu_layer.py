@@ -48,16 +48,17 @@ class CompiledLayer(DecoderLayer):
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by the CPU's operators")
         room = plan.room
-        if room is None or not self._left(room, x, residual):
+        if room is None or not self._left(room, x, residual, cache.block_size):
             room = plan.room = self._room(x, inputs, cache, plan.items)
             if residual is not None:
                 room.residual.copy_(residual)
         self._compiled.decoder_layer(self._layer, room, cache.k, cache.v, residual is None)
         return room.x, room.residual
 
-    def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None) -> bool:
-        """Whether a layer with the same rotary table left x and residual in the room."""
-        return x is room.x and residual is room.residual and room.places.cos is self._rope.cos
+    def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
+        """Whether a layer of these sizes, with the same rotary table and blocks, left x and residual in the room."""
+        same = room.places.cos is self._rope.cos and room.places.block_size == block_size
+        return x is room.x and residual is room.residual and same and room.fits(self._layer)
 
     def _room(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, items: Items) -> LayerRoom:
         tables, sizes = inputs.block_tables, self._layer.sizes

@@ -120,12 +120,19 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
     for (int c = 1; c < COLUMNS; c++) tops = larger(scores[c], tops);
     float shrink = 1.0f, before = *most, top = before, scale = s->scale;
     if (any_greater(tops * scale, before * scale + SLACK)) {
-        top = lane_max(tops);
-        shrink = before == -INFINITY ? 0.0f : exp2f((before - top) * scale);
-        *most = top, added *= shrink;
+        float found = lane_max(tops);
+        if (found > before) { /* not so where it is, or hides, what is no number */
+            shrink = before == -INFINITY ? 0.0f : exp2f((before - found) * scale);
+            *most = top = found, added *= shrink;
+        }
     }
-    if (top == -INFINITY) { /* nothing of this tile is seen: it lies behind the window, or after the query */
-        for (int c = 0; c < COLUMNS; c++) STOREV(p + c * LANES, splat(0.0f));
+    if (top == -INFINITY) { /* nothing is seen so far, behind a window or after the query, or nothing but NaN */
+        for (int c = 0; c < COLUMNS; c++) {
+            vf e = pick(scores[c] != scores[c], scores[c], splat(0.0f));
+            STOREV(p + c * LANES, e);
+            added += e;
+        }
+        store_f32(mass, added);
         return 1.0f;
     }
     for (int c = 0; c < COLUMNS; c++) {
@@ -231,6 +238,13 @@ INLINE void NAME(put_down)(const NAME(Attention) *s, const Item *item, int64_t h
         }
 }
 
+/* An item's first tile that any row sees, the first row at `position`: what a window has left behind changes nothing. */
+INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int32_t position) {
+    if (s->window <= 0 || position < s->window) return item->first_tile;
+    int64_t seen = NAME(tile_of)(s, position - s->window + 1);
+    return seen > item->first_tile ? seen : item->first_tile;
+}
+
 /* One item for one KV head; the first tile of the next job is fetched on the way. */
 INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
     NAME(Work) work;
@@ -243,11 +257,8 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
         last = work.position[r] > last ? work.position[r] : last;
         first_position = work.position[r] < first_position ? work.position[r] : first_position;
     }
-    int64_t from = item->first_tile, end = item->ends ? NAME(tile_of)(s, last) + 1 : item->end_tile;
-    if (s->window > 0 && first_position >= s->window) { /* tiles that all rows have left behind change nothing */
-        int64_t seen = NAME(tile_of)(s, first_position - s->window + 1);
-        from = seen > from ? seen : from;
-    }
+    int64_t from = NAME(first_tile)(s, item, first_position);
+    int64_t end = item->ends ? NAME(tile_of)(s, last) + 1 : item->end_tile;
     NAME(Walk) walk = NAME(walk_from)(s, job, from);
     NAME(next_tile)(s, &walk, last, &ahead);
     for (int64_t at = from; at < end; at++) {
@@ -255,8 +266,9 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
         if (at + 1 < end) {
             NAME(next_tile)(s, &walk, last, &ahead);
         } else {
-            walk = NAME(walk_from)(s, next, next->item->first_tile);
-            NAME(next_tile)(s, &walk, (int32_t)s->plan->rows[next->item->first_row * 2 + 1], &ahead);
+            int32_t position = (int32_t)s->plan->rows[next->item->first_row * 2 + 1];
+            walk = NAME(walk_from)(s, next, NAME(first_tile)(s, next->item, position));
+            NAME(next_tile)(s, &walk, position, &ahead);
         }
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n, fetch) \

@@ -48,9 +48,13 @@ class Items:
     level_ends: Tensor  # (levels,) int64
     levels: int
     rows: Tensor  # (R, 2) int64: token of the step, position; items name stretches of it
+    group: int  # query heads a KV head: an item's rows times these are at most MAX_ROWS
 
-    def structure(self, tables: Tensor) -> Plan:
-        """For the operators; tables: (S, blocks) int32, the step's. Both must outlive it."""
+    def structure(self, tables: Tensor, group: int) -> Plan:
+        """For the operators; tables: (S, blocks) int32, the step's. Both must outlive it. Raises ValueError where the
+        items were cut for another group."""
+        if group != self.group:
+            raise ValueError(f"items planned for {self.group} query heads a KV head, used with {group}")
         items, ends, rows = (tensor.data_ptr() for tensor in (self.items, self.level_ends, self.rows))
         return Plan(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows)
 
@@ -96,7 +100,7 @@ def attention_items(
         rows = np.concatenate((rows, rows[(ends - 1)[members]]))
         found.append(_group_items(g, first_row, int(members[0]), most))
         found_level.append(np.full(len(found[-1]), g.level))
-    return _ordered(np.concatenate(found), np.concatenate(found_level), rows, levels)
+    return _ordered(np.concatenate(found), np.concatenate(found_level), rows, levels, group)
 
 
 def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
@@ -125,7 +129,7 @@ def _group_items(group: _Group, first_row: int, sequence: int, most: int) -> Int
     return items
 
 
-def _ordered(items: Ints, level: Ints, rows: Ints, levels: int) -> Items:
+def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> Items:
     """Level after level, in each by falling size: rows times the last position."""
     size = items[:, 1] * rows[items[:, 0] + items[:, 1] - 1, 1]
     order = np.lexsort((-size, level))
@@ -135,6 +139,7 @@ def _ordered(items: Ints, level: Ints, rows: Ints, levels: int) -> Items:
         level_ends=torch.from_numpy(ends.astype(np.int64)),
         levels=levels + 1,
         rows=torch.from_numpy(rows),
+        group=group,
     )
 
 
@@ -145,7 +150,7 @@ def _shared(
     the level that are left to it alone."""
     depth = np.zeros((len(lens), 2), np.int64)
     nothing: tuple[Ints, list[_Group], Ints] = (np.arange(0), [], depth)
-    if tables is None or pages is None or len(lens) < LEAST_SHARERS:
+    if tables is None or pages is None or len(lens) < LEAST_SHARERS or tables.shape[1] == 0:
         return nothing
     single = np.flatnonzero(lens == 1)
     if len(np.unique(tables[single, 0])) == len(single):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.attention_plan import CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
-from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer
+from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
 from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight
@@ -60,7 +60,10 @@ class CompiledOperators:
         return CachePages(block_size, self.lanes, self.tile // self.lanes)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-        """Of one block: (kv_heads, block size, head size), the last two rounded up to whole vectors."""
+        """Of one block: (kv_heads, block size, head size), the last two rounded up to whole vectors. Raises ValueError
+        for heads of more than MAX_HEAD_DIM."""
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"a head of {head_dim} values; at most {MAX_HEAD_DIM} are compiled for")
         return kv_heads, _up(block_size, self.lanes), _up(head_dim, self.lanes)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
@@ -154,7 +157,7 @@ class CompiledOperators:
         """
         tokens, q_heads, dim = q.shape
         check_rotary_shapes(q, k, v, cos.shape[1], slots)
-        self._check_cache(k_cache, k.shape[1], block_size, dim)
+        self._check_caches((k_cache, v_cache), k.shape[1], block_size, q)
         if not (
             q.stride(0) == k.stride(0) == v.stride(0)
             and q.stride(1) == k.stride(1) == v.stride(1) == q.shape[2]
@@ -186,7 +189,7 @@ class CompiledOperators:
         the caches are (blocks, *cache_shape)."""
         tokens, q_heads, dim = q.shape
         kv_heads = k_cache.shape[1]
-        self._check_cache(k_cache, kv_heads, block_size, dim)
+        self._check_caches((k_cache, v_cache), kv_heads, block_size, q)
         if q_heads % kv_heads or block_tables.dim() != 2:
             raise ValueError(
                 f"{q_heads} query heads, {kv_heads} KV heads, tables {tuple(block_tables.shape)}"
@@ -194,7 +197,7 @@ class CompiledOperators:
         self._checked("paged_attention", q, v_cache, block_tables)
         out, width = torch.empty_like(q), k_cache.shape[3]
         state = self.attention_state(items, tokens, q_heads, width)
-        plan = items.structure(block_tables)
+        plan = items.structure(block_tables, q_heads // kv_heads)
         places = [tensor.data_ptr() for tensor in (q, k_cache, v_cache)]
         sizes = (q_heads, kv_heads, dim, width, block_size, k_cache.shape[2])
         kept = state if state is None else state.data_ptr()
@@ -216,20 +219,20 @@ class CompiledOperators:
     ) -> None:
         """Norm, QKV, rotation and KV write, attention, output, norm, gated and down, each as the operators above: the
         bits are theirs. `room` holds x and residual, in and out; `first`: x is a copy of the residual."""
-        room.check(layer)
+        if not room.fits(layer):
+            raise ValueError(
+                f"a layer of {layer.sizes}, {layer.hidden} x {layer.inner} in a room for another"
+            )
         for cache in (k_cache, v_cache):
-            if cache.shape[1:] != room.cache_shape:
-                raise ValueError(
-                    f"the cache's blocks are {tuple(cache.shape[1:])}, wanted {room.cache_shape}"
-                )
+            _check_blocks(cache, room.cache_shape, room.x.dtype)
         self._checked("decoder_layer", k_cache, v_cache)
         caches = (k_cache.data_ptr(), v_cache.data_ptr())
         self._call("decoder_layer", room.x, layer.structure, room.structure, *caches, first)
 
-    def _check_cache(self, cache: Tensor, kv_heads: int, block_size: int, dim: int) -> None:
-        if cache.shape[1:] != self.cache_shape(kv_heads, block_size, dim):
-            wanted = self.cache_shape(kv_heads, block_size, dim)
-            raise ValueError(f"the cache's blocks are {tuple(cache.shape[1:])}, wanted {wanted}")
+    def _check_caches(self, caches: tuple[Tensor, Tensor], kv_heads: int, block_size: int, q: Tensor) -> None:
+        wanted = self.cache_shape(kv_heads, block_size, q.shape[2])
+        for cache in caches:
+            _check_blocks(cache, wanted, q.dtype)
 
     def _order(self, outputs: int, kind: Kind) -> Tensor:
         gated = int(kind == "gated")
@@ -246,10 +249,7 @@ class CompiledOperators:
 
     def _checked(self, name: str, *tensors: Tensor) -> None:
         for tensor in tensors:
-            if not tensor.is_contiguous() or not tensor.is_cpu:
-                raise ValueError(
-                    f"{name}: a tensor of shape {tuple(tensor.shape)} is not contiguous on the CPU"
-                )
+            check_readable(f"{name}: a tensor", tensor)
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any = None) -> Any:
@@ -258,9 +258,17 @@ def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any
     return function
 
 
+def _check_blocks(cache: Tensor, wanted: tuple[int, int, int], dtype: torch.dtype) -> None:
+    if cache.shape[1:] != wanted or cache.dtype != dtype:
+        blocks = f"{tuple(cache.shape[1:])} of {cache.dtype}"
+        raise ValueError(f"the cache's blocks are {blocks}, wanted {wanted} of {dtype}")
+
+
 def _check_weight(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int, int]:
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
+    if 0 in weight.shape:
+        raise ValueError(f"weight {tuple(weight.shape)} has nothing in it")
     if kind == "gated" and weight.shape[0] % 2:
         raise ValueError(f"gate and up need an even number of rows, got {weight.shape[0]}")
     return weight.shape[0], weight.shape[1]

@@ -43,20 +43,13 @@ class PackedLayer:
     """A layer whose weights are packed. Raises ValueError where they do not fit one another."""
 
     def __init__(self, weights: LayerWeights, sizes: LayerSizes) -> None:
+        if sizes.q_heads % sizes.kv_heads:
+            raise ValueError(f"{sizes.q_heads} query heads do not divide among {sizes.kv_heads} KV heads")
         self.weights, self.sizes = weights, sizes
-        heads, hidden = sizes.q_heads + 2 * sizes.kv_heads, weights.qkv.inputs
-        inner, attended = weights.gated.columns, sizes.q_heads * sizes.head_dim
-        wanted = {
-            "qkv": (heads * sizes.head_dim, hidden),
-            "o": (hidden, attended),
-            "gated": (inner, hidden),
-            "down": (hidden, inner),
-        }
-        for name, shape in wanted.items():
-            weight = getattr(weights, name)
-            if (weight.columns, weight.inputs) != shape:
-                raise ValueError(f"{name} is {(weight.columns, weight.inputs)}, wanted {shape}")
-        self.hidden, self.inner = hidden, inner
+        self.hidden, self.inner = weights.qkv.inputs, weights.gated.columns
+        self.dtype = weights.input_norm.dtype
+        self._check_linears()
+        self._check_norms()
         norms = (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm)
         self.structure = Layer(
             *(_address(norm) for norm in norms),
@@ -66,6 +59,34 @@ class PackedLayer:
             ),
             weights.window or 0,
         )
+
+    def _check_linears(self) -> None:
+        sizes, weights = self.sizes, self.weights
+        heads, attended = sizes.q_heads + 2 * sizes.kv_heads, sizes.q_heads * sizes.head_dim
+        wanted = {
+            "qkv": (heads * sizes.head_dim, self.hidden),
+            "o": (self.hidden, attended),
+            "gated": (self.inner, self.hidden),
+            "down": (self.hidden, self.inner),
+        }
+        for name, shape in wanted.items():
+            weight: PackedWeight = getattr(weights, name)
+            if (weight.columns, weight.inputs) != shape:
+                raise ValueError(f"{name} is {(weight.columns, weight.inputs)}, wanted {shape}")
+            if weight.dtype not in (None, self.dtype):
+                raise ValueError(f"{name} is of {weight.dtype}, the norms of {self.dtype}")
+
+    def _check_norms(self) -> None:
+        widths = {"input_norm": self.hidden, "post_norm": self.hidden}
+        widths |= {"q_norm": self.sizes.head_dim, "k_norm": self.sizes.head_dim}
+        for name, width in widths.items():
+            norm: Tensor | None = getattr(self.weights, name)
+            if norm is None:
+                continue
+            if norm.shape != (width,) or norm.dtype != self.dtype:
+                shape = f"{tuple(norm.shape)} of {norm.dtype}"
+                raise ValueError(f"{name} is {shape}, wanted ({width},) of {self.dtype}")
+            check_readable(name, norm)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,15 +101,21 @@ class StepPlaces:
     items: Items
     block_size: int
 
-    def check(self, tokens: int) -> None:
-        """Raises ValueError for tensors that the operators could not read, or that are not of so many tokens."""
-        if (len(self.positions), len(self.slots)) != (tokens, tokens):
-            shape = f"{len(self.positions)} positions and {len(self.slots)} slots"
-            raise ValueError(f"{tokens} tokens in a step with {shape}")
-        for name in ("cos", "sin", "positions", "slots", "block_tables"):
+    def check(self, tokens: int, head_dim: int) -> None:
+        """Raises ValueError for tensors that the operators could not read, or that are not of such a step."""
+        wanted = {
+            "cos": ((len(self.cos), head_dim // 2), torch.float32),
+            "sin": ((len(self.cos), head_dim // 2), torch.float32),
+            "positions": ((tokens,), torch.int64),
+            "slots": ((tokens,), torch.int64),
+            "block_tables": (tuple(self.block_tables.shape[:2]), torch.int32),
+        }
+        for name, (shape, dtype) in wanted.items():
             tensor: Tensor = getattr(self, name)
-            if not tensor.is_contiguous() or not tensor.is_cpu:
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous on the CPU")
+            if tensor.shape != shape or tensor.dtype != dtype:
+                found = f"{tuple(tensor.shape)} of {tensor.dtype}"
+                raise ValueError(f"{name} is {found}, wanted {shape} of {dtype}")
+            check_readable(name, tensor)
 
 
 class LayerRoom:
@@ -105,7 +132,11 @@ class LayerRoom:
         cache_shape: tuple[int, int, int],
         state: Tensor | None,
     ) -> None:
-        places.check(len(x))
+        places.check(len(x), layer.sizes.head_dim)
+        if x.shape != (len(x), layer.hidden) or x.dtype != layer.dtype:
+            raise ValueError(
+                f"x is {tuple(x.shape)} of {x.dtype}, wanted (T, {layer.hidden}) of {layer.dtype}"
+            )
         self.x, self.residual = (x.clone(memory_format=torch.contiguous_format) for _ in range(2))
         self.places, self.cache_shape = places, cache_shape
         self._layer, self._state = layer, state
@@ -117,15 +148,14 @@ class LayerRoom:
         inputs = max(layer.hidden, layer.inner, self._attended.shape[2])
         self._codes = torch.empty(tokens, inputs + 3, dtype=torch.uint8)
         self._scales = torch.empty(tokens, dtype=torch.float32)
-        self._plan = places.items.structure(places.block_tables)
+        self._plan = places.items.structure(places.block_tables, sizes.q_heads // sizes.kv_heads)
         rooms = (self.x, self.residual, *self._rooms, self._codes, self._scales)
         self.structure = LayerStep(self._heads(), self._attention(), *(_address(room) for room in rooms))
 
-    def check(self, layer: PackedLayer) -> None:
-        """Raises ValueError for a layer of other sizes."""
-        ours = (self._layer.sizes, self._layer.hidden, self._layer.inner)
-        if layer is not self._layer and (layer.sizes, layer.hidden, layer.inner) != ours:
-            raise ValueError(f"a layer of {layer.sizes}, {layer.hidden} x {layer.inner} in a step of {ours}")
+    def fits(self, layer: PackedLayer) -> bool:
+        """Whether a layer has the sizes that this room was made for."""
+        ours = self._layer
+        return (layer.sizes, layer.hidden, layer.inner) == (ours.sizes, ours.hidden, ours.inner)
 
     def _heads(self) -> Heads:
         places, sizes = self.places, self._layer.sizes
@@ -163,3 +193,9 @@ class LayerRoom:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def check_readable(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that is not contiguous in the CPU's memory."""
+    if not tensor.is_contiguous() or not tensor.is_cpu:
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous on the CPU")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import Weight
@@ -37,6 +38,14 @@ class PackedWeight:
     def columns(self) -> int:
         """Columns of the result: a gated weight's halves become one."""
         return self.outputs // 2 if self.kind == "gated" else self.outputs
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What it is multiplied with; None: whatever comes, codes without a bias have no type of their own."""
+        if not self.quantized:
+            return self.panels.dtype
+        bias = self._kept[0]
+        return None if bias is None else bias.dtype
 
     @property
     def quantized(self) -> bool:

@@ -32,7 +32,8 @@
 #define TO_L2 2 /* the cache that a prefetch is for */
 #define INLINE static inline __attribute__((always_inline))
 /* What all threads of a team call together. Compiled once: a copy made for one caller might round otherwise, since the
- * compiler is free to choose which product of two it fuses with their sum. */
+ * compiler is free to choose which product of two it fuses with their sum. What is inlined many times within, for
+ * 1 to ROWS rows, has sums of one product alone. */
 #if defined(__clang__)
 #define TEAM static __attribute__((noinline))
 #else
@@ -124,7 +125,7 @@ INLINE vi dot_int8(vi sum, vi a, vi b) {
 #endif
 }
 
-/* 2^f for |f| <= 1/2, relative error below 2e-7. */
+/* 2^f for |f| <= 1/2, relative error below 2.2e-7. */
 INLINE vf exp2_fraction(vf f) {
     vf p = 1.5403530e-4f * f + 1.3333558e-3f;
     p = p * f + 9.6181291e-3f;
@@ -149,7 +150,7 @@ INLINE vf exp2_bounded(vf x) {
 #endif
 }
 
-/* 2^x for x <= 126, relative error below 1e-4: for results that are rounded to bfloat16, which is 20 times coarser. */
+/* 2^x for x <= 100, relative error below 1e-4: for results that are rounded to bfloat16, which is 20 times coarser. */
 INLINE vf exp2_coarse(vf x) {
 #if LANES == 16
     __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x); /* x where that is no number */
@@ -191,6 +192,7 @@ INLINE vf larger(vf a, vf b) {
 #endif
 }
 
+/* Whether any lane is greater than the bound, or no number. */
 INLINE int any_greater(vf v, float bound) {
 #if LANES == 16
     return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
@@ -202,7 +204,7 @@ INLINE int any_greater(vf v, float bound) {
 #endif
 }
 
-/* The largest lane; what it is with a NaN among them does not matter, as long as the sums turn out NaN. */
+/* The largest lane; with a NaN among them it may be any of them, or NaN. */
 INLINE float lane_max(vf v) {
 #if LANES == 16
     return _mm512_reduce_max_ps((__m512)v);

@@ -173,3 +173,37 @@ def test_a_cache_of_another_layout_is_refused(compiled):
     items = attention_items([1], [4], 1)
     with pytest.raises(ValueError, match="blocks are"):
         compiled.paged_attention(q, cache, cache, 4, torch.zeros(1, 1, dtype=torch.int32), items, 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_any_key_that_is_seen_reaches_the_output(compiled, dtype):
+    """Whichever tile and lane it stands in, alone or with others, and however little else its tile has."""
+    torch.manual_seed(0)
+    tile, dim = compiled.tile, 20
+    k, v = torch.randn(8 * 16, dim), torch.randn(8, 1, 16, dim).to(dtype)
+    for position in range(2 * tile if tile <= 64 else 128):
+        table = torch.arange(position // 16 + 1, dtype=torch.int32)[None]
+        cases = [(position, position + 1, None)]
+        if position >= tile:
+            cases += [(tile, position + 1, None), (tile - 1, tile, position - tile + 2)]
+        for start, end, window in cases:
+            broken = k.clone()
+            broken[start:end] = float("nan")
+            keys = broken.view(8, 1, 16, dim).to(dtype)
+            q = torch.randn(1, 1, dim).to(dtype)
+            got = attend(compiled, q, [keys, v], table, [1], [position + 1], 0.2, window)
+            assert got.isnan().all(), (position, start, end, window)
+
+
+def test_items_for_another_group_are_refused(compiled):
+    q, cache = torch.ones(1, 6, 8), torch.ones(1, *compiled.cache_shape(2, 4, 8))
+    items = attention_items([1], [4], 1)
+    with pytest.raises(ValueError, match="planned for 1 query heads a KV head, used with 3"):
+        compiled.paged_attention(q, cache, cache, 4, torch.zeros(1, 1, dtype=torch.int32), items, 1.0)
+
+
+def test_a_cache_of_another_type_is_refused(compiled):
+    q, shape = torch.ones(1, 2, 8), (1, *compiled.cache_shape(2, 4, 8))
+    caches, items = [torch.ones(shape), torch.ones(shape).bfloat16()], attention_items([1], [4], 1)
+    with pytest.raises(ValueError, match=r"bfloat16, wanted .* of torch.float32"):
+        compiled.paged_attention(q, *caches, 4, torch.zeros(1, 1, dtype=torch.int32), items, 1.0)

@@ -140,6 +140,8 @@ def test_what_does_not_fit_is_refused(compiled):
         compiled.linear(torch.randn(2, 7), weight)
     with pytest.raises(ValueError, match="even number"):
         compiled.pack_linear(torch.randn(3, 8), None, "gated")
+    with pytest.raises(ValueError, match="nothing in it"):
+        compiled.pack_linear(torch.randn(4, 0), None)
     with pytest.raises(ValueError, match="bias does not fit"):
         compiled.pack_linear(torch.randn(4, 8), torch.randn(3))
 

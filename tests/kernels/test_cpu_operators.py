@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.attention_plan import MAX_ROWS
+from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
+from batchinfer_kernels.cpu.structures import Attention, Heads, Layer, LayerStep, Plan, Weight
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
@@ -65,6 +69,18 @@ def test_rope_store(compiled, dtype, dim, normed):
     torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
     for stored, theirs in zip(plain(*ours, block_size, dim), caches, strict=True):
         torch.testing.assert_close(stored, theirs, **TOLERANCE[dtype])
+
+
+def test_structures_are_those_of_the_library():
+    found = (ctypes.c_int64 * 8)()
+    build.load_library().sizes(found)
+    ours = [ctypes.sizeof(structure) for structure in (Weight, Heads, Plan, Attention, Layer, LayerStep)]
+    assert list(found) == [*ours, MAX_HEAD_DIM, MAX_ROWS]
+
+
+def test_heads_that_are_too_large_are_refused(compiled):
+    with pytest.raises(ValueError, match="at most 256"):
+        compiled.cache_shape(1, 16, 257)
 
 
 def test_nan_reaches_the_output(compiled):

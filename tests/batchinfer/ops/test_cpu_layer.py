@@ -161,15 +161,50 @@ def test_a_layer_with_another_linear_is_run_one_by_one(case):
 
 
 def test_what_does_not_fit_is_refused(case):
-    ops, parts, inputs, cache, plan = case
+    ops, parts, *_ = case
     with pytest.raises(ValueError, match=r"down is \(52, 52\), wanted \(52, 70\)"):
         ops.join_layer(replace(parts, down=ops.pack_linear(torch.randn(HIDDEN, HIDDEN))))
+    with pytest.raises(ValueError, match=r"q_norm is \(8,\) of torch.float32, wanted \(20,\)"):
+        ops.join_layer(replace(parts, q_norm=torch.ones(8)))
+    with pytest.raises(ValueError, match=r"input_norm is .*, wanted \(52,\) of torch.float32"):
+        ops.join_layer(replace(parts, input_norm=torch.ones(HIDDEN - 1)))
+    with pytest.raises(ValueError, match=r"post_norm is .*bfloat16, wanted"):
+        ops.join_layer(replace(parts, post_norm=torch.ones(HIDDEN).bfloat16()))
+    with pytest.raises(ValueError, match=r"o is of torch.bfloat16, the norms of torch.float32"):
+        ops.join_layer(replace(parts, o=ops.pack_linear(torch.randn(HIDDEN, 80).bfloat16())))
+
+
+def test_a_step_that_does_not_fit_is_refused(case):
+    ops, parts, inputs, cache, plan = case
     layer, x = ops.join_layer(parts), torch.randn(4, HIDDEN)
     with pytest.raises(ValueError, match="the cache's blocks are"):
         layer(x, None, inputs, ops.allocate_cache(4, 1, BLOCK, 20, torch.float32, "cpu"), plan)
-    with pytest.raises(ValueError, match="5 tokens in a step with 4 positions and 4 slots"):
+    with pytest.raises(ValueError, match=r"blocks are .*bfloat16, wanted"):
+        layer(x, None, inputs, ops.allocate_cache(4, KV_HEADS, BLOCK, 20, torch.bfloat16, "cpu"), plan)
+    with pytest.raises(ValueError, match=r"positions is \(4,\) .* wanted \(5,\)"):
         layer(torch.randn(5, HIDDEN), None, inputs, cache, plan)
-    with pytest.raises(TypeError, match="was not made by the CPU's operators"):
-        layer(x, None, inputs, cache, TorchOps().plan_attention(inputs, BLOCK, frozenset({None})))
+    with pytest.raises(ValueError, match=r"x is .*bfloat16, wanted \(T, 52\) of torch.float32"):
+        layer(x.bfloat16(), None, inputs, cache, plan)
+    with pytest.raises(ValueError, match=r"slots is .*int32, wanted \(4,\) of torch.int64"):
+        layer(x, None, replace(inputs, slots=inputs.slots.int()), cache, plan)
     with pytest.raises(ValueError, match="is not contiguous"):
         layer(x, None, replace(inputs, slots=torch.arange(8)[::2]), cache, plan)
+    with pytest.raises(TypeError, match="was not made by the CPU's operators"):
+        layer(x, None, inputs, cache, TorchOps().plan_attention(inputs, BLOCK, frozenset({None})))
+
+
+def test_layers_of_several_sizes_follow_one_another(case):
+    """Each gets a room of its own size."""
+    ops, parts, inputs, cache, plan = case
+    wide = replace(
+        parts,
+        gated=ops.pack_gated(torch.randn(6 * INNER, HIDDEN), None, "silu"),
+        down=ops.pack_linear(torch.randn(HIDDEN, 3 * INNER)),
+    )
+    outcomes = []
+    for made in (ops.join_layer, lambda p: SeparateLayer(ops, p)):
+        x, residual = torch.ones(4, HIDDEN), None
+        for layer in (made(parts), made(wide), made(parts)):
+            x, residual = layer(x, residual, inputs, cache, plan)
+        outcomes.append((x.clone(), residual.clone()))
+    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
