@@ -20,6 +20,7 @@ from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.cpus import usable_cpus
 from batchinfer.engine.build import LoadedModel, ModelSource, checkpoint_source, load_model
 from batchinfer.engine.config import Dtype, EngineConfig, Quantization
+from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.dummy import DummyWeights, parameter_count, write_checkpoint
 from batchinfer.models.shapes import SHAPES, shape_config
@@ -47,7 +48,7 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     before = _measured(config, measure, notice)
     notice(f"loading {options.model}")
     loaded = load_model(replace(config, peaks=before), _source(options))
-    with _peer(options, config, notice) as peer:
+    with _peer(options, config, notice) as peer, loaded_for_good():
         series = [_run_series(loaded, workload, options.repeat, peer, notice) for workload in workloads]
     peaks = best_peaks(before, _measured(config, measure, notice))
     results = [

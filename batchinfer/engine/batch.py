@@ -48,7 +48,7 @@ def host_batch(chunks: list[Chunk], block_size: int) -> HostBatch:
     """What the scheduler decided, laid out."""
     lens = np.array([c.length for c in chunks])
     ends = np.cumsum(lens)
-    tokens = np.concatenate([np.frombuffer(c.sequence.tokens, np.int32)[c.start : c.end] for c in chunks])
+    tokens = _tokens(chunks)
     row_of = np.repeat(np.arange(len(chunks)), lens)
     starts = np.array([c.start for c in chunks])
     positions = np.arange(len(tokens)) - (ends - lens)[row_of] + starts[row_of]
@@ -56,13 +56,22 @@ def host_batch(chunks: list[Chunk], block_size: int) -> HostBatch:
     slots = tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
     sampled = ends[[i for i, c in enumerate(chunks) if c.samples]] - 1
     return HostBatch(
-        token_ids=tokens.astype(np.int64),
+        token_ids=tokens,
         positions=positions,
         slots=slots,
         tables=tables,
         sampled_rows=sampled.astype(np.int64),
         query_lens=lens.tolist(),
         context_lens=[c.end for c in chunks],
+    )
+
+
+def _tokens(chunks: list[Chunk]) -> NDArray[np.int64]:
+    """(T,): in a decode step a token each, for which an array a chunk would cost more than the rest of the batch."""
+    if all(c.length == 1 for c in chunks):
+        return np.array([c.sequence.tokens[c.start] for c in chunks], np.int64)
+    return np.concatenate(
+        [np.frombuffer(c.sequence.tokens, np.int32)[c.start : c.end] for c in chunks], dtype=np.int64
     )
 
 

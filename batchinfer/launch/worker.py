@@ -13,6 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
@@ -29,7 +30,9 @@ def main(spec: WorkerSpec, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        _Worker(spec, connection).run()
+        worker = _Worker(spec, connection)
+        with loaded_for_good():
+            worker.run()
     except (BrokenPipeError, EOFError):
         return  # the parent is gone: nobody is left to tell
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it

@@ -226,8 +226,8 @@ class CompiledOperators:
         for cache in (k_cache, v_cache):
             _check_blocks(cache, room.cache_shape, room.x.dtype)
         self._checked("decoder_layer", k_cache, v_cache)
-        caches = (k_cache.data_ptr(), v_cache.data_ptr())
-        self._call("decoder_layer", room.x, layer.structure, room.structure, *caches, first)
+        run = self._functions["decoder_layer", layer.dtype]
+        run(layer.structure, room.structure, k_cache.data_ptr(), v_cache.data_ptr(), first)
 
     def _check_caches(self, caches: tuple[Tensor, Tensor], kv_heads: int, block_size: int, q: Tensor) -> None:
         wanted = self.cache_shape(kv_heads, block_size, q.shape[2])

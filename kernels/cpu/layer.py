@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class PackedLayer:
         self.weights, self.sizes = weights, sizes
         self.hidden, self.inner = weights.qkv.inputs, weights.gated.columns
         self.dtype = weights.input_norm.dtype
+        self.key = (*astuple(sizes), self.hidden, self.inner)  # layers with the same one may share a room
         self._check_linears()
         self._check_norms()
         norms = (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm)
@@ -154,8 +155,7 @@ class LayerRoom:
 
     def fits(self, layer: PackedLayer) -> bool:
         """Whether a layer has the sizes that this room was made for."""
-        ours = self._layer
-        return (layer.sizes, layer.hidden, layer.inner) == (ours.sizes, ours.hidden, ours.inner)
+        return layer.key == self._layer.key
 
     def _heads(self) -> Heads:
         places, sizes = self.places, self._layer.sizes
