@@ -67,7 +67,7 @@ def host_batch(chunks: list[Chunk], block_size: int) -> HostBatch:
 
 
 def _tokens(chunks: list[Chunk]) -> NDArray[np.int64]:
-    """(T,): in a decode step a token each, for which an array a chunk would cost more than the rest of the batch."""
+    """(T,): in a decode step a token each, taken without an array for each chunk."""
     if all(c.length == 1 for c in chunks):
         return np.array([c.sequence.tokens[c.start] for c in chunks], np.int64)
     return np.concatenate(

@@ -14,7 +14,7 @@ from batchinfer_kernels.cpu.build import load_library
 from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
 from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
-from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight
+from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight, address
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_rotary_shapes
 
@@ -168,7 +168,7 @@ class CompiledOperators:
         out = q.new_empty(q.shape)
         arrays = (cos, sin, positions, slots, k_cache, v_cache, out, q_norm, k_norm)
         self._checked("rope_store", *(array for array in arrays if array is not None))
-        places = [array if array is None else array.data_ptr() for array in arrays]
+        places = [address(array) for array in arrays]
         sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
         heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), *places, eps, *sizes)
         self._call("rope_store", q, heads)
@@ -200,10 +200,9 @@ class CompiledOperators:
         plan = items.structure(block_tables, q_heads // kv_heads)
         places = [tensor.data_ptr() for tensor in (q, k_cache, v_cache)]
         sizes = (q_heads, kv_heads, dim, width, block_size, k_cache.shape[2])
-        kept = state if state is None else state.data_ptr()
         factor = scale * LOG2_E
         attention = Attention(
-            *places, ctypes.pointer(plan), kept, out.data_ptr(), *sizes, window or 0, factor
+            *places, ctypes.pointer(plan), address(state), out.data_ptr(), *sizes, window or 0, factor
         )
         self._call("paged_attention", q, attention)
         return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.attention_plan import Items
 from batchinfer_kernels.cpu.packed import PackedWeight
-from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight
+from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight, address
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PackedLayer:
         self._check_norms()
         norms = (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm)
         self.structure = Layer(
-            *(_address(norm) for norm in norms),
+            *(address(norm) for norm in norms),
             *(
                 Weight.from_buffer_copy(w.structure)
                 for w in (weights.qkv, weights.o, weights.gated, weights.down)
@@ -151,7 +151,7 @@ class LayerRoom:
         self._scales = torch.empty(tokens, dtype=torch.float32)
         self._plan = places.items.structure(places.block_tables, sizes.q_heads // sizes.kv_heads)
         rooms = (self.x, self.residual, *self._rooms, self._codes, self._scales)
-        self.structure = LayerStep(self._heads(), self._attention(), *(_address(room) for room in rooms))
+        self.structure = LayerStep(self._heads(), self._attention(), *(address(room) for room in rooms))
 
     def fits(self, layer: PackedLayer) -> bool:
         """Whether a layer has the sizes that this room was made for."""
@@ -159,11 +159,11 @@ class LayerRoom:
 
     def _heads(self) -> Heads:
         places, sizes = self.places, self._layer.sizes
-        tables = (_address(t) for t in (places.cos, places.sin, places.positions, places.slots))
+        tables = (address(t) for t in (places.cos, places.sin, places.positions, places.slots))
         return Heads(
             stride=self._layer.weights.qkv.columns,
             **dict(zip(("cosine", "sine", "positions", "slots"), tables, strict=True)),
-            q_out=_address(self._attended[0]),
+            q_out=address(self._attended[0]),
             eps=sizes.eps,
             tokens=len(self.x),
             **self._sizes(),
@@ -171,10 +171,10 @@ class LayerRoom:
 
     def _attention(self) -> Attention:
         return Attention(
-            q=_address(self._attended[0]),
+            q=address(self._attended[0]),
             plan=ctypes.pointer(self._plan),
-            state=_address(self._state),
-            out=_address(self._attended[1]),
+            state=address(self._state),
+            out=address(self._attended[1]),
             scale=self._layer.sizes.scale * LOG2_E,
             **self._sizes(),
         )
@@ -189,10 +189,6 @@ class LayerRoom:
             "block_size": self.places.block_size,
             "block_pad": block_pad,
         }
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def check_readable(name: str, tensor: Tensor) -> None:

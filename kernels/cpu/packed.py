@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.cpu.structures import Weight
+from batchinfer_kernels.cpu.structures import Weight, address
 
 Kind = Literal["plain", "float", "gated"]
 
@@ -31,8 +31,7 @@ class PackedWeight:
         self.outputs, self.inputs = shape
         self.kind, self.panels = kind, panels
         self._kept = (bias, starts, scales)
-        columns = (tensor if tensor is None else tensor.data_ptr() for tensor in self._kept)
-        self.structure = Weight(panels.data_ptr(), *columns, *shape)
+        self.structure = Weight(*(address(tensor) for tensor in (panels, *self._kept)), *shape)
 
     @property
     def columns(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from torch import Tensor
+
 LOG2_E = 1.4426950408889634  # the scale of attention times this: exponentials are powers of 2
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIZES = [(name, _L) for name in ("q_heads", "kv_heads", "dim", "dim_pad", "block_size", "block_pad")]
@@ -78,3 +80,8 @@ class LayerStep(ctypes.Structure):
         ("attention", Attention),
         *((name, _P) for name in ("x", "residual", "normed", "qkv", "activated", "codes", "row_scales")),
     ]
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """What a pointer of these structures is."""
+    return None if tensor is None else tensor.data_ptr()

@@ -50,3 +50,18 @@ def test_the_readme_says_the_same(workload):
     found = re.search(rf"(?m)^\| `{workload}`[^|]*\|(.*)\|$", (ROOT / "README.md").read_text("utf-8"))
     assert found is not None
     assert [cell.strip() for cell in found[1].split("|")] == [row[0], row[1], row[2], row[5]]
+
+
+def test_what_deduplication_saves_is_that_of_the_record():
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    took = {
+        name: median(RECORD["duplicates"][name]) for name in ("seconds", "without_deduplication", "decode")
+    }
+    found = re.search(r"repeated: ([\d.]+) s, ([\d.]+) of the ([\d.]+) s that `decode`", page)
+    assert found is not None
+    wanted = (f"{took['seconds']:.1f}", f"{took['seconds'] / took['decode']:.2f}", f"{took['decode']:.1f}")
+    assert found.groups() == wanted
+    off = re.search(r"took ([\d.]+) s, of which\s+[\d.]+ s are ([\d.]+):", page)
+    assert off is not None
+    other = took["without_deduplication"]
+    assert off.groups() == (f"{other:.1f}", f"{took['seconds'] / other:.2f}")
