@@ -1,0 +1,62 @@
+"""The verbs. The only place that prints, and that chooses an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from batchinfer import __version__
+from batchinfer.cli.endings import explain
+from batchinfer.cli.job_verbs import init, preview, run, schema, validate
+from batchinfer.cli.machine_verbs import bench, doctor
+from batchinfer.cli.result_verbs import query, verify
+from batchinfer.errors import Interrupted
+
+app = typer.Typer(
+    name="batchinfer",
+    help="Offline batch inference: a table of prompts in, a Parquet table of answers out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# in the order of the help
+for _verb in (run, validate, preview, schema, init, doctor, query, verify, bench):
+    app.command()(_verb)
+
+
+def main() -> None:
+    """The console script: runs a verb and ends the process with the exit code of what came of it."""
+    logging.basicConfig(level=logging.WARNING, format="batchinfer: %(message)s")
+    sys.exit(_guarded(sys.argv[1:]))
+
+
+def _guarded(arguments: list[str]) -> int:
+    try:
+        result = app(arguments, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except typer.Exit as leave:
+        return leave.exit_code
+    except Exception as error:  # noqa: BLE001 - the last place that can turn it into an exit code
+        return explain(error, "--json" in arguments)
+    except KeyboardInterrupt:
+        return explain(Interrupted(signal.SIGINT, "interrupted"), "--json" in arguments)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Offline batch inference."""
+    if version:
+        typer.echo(f"batchinfer {__version__}")
+        raise typer.Exit
+
+
+if os.name != "posix":  # flock, spawn and signals as we use them
+    raise SystemExit("batchinfer runs on Linux and macOS")

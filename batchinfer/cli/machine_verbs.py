@@ -1,0 +1,76 @@
+"""The verbs about this machine: doctor, bench."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchinfer import verbs
+from batchinfer.bench.options import DEFAULT_MODEL, DEFAULT_WORKLOADS, BenchOptions
+from batchinfer.bench.workloads import WORKLOADS
+from batchinfer.models.shapes import SHAPES
+
+
+def doctor(
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Measure this machine's peaks, so that reports can compare with them."
+        ),
+    ] = False,
+) -> None:
+    """Say what this machine has, and what batchinfer knows of it."""
+    if measure:
+        typer.echo("measuring matrix products and memory, a few seconds ...", err=True)
+        typer.echo(f"wrote {verbs.measure_hardware()}", err=True)
+    facts = verbs.machine_facts()
+    width = max(len(fact.name) for fact in facts)
+    for fact in facts:
+        typer.echo(f"{fact.name:<{width}}  {fact.value}")
+
+
+def bench(
+    workloads: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[WORKLOAD]...",
+            help=f"Any of {', '.join(WORKLOADS)}; {' '.join(DEFAULT_WORKLOADS)} by default.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help=f"A shape run on dummy weights ({', '.join(SHAPES)}), or a checkpoint folder.")
+    ] = DEFAULT_MODEL,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Of the linear layers' weights: none or int8.")] = "none",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With numbers that depend on nothing but the row.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads; one a core by default.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in a step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in a step.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Rows of each workload, instead of its own number.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="Runs that count, after one that does not.")] = 3,
+    against: Annotated[
+        str | None, typer.Option(metavar="ENGINE", help="Do the same work with it, in turns: transformers.")
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the workload as JSONL for another engine, and run nothing."),
+    ] = None,
+) -> None:
+    """Measure how near to this machine's limit the engine comes. The last line of stdout is JSON."""
+    names = tuple(workloads or DEFAULT_WORKLOADS)
+    options = BenchOptions(
+        names, model, dtype, quantization, deterministic, device, threads,
+        max_num_seqs, max_num_batched_tokens, rows, repeat, against, export,
+    )  # fmt: skip
+    text, facts = verbs.bench(options, lambda line: typer.echo(line, err=True))
+    typer.echo(text)
+    typer.echo(json.dumps(facts))

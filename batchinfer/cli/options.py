@@ -1,0 +1,50 @@
+"""What verbs have in common: their arguments and options, and how they load a job and tell of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchinfer.errors import JobFileError, UsageError
+from batchinfer.job import Job, load_job
+
+JobPath = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. engine.max_num_seqs=64."
+    ),
+]
+Date = Annotated[
+    str | None, typer.Option(metavar="YYYY-MM-DD", help="What ${date} stands for; today by default.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON on stdout instead of text.")]
+
+
+def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
+    pairs = []
+    for text in overrides or []:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set {text}: wanted KEY=VALUE, e.g. --set engine.max_num_seqs=64")
+        pairs.append((key.strip(), value))
+    return load_job(path, pairs, date)
+
+
+@contextlib.contextmanager
+def located(job: Job) -> Iterator[None]:
+    """What turns out to be wrong with the job file only later is told with its line, too."""
+    try:
+        yield
+    except JobFileError as error:
+        raise job.located(error) from error
+
+
+def notice(quiet: bool, text: str) -> None:
+    if not quiet:
+        typer.echo(text, err=True)
