@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 from batchinfer.bench.workloads import WORKLOADS
-from batchinfer.engine.config import Dtype, Quantization
 from batchinfer.errors import UsageError
 from batchinfer.models.shapes import SHAPES
+from batchinfer_kernels.arithmetic import Dtype, Quantization
 
 DEFAULT_WORKLOADS = ("shared-prefix", "mixed", "decode")
 DEFAULT_MODEL = "llama-135m"

@@ -19,14 +19,15 @@ from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.cpus import usable_cpus
 from batchinfer.engine.build import LoadedModel, ModelSource, checkpoint_source, load_model
-from batchinfer.engine.config import Dtype, EngineConfig, Quantization
+from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.dummy import DummyWeights, parameter_count, write_checkpoint
 from batchinfer.models.shapes import SHAPES, shape_config
 from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
-from batchinfer.report.hardware import has_fast_bf16
-from batchinfer.resolve import auto_dtype
+from batchinfer.report.hardware import has_bf16_tiles, has_fast_bf16
+from batchinfer.resolve import auto_dtype, linear_way
+from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
 Notice = Callable[[str], None]
@@ -77,20 +78,23 @@ def best_peaks(before: Peaks, after: Peaks) -> Peaks:
 
 def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
     """Sequences are as long as the workloads need: a model's own limit would only cost memory."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = options.device
+    if chosen == "auto":
+        chosen = "cuda" if torch.cuda.is_available() else "cpu"
+    device, quantization = cast(Literal["cpu", "cuda"], chosen), cast(Quantization, options.quantization)
+    dtype = _dtype(options, device)
     return EngineConfig(
         model=Path(options.model),
-        dtype=_dtype(options, cast(Literal["cpu", "cuda"], device)),
-        device=cast(Literal["cpu", "cuda"], device),
+        dtype=dtype,
+        device=device,
         max_model_len=longest,
         longest=longest,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         threads=options.threads,
-        quantization=cast(Quantization, options.quantization),
+        quantization=quantization,
         deterministic=options.deterministic,
+        linear=linear_way(device, dtype, quantization, options.deterministic, has_bf16_tiles()),
     )
 
 

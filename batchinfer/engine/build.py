@@ -157,7 +157,7 @@ def _blocks(
 def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
     """Raises Unavailable for arithmetic that no operators here have: nothing else is run in its place."""
     group, arithmetic = model.q_heads // model.kv_heads, (config.quantization, config.deterministic)
-    return choose_ops(device, dtype, group, model.head_dim, *arithmetic, model.kv_heads)
+    return choose_ops(device, dtype, group, model.head_dim, *arithmetic, model.kv_heads, config.linear)
 
 
 def _weight_bytes(source: ModelSource, shape: DecoderShape) -> int:

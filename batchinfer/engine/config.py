@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import Peaks
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
 
 DEFAULT_MAX_NUM_SEQS = 256
 
@@ -34,6 +32,7 @@ class EngineConfig:
     peaks: Peaks | None = None
     quantization: Quantization = "none"
     deterministic: bool = False  # a row's numbers depend on nothing but the row
+    linear: LinearWay = "compiled"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ from subprocess import CalledProcessError
 import torch
 
 from batchinfer.errors import Unavailable
+from batchinfer.ops.cpu_linear import onednn_multiplies
 from batchinfer.ops.cpu_ops import CpuOps
-from batchinfer.ops.interface import Ops, Quantization
+from batchinfer.ops.interface import Ops
 from batchinfer.ops.torch_ops import TorchOps
+from batchinfer_kernels.arithmetic import LinearWay, Quantization
 from batchinfer_kernels.cpu.build import NoCompiler
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 
@@ -40,19 +42,20 @@ def choose_ops(
     quantization: Quantization = "none",
     deterministic: bool = False,
     kv_heads: int = 1,
+    linear: LinearWay = "compiled",
 ) -> Ops:
     """Compiled operators on a CPU that has a compiler, Triton's on a GPU, for the dtypes and sizes that they cover;
     else torch's.
 
-    `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`. Falling back is
-    logged, and `ops` in the report says it. Raises Unavailable where torch's would have to do, and cannot: they neither
-    quantise nor promise row-invariance.
+    `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `linear` is who
+    multiplies weights on a CPU. Falling back to torch's operators is logged, and `ops` in the report says it. Raises
+    Unavailable where torch's would have to do, and cannot: they neither quantise nor promise row-invariance.
     """
     wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
     wanted += ["engine.deterministic: true"] if deterministic else []
     sizes, arithmetic = (dtype, group, head_dim), (quantization, deterministic)
     if device.type == "cpu":
-        needed, found = "compiled CPU operators", _compiled(*sizes, *arithmetic)
+        needed, found = "compiled CPU operators", _compiled(*sizes, quantization, linear)
     else:
         needed, found = "Triton operators", _triton(*sizes, *arithmetic, kv_heads)
     if isinstance(found, Ops):
@@ -65,14 +68,17 @@ def choose_ops(
 
 
 def _compiled(
-    dtype: torch.dtype, group: int, head_dim: int, quantization: Quantization, deterministic: bool
+    dtype: torch.dtype, group: int, head_dim: int, quantization: Quantization, linear: LinearWay
 ) -> Ops | Lacking:
     if not CpuOps.can_run(dtype, group, head_dim):
         return _not_covered(dtype, group, head_dim)
+    if linear == "onednn" and not onednn_multiplies(dtype):
+        _log.warning("this torch has no oneDNN products in %s; compiled operators multiply", dtype)
+        linear = "compiled"
     try:
-        return CpuOps(CompiledOperators(), group, quantization, deterministic)
+        return CpuOps(CompiledOperators(), group, quantization, linear)
     except NoCompiler as error:
-        return Lacking(str(error), "mend that")
+        return Lacking(str(error), "install one (apt install gcc)")
 
 
 def _not_covered(dtype: torch.dtype, group: int, head_dim: int) -> Lacking:

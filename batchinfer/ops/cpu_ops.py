@@ -1,4 +1,4 @@
-"""Operators for the CPU: compiled ones, and for linear layers the fastest of what there is."""
+"""Operators for the CPU: compiled ones, and oneDNN's matrix products where the caller asks for them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,20 @@ import torch
 from torch import Tensor
 
 from batchinfer.ops.cpu_layer import CompiledLayer, ItemPlan
-from batchinfer.ops.cpu_linear import (
-    CompiledHead,
-    CompiledLinear,
-    Layer,
-    LinearChoice,
-    Ways,
-    other_ways,
-)
+from batchinfer.ops.cpu_linear import CompiledHead, CompiledLinear, OneDnnLinear
 from batchinfer.ops.interface import (
     AttentionInputs,
     AttentionPlan,
     DecoderLayer,
-    FloatHead,
     GatedLinear,
     Head,
     LayerCache,
     LayerParts,
     Linear,
-    Quantization,
     RopeTable,
 )
 from batchinfer.ops.torch_ops import TorchOps
+from batchinfer_kernels.arithmetic import LinearWay, Quantization
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
@@ -39,7 +31,9 @@ from batchinfer_kernels.quantized_linear import quantize_weight
 class CpuOps(TorchOps):
     """`group` is the model's number of query heads a KV head.
 
-    `deterministic`: only operators whose results for a row depend on that row alone, bit by bit.
+    `linear` says who multiplies bfloat16 and float32 weights, but for the head: its logits are float32, which oneDNN
+    would round to bfloat16. Compiled products give a row results that depend on that row alone, bit by bit, and so does
+    every other operator here.
     """
 
     name = "cpu"
@@ -49,11 +43,10 @@ class CpuOps(TorchOps):
         compiled: CompiledOperators,
         group: int,
         quantization: Quantization = "none",
-        deterministic: bool = False,
+        linear: LinearWay = "compiled",
     ) -> None:
         self._compiled, self._group = compiled, group
-        self._quantization, self._deterministic = quantization, deterministic
-        self._choice = LinearChoice()
+        self._quantization, self._way = quantization, linear
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int) -> bool:
@@ -62,41 +55,20 @@ class CpuOps(TorchOps):
 
     @property
     def linear(self) -> str:
-        return str(self._choice)
+        return "int8" if self._quantization == "int8" else self._way
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return self._pack(weight, "plain", self._ways(weight, bias, "plain"), other_ways(weight, bias))
+        if self.linear == "onednn":
+            return OneDnnLinear(weight, bias)
+        return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
-        if activation != "silu":
-            return super().pack_gated(weight, bias, activation)
-        others: Ways[Linear] = {
-            name: lambda pack=pack: GatedLinear(self, pack(), activation)  # type: ignore[misc]
-            for name, pack in other_ways(weight, bias).items()
-        }
-        return self._pack(weight, "gated", self._ways(weight, bias, "gated"), others)
+        if self.linear == "onednn" or activation != "silu":
+            return GatedLinear(self, self.pack_linear(weight, bias), activation)
+        return CompiledLinear(self._compiled, self._packed(weight, bias, "gated"))
 
     def pack_head(self, weight: Tensor) -> Head:
-        others: Ways[Head] = {
-            name: lambda pack=pack: FloatHead(pack())  # type: ignore[misc]
-            for name, pack in other_ways(weight, None).items()
-        }
-        return self._pack(weight, "float", self._head_ways(weight), others)
-
-    def _pack(self, weight: Tensor, kind: Kind, ways: Ways[Layer], others: Ways[Layer]) -> Layer:
-        if self._quantization == "none" and not self._deterministic:
-            ways = ways | others
-        return self._choice.pack(weight, kind, ways)
-
-    def _ways(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> Ways[Linear]:
-        return {self._way: lambda: CompiledLinear(self._compiled, self._packed(weight, bias, kind))}
-
-    def _head_ways(self, weight: Tensor) -> Ways[Head]:
-        return {self._way: lambda: CompiledHead(self._compiled, self._packed(weight, None, "float"))}
-
-    @property
-    def _way(self) -> str:
-        return "int8" if self._quantization == "int8" else "compiled"
+        return CompiledHead(self._compiled, self._packed(weight, None, "float"))
 
     def _packed(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
         if self._quantization == "int8":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -16,8 +15,6 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.sample import RowSampling, sample_reference
-
-Quantization = Literal["none", "int8"]  # of the linear layers' weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +145,10 @@ class Ops(ABC):
         """A gated layer, gate above up: (T, in) → (T, out / 2), act(gate) * up."""
         return GatedLinear(self, self.pack_linear(weight, bias), activation)
 
+    @abstractmethod
     def pack_head(self, weight: Tensor) -> Head:
-        """The layer that makes logits: (T, in) → (T, out) float32."""
-        return FloatHead(self.pack_linear(weight))
+        """The layer that makes logits: (T, in) → (T, out) float32, never rounded to the weight's dtype: among logits of
+        magnitude 100 bfloat16 tells no two apart that differ by less than a half."""
 
     def join_layer(self, parts: LayerParts) -> DecoderLayer:
         """A layer of linear layers that were packed here."""
@@ -262,14 +260,3 @@ class GatedLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.gated_activation(self._inner(x), self._activation)
-
-
-class FloatHead(Head):
-    """The result widened to float32."""
-
-    def __init__(self, inner: Linear) -> None:
-        self.in_features, self.out_features = inner.in_features, inner.out_features
-        self._inner = inner
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._inner(x).float()

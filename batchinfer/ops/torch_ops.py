@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Linear, Ops, RopeTable
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, Head, LayerCache, Linear, Ops, RopeTable
 from batchinfer_kernels.cpu.paged_attention import (
     AttentionGroup,
     SequenceShape,
@@ -20,6 +21,8 @@ from batchinfer_kernels.rope_store import rope_store_reference
 # A float32 matrix product of fewer rows goes another way through the BLAS and rounds differently: padding to
 # eight rows makes a row's numbers (almost) independent of how many rows it is computed with.
 MIN_ROWS = 8
+# Values of a head's weight that are widened to float32 at a time: a whole vocabulary would take gigabytes
+WIDENED_VALUES = 1 << 24
 
 
 class TorchLinear(Linear):
@@ -38,6 +41,18 @@ class TorchLinear(Linear):
         return F.linear(F.pad(x, (0, 0, 0, MIN_ROWS - rows)), self._weight, self._bias)[:rows]
 
 
+class TorchHead(Head):
+    """Logits as float32 sums of float32 products, whatever dtype the weight has."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._parts = torch.split(weight, max(1, WIDENED_VALUES // self.in_features))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return torch.cat([TorchLinear(part.float(), None)(wide) for part in self._parts], dim=-1)
+
+
 class GroupedPlan(AttentionPlan):
     """The step's sequences, grouped by shape."""
 
@@ -53,6 +68,9 @@ class TorchOps(Ops):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)
+
+    def pack_head(self, weight: Tensor) -> Head:
+        return TorchHead(weight)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)

@@ -22,9 +22,9 @@ from batchinfer.ops.interface import (
     LayerCache,
     Linear,
     Ops,
-    Quantization,
     RopeTable,
 )
+from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM

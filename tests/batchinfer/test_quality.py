@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from batchinfer.engine.config import Dtype, Quantization
+from batchinfer_kernels.arithmetic import Dtype, Quantization
 from tests.batchinfer.engine.teacher_forced import Forced, Place, Row, Way, load
 from tests.jobs.test_quickstart_run import accuracy, run
 

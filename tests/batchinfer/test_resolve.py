@@ -13,8 +13,9 @@ from batchinfer import resolve as resolving
 from batchinfer.errors import JobFileError
 from batchinfer.job import Job, load_job
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.report.hardware import Hardware
-from batchinfer.resolve import Setting, resolve
+from batchinfer.report.hardware import Hardware, has_bf16_tiles
+from batchinfer.resolve import Device, Setting, linear_way, resolve
+from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import Peaks
 from tests.checkpoints import make_checkpoint
 
@@ -55,6 +56,44 @@ def test_every_arithmetic_has_answers_of_its_own(checkpoint: Checkpoint) -> None
         for dtype in ("bfloat16", "float32")
     ]
     assert len({one.context(checkpoint, "m", "t") for one in settings}) == len(settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "quantization", "deterministic", "tiles", "wanted"),
+    [
+        ("cpu", "bfloat16", "none", False, True, "onednn"),
+        ("cpu", "bfloat16", "none", False, False, "compiled"),
+        ("cpu", "bfloat16", "none", True, True, "compiled"),
+        ("cpu", "bfloat16", "int8", False, True, "compiled"),
+        ("cpu", "float32", "none", False, True, "compiled"),
+        ("cuda", "bfloat16", "none", False, True, "compiled"),
+    ],
+)
+def test_who_multiplies_follows_from_the_kind_of_cpu(
+    device: Device,
+    dtype: Dtype,
+    quantization: Quantization,
+    deterministic: bool,
+    tiles: bool,
+    wanted: LinearWay,
+) -> None:
+    assert linear_way(device, dtype, quantization, deterministic, tiles) == wanted
+
+
+@pytest.mark.parametrize("flags", ["avx2 amx_tile amx_bf16 amx_int8", "avx512f avx512_bf16"])
+def test_a_cpu_with_tiles_has_answers_of_its_own(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: Test CPU\nflags\t\t: {flags}\n\n")
+    monkeypatch.setattr(resolving, "has_bf16_tiles", lambda: has_bf16_tiles(cpuinfo))
+    setting = resolve(job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.device", "cpu")), checkpoint)
+    tiles = "amx_tile" in flags
+    assert setting.linear == ("onednn" if tiles else "compiled")
+    same = setting.context(checkpoint, "m", "t") == replace(
+        SETTING, max_model_len=setting.max_model_len
+    ).context(checkpoint, "m", "t")
+    assert same is not tiles
 
 
 def test_the_size_of_blocks_counts_only_where_bits_do(checkpoint: Checkpoint) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchinfer.bench.gpu_suite.section import BANDWIDTH, Setting
 from batchinfer.engine.build import LoadedModel, ModelSource, load_model
-from batchinfer.engine.config import Dtype, EngineConfig
+from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.decode_graphs import Captured
 from batchinfer.engine.device_fit import CacheRoom, fit
 from batchinfer.errors import Unavailable
@@ -21,6 +21,7 @@ from batchinfer.models.decoder import Decoder
 from batchinfer.models.dummy import DummyWeights, parameter_count
 from batchinfer.models.rope import rope_table
 from batchinfer.models.shapes import shape_config
+from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import Peaks
 
 MODEL, TINY_MODEL = "llama-3.1-8b", "tiny"

@@ -19,8 +19,9 @@ from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.interface import Ops, Quantization
+from batchinfer.ops.interface import Ops
 from batchinfer.request import Completion, Request, SamplingParams, StepSample
+from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.driver import Hopeful
 from tests.checkpoints import kept_folder, make_checkpoint
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.build import LoadedModel, load_model
-from batchinfer.engine.config import Dtype, EngineConfig, Quantization
+from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Request, SamplingParams, StepSample
+from batchinfer_kernels.arithmetic import Dtype, Quantization
 from tests.batchinfer.engine.driver import Hopeful
 
 Place = tuple[int, int]  # number of a row, position in its answer

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.engine.build import LoadedModel
-from batchinfer.engine.config import Dtype, Quantization
 from batchinfer.errors import Unavailable
 from batchinfer.ops.cpu_ops import CpuOps
+from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cpu.build import NoCompiler
 from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, different, load, run_alone
 from tests.checkpoints import kept_folder, make_checkpoint

@@ -25,10 +25,11 @@ from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.rehearsal import sizes_between
 from batchinfer.engine.sequence import Sequence
-from batchinfer.ops.interface import Linear, Ops, Quantization
+from batchinfer.ops.interface import Linear, Ops
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.ops.triton_ops import TritonOps
 from batchinfer.request import Request
+from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.gpu import attention_plan, matmul_tiles
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention

@@ -1,0 +1,9 @@
+"""The names of arithmetics that an engine can be asked for. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
+LinearWay = Literal["compiled", "onednn"]  # who multiplies the weights of linear layers on a CPU
