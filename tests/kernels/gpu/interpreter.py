@@ -2,7 +2,8 @@
 
 Triton 3.6 to 3.9 hold a bfloat16 tensor as uint16 and compute on these bits as if they were integers. Here every
 operation on such a tensor is done in float32 and rounded to the nearest even. Triton 3.6 and 3.7 also lose the carry of
-a mantissa that is rounded up to float8, and round a fused multiply-add twice.
+a mantissa that is rounded up to float8, and round a fused multiply-add twice. A product of tiles goes through the BLAS,
+whose sums depend on some CPUs on where a row lies; a tensor core's do not, so here they are taken in float64.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def switch_on() -> None:
 
         triton.knobs.runtime.interpret = True
         _mend_fma()
+        _mend_dot()
         _mend_bfloat16()
     finally:
         # The environment is inherited by the processes that tests start, which compile
@@ -105,6 +107,26 @@ def _mend_fma() -> None:
         return interpreter.TensorHandle(fused(x.data, y.data, z.data), z.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_fma = mended
+
+
+def _mend_dot() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def values(handle: Any) -> np.ndarray:
+        if handle.dtype.primitive_bitwidth == 8 and handle.dtype.is_floating():
+            return interpreter._convert_float(handle.data, handle.dtype, tl.float16, None).view(np.float16)
+        return handle.data
+
+    def mended(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if d.data.dtype != np.float32:
+            return plain(self, a, b, d, *options)
+        total = np.matmul(values(a), values(b), dtype=np.float64) + d.data
+        return interpreter.TensorHandle(total.astype(np.float32), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = mended
 
 
 def _mend_bfloat16() -> None:
