@@ -293,7 +293,7 @@ class _Run:
                     run_plan(plan, index.tokens, host, collector, self.interrupts, self._draining)
             finally:
                 store.commit()
-                self.report.ran(host.info, host.peak_rss)
+                self.report.ran(host.info, host.peak_rss, host.other_cores)
         self.interrupts.raise_pending(
             f"interrupted; {len(store)} answers are stored and the same command continues from there"
         )

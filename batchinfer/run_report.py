@@ -64,9 +64,11 @@ class RunReport:
         self._meter = Meter(self._folder, self._run_id, self._setting.peaks)
         return self._meter
 
-    def ran(self, info: EngineInfo | None, worker_peak_rss: int | None) -> None:
+    def ran(
+        self, info: EngineInfo | None, worker_peak_rss: int | None, other_cores: float | None = None
+    ) -> None:
         """What the engine's process turned out to be; None where it never got so far."""
-        self.note(worker_peak_rss_bytes=worker_peak_rss)
+        self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores)
         if info is not None:
             linear = {"linear": info.linear} if info.linear else {}
             self.note(ops={"decoder": info.ops} | linear, threads=info.threads)

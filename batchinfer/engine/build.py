@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from batchinfer_kernels.cpu.memory import keep_freed_memory
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_BLOCK_SIZE = 16
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +199,11 @@ def _device_name(device: torch.device) -> str:
 
 
 def _set_threads(config: EngineConfig) -> int:
-    """By default one thread for each core that this process may use."""
+    """One thread for each core that this process may use, or fewer: more would only wait for one another."""
     if config.device == "cpu":
         keep_freed_memory()
-    torch.set_num_threads(config.threads or usable_cpus())
+    usable = usable_cpus()
+    if config.threads is not None and config.threads > usable:
+        _log.warning("engine.threads is %d; this process may use %d cores, so many are taken", config.threads, usable)
+    torch.set_num_threads(min(config.threads or usable, usable))
     return torch.get_num_threads()

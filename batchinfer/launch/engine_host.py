@@ -46,6 +46,7 @@ class EngineHost:
         self._left = False
         self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
+        self.other_cores: float | None = None  # CPU cores that others used meanwhile; known then, too
         self.info: EngineInfo | None = None  # known once it is ready
 
     def __enter__(self) -> EngineHost:
@@ -114,7 +115,7 @@ class EngineHost:
         if isinstance(message, Ready):
             self.info = message.info
         elif isinstance(message, Left):
-            self._left, self.peak_rss = True, message.peak_rss
+            self._left, self.peak_rss, self.other_cores = True, message.peak_rss, message.other_cores
         elif isinstance(message, Failed):
             self._failed = message
         else:

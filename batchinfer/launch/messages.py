@@ -60,6 +60,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """From the worker: it is done and leaves; `peak_rss` is the most memory that it held, in bytes."""
+    """From the worker: it is done and leaves."""
 
-    peak_rss: int
+    peak_rss: int  # the most memory that it held, in bytes
+    other_cores: float | None = None  # CPU cores that other processes used meanwhile, on average; None: unknown

@@ -13,11 +13,13 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from batchinfer.engine.config import EngineInfo
 from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
 from batchinfer.launch.parent_death import die_with_parent
+from batchinfer.launch.shared_cores import SharedCores
 
 # A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
 SEND_EVERY_S = 0.05
@@ -66,6 +68,15 @@ def _stop_streams(spec: WorkerSpec) -> StopStreams | None:
     return stop_streams(Tokenizer.load(spec.tokenizer).rust)
 
 
+def _shared_cores(info: EngineInfo) -> SharedCores | None:
+    """None where the engine's work is not done by the CPU's cores."""
+    if info.device != "cpu":
+        return None
+    from batchinfer_kernels.cpu.spinning import Spinning
+
+    return SharedCores(info.threads, Spinning())
+
+
 class _Worker:
     """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
 
@@ -76,6 +87,7 @@ class _Worker:
         self._engine, info = built.engine, built.info
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._progress, self._sent_at = Progress(), time.monotonic()
+        self._cores = _shared_cores(info)
         self._leave_at: float | None = None
         threading.Thread(target=self._read, daemon=True, name="inbox").start()
         connection.send(Ready(info))
@@ -86,7 +98,7 @@ class _Worker:
             self._work()
         finally:
             self._send(force=True)
-        self._connection.send(Left(_peak_rss()))
+        self._connection.send(Left(_peak_rss(), self._cores.other_cores if self._cores else None))
 
     def _work(self) -> None:
         while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):
@@ -94,6 +106,8 @@ class _Worker:
             if self._engine.unfinished:
                 self._collect(self._engine.step())
             self._send(force=not self._engine.unfinished)
+            if self._cores is not None:
+                self._cores.tick()
 
     def _read(self) -> None:
         while True:

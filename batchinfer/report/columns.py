@@ -81,6 +81,9 @@ RUN_COLUMNS: tuple[Column, ...] = (
     ),
     Column("ops", _TEXTS, "", "implementation that was chosen: `decoder`, and its `linear` layers"),
     _count("threads", "threads", "CPU threads of the operators"),
+    Column(
+        "other_cores", _REAL, "cores", "CPU cores that other processes used while the engine ran, on average"
+    ),
     Column("peak_flops_per_s", _REAL, "FLOP/s", "peak of linear layers that MFU is measured against"),
     Column("peak_bytes_per_s", _REAL, "bytes/s", "memory bandwidth that MBU is measured against"),
     _text("peak_source", "`measured` on this machine, `datasheet`, or `unknown`"),

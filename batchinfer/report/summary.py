@@ -12,12 +12,13 @@ from batchinfer.report.units import UNKNOWN, about, count, percent, seconds, sho
 
 _TOP_CODES = 3  # error codes named in the summary; the table has them all
 _NAME_WIDTH = 9
+CROWDED_CORES = 0.25  # others' use of the CPU from which on the summary speaks of it
 
 Row = Mapping[str, Any]
 
 
 def summary(row: Row) -> str:
-    """At most 14 aligned lines without a final newline. What is not known is a dash or left out."""
+    """At most 15 aligned lines without a final newline. What is not known is a dash or left out."""
     lines = [
         ("rows", _rows(row)),
         ("work", _work(row)),
@@ -25,6 +26,7 @@ def summary(row: Row) -> str:
         ("speed", _speed(row)),
         ("latency", _latency(row)),
         ("limit", _limit(row)),
+        ("busy", _busy(row)),
         ("lost", _lost(row)),
         ("time", _time(row)),
         ("memory", _memory(row)),
@@ -123,6 +125,13 @@ def _arithmetic(row: Row) -> str:
     quantization = row["quantization"] or "none"
     weights = f" with {quantization} weights" if quantization != "none" else ""
     return (row["dtype"] or UNKNOWN) + weights + (", deterministic" if row["deterministic"] else "")
+
+
+def _busy(row: Row) -> str:
+    others, cores = row["other_cores"], row["cores"]
+    if others is None or not cores or others < CROWDED_CORES:
+        return ""
+    return f"other processes used {others:.1f} of {cores} cores meanwhile: on a quiet machine it would be faster"
 
 
 def _lost(row: Row) -> str:

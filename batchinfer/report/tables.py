@@ -46,6 +46,7 @@ class RunFacts:
     deterministic: bool | None = None
     ops: Mapping[str, str] | None = None
     threads: int | None = None
+    other_cores: float | None = None
     rows: int | None = None
     rows_ok: int | None = None
     rows_error: int | None = None

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from batchinfer.cpus import usable_cpus
 
+CORES = len(os.sched_getaffinity(0))
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+    return path
+
 
 @pytest.mark.parametrize(
     ("text", "wanted"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", None)]
 )
-def test_a_quota_bounds_the_cores(tmp_path, text, wanted):
-    (tmp_path / "cpu.max").write_text(text + "\n")
-    cores = len(os.sched_getaffinity(0))
-    assert usable_cpus(tmp_path / "cpu.max") == min(cores, wanted or cores)
-    assert usable_cpus(tmp_path / "missing") == cores
+@pytest.mark.parametrize("folder", ["", "system.slice", "system.slice/nightly.service"])
+def test_a_quota_anywhere_above_bounds_the_cores(
+    tmp_path: Path, folder: str, text: str, wanted: int | None
+) -> None:
+    """systemd's CPUQuota stands in the service's own group, a container's in the root of what it sees."""
+    membership = written(tmp_path / "cgroup", "0::/system.slice/nightly.service")
+    written(tmp_path / "fs" / folder / "cpu.max", text)
+    assert usable_cpus(tmp_path / "fs", membership) == min(CORES, wanted or CORES)
+
+
+@pytest.mark.parametrize(("quota", "wanted"), [("150000", 2), ("50000", 1), ("-1", None)])
+@pytest.mark.parametrize("mounted", ["cpu,cpuacct", "cpu"])
+def test_a_quota_of_the_older_kind_bounds_the_cores(
+    tmp_path: Path, mounted: str, quota: str, wanted: int | None
+) -> None:
+    membership = written(tmp_path / "cgroup", "5:memory:/job\n4:cpu,cpuacct:/job")
+    written(tmp_path / "fs" / mounted / "job" / "cpu.cfs_quota_us", quota)
+    written(tmp_path / "fs" / mounted / "job" / "cpu.cfs_period_us", "100000")
+    assert usable_cpus(tmp_path / "fs", membership) == min(CORES, wanted or CORES)
+
+
+def test_without_control_groups_affinity_counts(tmp_path: Path) -> None:
+    assert usable_cpus(tmp_path, tmp_path / "missing") == CORES

@@ -1,0 +1,48 @@
+"""How busy other processes keep the CPU cores that this one may use. Linux; elsewhere nothing is known."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; not idle, iowait, nor what a hypervisor took
+
+
+class CoreLoad:
+    """Measures from one `look` to the next."""
+
+    def __init__(
+        self,
+        stat: Path = _STAT,
+        clock: Callable[[], float] = time.monotonic,
+        own_time: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._stat, self._clock, self._own_time = stat, clock, own_time
+        self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        self._at, self._before = clock(), self._others()
+
+    @property
+    def cores(self) -> int:
+        """Cores that this process may use, whatever its container's quota."""
+        return len(self._cores)
+
+    def look(self) -> float | None:
+        """Cores that other processes used on average since the last look, e.g. 1.5; None where that is unknown."""
+        now, others = self._clock(), self._others()
+        elapsed, before = now - self._at, self._before
+        self._at, self._before = now, others
+        if others is None or before is None or elapsed <= 0:
+            return None
+        return min(max(0.0, (others - before) / elapsed), float(len(self._cores)))
+
+    def _others(self) -> float | None:
+        """Seconds that these cores have worked for others since the machine started."""
+        if not self._stat.exists():
+            return None
+        wanted = {f"cpu{core}" for core in self._cores}
+        lines = [line.split() for line in self._stat.read_text(encoding="ascii").splitlines()]
+        ticks = [sum(int(line[1 + at]) for at in _BUSY) for line in lines if line and line[0] in wanted]
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") - self._own_time() if ticks else None
