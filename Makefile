@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(READY)
-	$(BIN)/batchinfer doctor --measure
+	$(BIN)/batchinfer doctor --measure || echo "The report will lack MFU and MBU: no peaks were measured."
 	$(BIN)/batchinfer run jobs/quickstart/job.yaml
 	$(BIN)/python jobs/quickstart/score.py
 

@@ -10,6 +10,7 @@
     ├── OutputConflict             73  the result folder belongs to somebody else
     ├── StorageError               74  disk full or input/output error; the job can be resumed
     ├── Locked                     75  another run of this job holds the state folder
+    ├── Busy                       75  other processes use the cores that were to be measured
     ├── SecurityRefusal            77  pickle, remote code, or a path that escapes
     ├── JobFileError               78  the job file, with every mistake listed
     └── Interrupted           130/143  SIGINT or SIGTERM; what was done is committed
@@ -79,6 +80,12 @@ class StorageError(BatchInferError):
 
 class Locked(BatchInferError):
     """Another run holds the lock of this job's state folder."""
+
+    exit_code = 75
+
+
+class Busy(BatchInferError):
+    """Other processes use the machine so much that a measurement would be wrong."""
 
     exit_code = 75
 

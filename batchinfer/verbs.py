@@ -26,7 +26,6 @@ from batchinfer.errors import InputMissing, UsageError
 from batchinfer.job import Job
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.report.doctor import Fact, doctor
-from batchinfer.report.hardware import Gpu, detect, nvidia_gpus, remember
 from batchinfer.resolve import resolve
 
 TOKENS_SHOWN = 64  # of a previewed prompt: what is amiss with a template shows at its ends
@@ -155,21 +154,6 @@ def init_folder(folder: Path, files: dict[str, str]) -> list[Path]:
 def machine_facts() -> list[Fact]:
     """What `doctor` says."""
     return doctor()
-
-
-def measure_hardware() -> Path:
-    """Measure the peaks of the CPU, and of the GPU where torch sees one, and remember them; the file written."""
-    import torch
-
-    from batchinfer.ops.peaks import measure_peaks
-
-    found = measure_peaks("cpu")
-    path = remember(detect("cpu").measured(found.peak_flops, found.bandwidth))
-    if nvidia_gpus() and torch.cuda.is_available():
-        found = measure_peaks("cuda")
-        gpu = Gpu(found.name or "unknown GPU", None)
-        path = remember(detect("cuda", gpu=gpu).measured(found.peak_flops, found.bandwidth))
-    return path
 
 
 def bench(options: BenchOptions, notice: Callable[[str], None]) -> tuple[str, dict[str, Any]]:

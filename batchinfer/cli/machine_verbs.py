@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from batchinfer import verbs
+from batchinfer import measurement, verbs
 from batchinfer.bench.options import DEFAULT_MODEL, DEFAULT_WORKLOADS, BenchOptions
 from batchinfer.bench.workloads import WORKLOADS
 from batchinfer.models.shapes import SHAPES
@@ -21,11 +21,18 @@ def doctor(
             "--measure", help="Measure this machine's peaks, so that reports can compare with them."
         ),
     ] = False,
+    although_busy: Annotated[
+        bool,
+        typer.Option(
+            "--although-busy",
+            help="With --measure: also when other processes use the cores, which lowers peaks.",
+        ),
+    ] = False,
 ) -> None:
     """Say what this machine has, and what batchinfer knows of it."""
     if measure:
         typer.echo("measuring matrix products and memory, a few seconds ...", err=True)
-        typer.echo(f"wrote {verbs.measure_hardware()}", err=True)
+        typer.echo(f"wrote {measurement.measure_hardware(although_busy)}", err=True)
     facts = verbs.machine_facts()
     width = max(len(fact.name) for fact in facts)
     for fact in facts:

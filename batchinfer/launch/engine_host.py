@@ -46,7 +46,8 @@ class EngineHost:
         self._left = False
         self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
-        self.other_cores: float | None = None  # CPU cores that others used meanwhile; known then, too
+        self.other_cores: float | None = None  # CPU cores that other processes used meanwhile; known then, too
+        self._ready_at = time.monotonic(), time.process_time()
         self.info: EngineInfo | None = None  # known once it is ready
 
     def __enter__(self) -> EngineHost:
@@ -114,12 +115,22 @@ class EngineHost:
     def _note(self, message: object) -> None:
         if isinstance(message, Ready):
             self.info = message.info
+            self._ready_at = time.monotonic(), time.process_time()
         elif isinstance(message, Left):
-            self._left, self.peak_rss, self.other_cores = True, message.peak_rss, message.other_cores
+            self._left, self.peak_rss = True, message.peak_rss
+            self.other_cores = self._without_this_process(message.other_cores)
         elif isinstance(message, Failed):
             self._failed = message
         else:
             raise BatchInferError(f"the engine's process sent {type(message).__name__}, which nobody expects")
+
+    def _without_this_process(self, other_cores: float | None) -> float | None:
+        """For the worker this process is another one; for the user it is part of the run."""
+        began, worked = self._ready_at
+        elapsed = time.monotonic() - began
+        if other_cores is None or elapsed <= 0:
+            return other_cores
+        return max(0.0, other_cores - (time.process_time() - worked) / elapsed)
 
     def _raise_death(self) -> NoReturn:
         pending = self._last_words()

@@ -27,7 +27,11 @@ class SharedCores:
     """Looks now and then how many cores others use, and has threads spin shortly while they are too many."""
 
     def __init__(
-        self, threads: int, spins: Spins, load: CoreLoad | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        threads: int,
+        spins: Spins,
+        load: CoreLoad | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._threads, self._spins = threads, spins
         self._load, self._clock = load or CoreLoad(), clock

@@ -131,7 +131,9 @@ def _busy(row: Row) -> str:
     others, cores = row["other_cores"], row["cores"]
     if others is None or not cores or others < CROWDED_CORES:
         return ""
-    return f"other processes used {others:.1f} of {cores} cores meanwhile: on a quiet machine it would be faster"
+    return (
+        f"other processes used {others:.1f} of {cores} cores meanwhile: on a quiet machine it would be faster"
+    )
 
 
 def _lost(row: Row) -> str:

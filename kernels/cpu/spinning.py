@@ -3,8 +3,8 @@
 GNU's OpenMP spins for milliseconds by default. On a quiet machine that is right: waking a thread that sleeps takes
 longer than most waits. Where other processes want the cores it is wrong: a thread that spins keeps a core from the
 one that it waits for. The runtime reads its spin count once, when it is loaded, but spins 300 times less whenever it
-has more threads than there are cores (GOMP_SPINCOUNT in GCC's libgomp manual). So spins are shortened by giving it more threads: a
-second team, asleep for as long as it exists.
+has more threads than there are cores (GOMP_SPINCOUNT in the manual of GCC's libgomp). So spins are shortened by giving
+it more threads: a second team, asleep for as long as it exists.
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+"""Threads that wait can be told to sleep, and to spin again: seen in the CPU time that waiting takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from batchinfer_kernels.cpu.spinning import Spinning
+
+# A team of two threads works for a moment, then waits for 3 ms while the process sleeps; 60 times.
+WAITING = """
+import json, time, torch
+from batchinfer_kernels.cpu.spinning import Spinning
+
+def waited():
+    began = time.process_time()
+    for _ in range(60):
+        x.add_(1)
+        time.sleep(0.003)
+    return time.process_time() - began
+
+torch.set_num_threads(2)
+x, spinning = torch.ones(1 << 18), Spinning()
+waited()
+found = [waited()]
+spinning.shorten()
+spinning.shorten()
+found += [spinning.short, waited()]
+spinning.lengthen()
+spinning.lengthen()
+found += [spinning.short, waited()]
+spinning.shorten()
+print(json.dumps([*found, waited()]))
+"""
+
+
+def test_waiting_costs_time_only_while_spins_are_long() -> None:
+    if "GOMP" not in torch.__config__.parallel_info() and not sys.platform.startswith("linux"):
+        pytest.skip("this torch has no GNU OpenMP")
+    done = subprocess.run(
+        [sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=120, check=True
+    )
+    long, told, short, again, long_again, short_again = json.loads(done.stdout)
+    print(f"CPU seconds of 0.18 s of waiting: {long:.3f}, {short:.3f}, {long_again:.3f}, {short_again:.3f}")
+    assert (told, again) == (True, False)
+    assert short < long / 2
+    assert short_again < long_again / 2
+
+
+def test_without_the_runtime_nothing_happens() -> None:
+    spinning = Spinning()
+    spinning._runtime = None
+    spinning.shorten()
+    assert not spinning.short
+    spinning.lengthen()
