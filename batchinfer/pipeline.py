@@ -267,6 +267,8 @@ class _Run:
         self.report.note(forecast_s=seen.seconds)
         self.progress.close()
         self.notice(describe(plan, seen))
+        if self.job.sampling.from_columns:
+            self.notice(f"rows set their own {self.job.sampling.row_parameters()}")
         return plan
 
     def _forecast(self, plan: Plan) -> Forecast:

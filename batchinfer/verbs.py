@@ -47,6 +47,8 @@ def validate_job(job: Job) -> list[str]:
         files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
         total = sum(file.size for file in files)
         found.append(f"input: {len(files)} file{'s' * (len(files) != 1)}, {total / 2**20:,.1f} MiB")
+    if job.sampling.from_columns:
+        found.append(f"sampling: rows set their own {job.sampling.row_parameters()}")
     return [*found, "the job file is right; the rows are checked when it runs"]
 
 
@@ -64,6 +66,8 @@ def preview_job(job: Job, rows: int) -> Iterator[str]:
     options = IngestOptions(
         b"", setting.max_model_len, checkpoint.config.vocab, datetime.now().astimezone(), workers=1
     )
+    if job.sampling.from_columns:
+        yield f"rows set their own {job.sampling.row_parameters()}\n"
     with tempfile.TemporaryDirectory(prefix="batchinfer-preview-") as scratch:
         index = ingest(few, options, Path(scratch))
         for batch in parquet_batches(index.index_parts, rows):

@@ -14,7 +14,6 @@ from jinja2 import nodes
 from batchinfer.data.chat_template import row_environment
 from batchinfer.data.prompts import ROW_VARIABLE, Mode, template_columns
 from batchinfer.data.rows import Values
-from batchinfer.data.sampling_fields import NAMES
 from batchinfer.errors import JobFileError, Mistake
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ _MOST_KNOWN = 200  # names remembered for a message
 class Columns:
     """`send` are the columns that workers get (None: all), `read` those to decode (None: all, or no choice).
 
-    `overrides` are columns that override a sampling parameter: named like one, and neither id nor part of the prompt.
+    `overrides` are pairs of a sampling parameter and the column that sets it for a row.
     """
 
     job: str
@@ -35,7 +34,7 @@ class Columns:
     id: str | None
     send: tuple[str, ...] | None
     read: tuple[str, ...] | None
-    overrides: tuple[str, ...]
+    overrides: tuple[tuple[str, str], ...]
     prompt_key: str = "prompt"  # the job's key that names `prompt`
     known: dict[str, None] = field(default_factory=dict)  # names seen, in order
     rows: int = 0
@@ -57,9 +56,10 @@ class Columns:
         return json.dumps(value, ensure_ascii=False, default=str)
 
     def check_all_seen(self) -> None:
-        """Raises JobFileError when rows were read and not one had the id or prompt column."""
+        """Raises JobFileError when rows were read and not one had the id, the prompt or a parameter."""
         full = len(self.known) >= _MOST_KNOWN
-        for where, name in (("input.id", self.id), (self.prompt_key, self.prompt)):
+        parameters = [("sampling.from_columns", column) for _, column in self.overrides]
+        for where, name in (("input.id", self.id), (self.prompt_key, self.prompt), *parameters):
             if self.rows and not full and name is not None and name not in self.known:
                 self.refuse([name], where)
 
@@ -76,10 +76,13 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
     identifier = "custom_id" if mode == "openai" else job.input.id
     variables = template_columns(prompt.system) | template_columns(prompt.user) if prompt else set()
-    used = {identifier, column, *variables}
-    overrides = () if mode == "openai" else tuple(name for name in NAMES if name not in used)
+    overrides = job.sampling.from_columns
+    if mode == "openai" and overrides:
+        message = "is not for OpenAI batch files: the body of each request holds its parameters"
+        raise JobFileError(str(job.source), [Mistake("sampling.from_columns", message, hint="take it out")])
     whole = mode == "openai" or ROW_VARIABLE in variables
-    send = None if whole else tuple(sorted({*variables, *overrides, *([column] if column else [])}))
+    parameters = {name for _, name in overrides}
+    send = None if whole else tuple(sorted({*variables, *parameters, *([column] if column else [])}))
     read = None
     if schema is not None:
         _check_schema(job, schema, mode, column, variables)
@@ -94,6 +97,7 @@ def _check_schema(job: Job, schema: pa.Schema, mode: Mode, column: str | None, v
         ("input.id", job.input.id),
         (f"prompt.{mode}", column),
         *(("output.columns", n) for n in job.output.columns),
+        *(("sampling.from_columns", n) for _, n in job.sampling.from_columns),
     ]
     if job.prompt is not None and not _asks_whether_defined(job.prompt.system, job.prompt.user):
         wanted += [("prompt", name) for name in sorted(variables - {ROW_VARIABLE})]

@@ -14,13 +14,27 @@ import duckdb
 
 from batchinfer.data.durable import storage
 from batchinfer.errors import OutOfMemory, StorageError
+from batchinfer.memory import available_memory
+
+# Joins and sorts of our own spill what is larger: of 10 million rows too, which 1 GiB keeps below 2 GiB in all.
+_MOST = 1 << 30
+_LEAST = 128 << 20  # DuckDB holds some blocks of each thread at least
+_SHARE = 4
+
+
+def working_memory() -> int:
+    """Bytes for a join or sort: a quarter of what is available, from 128 MiB to 1 GiB."""
+    return min(max(available_memory() // _SHARE, _LEAST), _MOST)
 
 
 @contextmanager
-def connection(spill: Path, memory_limit: str = "1GiB", threads: int = 2) -> Iterator[Any]:
-    """An in-memory database that spills to the folder `spill`. Raises StorageError, OutOfMemory."""
+def connection(spill: Path, memory_limit: str | None = None, threads: int = 2) -> Iterator[Any]:
+    """An in-memory database that spills to the folder `spill`. Raises StorageError, OutOfMemory.
+
+    `memory_limit` as DuckDB writes it, e.g. 1GiB; None: what `working_memory` finds.
+    """
     settings: dict[str, str | bool | int | float | list[str]] = {
-        "memory_limit": memory_limit,
+        "memory_limit": memory_limit or f"{working_memory()}B",
         "threads": str(threads),
         "temp_directory": str(spill),
         "autoinstall_known_extensions": "false",
@@ -40,7 +54,11 @@ def naming_errors(place: Path) -> Iterator[None]:
     except (duckdb.IOException, duckdb.InvalidInputException) as error:  # the second: a damaged Parquet file
         raise StorageError(f"{place}: {error}; `--verify` finds and drops damaged parts") from error
     except duckdb.OutOfMemoryException as error:
-        raise OutOfMemory(f"{place}: {error}; give more memory, or free disk space to spill to") from error
+        raise OutOfMemory(
+            f"{place}: {str(error).splitlines()[0]}; a quarter of the memory that is available, at most 1 GiB, is "
+            "used here and the rest is spilled to this folder: end other programs or make room on its disk, then run "
+            "the same command again"
+        ) from error
 
 
 def parquet(paths: Sequence[Path], options: str = "") -> str:

@@ -20,7 +20,6 @@ from batchinfer.data.part_writer import PART_ROWS, rewrite_part
 from batchinfer.data.rows import row_error
 from batchinfer.data.token_store import TokenStore
 
-_MEMORY = "400MB"
 _WORK_COLUMNS = ("key", "token_offset", "token_count", "params", "expected_tokens", *PREFIX_COLUMNS)
 # Canonical parameters (sorted keys) of greedy work hold exactly this; in a stop string its quotes are escaped.
 _GREEDY = '%"temperature":0.0,%'
@@ -70,7 +69,7 @@ def _patch(parts: Sequence[Path], query: str, spill: Path, ops: FileOps, change:
     if not parts:
         return 0
     count = 0
-    with connection(spill, _MEMORY) as database:
+    with connection(spill) as database:
         found = _rows(database.sql(query).to_arrow_reader(4096))
         for number, patches in groupby(found, key=lambda pair: pair[0] // PART_ROWS):
             count += _patch_part(parts[number], patches, change, ops)

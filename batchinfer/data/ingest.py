@@ -40,7 +40,7 @@ from batchinfer.request import RowError
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-INGEST_FORMAT = 1  # raise it when equal input would give another index
+INGEST_FORMAT = 2  # raise it when equal input would give another index
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ def _files(job: Job, scratch: Path) -> list[InputFile]:
     """A query runs anew at every start: an interrupted job must not publish yesterday's rows as today's."""
     if job.input.sql is None:
         return list_inputs(job.input.path or "", job.source.parent, job.input.format)
-    queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet")
+    memory = None if job.input.sql_memory == "auto" else job.input.sql_memory
+    queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet", memory)
     return [replace(queried, mtime_ns=0)]  # when the query ran says nothing about its rows
 
 

@@ -37,7 +37,7 @@ def count_errors(
     completion_parts: Sequence[Path],
     spill: Path,
     *,
-    memory_limit: str = "1GiB",
+    memory_limit: str | None = None,
     threads: int = 2,
 ) -> ErrorCounts:
     """Count the error rows of index and store; a key's error counts once for each row that wants it."""
@@ -58,7 +58,7 @@ def engine_errors(
     completion_parts: Sequence[Path],
     spill: Path,
     *,
-    memory_limit: str = "1GiB",
+    memory_limit: str | None = None,
     threads: int = 2,
 ) -> list[tuple[str, int, str]]:
     """Of rows whose completion is an error: (code, how many rows, the first one's place and message)."""
@@ -81,7 +81,7 @@ def finished_rows(
     completion_parts: Sequence[Path],
     spill: Path,
     *,
-    memory_limit: str = "1GiB",
+    memory_limit: str | None = None,
     threads: int = 2,
     batch_rows: int = 4096,
 ) -> Iterator[pa.RecordBatch]:

@@ -21,7 +21,7 @@ def partial_reader(
     decode_batch: DecodeBatch,
     spill: Path,
     *,
-    memory_limit: str = "1GiB",
+    memory_limit: str | None = None,
     threads: int = 2,
 ) -> pa.RecordBatchReader:
     """The rows that are finished (error rows of the input included), in input order, in the result's schema.

@@ -33,8 +33,8 @@ ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
 class PromptPlan:
     """How this job turns rows into prompts; small and picklable, it travels to the worker once.
 
-    `column` names the column of the modes messages, text and token_ids; `overrides` are the columns that
-    override a sampling parameter of the same name.
+    `column` names the column of the modes messages, text and token_ids; `overrides` are pairs of a
+    sampling parameter and the column that sets it.
     """
 
     mode: Mode
@@ -42,7 +42,7 @@ class PromptPlan:
     system: str | None = None
     user: str | None = None
     column: str | None = None
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[tuple[str, str], ...] = ()
     now: datetime = datetime(1970, 1, 1)
     max_text_bytes: int = MAX_TEXT_BYTES
 
@@ -99,7 +99,8 @@ class PromptBuilder:
         return draft
 
     def _params(self, values: Values) -> SamplingParams:
-        return override(self._plan.params, {name: values.get(name) for name in self._plan.overrides})
+        given = {name: values.get(column) for name, column in self._plan.overrides}
+        return override(self._plan.params, given, dict(self._plan.overrides))
 
     def _from_templates(self, values: Values) -> Draft:
         messages: list[Message] = []

@@ -42,7 +42,7 @@ def publish(
     state: StateFolder,
     *,
     replace: bool = False,
-    memory_limit: str = "1GiB",
+    memory_limit: str | None = None,
     threads: int = 2,
     on_rows: Callable[[int], None] | None = None,
 ) -> Manifest:

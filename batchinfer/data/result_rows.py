@@ -77,7 +77,7 @@ def result_tables(
     spill: Path,
     *,
     partial: bool = False,
-    memory_limit: str = "1GiB",
+    memory_limit: str | None = None,
     threads: int = 2,
 ) -> Iterator[pa.Table]:
     """The result in tables of at most BATCH_ROWS rows, in `result_schema`.

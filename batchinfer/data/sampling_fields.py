@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -14,7 +14,6 @@ from batchinfer.request import SamplingParams
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
-NAMES = tuple(f.name for f in fields(SamplingParams))
 
 # What OpenAI requests may carry without changing the answer here.
 _HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -31,9 +30,19 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def override(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """`params` with the non-null values of `given` laid over. Raises RowProblem naming the value's field."""
-    found = {name: CHECKS[name](name, value) for name, value in given.items() if value is not None}
+def override(
+    params: SamplingParams, given: Mapping[str, Any], columns: Mapping[str, str] | None = None
+) -> SamplingParams:
+    """`params` with the non-null values of `given` laid over.
+
+    Raises RowProblem naming the parameter, and the column that `columns` has for it where its name is another.
+    """
+    labels = {name: _label(name, column) for name, column in (columns or {}).items()}
+    found = {
+        name: CHECKS[name](labels.get(name, name), value)
+        for name, value in given.items()
+        if value is not None
+    }
     result = replace(params, **found) if found else params
     if result.min_tokens > result.max_tokens:
         raise _bad("min_tokens", f"{result.min_tokens} is more than max_tokens {result.max_tokens}")
@@ -58,6 +67,10 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
                 "unknown_field", f"body.{field[:100]}: this field, or its value, is not supported"
             )
     return override(params, given)
+
+
+def _label(name: str, column: str) -> str:
+    return name if name == column else f"{name} (column {column[:100]})"
 
 
 def _check_n(value: object) -> None:

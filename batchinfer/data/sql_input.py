@@ -6,26 +6,38 @@ from pathlib import Path
 
 import duckdb
 
+from batchinfer.cpus import usable_cpus
 from batchinfer.data.files import InputFile
-from batchinfer.errors import JobFileError, Mistake
+from batchinfer.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, StorageError
+from batchinfer.memory import available_memory
 
 _WIDE = {"HUGEINT", "UHUGEINT"}
+_SHARE = 2  # half of what is available: other processes run here, too
+# DuckDB reserves 32 MiB for each of the first 32 JSON files, hardly any of which it ever touches
+_LEAST = 1 << 30
 
 
-def materialise(sql: str, job: Path, target: Path) -> InputFile:
+def default_memory() -> int:
+    """Bytes that a query may take where the job does not say."""
+    return max(available_memory() // _SHARE, _LEAST)
+
+
+def materialise(sql: str, job: Path, target: Path, memory: int | None = None) -> InputFile:
     """Run the query and write its rows, in the query's order, to `target`.
 
     Relative paths in the query are looked up in the job file's folder. DuckDB may load no extension that does not
-    come with it. 128-bit integers become decimal(38, 0). Raises JobFileError with DuckDB's message.
+    come with it. 128-bit integers become decimal(38, 0). What needs more than `memory` bytes is spilled to disk
+    beside `target`. Raises JobFileError with DuckDB's message, OutOfMemory, StorageError.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     spill = target.parent / "spill"
-    with duckdb.connect(config=_config(job, spill)) as connection:
+    allowed = memory or default_memory()
+    with duckdb.connect(config=_config(job, spill, allowed)) as connection:
         try:
             _check_single_query(connection, sql, job)
             connection.execute(f"COPY ({_exact(connection, _bare(sql))}) TO {_quoted(target)} ({_PARQUET})")
         except duckdb.Error as error:
-            raise _mistake(job, f"DuckDB cannot run this query: {error}") from None
+            raise _failure(error, job, spill, allowed) from None
     found = target.stat()
     return InputFile(str(target), "sql", "parquet", found.st_size, found.st_mtime_ns)
 
@@ -33,14 +45,41 @@ def materialise(sql: str, job: Path, target: Path) -> InputFile:
 _PARQUET = "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 20480"
 
 
-def _config(job: Path, spill: Path) -> dict[str, str | bool | int | float | list[str]]:
+def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> BatchInferError:
+    """What a failed query means. DuckDB's own advice on memory is about settings that a job does not have."""
+    said = str(error)
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return OutOfMemory(
+            f"{job}: input.sql needs more than the {_gib(allowed)} that input.sql_memory allows "
+            f"({said.splitlines()[0]}); set it, e.g. input.sql_memory: {_suggested(allowed)} "
+            f"({_gib(available_memory())} are available here), or make the query smaller: fewer columns, "
+            "Parquet in place of JSON, no sort over wide rows"
+        )
+    if isinstance(error, duckdb.IOException) and "No space left" in said:
+        return StorageError(
+            f"{spill.parent}: no space left for the rows of input.sql; make room and run again"
+        )
+    return _mistake(job, f"DuckDB cannot run this query: {error}")
+
+
+def _suggested(allowed: int) -> str:
+    """Twice as much, as the job file writes it."""
+    return f"{max(1, -(-2 * allowed // 2**30))}GiB"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _config(job: Path, spill: Path, memory: int) -> dict[str, str | bool | int | float | list[str]]:
     return {
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "allow_community_extensions": False,
         "file_search_path": str(job.parent.absolute()),
         "temp_directory": str(spill),
-        "memory_limit": "600MB",  # what leaves room for the rest within 1.5 GB; more is spilled to disk
+        "memory_limit": f"{memory}B",
+        "threads": usable_cpus(),
         "preserve_insertion_order": True,
     }
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
 from batchinfer.errors import OutOfMemory
+from batchinfer.memory import available_memory
 
 # Of the memory that is left once the weights are loaded. The CPU shares it with tokenising, publishing and whatever
 # else runs there; a GPU is ours.
@@ -20,7 +18,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can still be taken on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_meminfo_available(), _cgroup_available())
+    return available_memory()
 
 
 def cache_blocks(
@@ -48,20 +46,3 @@ def cache_blocks(
             "or raise engine.kv_memory"
         )
     return blocks
-
-
-def _meminfo_available() -> int:
-    path = Path("/proc/meminfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS has no such file
-
-
-def _cgroup_available() -> int:
-    """A container may be allowed less than the machine has."""
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if not (limit.exists() and used.exists()) or limit.read_text().strip() == "max":
-        return 1 << 62
-    return max(0, int(limit.read_text()) - int(used.read_text()))

@@ -51,6 +51,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_prompt(values, sections, file),
         *_templates(sections.get("prompt", {}), file),
         *_sampling(sections.get("sampling", {})),
+        *_from_columns(sections),
         *_columns(sections.get("output", {})),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
@@ -71,6 +72,10 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
         yield Finding(("input", "sql"), "stands beside path; right would be one of the two", "take one out")
     if "sql" in given and section.get("format") not in (None, "auto"):
         yield Finding(("input", "format"), "belongs to files (path); a query (sql) has none", "take it out")
+    if given == ["path"] and section.get("sql_memory") is not None:
+        yield Finding(
+            ("input", "sql_memory"), "belongs to a query (sql); files (path) need none", "take it out"
+        )
     openai = section.get("format") == "openai"
     if openai and section.get("id") is not None:
         message = "is not for OpenAI batch files: their custom_id is the id"
@@ -173,6 +178,15 @@ def _sampling(section: Mapping[str, Any]) -> Iterator[Finding]:
     if most is not None and least is not None and 1 <= most < least:
         message = f"is {least}, more than max_tokens, which is {most}; it must be at most that"
         yield Finding(("sampling", "min_tokens"), message)
+
+
+def _from_columns(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+    if (
+        sections.get("sampling", {}).get("from_columns")
+        and sections.get("input", {}).get("format") == "openai"
+    ):
+        message = "is not for OpenAI batch files: the body of each request holds its parameters"
+        yield Finding(("sampling", "from_columns"), message, "take it out")
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
 
 from batchinfer.job.file import absolute
-from batchinfer.job.wording import Right
+from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
+from batchinfer.request import SamplingParams
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
 MAX_BYTES = 2**50
+MIN_SQL_BYTES = 2**26  # less lets DuckDB run no query worth the name
 MIN_KV_BYTES = 2**20  # less holds no block of any real model: a number without its unit
+
+SAMPLING_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -80,6 +86,44 @@ def _size(value: object) -> object:
     return _bytes(value) if isinstance(value, str) else value
 
 
+def _pairs(value: object) -> object:
+    """[max_tokens] or {temperature: temp_col} → pairs of a parameter and its column."""
+    given: list[tuple[Any, Any]]
+    if isinstance(value, dict):
+        given = list(value.items())
+    elif isinstance(value, tuple | list):
+        given = [(one[0], one[1]) if _is_pair(one) else (one, one) for one in value]
+    else:
+        return value
+    for at, (parameter, column) in enumerate(given):
+        _check_pair(parameter, column)
+        if parameter in [name for name, _ in given[:at]]:
+            raise ValueError(f"names {parameter} twice; right would be one column for each parameter")
+    return tuple((parameter, column) for parameter, column in given)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _check_pair(parameter: object, column: object) -> None:
+    if parameter not in SAMPLING_PARAMETERS:
+        near = difflib.get_close_matches(str(parameter), SAMPLING_PARAMETERS, 1)
+        better = f"did you mean {near[0]}?" if near else f"there are {', '.join(SAMPLING_PARAMETERS)}"
+        raise ValueError(f"{found(parameter)} is not a sampling parameter; {better}")
+    if not isinstance(column, str) or not column:
+        raise ValueError(
+            f"found {found(column)} for {parameter}; it must be the name of a column of the input"
+        )
+
+
+def _sql_memory(value: object) -> object:
+    """auto, or a size (→ bytes). () fits no type, so that the field's own words answer."""
+    size = value if value == "auto" else _size(value)
+    number = isinstance(size, int) and not isinstance(size, bool) and MIN_SQL_BYTES <= size <= MAX_BYTES
+    return size if size == "auto" or number else ()
+
+
 Text = Annotated[str, Field(min_length=1)]
 Column = Annotated[Text, Right("the name of a column of the input")]
 PathField = Annotated[
@@ -120,9 +164,25 @@ KvMemory = Annotated[
     BeforeValidator(_memory, json_schema_input_type=Text | Annotated[float, Field(gt=0)]),
     Right("auto, a size from 1MiB such as 4GiB, or a share of the memory above 0 and up to 1"),
 ]
+SqlMemory = Annotated[
+    Auto | int,
+    BeforeValidator(_sql_memory, json_schema_input_type=Text | Annotated[int, Field(ge=MIN_SQL_BYTES)]),
+    Right("auto, or a size from 64MiB such as 4GiB"),
+]
 Bytes = Annotated[
     int,
     Field(ge=1, le=MAX_BYTES),
     BeforeValidator(_size, json_schema_input_type=Text | Annotated[int, Field(ge=1, le=MAX_BYTES)]),
     Right("a size such as 16MiB"),
+]
+_NAMES = {"enum": list(SAMPLING_PARAMETERS)}
+_Parameters = tuple[Annotated[str, Field(json_schema_extra={**_NAMES})], ...]
+_Columns = Annotated[dict[str, Text], Field(json_schema_extra={"propertyNames": {**_NAMES}})]
+FromColumns = Annotated[
+    tuple[tuple[str, str], ...],
+    BeforeValidator(_pairs, json_schema_input_type=_Parameters | _Columns),
+    Right(
+        "a list of sampling parameters whose columns have the same names, as in [max_tokens], "
+        "or a mapping from parameters to columns, as in {temperature: temp_col}"
+    ),
 ]

@@ -26,11 +26,13 @@ from batchinfer.job.field_types import (
     Auto,
     Bytes,
     Column,
+    FromColumns,
     KvMemory,
     MaxLength,
     Name,
     OneOrMorePaths,
     PathField,
+    SqlMemory,
     Stops,
     Text,
     Whole,
@@ -78,6 +80,10 @@ class InputSpec(Spec):
         default=None,
         description="DuckDB query whose rows are the input, instead of path. Its paths start from the job file.",
     )
+    sql_memory: SqlMemory = Field(
+        default="auto",
+        description="Memory for the query; what needs more is spilled to disk. auto: half of what is available.",
+    )
     format: Literal["auto", "jsonl", "parquet", "openai"] = Field(
         default="auto",
         description="Format of the files. auto: by their names. openai: lines of custom_id, method, url, body.",
@@ -124,7 +130,7 @@ class PromptSpec(Spec):
 
 
 class SamplingSpec(Spec):
-    """How tokens are chosen. A row's own column of the same name overrides it for that row."""
+    """How tokens are chosen, for every row alike but for the parameters that `from_columns` declares."""
 
     max_tokens: Whole = Field(default=256, description="Most tokens of an answer.")
     min_tokens: int = Field(default=0, ge=0, le=INT32_MAX, description="No end before so many tokens.")
@@ -175,9 +181,21 @@ class SamplingSpec(Spec):
         description="Taken off a token's score each time the answer has it. 0: off.",
     )
 
+    from_columns: FromColumns = Field(
+        default=(),
+        description="Parameters that a row sets itself: [max_tokens], or {temperature: temp_col} for another column.",
+        json_schema_extra={"default": []},
+    )
+
     def params(self) -> SamplingParams:
-        """The same as the engine knows it."""
+        """What a row without values of its own gets, as the engine knows it."""
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
+
+    def row_parameters(self) -> str:
+        """The parameters that rows set themselves, for people: `max_tokens, temperature (column temp_col)`."""
+        return ", ".join(
+            name if name == column else f"{name} (column {column})" for name, column in self.from_columns
+        )
 
 
 class OutputSpec(Spec):
@@ -260,7 +278,7 @@ class Job(Spec):
         default=None, description="What the model reads of a row. Absent only with input.format: openai."
     )
     sampling: SamplingSpec = Field(
-        default=SamplingSpec(), description="How tokens are chosen; a row's own columns override it."
+        default=SamplingSpec(), description="How tokens are chosen, and which of it rows set themselves."
     )
     output: OutputSpec = Field(description="Where the results go, and what is carried along.")
     engine: EngineSpec = Field(
@@ -308,6 +326,9 @@ class Job(Spec):
         identity = {key: dump[key] for key in ("model", "input", "prompt", "sampling")}
         if self.model.quantization == "none":
             del identity["model"]["quantization"]
+        if not self.sampling.from_columns:
+            del identity["sampling"]["from_columns"]
+        del identity["input"]["sql_memory"]
         identity["columns"] = dump["output"]["columns"]
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
@@ -325,10 +346,12 @@ class Job(Spec):
 def _shown(key: str, value: object) -> str:
     if value is None:
         return "auto" if key == "max_model_len" else "none"
-    if key in ("kv_memory", "max_line_bytes") and isinstance(value, int):
+    if key in ("kv_memory", "sql_memory", "max_line_bytes") and isinstance(value, int):
         return f"{value:,} bytes"
     if isinstance(value, Path):
         return str(value)
+    if key == "from_columns" and isinstance(value, tuple):
+        return json.dumps(dict(value), ensure_ascii=False) if value else "none"
     if isinstance(value, str) and re.fullmatch(r"[\w./:*-]+", value):
         return value
     return json.dumps(value, ensure_ascii=False)

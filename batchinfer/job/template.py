@@ -31,13 +31,14 @@ prompt:
   # instead of user: `messages: column` (whole chats), `text: column` (no chat template), `token_ids: column`
   truncate: error         # a prompt that is too long: error row (error), or cut off (left, right)
 
-sampling:                 # a row's own column of the same name overrides any of these
+sampling:
   max_tokens: 64
   temperature: 0          # 0: always the likeliest token
   top_p: 1
   top_k: 0
   seed: 0
   stop: []                # texts that end an answer
+  from_columns: []        # e.g. [max_tokens]: rows set it themselves, in a column of that name
 
 output:
   path: results           # a folder of Parquet files; state lies beside it in .batchinfer-results

@@ -37,7 +37,7 @@ def plan_job(
     out_dir: Path,
     *,
     retry_errors: bool = False,
-    memory_limit: str = "1GiB",
+    memory_limit: str | None = None,
     threads: int = 2,
 ) -> Plan:
     """Plan every distinct key of the index that the completion parts lack, once each.

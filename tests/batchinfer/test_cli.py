@@ -213,6 +213,25 @@ def test_preview(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-
     assert not (place.folder / "out").exists()
 
 
+def test_parameters_of_rows_are_named(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """A row's own parameters are never a surprise: each verb says which there are."""
+    place.rows(*({**row, "most": 3} for row in ROWS))
+    place.job(sampling="sampling: {max_tokens: 8, from_columns: {max_tokens: most}}")
+    run = command(capsys, monkeypatch)
+    said = "rows set their own max_tokens (column most)"
+    assert said in run("validate", place.folder / "job.yaml").out
+    shown = run("preview", place.folder / "job.yaml", "--rows", "1").out
+    assert said in shown
+    assert '"max_tokens":3' in shown
+    assert said in run("run", place.folder / "job.yaml").err
+    assert {row["completion_tokens"] for row in place.table()} == {3}
+    place.job(file="plain.yaml", output="output: {path: out/plain}")
+    for verb in ("validate", "preview", "run"):
+        ended = run(verb, place.folder / "plain.yaml")
+        assert ended.code == 0
+        assert "rows set their own" not in ended.out + ended.err
+
+
 def test_schema(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     ended = command(capsys, monkeypatch, NO_ENGINE)("schema")
     assert set(json.loads(ended.out)["properties"]) >= {"name", "model", "input", "prompt", "output"}

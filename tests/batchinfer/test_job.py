@@ -120,6 +120,21 @@ def test_one_stop_is_a_list_of_one(tmp_path: Path) -> None:
     assert load(tmp_path, MINIMAL, ("sampling.stop", '"\\n"')).sampling.params().stop == ("\n",)
 
 
+@pytest.mark.parametrize(
+    ("text", "pairs"),
+    [
+        ("[]", ()),
+        ("{}", ()),
+        ("[max_tokens, stop]", (("max_tokens", "max_tokens"), ("stop", "stop"))),
+        ("{temperature: my temp}", (("temperature", "my temp"),)),
+    ],
+)
+def test_parameters_from_columns(tmp_path: Path, text: str, pairs: tuple[tuple[str, str], ...]) -> None:
+    job = load(tmp_path, MINIMAL, ("sampling.from_columns", text))
+    assert job.sampling.from_columns == pairs
+    assert SamplingSpec.model_validate(job.sampling.model_dump()) == job.sampling
+
+
 def test_other_inputs_and_prompts(tmp_path: Path) -> None:
     query = load(tmp_path, MINIMAL.replace("path: rows.jsonl", 'sql: "select 1 as q", id: q'))
     assert (query.input.sql, query.input.path) == ("select 1 as q", None)
@@ -233,6 +248,8 @@ def test_a_job_is_frozen_and_travels(tmp_path: Path) -> None:
         ("input.limit", "5", False),
         ("prompt.user", "'{{ r }}'", False),
         ("sampling.seed", "1", False),
+        ("sampling.from_columns", "[]", True),
+        ("sampling.from_columns", "[seed]", False),
         ("output.columns", "[a]", False),
         ("model.max_model_len", "5", False),
         ("model.dtype", "float32", False),
@@ -246,9 +263,18 @@ def test_identity_is_what_the_rows_depend_on(tmp_path: Path, key: str, value: st
     assert json.dumps(json.loads(plain), sort_keys=True, separators=(",", ":")) == plain
 
 
+def test_the_memory_of_a_query_does_not_change_its_rows(tmp_path: Path) -> None:
+    text = MINIMAL.replace("path: rows.jsonl", 'sql: "select 1 as q"')
+    sizes = ("auto", "2GiB")
+    assert len({load(tmp_path, text, ("input.sql_memory", size)).identity_json() for size in sizes}) == 1
+
+
 def test_the_identity_of_an_older_job_stays(tmp_path: Path) -> None:
     """Results that were published before there was an option are still those of the job that leaves it out."""
-    assert set(json.loads(load(tmp_path).identity_json())["model"]) == {"path", "dtype", "max_model_len"}
+    identity = json.loads(load(tmp_path).identity_json())
+    assert set(identity["model"]) == {"path", "dtype", "max_model_len"}
+    assert "sql_memory" not in identity["input"]
+    assert "from_columns" not in identity["sampling"]
 
 
 @pytest.mark.parametrize(
@@ -277,9 +303,9 @@ def test_describe_says_every_option(tmp_path: Path) -> None:
 
 
 def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
-    assert list(SamplingSpec.model_fields) == [f.name for f in fields(SamplingParams)]
+    assert list(SamplingSpec.model_fields) == [*(f.name for f in fields(SamplingParams)), "from_columns"]
     assert SamplingSpec().params() == SamplingParams()
-    assert override(SamplingParams(), SamplingSpec().model_dump()) == SamplingParams()
+    assert override(SamplingParams(), SamplingSpec().model_dump(exclude={"from_columns"})) == SamplingParams()
 
 
 def test_result_columns_are_those_that_are_written() -> None:

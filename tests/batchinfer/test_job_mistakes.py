@@ -97,6 +97,37 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         instead("prompt", GOOD.splitlines()[3], f"sampling: {{seed: {'9' * 5000}, top_p: {'9' * 390}}}"),
         [(5, "sampling.top_p", ("up to 1",)), (5, "sampling.seed", ("whole number",))],
     ),
+    "too little for a query": (
+        instead("input", 'input: {sql: "select 1 as q", sql_memory: 10MiB}'),
+        [(3, "input.sql_memory", ("10MiB", "from 64MiB", "auto"))],
+    ),
+    "a query's memory for files": (
+        instead("input", "input: {path: r.jsonl, sql_memory: 1GiB}"),
+        [(3, "input.sql_memory", ("belongs to a query", "take it out"))],
+    ),
+    # parameters of rows
+    "no such parameter": (
+        instead("output", "sampling: {from_columns: [temprature]}", "output: {path: results}"),
+        [(5, "sampling.from_columns", ('"temprature"', "did you mean temperature?"))],
+    ),
+    "a parameter twice": (
+        instead("output", "sampling: {from_columns: [seed, seed]}", "output: {path: results}"),
+        [(5, "sampling.from_columns", ("seed twice",))],
+    ),
+    "a parameter from no column": (
+        instead("output", "sampling: {from_columns: {seed: 7}}", "output: {path: results}"),
+        [(5, "sampling.from_columns", ("the number 7", "name of a column"))],
+    ),
+    "one parameter as text": (
+        instead("output", "sampling: {from_columns: seed}", "output: {path: results}"),
+        [(5, "sampling.from_columns", ('the text "seed"', "[max_tokens]", "{temperature: temp_col}"))],
+    ),
+    "parameters of requests": (
+        instead("input", "input: {path: r.jsonl, format: openai}").replace(
+            'prompt: {user: "{{ q }}"}\n', "sampling: {from_columns: [seed]}\n"
+        ),
+        [(4, "sampling.from_columns", ("OpenAI", "take it out"))],
+    ),
     # sections and keys
     "nothing that is needed": (
         "engine: {}\n",

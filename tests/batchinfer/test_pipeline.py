@@ -287,7 +287,7 @@ def answers(folder: Path, model: Path, rows: list[dict[str, Any]], seqs: int) ->
         model,
         rows,
         model={"dtype": "float32"},
-        sampling={"max_tokens": 12, "seed": 5, "top_p": 0.95},
+        sampling={"max_tokens": 12, "seed": 5, "top_p": 0.95, "from_columns": ["temperature"]},
         output={"columns": ["text", "temperature"]},
     )
     outcome = run(

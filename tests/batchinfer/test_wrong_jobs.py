@@ -114,6 +114,11 @@ JOB_FILES = {
         78, ("line 4", "prompt", "user", "text"), lambda p: p.job(prompt="prompt: {user: a, text: b}")
     ),
     "no output": Wrong(78, ("output",), lambda p: p.job(output="")),
+    "no such parameter": Wrong(
+        78,
+        ("line 5", "sampling.from_columns", '"max_token"', "did you mean max_tokens?"),
+        lambda p: p.job(sampling="sampling: {from_columns: [max_token]}"),
+    ),
     "openai with prompt": Wrong(
         78, ("prompt", "openai"), lambda p: p.job(input="input: {path: rows.jsonl, format: openai}")
     ),
@@ -373,6 +378,11 @@ INPUTS = {
         ("line 3", "input.id", "no column 'ident'", "id, text"),
         lambda p: p.job(input=from_file("rows.jsonl", ", id: ident")),
     ),
+    "column in no row, parameter": Wrong(
+        78,
+        ("line 5", "sampling.from_columns", "no column 'warmth'", "id, text"),
+        lambda p: p.job(sampling="sampling: {from_columns: {temperature: warmth}}"),
+    ),
     "column in no row, output": Wrong(
         78,
         ("line 6", "output.columns", "no column 'txt'", "did you mean 'text'?"),
@@ -571,6 +581,7 @@ def with_field(**fields: object) -> dict[str, object]:
     return {"text": "fine", **fields}
 
 
+OWN = ("max_tokens", "min_tokens", "temperature", "top_p", "seed", "stop", "stop_token_ids", "ignore_eos")
 BAD_ROWS: list[Bad] = [
     (b'{"id": "a", "text": "\xff"}', "bad_utf8", "input"),
     (b'{"id": "b", "text": "\\ud83d"}', "lone_surrogate", "input"),
@@ -688,6 +699,7 @@ def test_bad_rows(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no
     place.job(
         "on_error: {max_error_rate: 1}",
         input="input: {path: rows.jsonl, id: id, unique_ids: true, max_line_bytes: 64KiB}",
+        sampling=f"sampling: {{max_tokens: 8, from_columns: [{', '.join(OWN)}]}}",
         prompt=f"prompt: {{user: {json.dumps(TEMPLATE)}}}",
         output="output: {path: out/res}",
     )

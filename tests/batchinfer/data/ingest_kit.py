@@ -92,6 +92,7 @@ def make_job(
 _INPUT = {
     "path": None,
     "sql": None,
+    "sql_memory": "auto",
     "format": "auto",
     "id": None,
     "unique_ids": False,

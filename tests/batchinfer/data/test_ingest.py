@@ -114,6 +114,7 @@ BAD_ROWS: list[tuple[str, dict[str, Any] | None, Any, str]] = [
 ]
 
 
+PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop")
 GOOD_ROW = {"text": 1, "m": [{"role": "user", "content": "hi"}], "t": "hi", "ids": [1]}
 PROMPTS = list(dict.fromkeys(json.dumps(b[1]) for b in BAD_ROWS))
 
@@ -121,7 +122,10 @@ PROMPTS = list(dict.fromkeys(json.dumps(b[1]) for b in BAD_ROWS))
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_bad_row_is_an_error_row(folder: Path, prompt: str) -> None:
     cases = [b for b in BAD_ROWS if json.dumps(b[1]) == prompt]
-    index = ingest_rows(folder, [*(row for _, _, row, _ in cases), GOOD_ROW], json.loads(prompt))
+    own = {"from_columns": PARAMETERS} if json.loads(prompt) == USER else {}
+    index = ingest_rows(
+        folder, [*(row for _, _, row, _ in cases), GOOD_ROW], json.loads(prompt), sampling=own
+    )
     rows = rows_of(index)
     for row, (name, _, _, code) in zip(rows, cases, strict=False):
         assert row["error_code"] == code, name
@@ -213,19 +217,63 @@ def test_no_double_bos(folder: Path) -> None:
     ]
 
 
-def test_columns_override_unless_they_are_part_of_the_prompt(folder: Path) -> None:
-    rows = [{"text": "a", "max_tokens": 5, "seed": 3, "stop": "x"}, {"text": "b", "max_tokens": None}]
+def params_of(index: Index) -> list[SamplingParams]:
+    return [SamplingParams.from_json(r["params"]) for r in rows_of(index)]
+
+
+def test_a_column_is_no_parameter_by_its_name(folder: Path) -> None:
+    """A sensor's temperature of 23.5 made every answer a random one."""
+    rows = [{"text": "a", "temperature": 23.5, "stop": "bus", "seed": 3, "max_tokens": -1}, {"text": "b"}]
+    plain = ingest_rows(folder, [{"text": "a"}, {"text": "b"}])
+    index = ingest_rows(folder, rows)
+    assert params_of(index) == [SamplingParams(), SamplingParams()]
+    assert [r["key"] for r in rows_of(index)] == [r["key"] for r in rows_of(plain)]
+
+
+def test_declared_columns_override(folder: Path) -> None:
+    """Declared, a column may be carried along, be the id and stand in the prompt as well; null is the job's value."""
+    rows = [{"text": "a", "most": 5, "seed": 3, "stop": "x"}, {"text": "b", "most": None}, {"text": "c"}]
     index = ingest_rows(
         folder,
         rows,
-        {"user": "{{ text }}{{ stop | default('') }}"},
+        {"user": "{{ text }}{{ seed | default('') }}"},
         columns=("seed",),
-        sampling={"temperature": 1.0},
+        id="seed",
+        sampling={"temperature": 1.0, "from_columns": {"max_tokens": "most", "seed": "seed"}},
     )
-    found = [SamplingParams.from_json(r["params"]) for r in rows_of(index)]
-    assert [p.max_tokens for p in found] == [5, 256]
-    assert [p.seed for p in found] == [3, 0]  # carried along as well
-    assert found[0].stop == ()
+    found = params_of(index)
+    assert [p.max_tokens for p in found] == [5, 256, 256]
+    assert [p.seed for p in found] == [3, 0, 0]
+    assert {p.stop for p in found} == {()}
+    assert carried(index)["seed"].to_pylist() == [3, None, None]
+    assert "user\na3<" in str(texts(folder, index)[0])
+
+
+def test_a_bad_value_names_the_parameter_and_its_column(folder: Path) -> None:
+    rows = [{"text": "a", "warmth": "hot"}, {"text": "b", "warmth": 0.5}]
+    index = ingest_rows(folder, rows, sampling={"from_columns": {"temperature": "warmth"}})
+    assert codes(index) == ["bad_parameter", None]
+    assert rows_of(index)[0]["error_message"].startswith("temperature (column warmth): must be a number")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_declared_column_that_no_row_has_is_a_mistake(folder: Path, name: str) -> None:
+    rows = [{"text": "a", "max_token": 5}]
+    path = folder / name
+    if name.endswith("l"):
+        write_lines(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    job = make_job(folder, prompt=USER, path=str(path), sampling={"from_columns": ["max_tokens"]})
+    with pytest.raises(JobFileError, match=r"sampling.from_columns.*'max_tokens'.*did you mean 'max_token'"):
+        run(job)
+
+
+def test_an_openai_file_has_a_schema_of_its_own(folder: Path) -> None:
+    path = write_lines(folder / "batch.jsonl", [request(CHAT)])
+    job = make_job(folder, prompt=None, path=str(path), sampling={"from_columns": ["max_tokens"]})
+    with pytest.raises(JobFileError, match=r"sampling.from_columns: is not for OpenAI batch files"):
+        run(job)
 
 
 def test_a_system_message_before_messages(folder: Path) -> None:
@@ -256,7 +304,8 @@ def test_truncation_to_nothing_is_an_error(folder: Path) -> None:
 
 def test_equal_sampled_rows_get_different_keys(folder: Path) -> None:
     rows = [{"text": "a"}, {"text": "b"}, {"text": "a"}, {"text": "a", "temperature": 0}] * 2
-    index = ingest_rows(folder, rows, sampling={"temperature": 0.7})
+    own = {"temperature": 0.7, "from_columns": ("temperature",)}
+    index = ingest_rows(folder, rows, sampling=own)
     keys = [r["key"] for r in rows_of(index)]
     assert len(set(keys)) == 4 + 2 + 1
     assert keys[3] == keys[7]

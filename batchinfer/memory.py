@@ -1,0 +1,55 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 62
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Bytes that are free or can be freed, in the machine or in the container, whichever has less."""
+    return min(_machine(meminfo), _container(cgroup))
+
+
+def _machine(path: Path) -> int:
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS has no such file
+
+
+def _container(folder: Path) -> int:
+    """What the cgroup's limit leaves. Pages of files count as used there, though the kernel gives them up at need."""
+    limit = _number(folder / "memory.max") or _number(folder / "memory/memory.limit_in_bytes")
+    if limit is None or limit >= _UNLIMITED:
+        return _UNLIMITED
+    for used, statistics in _USED:
+        taken = _number(folder / used)
+        if taken is not None:
+            return max(0, limit - taken + _file_pages(folder / statistics))
+    return limit
+
+
+_USED = (
+    ("memory.current", "memory.stat"),  # cgroup v2
+    ("memory/memory.usage_in_bytes", "memory/memory.stat"),  # cgroup v1
+)
+
+
+def _number(path: Path) -> int | None:
+    """None for a file that is not there, and for `max`: no limit."""
+    text = path.read_text().strip() if path.exists() else "max"
+    return None if text == "max" else int(text)
+
+
+def _file_pages(path: Path) -> int:
+    names = ("inactive_file", "total_inactive_file")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(" ")
+        if name in names:
+            return int(value)
+    return 0
