@@ -9,24 +9,21 @@ import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from batchinfer.data.input.registry import format_of, known_suffixes, named_by
 from batchinfer.errors import InputCorrupt, InputMissing, StorageError
 
-Format = Literal["jsonl", "parquet"]
-_PARQUET = (".parquet", ".pq")
-_JSONL = (".jsonl", ".ndjson", ".json")
-_COMPRESSED = ("", ".gz", ".zst", ".zstd")
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input file as it was when it was listed. `name` is what the results call it."""
+    """An input file as it was when it was listed. `name` is what the results call it, `format` a format's name."""
 
     path: str
     name: str
-    format: Format
+    format: str
     size: int
     mtime_ns: int
 
@@ -71,9 +68,9 @@ def _expand(entry: str) -> list[str]:
     if os.path.isdir(entry):
         found = sorted(_walk(entry))
         if not found:
-            known = ", ".join(_JSONL + _PARQUET)
             raise InputMissing(
-                f"{entry}: no input file in this folder; known suffixes are {known} (.gz, .zst)"
+                f"{entry}: no input file in this folder; known suffixes are {known_suffixes()} "
+                "(JSON lines and CSV also with .gz, .zst)"
             )
         return found
     if os.path.lexists(entry):
@@ -89,15 +86,7 @@ def _expand(entry: str) -> list[str]:
 def _walk(folder: str) -> Iterable[str]:
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(root, n) for n in names if not n.startswith(".") and known_suffix(n))
-
-
-def known_suffix(name: str) -> Format | None:
-    """The format that a file's name tells, None when it tells none."""
-    lower = name.lower()
-    if lower.endswith(_PARQUET):
-        return "parquet"
-    return "jsonl" if any(lower.endswith(j + c) for j in _JSONL for c in _COMPRESSED) else None
+        yield from (os.path.join(root, n) for n in names if not n.startswith(".") and named_by(n) is not None)
 
 
 def _describe(path: str, base: Path, named_format: str) -> InputFile:
@@ -107,25 +96,12 @@ def _describe(path: str, base: Path, named_format: str) -> InputFile:
             raise InputMissing(
                 f"{path}: is not a regular file; write what comes from a pipe or device to a file"
             )
-        form = _format(path, named_format)
+        form = format_of(path, named_format)
     except FileNotFoundError:
         raise InputMissing(f"{path}: there is no such file") from None
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from None
     return InputFile(path, _shown_name(path, base), form, found.st_size, found.st_mtime_ns)
-
-
-def _format(path: str, named_format: str) -> Format:
-    if named_format == "parquet":
-        return "parquet"
-    if named_format in ("jsonl", "openai"):
-        return "jsonl"
-    return known_suffix(os.path.basename(path)) or _sniff(path)
-
-
-def _sniff(path: str) -> Format:
-    with open(path, "rb") as file:
-        return "parquet" if file.read(4) == b"PAR1" else "jsonl"
 
 
 def _shown_name(path: str, base: Path) -> str:

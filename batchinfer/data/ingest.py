@@ -214,7 +214,7 @@ class _Ingest:
         carried: JsonSpool | TypedColumns | None,
         progress: Callable[[Progress], None],
     ) -> IndexWriter:
-        spec = self._worker_spec(columns, mode)
+        spec = self._worker_spec(columns, mode, reader.values_are_text)
         writer = IndexWriter(self._layout, self._options.max_model_len, mode == "openai", self._ops)
         batches = reader.batches(columns.read, self._job.input.limit)
         with writer, RenderPool(spec, self._options.workers) as pool:
@@ -226,7 +226,7 @@ class _Ingest:
             writer.commit()
         return writer
 
-    def _worker_spec(self, columns: Columns, mode: Mode) -> WorkerSpec:
+    def _worker_spec(self, columns: Columns, mode: Mode, values_are_text: bool) -> WorkerSpec:
         prompt, options = self._job.prompt, self._options
         plan = PromptPlan(
             mode=mode,
@@ -235,6 +235,7 @@ class _Ingest:
             user=prompt.user if prompt else None,
             column=columns.prompt,
             overrides=columns.overrides,
+            values_are_text=values_are_text,
             now=options.now,
         )
         truncate = prompt.truncate if prompt else "error"

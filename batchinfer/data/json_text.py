@@ -28,6 +28,18 @@ def parse_row(line: bytes) -> Values:
     return value
 
 
+def parse_value(text: str) -> Any:
+    """The JSON value that a field of a file without types holds. Raises RowProblem."""
+    if text.count("[") + text.count("{") > MAX_NESTING:
+        _check_nesting(text)
+    try:
+        value = _DECODER.decode(text.strip())
+    except ValueError:
+        raise RowProblem("bad_json", "the prompt's column must hold JSON here: a list") from None
+    _check_surrogates(value)
+    return value
+
+
 def _parse(text: str) -> Any:
     try:
         return _DECODER.decode(text)
@@ -59,7 +71,7 @@ def _check_nesting(text: str) -> None:
             depth -= 1
 
 
-def _check_surrogates(value: Values) -> None:
+def _check_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:

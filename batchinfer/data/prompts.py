@@ -17,9 +17,10 @@ from jinja2 import nodes
 
 from batchinfer.data.chat_shapes import ChatShapes
 from batchinfer.data.chat_template import ChatTemplate, Message, NullRendered, row_environment, variables
+from batchinfer.data.json_text import parse_value
 from batchinfer.data.openai_input import CHAT_URL, openai_request
 from batchinfer.data.rows import RowProblem, Values, kind_of
-from batchinfer.data.sampling_fields import override, override_openai
+from batchinfer.data.sampling_fields import from_text, override, override_openai
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.request import SamplingParams
 
@@ -43,6 +44,7 @@ class PromptPlan:
     user: str | None = None
     column: str | None = None
     overrides: tuple[tuple[str, str], ...] = ()
+    values_are_text: bool = False  # as CSV has them: numbers, messages and token ids are parsed
     now: datetime = datetime(1970, 1, 1)
     max_text_bytes: int = MAX_TEXT_BYTES
 
@@ -100,6 +102,8 @@ class PromptBuilder:
 
     def _params(self, values: Values) -> SamplingParams:
         given = {name: values.get(column) for name, column in self._plan.overrides}
+        if self._plan.values_are_text:
+            given = {name: from_text(name, value) for name, value in given.items()}
         return override(self._plan.params, given, dict(self._plan.overrides))
 
     def _from_templates(self, values: Values) -> Draft:
@@ -136,7 +140,10 @@ class PromptBuilder:
         name = str(self._plan.column)
         if name not in values:
             raise RowProblem("prompt_missing", f"the row has no column {name!r}")
-        return values[name]
+        value = values[name]
+        if self._plan.values_are_text and self._plan.mode != "text" and isinstance(value, str):
+            return parse_value(value)
+        return value
 
     def _chat_draft(self, messages: list[Message], params: SamplingParams) -> Draft:
         if self._chat is None:

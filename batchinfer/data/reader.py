@@ -9,9 +9,10 @@ from typing import Literal
 import pyarrow as pa
 
 from batchinfer.data.files import InputFile
-from batchinfer.data.jsonl import JsonlReader
+from batchinfer.data.input.protocol import FormatReader, ReadOptions
+from batchinfer.data.input.registry import by_name
+from batchinfer.data.input.typed_rows import check_same_schema
 from batchinfer.data.openai_input import looks_like_openai
-from batchinfer.data.parquet_input import ParquetReader, check_same_schema
 from batchinfer.data.rows import RowBatch
 from batchinfer.request import RowError
 
@@ -37,15 +38,21 @@ class Reader:
     def bytes_total(self) -> int:
         return sum(f.size for f in self.files)
 
+    @property
+    def values_are_text(self) -> bool:
+        """Whether numbers and lists are written as text (CSV)."""
+        return any(by_name(file.format).values_are_text for file in self.files)
+
     def schema(self) -> pa.Schema | None:
-        """The columns where the format declares them (Parquet, SQL); None for JSONL."""
-        typed = [f for f in self.files if f.format == "parquet"]
-        if not typed:
-            return None
-        first = ParquetReader(typed[0]).schema()
-        for other in typed[1:]:
-            check_same_schema(typed[0], first, other, ParquetReader(other).schema())
-        return first
+        """The columns where the format declares them (Parquet, Arrow, CSV, SQL); None for JSONL and empty CSV."""
+        first: tuple[InputFile, pa.Schema] | None = None
+        for file in self.files:
+            schema = self._one(file, None).schema()
+            if schema is not None and first is not None:
+                check_same_schema(*first, file, schema)
+            elif schema is not None:
+                first = file, schema
+        return None if first is None else first[1]
 
     def batches(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Iterator[RowBatch]:
         """Rows of all files in order, at most `limit`. `columns` spares Parquet from decoding the others."""
@@ -65,10 +72,8 @@ class Reader:
             self.sha256[file.path] = reader.sha256
             before += file.size
 
-    def _one(self, file: InputFile, columns: Sequence[str] | None) -> JsonlReader | ParquetReader:
-        if file.format == "jsonl":
-            return JsonlReader(file, self.max_line_bytes)
-        return ParquetReader(file, None if columns is None else list(columns))
+    def _one(self, file: InputFile, columns: Sequence[str] | None) -> FormatReader:
+        return by_name(file.format).open(file, ReadOptions(self.max_line_bytes, columns))
 
     def shape(self) -> Shape:
         """Whether the first readable row is an OpenAI batch request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -67,6 +68,16 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
                 "unknown_field", f"body.{field[:100]}: this field, or its value, is not supported"
             )
     return override(params, given)
+
+
+def from_text(name: str, value: Any) -> Any:
+    """The value of a parameter that a file without types holds: a number, true, a list; a stop text stays as it is."""
+    if not isinstance(value, str) or name == "stop":
+        return value
+    try:
+        return json.loads(value.lower())
+    except (ValueError, RecursionError):
+        return value  # the parameter's check says what it should be
 
 
 def _label(name: str, column: str) -> str:

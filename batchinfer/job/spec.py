@@ -74,7 +74,7 @@ class InputSpec(Spec):
 
     path: OneOrMorePaths | None = Field(
         default=None,
-        description="File, folder or glob, or a list of them: JSONL (also .gz, .zst), Parquet, OpenAI batch.",
+        description="File, folder or glob, or a list of them: JSONL, Parquet, CSV, Arrow, OpenAI batch.",
     )
     sql: Text | None = Field(
         default=None,
@@ -84,7 +84,7 @@ class InputSpec(Spec):
         default="auto",
         description="Memory for the query; what needs more is spilled to disk. auto: half of what is available.",
     )
-    format: Literal["auto", "jsonl", "parquet", "openai"] = Field(
+    format: Literal["auto", "jsonl", "parquet", "csv", "arrow", "openai"] = Field(
         default="auto",
         description="Format of the files. auto: by their names. openai: lines of custom_id, method, url, body.",
     )
@@ -98,7 +98,7 @@ class InputSpec(Spec):
     limit: Whole | None = Field(default=None, description="Only the first so many rows. null: all.")
     max_line_bytes: Bytes = Field(
         default=2**24,
-        description="A longer JSONL line becomes an error row, unread.",
+        description="A longer line of JSONL, or record of CSV, becomes an error row, unread.",
         json_schema_extra={"default": "16MiB"},
     )
 

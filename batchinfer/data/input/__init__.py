@@ -1,0 +1,1 @@
+"""Input formats: one file each behind one protocol (protocol.py), listed in one registry (registry.py)."""

@@ -1,0 +1,73 @@
+"""JSON lines, plain or compressed: one object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from batchinfer.data.input.lines import MAGIC, HashingFile, Head, split_lines, unpacked_chunks
+from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.json_text import parse_row
+from batchinfer.data.rows import RowBatch, RowProblem, Values, row_error
+from batchinfer.errors import StorageError
+from batchinfer.request import RowError
+
+if TYPE_CHECKING:
+    from batchinfer.data.files import InputFile
+
+PACKED_MAGIC = tuple(MAGIC)
+_BATCH_ROWS = 512
+_BATCH_BYTES = 1 << 20  # of lines: what one batch may hold beyond its last line
+
+
+class JsonlReader:
+    """One JSONL file. After `batches()` has ended, `sha256` identifies what was read."""
+
+    def __init__(self, file: InputFile, options: ReadOptions) -> None:
+        self._file = file
+        self._options = options
+        self.sha256 = ""
+
+    def schema(self) -> None:
+        """JSON declares no columns."""
+
+    def batches(self) -> Iterator[RowBatch]:
+        """Rows in file order; blank lines are skipped. Raises InputCorrupt when the file is damaged or changes."""
+        try:
+            with open(self._file.path, "rb") as raw:
+                hashing = HashingFile(raw)
+                head = Head(unpacked_chunks(self._file.path, raw, hashing), self._options.sample_bytes)
+                yield from self._grouped(split_lines(head, self._options.max_line_bytes), hashing)
+                self.sha256 = "" if head.cut else hashing.hexdigest()
+        except OSError as error:
+            raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
+        self._file.check_unchanged()
+
+    def _grouped(self, lines: Iterator[tuple[int, bytes | int]], hashing: HashingFile) -> Iterator[RowBatch]:
+        rows: list[Values | RowError] = []
+        first = held = 0
+        for number, line in lines:
+            if isinstance(line, bytes):
+                line = line.strip(b" \t\r")
+                if not line:
+                    continue
+                held += len(line)
+            rows.append(self._row(number, line))
+            if len(rows) >= _BATCH_ROWS or held >= _BATCH_BYTES:
+                yield RowBatch(self._file.name, first, rows, None, hashing.bytes_read)
+                first, rows, held = first + len(rows), [], 0
+        if rows:
+            yield RowBatch(self._file.name, first, rows, None, hashing.bytes_read)
+
+    def _row(self, number: int, line: bytes | int) -> Values | RowError:
+        try:
+            if isinstance(line, int):
+                most = self._options.max_line_bytes
+                raise RowProblem("line_too_long", f"the line has {line} bytes; the limit is {most}")
+            return parse_row(line)
+        except RowProblem as problem:
+            error = problem.error
+            return row_error(error.code, f"{self._file.name} line {number}: {error.message}")
+
+
+FORMAT = Format("jsonl", (".jsonl", ".ndjson", ".json"), True, (), JsonlReader)

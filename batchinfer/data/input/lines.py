@@ -1,0 +1,136 @@
+"""Files of lines, plain or compressed: unpacked, hashed and split in bounded memory however long a line is."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from batchinfer.errors import InputCorrupt
+
+_CHUNK = 1 << 18
+_BOM = b"\xef\xbb\xbf"
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+
+
+class HashingFile(io.RawIOBase):
+    """Passes a file's bytes through and hashes them, so that one pass reads and identifies."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.bytes_read = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        self._digest.update(data)
+        self.bytes_read += len(data)
+        return len(data)
+
+    def hexdigest(self) -> str:
+        """Of the whole file: what a decompressor left unread is read here."""
+        while chunk := self._file.read(_CHUNK):
+            self._digest.update(chunk)
+            self.bytes_read += len(chunk)
+        return self._digest.hexdigest()
+
+
+def unpacked_chunks(path: str, raw: BinaryIO, hashing: HashingFile) -> Iterator[bytes]:
+    """Decompressed bytes without a byte order mark, 256 KiB at a time."""
+    codec = _codec(path, raw.read(4))
+    raw.seek(0)
+    reader = hashing.read if codec is None else _Decompressing(path, hashing, codec)
+    head = reader(_CHUNK) or b""
+    _refuse_utf16(path, head)
+    yield head[len(_BOM) :] if head.startswith(_BOM) else head
+    while chunk := reader(_CHUNK):
+        yield chunk
+
+
+class _Decompressing:
+    """`read` over a compressed stream; damage becomes InputCorrupt with the place. Reads multi-member files."""
+
+    def __init__(self, path: str, hashing: HashingFile, codec: str) -> None:
+        self._path = path
+        self._codec = codec
+        self._produced = 0
+        self._stream = pa.CompressedInputStream(pa.PythonFile(hashing, mode="r"), codec)
+
+    def __call__(self, size: int) -> bytes:
+        try:
+            data: bytes = self._stream.read(size)
+        except OSError as error:
+            raise InputCorrupt(
+                f"{self._path}: damaged {self._codec} data after {self._produced} decompressed bytes: {error}; "
+                "the file is truncated or was changed in transfer"
+            ) from None
+        self._produced += len(data)
+        return data
+
+
+def _codec(path: str, head: bytes) -> str | None:
+    """By the file's first bytes; a suffix that promises compression which is not there is damage."""
+    for magic, codec in MAGIC.items():
+        if head.startswith(magic):
+            return codec
+    promised = next((codec for suffix, codec in _SUFFIX.items() if path.lower().endswith(suffix)), None)
+    if promised and head:
+        raise InputCorrupt(f"{path}: the name says {promised}, the content is not {promised}")
+    return None
+
+
+def _refuse_utf16(path: str, head: bytes) -> None:
+    start = head[:4]
+    marked = start[:2] in (b"\xff\xfe", b"\xfe\xff")
+    unmarked = len(start) >= 2 and (start[0] == 0) != (start[1] == 0)
+    if marked or unmarked:
+        raise InputCorrupt(
+            f"{path}: the text is UTF-16 or UTF-32; write it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+        )
+
+
+class Head:
+    """The first chunks, about `most` bytes in all and whole lines only; `cut` tells whether there were more."""
+
+    def __init__(self, chunks: Iterator[bytes], most: int | None) -> None:
+        self._chunks = chunks
+        self._most = most
+        self.cut = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        left = self._most
+        for chunk in self._chunks:
+            if left is not None and len(chunk) >= left:
+                self.cut = True
+                yield chunk[: chunk.rfind(b"\n") + 1]
+                return
+            left = None if left is None else left - len(chunk)
+            yield chunk
+
+
+def split_lines(chunks: Iterable[bytes], cap: int) -> Iterator[tuple[int, bytes | int]]:
+    """(line number, line without its newline); a line over the cap is only measured: (number, its length)."""
+    number, tail, dropped = 1, b"", 0
+    for chunk in chunks:
+        pieces = chunk.split(b"\n")
+        for piece in pieces[:-1]:
+            if dropped or len(tail) + len(piece) > cap + 1:  # one more, for a carriage return
+                yield number, dropped + len(tail) + len(piece)
+            else:
+                yield number, tail + piece
+            number, tail, dropped = number + 1, b"", 0
+        tail += pieces[-1]
+        if len(tail) > cap + 1:
+            tail, dropped = b"", dropped + len(tail)
+    if dropped:
+        yield number, dropped + len(tail)
+    elif tail:
+        yield number, tail

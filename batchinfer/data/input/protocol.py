@@ -1,0 +1,60 @@
+"""What every input format gives: a reader of one file, and how such files are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import pyarrow as pa
+
+from batchinfer.data.rows import RowBatch
+
+if TYPE_CHECKING:
+    from batchinfer.data.files import InputFile
+
+PACKED = (".gz", ".zst", ".zstd")  # what may follow the suffix of a format of lines
+
+
+class FormatReader(Protocol):
+    """One file of a format. After `batches()` has ended, `sha256` identifies what was read."""
+
+    sha256: str
+
+    def schema(self) -> pa.Schema | None:
+        """The columns and their types; None where the format declares none. Raises InputCorrupt."""
+
+    def batches(self) -> Iterator[RowBatch]:
+        """Rows in file order, in memory that does not depend on the file's size; a bad row is a RowError.
+
+        Raises InputCorrupt for a file that is damaged or changes meanwhile, StorageError, OutOfMemory.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How to read: `columns` are those that are wanted (None: all), where a format can leave out the others.
+
+    `sample_bytes` ends the reading early: about so many unpacked bytes of a format of lines are looked at.
+    """
+
+    max_line_bytes: int = 16 << 20
+    columns: Sequence[str] | None = None
+    sample_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: what `input.format` calls it, what its files are called and begin with, and its reader."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    packed: bool  # whether .gz and .zst may follow the suffix
+    magic: tuple[bytes, ...]
+    open: Callable[[InputFile, ReadOptions], FormatReader]
+    values_are_text: bool = False  # numbers and lists are written as text: a parameter's value is parsed
+
+    def names(self, name: str) -> bool:
+        """Whether a file of that name is in this format."""
+        endings = [suffix + packed for suffix in self.suffixes for packed in ("", *(PACKED * self.packed))]
+        return name.lower().endswith(tuple(endings))

@@ -1,0 +1,147 @@
+"""Rows of formats that declare types (Parquet, Arrow): as Python sees them, cut small, dictionaries unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.data.rows import RowBatch, Values, row_error
+from batchinfer.errors import InputCorrupt
+from batchinfer.request import RowError
+
+if TYPE_CHECKING:
+    from batchinfer.data.files import InputFile
+
+BATCH_ROWS = 512
+_SLICE_BYTES = 4 << 20  # of one RowBatch, as long as it has more than one row
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """Without metadata; dictionary columns have the type of their values, views that of what they show."""
+    return pa.schema([(f.name, _plain(f.type)) for f in schema])
+
+
+def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, found: pa.Schema) -> None:
+    """Raises InputCorrupt naming the first column that differs in name or type; order does not matter."""
+    for name in dict.fromkeys([*schema.names, *found.names]):
+        want = schema.field(name).type if name in schema.names else "no such column"
+        have = found.field(name).type if name in found.names else "no such column"
+        if want != have:
+            raise InputCorrupt(
+                f"{other.path}: column {name!r}: {have}, but {want} in {first.path}; "
+                "all files of a job need the same columns (convert them, or use input.sql)"
+            )
+
+
+def row_batch(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> RowBatch:
+    """The rows of a small part; a row whose text is not UTF-8 is an error row, and null in the table."""
+    part = _unpacked(part)
+    rows = _rows(file, part)
+    bad = [isinstance(row, RowError) for row in rows]
+    table = _blanked(part, bad) if any(bad) else part
+    return RowBatch(file, first, rows, table, bytes_read)
+
+
+def _rows(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
+    try:
+        columns = [_values(column) for column in part.columns]
+    except UnicodeDecodeError:
+        return _rows_apart(file, part)
+    names = part.schema.names
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] or [{}] * part.num_rows
+
+
+def _rows_apart(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
+    """One row after the other, so that the row that is not UTF-8 costs itself only."""
+    if part.num_rows > 1:
+        return [row for i in range(part.num_rows) for row in _rows(file, part.slice(i, 1))]
+    return [row_error("bad_utf8", f"{file}: a text column of this row is not UTF-8")]
+
+
+def _blanked(part: pa.RecordBatch, bad: list[bool]) -> pa.RecordBatch:
+    """The same rows, those marked as bad null in every column."""
+    return part.take(pa.array([None if one else at for at, one in enumerate(bad)], pa.int64()))
+
+
+def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Halved until each part, unpacked, is small or a single row."""
+    if batch.num_rows == 0:
+        return
+    if batch.num_rows == 1 or _unpacked_size(batch) <= _SLICE_BYTES:
+        yield batch
+        return
+    half = batch.num_rows // 2
+    yield from sliced(batch.slice(0, half))
+    yield from sliced(batch.slice(half))
+
+
+def _unpacked_size(batch: pa.RecordBatch) -> int:
+    return sum(_column_size(column) for column in batch.columns)
+
+
+def _column_size(column: pa.Array) -> int:
+    if pa.types.is_dictionary(column.type):
+        if not _is_text(column.type.value_type):
+            return int(column.dictionary_decode().nbytes)
+        lengths = pc.binary_length(column.dictionary)
+        return int(pc.sum(lengths.take(column.indices)).as_py() or 0)
+    if column.type in (pa.string_view(), pa.binary_view()):  # many rows may view the same bytes
+        views = np.frombuffer(column.buffers()[1], np.int32).reshape(
+            -1, 4
+        )  # of which the first is the length
+        return int(views[column.offset : column.offset + len(column), 0].astype(np.int64).sum())
+    return int(column.nbytes)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+def _unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    arrays = [_plain_array(column) for column in batch.columns]
+    return pa.record_batch(arrays, names=batch.schema.names)
+
+
+def _plain_array(column: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if column.type == pa.string_view():
+        return (
+            column.cast(pa.binary_view()).cast(pa.binary()).view(pa.string())
+        )  # UTF-8 is checked row by row
+    return column.cast(pa.binary()) if column.type == pa.binary_view() else column
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+    return views.get(kind, kind)
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """As Python sees them. Times finer than Python's are cut to microseconds, those beyond its years are text."""
+    coarse = _in_microseconds(column.type)
+    try:
+        return list((column if coarse == column.type else column.cast(coarse, safe=False)).to_pylist())
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, OverflowError):
+        return list(column.cast(pa.string()).to_pylist())
+
+
+def _in_microseconds(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_time64(kind) and kind.unit == "ns":
+        return pa.time64("us")
+    if pa.types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    if pa.types.is_list(kind):
+        return pa.list_(_in_microseconds(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _in_microseconds(field.type)) for field in kind])
+    return kind
