@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,13 +19,21 @@ from batchinfer.data.ingest import INGEST_FORMAT, IngestOptions, ingest
 from batchinfer.data.ingest import Progress as IngestProgress
 from batchinfer.data.join import ErrorCounts, count_errors
 from batchinfer.data.manifest import Manifest, PublishSpec, check_destination, is_published, read_manifest
-from batchinfer.data.openai_output import index_endpoints, refuse_other_input, write_openai
+from batchinfer.data.openai_output import LINE_BYTES, asked, write_openai
+from batchinfer.data.output_file import OutputFile, Protected
 from batchinfer.data.publisher import publish
 from batchinfer.data.remembered import PARTIAL, published_inputs, read_strings, remember_inputs, write_strings
 from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
-from batchinfer.errors import BatchInferError, ErrorBudgetExceeded
+from batchinfer.errors import (
+    BatchInferError,
+    ErrorBudgetExceeded,
+    InputCorrupt,
+    OutputConflict,
+    StorageError,
+    UsageError,
+)
 from batchinfer.job import Job
 from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.feed import run_plan
@@ -53,6 +61,7 @@ class RunOptions:
     retry_errors: bool = False
     verify: bool = False
     to_openai: Path | None = None
+    openai_timestamps: bool = False
     engine: str = ENGINE  # "module:function" that builds the engine in its process
 
 
@@ -73,18 +82,41 @@ def run_job(
     Raises the exception tree of errors.py; whatever was finished before is committed.
     """
     completions = job.cache.path if job.cache else None
+    whole = StateFolder(job.output.path, cache=completions)
     if options.limit is not None:
-        # a trial's answers are not wasted
-        completions = completions or StateFolder(job.output.path).completions
+        completions = whole.completions  # a trial's answers are not wasted
         job = first_rows(job, options.limit)
     checkpoint = inspect_checkpoint(job.model.path)
     setting = resolve(job, checkpoint)
     state = StateFolder(job.output.path, cache=completions)
     check_destination(state.results, job.name, options.replace)
+    openai = openai_file(job, options, state, whole)
     with state.lock():
-        run = _Run(job, options, checkpoint, setting, state, progress, interrupts, notice)
+        run = _Run(job, options, checkpoint, setting, state, openai, progress, interrupts, notice)
         with run.reported(), interrupts.retold():
             return run.outcome()
+
+
+def openai_file(job: Job, options: RunOptions, state: StateFolder, whole: StateFolder) -> OutputFile | None:
+    """The file of `--to-openai`, which may be written as far as can be seen now.
+
+    A trial (`state`) and its job (`whole`) may write the same one. Raises UsageError, OutputConflict, StorageError.
+    """
+    if options.to_openai is None:
+        if options.openai_timestamps:
+            raise UsageError("--openai-timestamps says what --to-openai FILE writes; give that, too")
+        return None
+    if job.prompt is not None:
+        raise UsageError(
+            "--to-openai: the job has a prompt section, so its input is no OpenAI batch file, which the option "
+            "needs; leave the option out"
+        )
+    protected = Protected.by(job, state, whole)
+    file = OutputFile(
+        options.to_openai, "--to-openai", protected, whole.path, replace=options.replace, ops=state.ops
+    )
+    file.check()
+    return file
 
 
 def first_rows(job: Job, limit: int) -> Job:
@@ -106,6 +138,7 @@ class _Run:
     checkpoint: Checkpoint
     setting: Setting
     state: StateFolder
+    openai: OutputFile | None
     progress: Progress
     interrupts: Interrupts
     notice: Callable[[str], None]
@@ -136,12 +169,14 @@ class _Run:
     def outcome(self) -> Outcome:
         """Read, plan, run, publish."""
         self.state.remove_old_generations()
+        if self.openai is not None:
+            self.openai.probe()
         context = self._context()
         if self._is_done(context):
             return self._nothing_to_do()
         index = self._ingest(context)
-        if self.options.to_openai is not None:
-            refuse_other_input(index)
+        if self.openai is not None:
+            self.openai.check_space(index.rows * LINE_BYTES)
         budget = self._budget(index.rows)
         self._refuse_hopeless(index, budget)
         with CompletionStore(
@@ -162,8 +197,13 @@ class _Run:
                 errors = summarise_all_errors(index.index_parts, store.parts(), self.state.staging / "count")
                 raise ErrorBudgetExceeded(_budget_text(counts, budget, errors))
             manifest = self._publish(context, index, store)
-        with self.interrupts.deferred():  # it is published: nothing is left that could be interrupted
-            return self._finished(manifest)
+        with (
+            self.interrupts.deferred()
+        ):  # it is published: neither its clearing up nor its report is cut short
+            self.state.purge_scratch()
+        self._write_openai(index.inputs)
+        with self.interrupts.deferred():
+            return self._judged(manifest, "published")
 
     def _context(self) -> bytes:
         """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
@@ -194,15 +234,10 @@ class _Run:
 
     def _is_done(self, context: bytes) -> bool:
         """Whether this very result is published and no input file has changed since. SQL always runs again."""
-        if self.job.input.sql or self.options.retry_errors or self._needs_endpoints():
+        if self.job.input.sql or self.options.retry_errors:
             return False
         inputs = published_inputs(self._published_inputs, self._files())
         return inputs is not None and is_published(self.state.results, self._spec(context, inputs))
-
-    def _needs_endpoints(self) -> bool:
-        """Which row was for which endpoint stands in the index alone, so the input is read again."""
-        manifest = None if self.options.to_openai is None else read_manifest(self.state.results)
-        return manifest is not None and len(manifest.endpoints) > 1
 
     def _budget(self, rows: int) -> Budget:
         return Budget(rows, self.job.on_error.max_error_rate, self.job.on_error.publish)
@@ -214,8 +249,7 @@ class _Run:
         manifest = read_manifest(self.state.results)
         if manifest is None:
             raise BatchInferError(f"{self.state.results}: the manifest vanished while it was read")
-        if self.options.to_openai is not None:
-            write_openai(self.state.results, self.options.to_openai, model=self.job.model.path.name)
+        self._write_openai(self._files())
         return self._judged(manifest, "already published, nothing to do")
 
     def _check_space(self) -> None:
@@ -327,19 +361,23 @@ class _Run:
             )
         if not self.job.input.sql:
             remember_inputs(self._published_inputs, index.inputs, inputs, self.state.ops)
-        if self.options.to_openai is not None:
-            endpoints = index_endpoints(index) if manifest.endpoints else None
-            write_openai(
-                self.state.results,
-                self.options.to_openai,
-                model=self.job.model.path.name,
-                endpoints=endpoints,
-            )
         return manifest
 
-    def _finished(self, manifest: Manifest) -> Outcome:
-        self.state.purge_scratch()
-        return self._judged(manifest, "published")
+    def _write_openai(self, files: Sequence[InputFile]) -> None:
+        """The results are published by now: what fails here must not sound as if they were not."""
+        if self.openai is None:
+            return
+        rows = asked(files, self.job.input.max_line_bytes, self.job.input.limit)
+        created = int(self.now.timestamp()) if self.options.openai_timestamps else 0
+        try:
+            write_openai(
+                self.state.results, self.openai, rows, model=self.job.model.path.name, created=created
+            )
+        except (StorageError, OutputConflict, InputCorrupt) as error:
+            raise type(error)(
+                f"{error}. The results are published in {self.state.results}; only the file of --to-openai is "
+                "missing: the same command writes it without computing anything again"
+            ) from error
 
     def _judged(self, manifest: Manifest, status: str) -> Outcome:
         """What a published result means for the exit code: the same for the run that published it and every later."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -11,7 +12,7 @@ from typing import Any
 import duckdb
 
 from batchinfer.bench.options import BenchOptions
-from batchinfer.data.durable import FileOps, storage, write_bytes
+from batchinfer.data.durable import FileOps, refuse_existing, storage, write_new
 from batchinfer.data.files import list_inputs
 from batchinfer.data.index import MARKER, Index
 from batchinfer.data.ingest import IngestOptions, ingest
@@ -145,13 +146,13 @@ def verify_results(results: Path) -> list[Problem]:
 
 def init_folder(folder: Path, files: dict[str, str]) -> list[Path]:
     """Write a new job's files. Raises UsageError when one is there already, StorageError."""
-    there = [name for name in files if (folder / name).exists()]
+    there = [name for name in files if os.path.lexists(folder / name)]
     if there:
         raise UsageError(f"{folder / there[0]}: exists already; choose another folder")
     with storage(folder, "create"):
         folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        write_bytes(folder / name, text.encode(), FileOps())
+        write_new(folder / name, [text.encode()], FileOps())
     return [folder / name for name in files]
 
 
@@ -169,6 +170,7 @@ def bench(options: BenchOptions, notice: Callable[[str], None]) -> tuple[str, di
     if options.export is None:
         report = run_bench(options, notice)
         return report.table(), report.json
+    refuse_existing(options.export)
     workload = workload_of(options, options.workloads[0])
     export_workload(workload, options.export)
     facts = {"export": str(options.export), "workload": workload.name, "rows": len(workload.rows)}

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from batchinfer.bench.workloads import Row, Workload
-from batchinfer.data.durable import FileOps, write_bytes
+from batchinfer.data.durable import FileOps, write_new
 
 
 def export_workload(workload: Workload, path: Path) -> None:
-    """One object a row: prompt_token_ids and max_tokens. Raises StorageError."""
+    """One object a row: prompt_token_ids and max_tokens. Raises OutputConflict for an existing file, StorageError."""
     lines = (json.dumps(_object(row), separators=(",", ":")) + "\n" for row in workload.rows)
-    write_bytes(path, "".join(lines).encode(), FileOps())
+    write_new(path, (line.encode() for line in lines), FileOps())
 
 
 def _object(row: Row) -> dict[str, object]:

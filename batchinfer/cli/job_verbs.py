@@ -51,12 +51,18 @@ def run(
             metavar="FILE", help="For an OpenAI batch input: also write an OpenAI batch output file."
         ),
     ] = None,
+    openai_timestamps: Annotated[
+        bool,
+        typer.Option(
+            "--openai-timestamps", help="Write this run's time as `created` into that file, instead of 0."
+        ),
+    ] = False,
     quiet: Quiet = False,
     as_line: Json = False,
 ) -> int:
     """Run a job, or carry on with it: what an earlier run finished is not computed again."""
     job = load(job_file, overrides, date)
-    options = pipeline.RunOptions(limit, replace, retry_errors, verify, to_openai)
+    options = pipeline.RunOptions(limit, replace, retry_errors, verify, to_openai, openai_timestamps)
     with located(job), _watched(quiet or as_line) as (progress, interrupts):
         outcome = pipeline.run_job(job, options, progress, interrupts, lambda text: notice(quiet, text))
     if as_line:

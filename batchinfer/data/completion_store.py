@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -26,11 +27,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.durable import TEMPORARY, Digest, DurableFile, FileOps, sha256_of, storage, write_json
+from batchinfer.data.durable import Digest, DurableFile, FileOps, sha256_of, storage, write_json
 from batchinfer.errors import StorageError
 from batchinfer.request import Completion
 
 RECORD_FORMAT = 1
+# The whole name: other programs call their files part-00000.parquet, too, and theirs are not ours to remove.
+_OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}\.(parquet|json)(\.tmp)?")
 COMPLETION_SCHEMA = pa.schema(
     [
         ("key", pa.binary(32)),
@@ -190,7 +193,7 @@ class CompletionStore:
     def _sweep(self) -> None:
         kept = {path for part in self._records for path in (part, part.with_suffix(".json"))}
         for path in sorted(self.path.glob("part-*")):
-            if path not in kept and path.suffix in (".parquet", ".json", TEMPORARY):
+            if path not in kept and _OURS.fullmatch(path.name):
                 with storage(path, "remove"):
                     self._ops.unlink(path)
 
@@ -205,7 +208,7 @@ def read_records(
     usable: dict[Path, CommitRecord] = {}
     discarded: list[Discarded] = []
     with storage(path, "list"):
-        records = sorted(path.glob("part-*.json"))
+        records = sorted(found for found in path.glob("part-*.json") if _OURS.fullmatch(found.name))
     for record_path in records:
         part = record_path.with_suffix(".parquet")
         record = _read_record(record_path)

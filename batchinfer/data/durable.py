@@ -12,13 +12,14 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.errors import StorageError
+from batchinfer.errors import OutputConflict, StorageError
 
 TEMPORARY = ".tmp"
 _WRITE_BYTES = 1 << 20  # a Parquet file is written in hundreds of small pieces, 4 a column chunk
@@ -38,6 +39,10 @@ class FileOps:
         """A new file for writing; what keeps prompts private is the mode of the state folder around it."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
+    def create(self, path: Path) -> int:
+        """As `open`, for a file that must not be there: in a folder that others use, nothing is written through."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
     def write(self, fd: int, data: memoryview) -> int:
         return os.write(fd, data)
 
@@ -49,6 +54,10 @@ class FileOps:
 
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """A second name for a file. Raises FileExistsError where the name is taken."""
+        os.link(source, target)
 
     def exchange(self, one: Path, other: Path) -> None:
         """Swap two folders in one step. Raises ExchangeUnsupported where that cannot be done."""
@@ -120,11 +129,14 @@ class DurableFile:
     Python's file protocol as far as `pyarrow.parquet.ParquetWriter` needs it. Every method raises StorageError.
     A failed fsync is final: Linux may report it once and drop the pages, so the file is given up, never
     fsynced again; whoever holds the rows may write them anew under the same name.
+
+    `temporary` is what the file is called until then. The default suits folders that are ours alone; in any other it
+    could be somebody's file: give a name that nobody else uses, which is made anew.
     """
 
-    def __init__(self, path: Path, ops: FileOps) -> None:
+    def __init__(self, path: Path, ops: FileOps, temporary: Path | None = None) -> None:
         self.path = path
-        self.temporary = path.with_name(path.name + TEMPORARY)
+        self.temporary = temporary or path.with_name(path.name + TEMPORARY)
         self.closed = False
         self._ops = ops
         self._hash = hashlib.sha256()
@@ -132,7 +144,11 @@ class DurableFile:
         self._buffer = bytearray()
         self._abandoned = False
         with storage(self.temporary, "create"):
-            self._fd = ops.open(self.temporary)
+            if temporary is None:
+                self._fd = ops.open(self.temporary)
+            else:
+                ops.unlink(temporary)  # left by a run that was killed
+                self._fd = ops.create(temporary)
 
     def write(self, data: Any) -> int:
         """Take all of a bytes-like object; it reaches the disk in large pieces."""
@@ -163,22 +179,52 @@ class DurableFile:
         if not self.closed:
             self.abandon()
 
-    def commit(self) -> Digest:
-        """fsync, close, rename to the final name, fsync the folder. On failure the file is given up."""
+    def flush_to_disk(self) -> Digest:
+        """Everything that was written so far is on the disk, under the temporary name."""
+        self._drain()
+        with storage(self.temporary, "fsync"):
+            self._ops.fsync(self._fd)
+        return Digest(self._bytes, self._hash.hexdigest())
+
+    def commit(self, announce: Callable[[Digest], None] | None = None) -> Digest:
+        """fsync, close, rename to the final name, fsync the folder. On failure the file is given up.
+
+        `announce` hears the digest just before the rename; what it raises gives the file up, too.
+        """
+        return self._commit(announce, self._ops.rename)
+
+    def commit_new(self) -> Digest:
+        """As `commit`, but never in the place of another file. Raises FileExistsError where there is one."""
+        return self._commit(None, self._put_if_absent)
+
+    def _commit(self, announce: Callable[[Digest], None] | None, put: Callable[[Path, Path], None]) -> Digest:
         try:
-            self._drain()
-            with storage(self.temporary, "fsync"):
-                self._ops.fsync(self._fd)
+            digest = self.flush_to_disk()
             self._close_descriptor()
+            if announce is not None:
+                announce(digest)
             with storage(self.path, "rename to"):
-                self._ops.rename(self.temporary, self.path)
+                put(self.temporary, self.path)
             with storage(self.path.parent, "fsync"):
                 self._ops.fsync_folder(self.path.parent)
-        except StorageError:
+        except BaseException:
             self.abandon()
             raise
         self.closed = True
-        return Digest(self._bytes, self._hash.hexdigest())
+        return digest
+
+    def _put_if_absent(self, source: Path, target: Path) -> None:
+        """A rename would replace what is there. Without hard links there is a moment between look and rename."""
+        try:
+            self._ops.link(source, target)
+        except FileExistsError:
+            raise
+        except OSError:
+            if target.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+            self._ops.rename(source, target)
+        else:
+            self._ops.unlink(source)
 
     def abandon(self) -> None:
         """Close and remove what was written; later writes go nowhere. Never raises for a failing disk."""
@@ -220,6 +266,35 @@ def write_bytes(path: Path, data: bytes, ops: FileOps) -> Digest:
         file.abandon()
         raise
     return file.commit()
+
+
+def write_new(path: Path, pieces: Iterable[bytes], ops: FileOps) -> Digest:
+    """Write a file that must not be there yet, durably, into a folder that others use, too.
+
+    Raises OutputConflict where the name is taken, StorageError.
+    """
+    refuse_existing(path)
+    file = DurableFile(path, ops, path.with_name(f".batchinfer-{uuid.uuid4().hex[:16]}{TEMPORARY}"))
+    try:
+        for piece in pieces:
+            file.write(piece)
+        return file.commit_new()
+    except StorageError as error:
+        if isinstance(error.__cause__, FileExistsError):
+            raise _taken(path) from error
+        raise
+    finally:
+        file.close()
+
+
+def refuse_existing(path: Path) -> None:
+    """Raises OutputConflict when there is anything under this name, be it a link that leads nowhere."""
+    if os.path.lexists(path):
+        raise _taken(path)
+
+
+def _taken(path: Path) -> OutputConflict:
+    return OutputConflict(f"{path}: is there already; choose another name, or move it away")
 
 
 def write_json(path: Path, value: object, ops: FileOps) -> Digest:

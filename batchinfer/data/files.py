@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,34 @@ def _expand(entry: str) -> list[str]:
     if not found:
         raise InputMissing(f"{entry}: the pattern matches no file")
     return found
+
+
+def would_read(patterns: Iterable[str], path: Path) -> bool:
+    """Whether a job with these inputs would read `path` (links resolved) once it is there."""
+    return any(_would_read(pattern, path) for pattern in patterns)
+
+
+def _would_read(pattern: str, path: Path) -> bool:
+    parts = Path(pattern).parts
+    fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    base = Path(os.path.realpath(Path(*parts[:fixed])))
+    if not path.is_relative_to(base):
+        return False
+    below = path.relative_to(base).parts
+    if fixed < len(parts):
+        return _matches(below, parts[fixed:])
+    return not below or (
+        not any(part.startswith(".") for part in below) and known_suffix(path.name) is not None
+    )
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """As a recursive glob, part by part."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[at:], pattern[1:]) for at in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _walk(folder: str) -> Iterable[str]:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 def read_strings(path: Path) -> dict[str, str]:
     """What `write_strings` wrote, e.g. digests by file; empty when there is nothing usable."""
-    value = _read(path)
+    value = read_json(path)
     return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
@@ -32,7 +32,7 @@ def write_strings(path: Path, values: dict[str, str], ops: FileOps | None = None
 
 def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
     """What identified these files when they were published, if size and time of none has changed since."""
-    value = _read(path)
+    value = read_json(path)
     if not isinstance(value, list):
         return None
     known = {_same(entry.get("file")): entry.get("identity") for entry in value if isinstance(entry, dict)}
@@ -53,7 +53,8 @@ def _same(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _read(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """What stands in a JSON file; None when there is nothing usable."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

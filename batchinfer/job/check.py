@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,7 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
             f"{shorten(model, 200)} {_no_folder(model)}",
             "it is the folder of a checkpoint",
         )
+    yield from _store(cache, model, _inputs(sections.get("input", {}), file))
     if output is None:
         return
     real = Path(os.path.realpath(output))
@@ -254,6 +255,21 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
         message = _input_overlap(path, real)
         if message:
             yield _overlap("output", f"{shorten(output, 200)} {message}")
+
+
+def _store(cache: str | None, model: str | None, inputs: Sequence[str]) -> Iterator[Finding]:
+    """The shared store of completions gets new files in every run."""
+    if cache is None:
+        return
+    real = Path(os.path.realpath(cache))
+    if model is not None and _within(real, model):
+        yield _overlap("cache", f"{shorten(cache, 200)} is the model's folder or lies in it")
+    for path in inputs:
+        if _falls_among_inputs(path, real):
+            message = (
+                f"{shorten(cache, 200)} lies among the input {shorten(path, 200)}: a later run would read it"
+            )
+            yield _overlap("cache", message)
 
 
 def _overlap(section: str, message: str) -> Finding:
@@ -288,9 +304,15 @@ def _input_overlap(path: str, output: Path) -> str | None:
     base = os.path.realpath(_fixed_part(path))
     if Path(base).is_relative_to(output):
         return f"holds the input {shorten(path, 200)}, and results replace their folder as a whole"
-    if output.is_relative_to(base) and (base == os.path.realpath(path) or _may_match_results(path)):
+    if _falls_among_inputs(path, output):
         return f"lies in the input's folder {shorten(base, 200)}: a later run would read its own results"
     return None
+
+
+def _falls_among_inputs(path: str, folder: Path) -> bool:
+    """Whether Parquet files in `folder` would be read by the input `path`."""
+    base = os.path.realpath(_fixed_part(path))
+    return folder.is_relative_to(base) and (base == os.path.realpath(path) or _may_match_results(path))
 
 
 def _fixed_part(path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from batchinfer.report.spool import TEMPORARY
 # Steps and requests can be millions of rows a run: those of the newest runs are kept. Run rows are one row
 # each and are kept for ever, so that a year of nightly runs can be compared.
 KEPT_DETAILS = 10
+_RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
 
 
 def report_folder(output: Path) -> Path:
@@ -29,11 +31,17 @@ def table_path(folder: Path, table: str, run_id: str) -> Path:
     return folder / f"{table}-{run_id}.parquet"
 
 
+def tables(folder: Path, table: str, suffix: str = "") -> list[Path]:
+    """The files of one table, oldest run first. Only those named by a run: others in the folder are not ours."""
+    found = folder.glob(f"{table}-*.parquet{suffix}")
+    return sorted(path for path in found if _RUN_ID.fullmatch(path.name.split("-", 1)[1].split(".")[0]))
+
+
 def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
     """Delete steps and requests of all but the newest `kept` runs; returns what went. Never a run row."""
     gone: list[Path] = []
     for table in (STEPS, REQUESTS):
-        newest_first = sorted(folder.glob(f"{table}-*.parquet"), reverse=True)
+        newest_first = sorted(tables(folder, table), reverse=True)
         gone += newest_first[kept:]
     for path in gone:
         path.unlink(missing_ok=True)
@@ -42,7 +50,7 @@ def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
 
 def sweep(folder: Path) -> list[Path]:
     """Delete what a killed run left half written; only with the job's lock held. Returns what went."""
-    gone = [path for table in (RUN, STEPS, REQUESTS) for path in folder.glob(f"{table}-*.parquet{TEMPORARY}")]
+    gone = [path for table in (RUN, STEPS, REQUESTS) for path in tables(folder, table, TEMPORARY)]
     for path in gone:
         path.unlink(missing_ok=True)
     return gone

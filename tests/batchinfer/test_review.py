@@ -30,7 +30,7 @@ from batchinfer.launch.messages import Progress, WorkerSpec
 from batchinfer.plan.plan import Plan
 from batchinfer.request import Request, SamplingParams
 from tests import fake_engine
-from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
+from tests.batchinfer.test_pipeline import NO_ENGINE, people, run, write_job
 from tests.checkpoints import make_checkpoint, make_tokenizer
 
 CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
@@ -235,20 +235,6 @@ def at_noon(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
             return datetime(2026, 1, day, 12, tzinfo=tz or UTC)
 
     monkeypatch.setattr("batchinfer.pipeline.datetime", Clock)
-
-
-def test_an_openai_file_can_be_asked_for_again(tmp_path, model):
-    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-    plain = {"prompt": "hello", "max_tokens": 4}
-    rows = [
-        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **chat}},
-        {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"model": "m", **plain}},
-    ]
-    path = write_job(tmp_path, model, rows, prompt=None)
-    run(path, replace(FAKE, to_openai=tmp_path / "first.jsonl"))
-    run(path, replace(NO_ENGINE, to_openai=tmp_path / "second.jsonl"))
-    assert (tmp_path / "first.jsonl").read_bytes() == (tmp_path / "second.jsonl").read_bytes()
-    assert len(table(path)) == 2
 
 
 def test_an_openai_file_of_another_input_is_refused_before_the_engine(tmp_path, model):

@@ -248,6 +248,10 @@ def test_an_export_is_a_job_s_input(tmp_path, capsys):
     assert cli._guarded(["bench", "mixed", "--model", "tiny", "--rows", "6", "--export", str(file)]) == 0
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts == {"export": str(file), "workload": "mixed", "rows": 6}
+    before = file.read_bytes()
+    assert cli._guarded(["bench", "mixed", "--model", "tiny", "--rows", "3", "--export", str(file)]) == 73
+    assert "is there already; choose another name" in capsys.readouterr().err
+    assert file.read_bytes() == before
     make_checkpoint(tmp_path / "model", "llama", vocab=512, max_position_embeddings=2048)
     make_tokenizer(tmp_path / "model")
     documented = (Path(__file__).parents[3] / "docs" / "bench.md").read_text("utf-8")

@@ -58,7 +58,7 @@ def test_it_commits_by_rows_or_by_seconds(tmp_path: Path) -> None:
 def test_a_part_without_a_record_does_not_exist(tmp_path: Path) -> None:
     filled(tmp_path, 2, 3)
     next(tmp_path.glob("part-0000000001-*.json")).unlink()
-    (tmp_path / "part-0000000007-aa.parquet.tmp").write_bytes(b"PAR1")
+    (tmp_path / "part-0000000007-0a1b2c3d.parquet.tmp").write_bytes(b"PAR1")
     with CompletionStore(tmp_path) as store:
         assert len(store) == 2
         assert len(list(tmp_path.glob("part-*"))) == 2
@@ -131,3 +131,13 @@ def test_short_writes_are_carried_on(tmp_path: Path) -> None:
         store.append(answer(key) for key in KEYS)
         store.commit()
     assert verify_store(tmp_path) == []
+
+
+def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:
+    """`cache.path` may name a folder that somebody else writes to; Spark and DuckDB number their parts, too."""
+    names = ("part-00000.parquet", "part-00000-c000.json", "part-9f2c-00000.parquet", "part-x.tmp")
+    for name in names:
+        (tmp_path / name).write_text("theirs")
+    filled(tmp_path, 2)
+    filled(tmp_path, 1)
+    assert {name: (tmp_path / name).read_text() for name in names} == dict.fromkeys(names, "theirs")

@@ -178,13 +178,15 @@ def test_details_of_the_newest_runs_are_kept_and_every_run_row(tmp_path: Path) -
     for run_id in ids:
         for table in ("run", "steps", "requests"):
             folder.table_path(tmp_path, table, run_id).touch()
+    (tmp_path / "steps-2019.parquet").touch()  # somebody else's
     gone = folder.prune(tmp_path)
     assert len(gone) == 6
     assert len(list(tmp_path.glob("run-*"))) == 13
     for table in ("steps", "requests"):
-        kept = sorted(p.name for p in tmp_path.glob(f"{table}-*"))
+        kept = sorted(p.name for p in tmp_path.glob(f"{table}-*Z-*"))
         assert kept == [f"{table}-{run_id}.parquet" for run_id in ids[-folder.KEPT_DETAILS :]]
     assert folder.prune(tmp_path) == []
+    assert (tmp_path / "steps-2019.parquet").exists()
 
 
 def test_run_ids_sort_by_time_and_differ() -> None:
@@ -194,9 +196,10 @@ def test_run_ids_sort_by_time_and_differ() -> None:
 
 
 def test_leftovers_of_a_killed_run_are_swept(tmp_path: Path) -> None:
-    killed = Spool(folder.table_path(tmp_path, "steps", "dead"), RUN_SCHEMA)
+    path = folder.table_path(tmp_path, "steps", folder.new_run_id())
+    killed = Spool(path, RUN_SCHEMA)
     (tmp_path / "notes.tmp").touch()
-    assert [p.name for p in folder.sweep(tmp_path)] == ["steps-dead.parquet.tmp"]
+    assert [p.name for p in folder.sweep(tmp_path)] == [f"{path.name}.tmp"]
     assert [p.name for p in tmp_path.iterdir()] == ["notes.tmp"]
     killed.abort()
 
