@@ -24,6 +24,7 @@ from batchinfer.data.durable import FileOps, storage
 from batchinfer.data.files import InputFile, list_inputs, sha256_of
 from batchinfer.data.index import Index, Layout
 from batchinfer.data.index_writer import IndexWriter
+from batchinfer.data.openai_input import CHAT_URL, TEXT_URL, openai_defaults
 from batchinfer.data.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.prepare import Limits
 from batchinfer.data.prompts import Mode, PromptPlan
@@ -35,7 +36,7 @@ from batchinfer.data.sql_input import materialise
 from batchinfer.data.token_store import TokenStore
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake
-from batchinfer.request import RowError
+from batchinfer.request import RowError, SamplingParams
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
@@ -236,12 +237,17 @@ class _Ingest:
             column=columns.prompt,
             overrides=columns.overrides,
             values_are_text=values_are_text,
+            by_url=self._by_url(),
             now=options.now,
         )
         truncate = prompt.truncate if prompt else "error"
         limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context)
         model, definition = self._job.model.path, self._tokenizer.definition
         return WorkerSpec(model, definition, plan, limits, str(self._job.source), options.row_timeout_s)
+
+    def _by_url(self) -> dict[str, SamplingParams]:
+        given, length = self._job.sampling.given(), self._options.max_model_len
+        return {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
 
     def _finish(self, writer: IndexWriter, reader: Reader) -> Index:
         spill, parts = self._layout.folder / "spill", writer.parts

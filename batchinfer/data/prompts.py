@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
 from typing import Any, Literal
@@ -35,7 +35,7 @@ class PromptPlan:
     """How this job turns rows into prompts; small and picklable, it travels to the worker once.
 
     `column` names the column of the modes messages, text and token_ids; `overrides` are pairs of a
-    sampling parameter and the column that sets it.
+    sampling parameter and the column that sets it. OpenAI requests have the parameters `by_url`, not `params`.
     """
 
     mode: Mode
@@ -45,6 +45,7 @@ class PromptPlan:
     column: str | None = None
     overrides: tuple[tuple[str, str], ...] = ()
     values_are_text: bool = False  # as CSV has them: numbers, messages and token ids are parsed
+    by_url: Mapping[str, SamplingParams] = field(default_factory=dict)
     now: datetime = datetime(1970, 1, 1)
     max_text_bytes: int = MAX_TEXT_BYTES
 
@@ -127,11 +128,11 @@ class PromptBuilder:
 
     def _from_openai(self, values: Values) -> Draft:
         url, body = openai_request(values)
-        field = "messages" if url == CHAT_URL else "prompt"
-        params = override_openai(self._plan.params, body, field)
+        name = "messages" if url == CHAT_URL else "prompt"
+        params = override_openai(self._plan.by_url[url], body, name)
         if url == CHAT_URL:
-            return self._chat_draft(check_messages(body.get(field)), params)
-        prompt = body.get(field)
+            return self._chat_draft(check_messages(body.get(name)), params)
+        prompt = body.get(name)
         if isinstance(prompt, list):
             return Draft(params, token_ids=check_token_ids(prompt))
         return Draft(params, check_text(prompt), add_special=True)

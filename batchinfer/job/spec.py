@@ -197,6 +197,12 @@ class SamplingSpec(Spec):
             name if name == column else f"{name} (column {column})" for name, column in self.from_columns
         )
 
+    def given(self) -> dict[str, Any]:
+        """Only what the job file says itself: the rest of an OpenAI request's parameters is not ours to choose."""
+        return {
+            f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in self.model_fields_set
+        }
+
 
 class OutputSpec(Spec):
     """Where the results go."""
@@ -330,13 +336,18 @@ class Job(Spec):
             del identity["sampling"]["from_columns"]
         del identity["input"]["sql_memory"]
         identity["columns"] = dump["output"]["columns"]
+        if self.prompt is None:  # a parameter that is written out counts there, even with its default
+            identity["sampling"] = {name: dump["sampling"][name] for name in sorted(self.sampling.given())}
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def describe(self) -> str:
         """What was understood, one line an option, for people."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
-            if isinstance(spec, Spec):
+            if section == "sampling" and self.prompt is None:
+                said = [f"    {key}: {_shown(key, value)}" for key, value in self.sampling.given().items()]
+                lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]
+            elif isinstance(spec, Spec):
                 lines += [f"  {section}", *(f"    {key}: {_shown(key, value)}" for key, value in spec)]
             elif section != "name":
                 lines.append(f"  {section}: none")

@@ -269,6 +269,16 @@ def test_the_memory_of_a_query_does_not_change_its_rows(tmp_path: Path) -> None:
     assert len({load(tmp_path, text, ("input.sql_memory", size)).identity_json() for size in sizes}) == 1
 
 
+def test_a_parameter_that_is_written_out_counts_for_openai_requests(tmp_path: Path) -> None:
+    """What is not written out is as OpenAI's API has it, whatever our default."""
+    text = MINIMAL.replace('prompt: {user: "{{ q }}"}\n', "").replace("input: {", "input: {format: openai, ")
+    plain, said = load(tmp_path, text), load(tmp_path, text, ("sampling.temperature", "0"))
+    assert plain.identity_json() != said.identity_json()
+    assert "max_tokens" not in said.describe()
+    assert "temperature: 0" in said.describe()
+    assert "as OpenAI's API does" in plain.describe()
+
+
 def test_the_identity_of_an_older_job_stays(tmp_path: Path) -> None:
     """Results that were published before there was an option are still those of the job that leaves it out."""
     identity = json.loads(load(tmp_path).identity_json())

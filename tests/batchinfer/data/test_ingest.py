@@ -190,6 +190,23 @@ def test_openai_requests(folder: Path) -> None:
     assert {r["custom_id"] for r in rows} == {"c"}
 
 
+def test_what_an_openai_request_leaves_out_is_as_openai_has_it(folder: Path) -> None:
+    """Temperature 1; a chat may fill the context, a text completion ends after 16 tokens. The job file goes first."""
+    rows = [request(CHAT), request({"prompt": "ab"}, "/v1/completions"), request({**CHAT, "temperature": 0})]
+    chat, text, greedy = (
+        SamplingParams.from_json(row["params"])
+        for row in rows_of(ingest_rows(folder, rows, format="openai", max_model_len=96))
+    )
+    assert chat == SamplingParams(max_tokens=96, temperature=1.0)
+    assert text == SamplingParams(max_tokens=16, temperature=1.0)
+    assert greedy == SamplingParams(max_tokens=96)
+    said = {"temperature": 0, "max_tokens": 5, "seed": 0}
+    path = str(write_lines(folder / "said.jsonl", rows))
+    job = make_job(folder, prompt=None, path=path, format="openai", sampling=said)
+    params = [SamplingParams.from_json(row["params"]) for row in rows_of(run(job))]
+    assert params == [SamplingParams(max_tokens=5)] * 3
+
+
 def test_openai_files_are_detected(folder: Path) -> None:
     path = write_lines(folder / "batch.jsonl", [b"{broken", request(CHAT)])
     assert codes(run(make_job(folder, prompt=None, path=str(path)))) == ["bad_json", None]
