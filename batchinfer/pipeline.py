@@ -348,6 +348,7 @@ class _Run:
     def _publish(self, context: bytes, index: Index, store: CompletionStore) -> Manifest:
         self.progress.phase("publishing", index.rows)
         index.inputs_unchanged()
+        older = read_manifest(self.state.results)
         inputs = [_input_identity(file, index) for file in index.inputs]
         with self.report.timed("publish_s"):
             manifest = publish(
@@ -361,6 +362,9 @@ class _Run:
             )
         if not self.job.input.sql:
             remember_inputs(self._published_inputs, index.inputs, inputs, self.state.ops)
+        if older is None or older.generation != manifest.generation or self.report.metered:
+            with told_by(self.notice):
+                self.report.keep_keys(index.index_parts)
         return manifest
 
     def _write_openai(self, files: Sequence[InputFile]) -> None:

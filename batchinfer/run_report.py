@@ -5,9 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from batchinfer.engine.config import EngineInfo
@@ -16,6 +17,7 @@ from batchinfer.job import Job
 from batchinfer.plan.plan import Plan
 from batchinfer.report.folder import new_run_id, report_folder, sweep
 from batchinfer.report.meter import Measured, Meter
+from batchinfer.report.row_keys import write_rows
 from batchinfer.report.tables import RunFacts, RunRow, run_row, write_run
 from batchinfer.resolve import Setting
 
@@ -50,6 +52,10 @@ class RunReport:
         finally:
             self._facts[fact] = time.perf_counter() - began
 
+    def keep_keys(self, index_parts: Sequence[Path]) -> None:
+        """Which request answered which row of the result that was just published. Raises OSError."""
+        write_rows(self._folder, self._run_id, index_parts)
+
     def planned(self, plan: Plan) -> None:
         self.note(
             distinct_requests=plan.distinct,
@@ -63,6 +69,11 @@ class RunReport:
         sweep(self._folder)
         self._meter = Meter(self._folder, self._run_id, self._setting.peaks)
         return self._meter
+
+    @property
+    def metered(self) -> bool:
+        """Whether this run has computed anything."""
+        return self._meter is not None
 
     def ran(
         self, info: EngineInfo | None, worker_peak_rss: int | None, other_cores: float | None = None

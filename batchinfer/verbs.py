@@ -9,21 +9,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import duckdb
-
 from batchinfer.bench.options import BenchOptions
 from batchinfer.data.durable import FileOps, refuse_existing, storage, write_new
 from batchinfer.data.files import list_inputs
-from batchinfer.data.index import MARKER, Index
+from batchinfer.data.index import Index
 from batchinfer.data.ingest import IngestOptions, ingest
-from batchinfer.data.manifest import check_destination, read_manifest
-from batchinfer.data.partial import partial_reader, write_partial
+from batchinfer.data.manifest import check_destination
 from batchinfer.data.rebatch import parquet_batches
-from batchinfer.data.remembered import PARTIAL, read_strings
 from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.data.verify import Problem, verify_result, verify_store
-from batchinfer.errors import InputMissing, UsageError
+from batchinfer.errors import UsageError
 from batchinfer.job import Job
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.report.doctor import Fact, doctor
@@ -86,55 +82,6 @@ def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> str:
     shown = ids if len(ids) <= TOKENS_SHOWN else [*ids[: TOKENS_SHOWN // 2], "…", *ids[-TOKENS_SHOWN // 2 :]]
     text = tokenizer.rust.decode(ids, skip_special_tokens=False)
     return f"{head}\n{text}\n{len(ids)} tokens: {' '.join(map(str, shown))}\nsampling: {row['params']}\n"
-
-
-def query_results(results: Path, sql: str, partial: bool) -> str:
-    """Run SQL over a result folder, whose table is called `results`, and show what it gives.
-
-    Raises InputMissing when nothing is published there, UsageError for SQL that DuckDB refuses.
-    """
-    connection = duckdb.connect(
-        config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-    )
-    with connection, tempfile.TemporaryDirectory(prefix="batchinfer-query-") as spill:
-        results_table = (
-            _partial(connection, results, Path(spill)) if partial else _published(connection, results)
-        )
-        connection.register("results", results_table)
-        try:
-            return str(connection.sql(sql) or "")
-        except duckdb.Error as error:
-            raise UsageError(f"DuckDB refuses the query: {error}") from error
-
-
-def _published(connection: duckdb.DuckDBPyConnection, results: Path) -> Any:
-    manifest = read_manifest(results)
-    if manifest is None:
-        raise InputMissing(
-            f"{results}: no published result there; --partial reads what a run has finished so far"
-        )
-    return connection.read_parquet([str(results / file.name) for file in manifest.files])
-
-
-def _partial(connection: duckdb.DuckDBPyConnection, results: Path, spill: Path) -> Any:
-    """What is committed, joined with the index that the unfinished run left or is still using.
-
-    Written to a file first: a query may read its table more than once, a stream can be read only once.
-    """
-    state = StateFolder(results)
-    indexes = sorted(state.scratch.glob(f"*/{MARKER}"), key=lambda p: p.stat().st_mtime)
-    if not indexes:
-        raise InputMissing(
-            f"{results}: no unfinished run there; without --partial the published result is read"
-        )
-    folder = indexes[-1].parent
-    where = read_strings(folder / PARTIAL)
-    if not where:
-        raise InputMissing(f"{results}: the run has finished nothing yet; try again later")
-    tokenizer = Tokenizer.load(Path(where["model"]))
-    reader = partial_reader(Index.open(folder), Path(where["completions"]), tokenizer.decode_batch, spill)
-    write_partial(reader, spill / "partial.parquet")
-    return connection.read_parquet(str(spill / "partial.parquet"))
 
 
 def verify_results(results: Path) -> list[Problem]:

@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from batchinfer import verbs
+from batchinfer.answer import FORMATS
 from batchinfer.errors import StorageError
+from batchinfer.query import Query
+from batchinfer.text import printable
 
 
 def query(
-    results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")],
+    results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder, or a report folder.")],
     sql: Annotated[
-        str, typer.Argument(metavar="SQL", help="DuckDB SQL; the table is called results.")
-    ] = "FROM results LIMIT 20",
+        str | None,
+        typer.Argument(
+            metavar="SQL",
+            help="One query in DuckDB's SQL, over the tables results, run, steps, requests and rows. "
+            "By default the first 20 rows.",
+            show_default=False,
+        ),
+    ] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="Read what an unfinished run has committed so far.")
     ] = False,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format", "-f", metavar="FORMAT", help=f"How the answer is written: {', '.join(FORMATS)}."
+        ),
+    ] = "auto",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the answer to a new file instead of stdout."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same as --format jsonl: an object a row.")
+    ] = False,
 ) -> None:
-    """Query a result folder with DuckDB."""
-    typer.echo(verbs.query_results(results, sql, partial))
+    """Query a result and its report with DuckDB's SQL. Nothing is changed."""
+    question = Query(results, sql, partial)
+    form = "jsonl" if as_json and form == "auto" else form
+    if output is not None:
+        question.save(form, output)
+        typer.echo(f"wrote {output}", err=True)
+        return
+    terminal = sys.stdout.isatty()
+    for line in question.lines(form, shutil.get_terminal_size().columns if terminal else None):
+        typer.echo(printable(line) if terminal else line)
 
 
 def verify(results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")]) -> int:

@@ -1,4 +1,4 @@
-"""Every column of the run, steps and requests tables: its type, its unit and what it means.
+"""Every column of the run, steps, requests and rows tables: its type, its unit and what it means.
 
 `docs/report.md` shows the same text; a test compares the two. Null always means "not known", never zero.
 """
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-TABLE_FORMAT = 1
+TABLE_FORMAT = 2  # since 2, every table has run_id, and there is a table rows
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
+ROWS = "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,10 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column("forecast_error", _REAL, "", "`engine_s` ÷ `forecast_s` − 1; negative: faster than forecast"),
 )
 
+_RUN_ID = _text("run_id", "the run, as in the table `run`")
+
 STEP_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
     _count("engine", "", "which start of an engine in this run, from 0"),
     _count("step", "", "number of the step in its engine"),
     _seconds("started_s", "start, since the engine started"),
@@ -168,6 +172,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
     _text("key", "the work key in hexadecimal, as in the completion store"),
     _count("engine", "", "which start of an engine in this run, from 0"),
     _count("prompt_tokens", "tokens", "length of the prompt"),
@@ -184,9 +189,17 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     _seconds("latency_s", "`finished_s` − `queued_s`"),
 )
 
+ROW_COLUMNS: tuple[Column, ...] = (
+    _text("run_id", "the run that published the row"),
+    _count("row_id", "", "the row, as in the results"),
+    _text("key", "the work key of its answer in hexadecimal, as in `requests`"),
+)
+
 RUN_SCHEMA = schema_of(RUN_COLUMNS, RUN)
 STEP_SCHEMA = schema_of(STEP_COLUMNS, STEPS)
 REQUEST_SCHEMA = schema_of(REQUEST_COLUMNS, REQUESTS)
+ROW_SCHEMA = schema_of(ROW_COLUMNS, ROWS)
+SCHEMAS = {RUN: RUN_SCHEMA, STEPS: STEP_SCHEMA, REQUESTS: REQUEST_SCHEMA, ROWS: ROW_SCHEMA}
 
 
 def markdown(columns: Sequence[Column]) -> str:

@@ -7,13 +7,13 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from batchinfer.report.columns import REQUESTS, RUN, STEPS
+from batchinfer.report.columns import REQUESTS, ROWS, RUN, STEPS
 from batchinfer.report.spool import TEMPORARY
 
-# Steps and requests can be millions of rows a run: those of the newest runs are kept. Run rows are one row
+# Steps, requests and rows can be millions a run: those of the newest runs are kept. Run rows are one row
 # each and are kept for ever, so that a year of nightly runs can be compared.
 KEPT_DETAILS = 10
-_RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
+_RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6,7}")
 
 
 def report_folder(output: Path) -> Path:
@@ -22,12 +22,13 @@ def report_folder(output: Path) -> Path:
 
 
 def new_run_id(now: datetime | None = None) -> str:
-    """A fresh run id, e.g. `20261120T223000Z-1f0c9a`: ids sort by the time at which runs started."""
-    return f"{now or datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.urandom(3).hex()}"
+    """A fresh run id, e.g. `20261120T223000Z-1f0c9a7`: ids sort by the time at which runs started."""
+    now = now or datetime.now(UTC)
+    return f"{now:%Y%m%dT%H%M%SZ}-{now.microsecond:05x}{os.urandom(1).hex()}"
 
 
 def table_path(folder: Path, table: str, run_id: str) -> Path:
-    """`table` is "run", "steps" or "requests"."""
+    """`table` is "run", "steps", "requests" or "rows"."""
     return folder / f"{table}-{run_id}.parquet"
 
 
@@ -38,9 +39,9 @@ def tables(folder: Path, table: str, suffix: str = "") -> list[Path]:
 
 
 def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
-    """Delete steps and requests of all but the newest `kept` runs; returns what went. Never a run row."""
+    """Delete steps, requests and rows of all but the newest `kept` runs; returns what went. Never a run row."""
     gone: list[Path] = []
-    for table in (STEPS, REQUESTS):
+    for table in (STEPS, REQUESTS, ROWS):
         newest_first = sorted(tables(folder, table), reverse=True)
         gone += newest_first[kept:]
     for path in gone:
@@ -50,7 +51,7 @@ def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
 
 def sweep(folder: Path) -> list[Path]:
     """Delete what a killed run left half written; only with the job's lock held. Returns what went."""
-    gone = [path for table in (RUN, STEPS, REQUESTS) for path in tables(folder, table, TEMPORARY)]
+    gone = [path for table in (RUN, STEPS, REQUESTS, ROWS) for path in tables(folder, table, TEMPORARY)]
     for path in gone:
         path.unlink(missing_ok=True)
     return gone

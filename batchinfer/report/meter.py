@@ -105,6 +105,7 @@ class Meter:
         self.totals = Totals()
         self.engine = 0
         self._peaks = peaks
+        self._run_id = run_id
         self._steps = Spool(table_path(folder, STEPS, run_id), STEP_SCHEMA, buffer_rows)
         self._requests = Spool(table_path(folder, REQUESTS, run_id), REQUEST_SCHEMA, buffer_rows)
         self._last: StepSample | None = None
@@ -123,13 +124,13 @@ class Meter:
         interval = self._interval(sample)
         idle = 0.0 if interval is None else max(0.0, interval - sample.duration_s)
         self.totals.add_step(sample, idle, self._peaks)
-        self._steps.append(_step_row(self.engine, sample, interval))
+        self._steps.append(_step_row(self._run_id, self.engine, sample, interval))
 
     def request(self, sample: RequestSample) -> None:
         """Count one finished request."""
         self.totals.requests += 1
         self.totals.output_tokens += sample.completion_tokens
-        self._requests.append(_request_row(self.engine, sample))
+        self._requests.append(_request_row(self._run_id, self.engine, sample))
 
     def finish(self) -> Measured:
         """Complete both tables and read the percentiles from them. Raises OSError when the disk fails."""
@@ -156,18 +157,18 @@ class Meter:
         return sample.started_s + sample.duration_s - last.started_s - last.duration_s
 
 
-def _step_row(engine: int, s: StepSample, interval_s: float | None) -> tuple[object, ...]:
+def _step_row(run_id: str, engine: int, s: StepSample, interval_s: float | None) -> tuple[object, ...]:
     times = (s.started_s, s.duration_s, interval_s, s.model_s)
     tokens = (s.prefill_tokens, s.decode_tokens, s.recomputed_tokens, s.cached_tokens, s.sampled_tokens)
     state = (s.padded_tokens, s.running, s.waiting, s.preemptions, s.blocks_used, s.blocks_total)
-    return (engine, s.step, *times, *tokens, *state, s.flops, s.bytes, s.roofline_s)
+    return (run_id, engine, s.step, *times, *tokens, *state, s.flops, s.bytes, s.roofline_s)
 
 
-def _request_row(engine: int, s: RequestSample) -> tuple[object, ...]:
+def _request_row(run_id: str, engine: int, s: RequestSample) -> tuple[object, ...]:
     counts = (s.prompt_tokens, s.completion_tokens, s.cached_tokens, s.preemptions)
     times = (s.queued_s, s.scheduled_s, s.first_token_s, s.finished_s)
     waits = (s.scheduled_s - s.queued_s, s.first_token_s - s.queued_s)
-    return (s.key.hex(), engine, *counts, *times, *waits, tpot(s), s.finished_s - s.queued_s)
+    return (run_id, s.key.hex(), engine, *counts, *times, *waits, tpot(s), s.finished_s - s.queued_s)
 
 
 def tpot(sample: RequestSample) -> float | None:

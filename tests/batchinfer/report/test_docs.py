@@ -10,6 +10,7 @@ import pytest
 
 from batchinfer.report.columns import (
     REQUEST_COLUMNS,
+    ROW_COLUMNS,
     RUN_COLUMNS,
     STEP_COLUMNS,
     TABLE_FORMAT,
@@ -23,7 +24,7 @@ DOCUMENT = (Path(__file__).parents[3] / "docs" / "report.md").read_text(encoding
 
 @pytest.mark.parametrize(
     ("heading", "columns"),
-    [("run", RUN_COLUMNS), ("steps", STEP_COLUMNS), ("requests", REQUEST_COLUMNS)],
+    [("run", RUN_COLUMNS), ("steps", STEP_COLUMNS), ("requests", REQUEST_COLUMNS), ("rows", ROW_COLUMNS)],
 )
 def test_every_column_is_documented(heading: str, columns: Sequence[Column]) -> None:
     section = re.split(rf"^## {heading}$", DOCUMENT, flags=re.MULTILINE)[1]
@@ -31,7 +32,7 @@ def test_every_column_is_documented(heading: str, columns: Sequence[Column]) -> 
 
 
 def test_every_column_has_a_meaning_and_a_name_of_its_own() -> None:
-    for columns in (RUN_COLUMNS, STEP_COLUMNS, REQUEST_COLUMNS):
+    for columns in (RUN_COLUMNS, STEP_COLUMNS, REQUEST_COLUMNS, ROW_COLUMNS):
         names = [column.name for column in columns]
         assert len(set(names)) == len(names)
         assert all(column.meaning for column in columns)

@@ -1,0 +1,227 @@
+"""`batchinfer query`: one SQL query over a result and over the report of the runs that made it. Nothing is changed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from batchinfer.answer import check_format, format_for, shown
+from batchinfer.data.duck import parquet
+from batchinfer.data.durable import FileOps, refuse_existing, write_new
+from batchinfer.data.index import MARKER, Index
+from batchinfer.data.manifest import is_whole, read_manifest
+from batchinfer.data.partial import partial_reader, write_partial
+from batchinfer.data.remembered import PARTIAL, read_strings
+from batchinfer.data.state import StateFolder
+from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
+from batchinfer.report.columns import RUN, SCHEMAS
+from batchinfer.report.folder import report_folder, tables
+
+RESULTS = "results"
+FIRST_ROWS = "FROM results LIMIT 20"
+RUNS = "FROM run ORDER BY run_id DESC LIMIT 20"
+_NAMED = 5  # results that a message lists
+_EXPLAIN = re.compile(r"\s*EXPLAIN\s+(ANALYZE\s+)?(\([^)]*\)\s*)?", re.IGNORECASE)
+_PIVOT = re.compile(r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE)  # to DuckDB, PIVOT is several statements
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a result and its report lie; either may be missing, not both."""
+
+    results: Path | None
+    report: Path | None
+
+    @classmethod
+    def of(cls, folder: Path) -> Place:
+        """The place that a result's folder or a report's folder names. Raises InputMissing for any other."""
+        if read_manifest(folder) is not None:
+            report = report_folder(folder.absolute())
+            return cls(folder, report if tables(report, RUN) else None)
+        if tables(folder, RUN):
+            return cls(_reported(folder), folder)
+        raise InputMissing(_no_result(folder))
+
+
+def _reported(report: Path) -> Path | None:
+    """The result that a report is of, where it lies beside it."""
+    folder = report.absolute()
+    results = folder.with_name(folder.name.removesuffix("-report"))
+    return results if results != folder and read_manifest(results) is not None else None
+
+
+def _no_result(folder: Path) -> str:
+    if not folder.exists():
+        return f"{folder}: there is no such folder; a result lies where `output.path` of its job file says"
+    if not folder.is_dir():
+        return f"{folder}: is a file; name the result folder, which is `output.path` of the job file"
+    if any(StateFolder(folder).scratch.glob(f"*/{MARKER}")):
+        return f"{folder}: no published result there yet; --partial reads what its run has finished so far"
+    found = [path.parent for path in sorted(folder.glob("*/_manifest.json"))]
+    if found:
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        return f"{folder}: no result there, but below it: {', '.join(map(str, found[:_NAMED]))}{more}"
+    return f"{folder}: no published result there; `batchinfer run` publishes it, --partial reads an unfinished run"
+
+
+@contextmanager
+def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckDBPyRelation]:
+    """The answer to a query, or to the usual one, while the block lasts: it is computed as it is read.
+
+    `folder` is a result's or a report's. The result is the table `results`; run, steps, requests and rows are those of
+    its report. Raises InputMissing, UsageError for SQL that fails or would change something, StorageError, OutOfMemory;
+    reading the answer raises the same.
+    """
+    with tempfile.TemporaryDirectory(prefix="batchinfer-query-") as spill:
+        config: dict[str, Any] = {
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "temp_directory": f"{spill}/sorting",  # and not a folder where the user stands
+        }
+        with duckdb.connect(config=config) as connection:
+            if partial:
+                place = Place(None, None)
+                names = _add_view(connection, RESULTS, [_partial(folder, Path(spill))])
+            else:
+                place = Place.of(folder)
+                names = _results(connection, place.results)
+            names += _reports(connection, place.report)
+            with _explained(folder, names):
+                usual = FIRST_ROWS if RESULTS in names else RUNS
+                yield connection.sql(_reading(connection, usual if sql is None else sql))
+
+
+def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> list[str]:
+    manifest = None if results is None else read_manifest(results)
+    if results is None or manifest is None:
+        return []
+    if not is_whole(results, manifest):
+        raise StorageError(
+            f"{results}: files are missing or cut short; `batchinfer verify {results}` says which"
+        )
+    return _add_view(connection, RESULTS, [results / file.name for file in manifest.files])
+
+
+def _reports(connection: duckdb.DuckDBPyConnection, report: Path | None) -> list[str]:
+    """A table of which no run has left a file is there, and empty."""
+    names: list[str] = []
+    for name, schema in SCHEMAS.items() if report is not None else ():
+        files = tables(report, name) if report is not None else []
+        if files:
+            names += _add_view(connection, name, files)
+        else:
+            connection.register(name, schema.empty_table())
+            names.append(name)
+    return names
+
+
+def _add_view(connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path]) -> list[str]:
+    """Runs of older versions lack columns: there they are null."""
+    try:
+        source = parquet(files, ", union_by_name = true")
+        connection.execute(f'CREATE VIEW "{name}" AS SELECT * FROM {source}')
+    except duckdb.Error as error:
+        raise StorageError(f"{files[0].parent}: {error}; `batchinfer verify` checks a result") from error
+    return [name]
+
+
+def _partial(results: Path, spill: Path) -> Path:
+    """What is committed, joined with the index that the unfinished run left or is still using.
+
+    Written to a file first: a query may read its table more than once, a stream can be read only once.
+    """
+    state = StateFolder(results)
+    indexes = sorted(state.scratch.glob(f"*/{MARKER}"), key=lambda p: p.stat().st_mtime)
+    if not indexes:
+        raise InputMissing(
+            f"{results}: no unfinished run there; without --partial the published result is read"
+        )
+    folder = indexes[-1].parent
+    where = read_strings(folder / PARTIAL)
+    if not where:
+        raise InputMissing(f"{results}: the run has finished nothing yet; try again later")
+    tokenizer = Tokenizer.load(Path(where["model"]))
+    reader = partial_reader(Index.open(folder), Path(where["completions"]), tokenizer.decode_batch, spill)
+    write_partial(reader, spill / "partial.parquet")
+    return spill / "partial.parquet"
+
+
+def _reading(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
+    """The one statement of `sql`. Raises UsageError unless it only reads."""
+    statements = connection.extract_statements(sql)
+    if len(statements) != 1:
+        raise UsageError(f"the query has {len(statements)} statements; give one")
+    (statement,) = statements
+    inner = statement
+    if statement.type == duckdb.StatementType.EXPLAIN:  # EXPLAIN ANALYZE runs what it explains
+        (inner,) = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
+    pivot = inner.type == duckdb.StatementType.MULTI and _PIVOT.match(inner.query)
+    if inner.type != duckdb.StatementType.SELECT and not pivot:
+        raise UsageError(
+            f"query only reads, and this is a statement of type {inner.type.name}; to keep an answer, name a file: "
+            "--output FILE"
+        )
+    return str(statement.query)
+
+
+@contextmanager
+def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
+    """DuckDB's errors as ours, with what the query could have asked for."""
+    try:
+        yield
+    except duckdb.OutOfMemoryException as error:
+        raise OutOfMemory(f"the query needs more memory than there is: {error}") from error
+    except duckdb.Error as error:
+        if isinstance(error, duckdb.IOException) and str(folder) in str(error):
+            raise StorageError(
+                f"{folder}: {error}; the result was replaced or damaged meanwhile: ask again, or run "
+                f"`batchinfer verify {folder}`"
+            ) from error
+        raise UsageError(f"DuckDB refuses the query: {error}\nTables here: {', '.join(names)}.") from error
+    except RuntimeError as error:
+        if "interrupted" not in str(error).lower():
+            raise
+        raise Interrupted(signal.SIGINT, "interrupted") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is asked of which folder. `sql` None: the first rows, or the newest runs where there are no rows."""
+
+    folder: Path
+    sql: str | None = None
+    partial: bool = False
+
+    def lines(self, form: str, width: int | None) -> Iterator[str]:
+        """The answer for stdout. Raises what `asked` raises."""
+        check_format(form, None)
+        with asked(self.folder, self.sql, self.partial) as answer:
+            yield from shown(answer, form, width)
+
+    def save(self, form: str, output: Path) -> None:
+        """Write the answer to a file that is not there yet, whole or not at all. Raises OutputConflict, too."""
+        form = format_for(form, output)
+        check_format(form, output)
+        refuse_existing(output)
+        with asked(self.folder, self.sql, self.partial) as answer:
+            if form != "parquet":
+                write_new(output, ((line + "\n").encode() for line in shown(answer, form, None)), FileOps())
+                return
+            with tempfile.TemporaryDirectory(prefix="batchinfer-answer-") as spill:
+                answer.write_parquet(f"{spill}/answer.parquet", compression="zstd")
+                write_new(output, _pieces(Path(spill, "answer.parquet")), FileOps())
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            yield piece

@@ -1,0 +1,37 @@
+"""Text that others wrote, made fit to be shown: no character of it can steer a terminal or break a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+# C0 but tab and newline, DEL, C1; marks that reorder text (bidirectional overrides and isolates); lone surrogates,
+# which no encoding can write.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters written out: \\x1b, \\u202e. Tabs and newlines stay."""
+    return _UNSAFE.sub(lambda found: _escaped(found.group()), text)
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """One line of JSON; times in ISO 8601, unknown values null. Raises TypeError, ValueError for what JSON lacks."""
+    text = json.dumps(dict(value), default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,0 +1,54 @@
+"""The table `rows`: keys as the requests have them, in bounded memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.report import row_keys
+from batchinfer.report.columns import ROW_SCHEMA
+from batchinfer.report.row_keys import hexadecimal, write_rows
+
+KEYS = [bytes([n]) * 32 for n in range(10)]
+
+
+def index_part(path: Path, first: int, keys: list[bytes | None]) -> Path:
+    rows = pa.array(range(first, first + len(keys)), pa.int64())
+    pq.write_table(
+        pa.table({"row_id": rows, "key": pa.array(keys, pa.binary(32)), "file": ["x"] * len(keys)}), path
+    )
+    return path
+
+
+def test_every_row_with_a_key_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_keys, "BATCH_ROWS", 2)
+    parts = [
+        index_part(tmp_path / "a", 0, [KEYS[0], None, KEYS[1], KEYS[0], None]),
+        index_part(tmp_path / "b", 5, [None, None]),
+        index_part(tmp_path / "c", 7, []),
+        index_part(tmp_path / "d", 7, [KEYS[9]]),
+    ]
+    table = pq.read_table(write_rows(tmp_path / "report", "run-1", parts))
+    assert table.schema.equals(ROW_SCHEMA)
+    assert table.to_pylist() == [
+        {"run_id": "run-1", "row_id": row, "key": KEYS[n].hex()}
+        for row, n in ((0, 0), (2, 1), (3, 0), (7, 9))
+    ]
+
+
+def test_a_slice_of_keys_is_its_own_text() -> None:
+    keys = pa.array(KEYS, pa.binary(32))
+    assert hexadecimal(keys.slice(3, 4)).to_pylist() == [key.hex() for key in KEYS[3:7]]
+    assert hexadecimal(keys.slice(0, 0)).to_pylist() == []
+
+
+def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"PAR1 no")
+    with pytest.raises(pa.ArrowInvalid):
+        write_rows(
+            tmp_path / "report", "run-1", [index_part(tmp_path / "a", 0, KEYS[:3]), tmp_path / "broken"]
+        )
+    assert list((tmp_path / "report").iterdir()) == []
