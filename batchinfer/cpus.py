@@ -12,7 +12,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
-    """Cores by affinity (taskset, cpusets); fewer where a CPU quota (`docker --cpus`, systemd's CPUQuota) allows less."""
+    """Cores by affinity (taskset, cpusets); fewer where a quota (`docker --cpus`, systemd's CPUQuota) allows less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [cpus for cpus in _quotas(root, membership) if cpus is not None]
     return max(1, min(cores, *quotas) if quotas else cores)

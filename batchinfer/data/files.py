@@ -98,9 +98,7 @@ def _would_read(pattern: str, path: Path) -> bool:
     below = path.relative_to(base).parts
     if fixed < len(parts):
         return _matches(below, parts[fixed:])
-    return not below or (
-        not any(part.startswith(".") for part in below) and known_suffix(path.name) is not None
-    )
+    return not below or (not any(part.startswith(".") for part in below) and named_by(path.name) is not None)
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

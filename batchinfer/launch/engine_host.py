@@ -46,7 +46,9 @@ class EngineHost:
         self._left = False
         self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
-        self.other_cores: float | None = None  # CPU cores that other processes used meanwhile; known then, too
+        self.other_cores: float | None = (
+            None  # CPU cores that other processes used meanwhile; known then, too
+        )
         self._ready_at = time.monotonic(), time.process_time()
         self.info: EngineInfo | None = None  # known once it is ready
 
