@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.report import folder, spool
-from batchinfer.report.columns import RUN_SCHEMA
+from batchinfer.report.columns import RUN_SCHEMA, TABLE_FORMAT
 from batchinfer.report.hardware import Hardware
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.spool import Spool, write_row
@@ -122,7 +122,7 @@ def test_the_table_comes_back_as_it_was(tmp_path: Path, facts: RunFacts, machine
     assert path.name == "run-20261120T223000Z-abcdef.parquet"
     back = pq.read_table(path)
     assert back.schema.equals(RUN_SCHEMA)
-    assert back.schema.metadata[b"batchinfer.format"] == b"1"
+    assert back.schema.metadata[b"batchinfer.format"] == str(TABLE_FORMAT).encode()
     found = back.to_pylist()[0]
     assert dict(found.pop("error_codes")) == {"bad_json": 2}
     assert dict(found.pop("versions")) == versions()
