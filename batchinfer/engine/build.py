@@ -29,6 +29,7 @@ from batchinfer.errors import Unavailable
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.config import ModelConfig
 from batchinfer.models.decoder import Decoder
+from batchinfer.models.outliers import WatchedWeights, warning_of
 from batchinfer.models.rope import rope_table
 from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
@@ -102,8 +103,12 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     source = source or checkpoint_source(config.model)
     ops = _ops(config, source.config, device, dtype)
     rope = rope_table(source.config, config.max_model_len, device)
-    model = Decoder(source.config, source.weights(dtype, device), ops, rope)
     quantized = config.quantization == "int8"
+    weights = WatchedWeights(source.weights(dtype, device))
+    model = Decoder(source.config, weights, ops, rope)
+    warning = warning_of(weights.worst) if quantized else None
+    if warning is not None:
+        _log.warning("%s", warning)
     shape = source.config.decoder_shape(dtype.itemsize, 1 if quantized else dtype.itemsize)
     limits, block_size = _scheduler_config(config, shape), config.block_size or DEFAULT_BLOCK_SIZE
     block_bytes = _block_bytes(source.config, ops, block_size, dtype.itemsize)

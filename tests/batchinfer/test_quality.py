@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Sequence as Seq
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -23,6 +25,7 @@ from tests.jobs.test_quickstart_run import accuracy, run
 
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SAMPLE, THINNED = 400, 40
+OUTLIERS = [17, 101]  # of 192 channels
 # Nats. Over 15,096 positions of 400 rows: float32 from bfloat16 4e-6 in the mean and 0.03 at worst, int8 4e-5 and 0.11.
 MOST_MEAN, MOST = 5e-4, 1.0
 
@@ -45,9 +48,11 @@ def _forced(tokenizer: Any, system: str, row: Any) -> Row:
     return Row(list(prompt), answer)
 
 
-def log_probabilities(rows: Seq[Row], dtype: Dtype, quantization: Quantization = "none") -> Tensor:
+def log_probabilities(
+    rows: Seq[Row], dtype: Dtype, quantization: Quantization = "none", model: Path = QUICKSTART / "model"
+) -> Tensor:
     """(positions, vocabulary): of every answer token given those before it, by the operators that a job gets."""
-    loaded = load(QUICKSTART / "model", dtype, quantization, deterministic=False, blocks=4000)
+    loaded = load(model, dtype, quantization, deterministic=False, blocks=4000)
     seen: dict[Place, Tensor] = Forced(loaded, rows, Way(2048, seqs=256, threads=2)).run()
     return torch.stack([seen[place] for place in sorted(seen)]).double().log_softmax(-1)
 
@@ -57,9 +62,12 @@ def divergence(of: Tensor, against: Tensor) -> Tensor:
     return (of.exp() * (of - against)).sum(-1)
 
 
-def measured(rows: Seq[Row], dtype: Dtype, quantization: Quantization) -> Tensor:
+def measured(
+    rows: Seq[Row], dtype: Dtype, quantization: Quantization, model: Path = QUICKSTART / "model"
+) -> Tensor:
     """KL from the same model in bfloat16; prints what docs/models.md quotes."""
-    plain, other = log_probabilities(rows, "bfloat16"), log_probabilities(rows, dtype, quantization)
+    plain = log_probabilities(rows, "bfloat16", model=model)
+    other = log_probabilities(rows, dtype, quantization, model)
     found = divergence(plain, other)
     same = plain.argmax(-1).eq(other.argmax(-1)).double().mean()
     said = (
@@ -84,6 +92,50 @@ def test_the_divergence_of_other_arithmetics(dtype: Dtype, quantization: Quantiz
     found = measured(forced_rows(SAMPLE), dtype, quantization)
     assert found.mean() < MOST_MEAN
     assert found.max() < MOST
+
+
+def with_outliers(folder: Path, times: int) -> Path:
+    """The quickstart's model with two channels in every norm of a layer so many times as large, and what reads them so
+    many times smaller: the same function, until activations are rounded to int8."""
+    shutil.copytree(QUICKSTART / "model", folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, norm in tensors.items():
+        if name.endswith("layernorm.weight"):
+            layer = name.rsplit(".", 2)[0]
+            readers = (
+                ("self_attn.q", "self_attn.k", "self_attn.v") if "input" in name else ("mlp.gate", "mlp.up")
+            )
+            norm[OUTLIERS] *= times
+            for reader in readers:
+                tensors[f"{layer}.{reader}_proj.weight"][:, OUTLIERS] /= times
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [10, 30, 300])
+def test_outlier_channels_cost_int8_most(times: int, tmp_path: Path) -> None:
+    model, rows = with_outliers(tmp_path / "model", times), forced_rows(SAMPLE)
+    unchanged = divergence(
+        log_probabilities(rows, "bfloat16"), log_probabilities(rows, "bfloat16", model=model)
+    )
+    print(f"two channels × {times}, bfloat16 as it is:")
+    found = measured(rows, "bfloat16", "int8", model)
+    assert unchanged.mean() < MOST_MEAN, "it is not the same function"
+    assert found.mean() > 10 * MOST_MEAN / 5 if times >= 30 else found.mean() > 4e-5
+
+
+@pytest.mark.parametrize(("times", "warned"), [(1, False), (30, True)])
+def test_a_checkpoint_with_outlier_channels_is_warned_of(
+    times: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_outliers(tmp_path / "model", times)
+    load(model, "float32", blocks=40)
+    assert "outlier" not in caplog.text
+    assert "int8" not in caplog.text
+    load(model, "float32", "int8", blocks=40)
+    assert ("int8 may change answers" in caplog.text) is warned
+    assert ("of layer" in caplog.text) is warned
 
 
 @pytest.mark.slow
