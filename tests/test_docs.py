@@ -72,5 +72,5 @@ def test_the_readmes_queries_run(tmp_path, monkeypatch):
 
 
 def test_the_suite_of_the_readme_is_what_ci_runs():
-    assert "make test" in fenced(ROOT / "README.md", "sh")[1]
+    assert any("make test" in block for block in fenced(ROOT / "README.md", "sh"))
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
