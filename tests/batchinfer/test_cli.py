@@ -263,7 +263,7 @@ def test_query(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no
     assert ended.code == 0
     assert re.search(r"ok\W+20\b", ended.out)
     missing = run("query", finished.folder / "nothing")
-    assert (missing.code, "nothing: no published result" in missing.err) == (66, True)
+    assert (missing.code, "nothing: there is no such folder" in missing.err) == (66, True)
     over = run("query", finished.results, "--partial")
     assert (over.code, "no unfinished run" in over.err) == (66, True)
 

@@ -99,7 +99,7 @@ def test_a_newer_record_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_beside_another_sweeps_nothing(tmp_path: Path) -> None:
     with CompletionStore(tmp_path):
-        being_written = tmp_path / "part-0000000000-aa.parquet.tmp"
+        being_written = tmp_path / "part-0000000000-0a1b2c3d.parquet.tmp"
         being_written.touch()
         with CompletionStore(tmp_path):
             assert being_written.exists()
