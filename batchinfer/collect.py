@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from fractions import Fraction
-
 from batchinfer.data.completion_store import CompletionStore
+from batchinfer.error_budget import Budget
 from batchinfer.launch.messages import Progress as EngineProgress
 from batchinfer.plan.plan import Window
 from batchinfer.report.meter import Meter
 from batchinfer.report.progress import Progress
 from batchinfer.request import Completion
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How many error rows a job bears. Errors only grow in number: once exceeded, certain."""
-
-    rows: int
-    max_error_rate: float
-    publish: bool
-    already: int = 0  # error rows that are known before the engine starts
-
-    @property
-    def allowed(self) -> int:
-        """Counted with the rate as it is written: 100 × 0.29 is 28.99… in floats."""
-        return int(self.rows * Fraction(str(self.max_error_rate)))
-
-    def exceeded(self, errors: int) -> bool:
-        return errors > self.allowed
-
-    def starting_at(self, errors: int) -> Budget:
-        return replace(self, already=errors)
 
 
 class Collector:

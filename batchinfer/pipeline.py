@@ -10,15 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from batchinfer.collect import Budget, Collector
+from batchinfer.collect import Collector
 from batchinfer.data.completion_store import CompletionStore
-from batchinfer.data.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
+from batchinfer.data.error_summary import summarise_all_errors, summarise_errors
 from batchinfer.data.files import InputFile, list_inputs
 from batchinfer.data.index import Index
 from batchinfer.data.ingest import INGEST_FORMAT, IngestOptions, ingest
 from batchinfer.data.ingest import Progress as IngestProgress
 from batchinfer.data.join import ErrorCounts, count_errors
-from batchinfer.data.manifest import Manifest, PublishSpec, check_destination, is_published, read_manifest
+from batchinfer.data.manifest import Manifest, PublishSpec, is_published, read_manifest
 from batchinfer.data.openai_output import LINE_BYTES, asked, write_openai
 from batchinfer.data.output_file import OutputFile, Protected
 from batchinfer.data.publisher import publish
@@ -26,6 +26,7 @@ from batchinfer.data.remembered import PARTIAL, published_inputs, read_strings, 
 from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
+from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import (
     BatchInferError,
     ErrorBudgetExceeded,
@@ -39,16 +40,16 @@ from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
-from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.plan.forecast import Forecast, describe, forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
+from batchinfer.preflight import Setup, check_input, check_setup
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables import RunRow
-from batchinfer.resolve import Setting, resolve
+from batchinfer.resolve import Setting
 from batchinfer.run_report import RunReport
 
-SPACE_PER_INPUT_BYTE = 2  # at least: a disk with less will not hold the job
 ENGINE = "batchinfer.engine.build:build_engine"
 
 
@@ -86,13 +87,11 @@ def run_job(
     if options.limit is not None:
         completions = whole.completions  # a trial's answers are not wasted
         job = first_rows(job, options.limit)
-    checkpoint = inspect_checkpoint(job.model.path)
-    setting = resolve(job, checkpoint)
     state = StateFolder(job.output.path, cache=completions)
-    check_destination(state.results, job.name, options.replace)
+    setup = check_setup(job, state, options.replace)
     openai = openai_file(job, options, state, whole)
     with state.lock():
-        run = _Run(job, options, checkpoint, setting, state, openai, progress, interrupts, notice)
+        run = _Run(job, options, setup, state, openai, progress, interrupts, notice)
         with run.reported(), interrupts.retold():
             return run.outcome()
 
@@ -135,21 +134,30 @@ class _Run:
 
     job: Job
     options: RunOptions
-    checkpoint: Checkpoint
-    setting: Setting
+    setup: Setup
     state: StateFolder
     openai: OutputFile | None
     progress: Progress
     interrupts: Interrupts
     notice: Callable[[str], None]
     report: RunReport = field(init=False)
-    tokenizer: Tokenizer = field(init=False)
     now: datetime = field(init=False)  # one for the whole run: it may pass midnight
 
     def __post_init__(self) -> None:
         self.report = RunReport(self.job, self.setting)
-        self.tokenizer = Tokenizer.load(self.job.model.path)
         self.now = datetime.now().astimezone()
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.setup.checkpoint
+
+    @property
+    def setting(self) -> Setting:
+        return self.setup.setting
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.setup.tokenizer
 
     @contextmanager
     def reported(self) -> Iterator[None]:
@@ -195,7 +203,7 @@ class _Run:
             counts = count_errors(index.index_parts, store.parts(), self.state.staging / "count")
             if budget.exceeded(counts.errors) and not budget.publish:
                 errors = summarise_all_errors(index.index_parts, store.parts(), self.state.staging / "count")
-                raise ErrorBudgetExceeded(_budget_text(counts, budget, errors))
+                raise ErrorBudgetExceeded(budget_text(counts, budget, errors))
             manifest = self._publish(context, index, store)
         with (
             self.interrupts.deferred()
@@ -252,14 +260,10 @@ class _Run:
         self._write_openai(self._files())
         return self._judged(manifest, "already published, nothing to do")
 
-    def _check_space(self) -> None:
-        """Before anything is read for the first time: tokens and carried columns take about the input's size each."""
-        if not self.job.input.sql and not self.state.scratch.exists():
-            self.state.check_space(SPACE_PER_INPUT_BYTE * sum(file.size for file in self._files()))
-
     def _ingest(self, context: bytes) -> Index:
         self.progress.phase("reading")
-        self._check_space()
+        for line in check_input(self.job, self.setup, self.state).warnings:
+            self.notice(line)
         options = IngestOptions(
             context=context,
             max_model_len=self.setting.max_model_len,
@@ -285,7 +289,7 @@ class _Run:
         """Too many bad rows before the model is even loaded."""
         if budget.exceeded(index.error_rows) and not budget.publish:
             counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
-            raise ErrorBudgetExceeded(_budget_text(counts, budget, summarise_errors(index.index_parts)))
+            raise ErrorBudgetExceeded(budget_text(counts, budget, summarise_errors(index.index_parts)))
 
     def _plan(self, index: Index, store: CompletionStore) -> Plan:
         self.progress.phase("planning")
@@ -395,7 +399,7 @@ class _Run:
         if not budget.exceeded(manifest.errors):
             return Outcome(0, self.report.done(status))
         counts = ErrorCounts(manifest.rows, manifest.errors, 0, manifest.retryable)
-        text = _budget_text(counts, budget, codes)
+        text = budget_text(counts, budget, codes)
         code = ErrorBudgetExceeded.exit_code
         return Outcome(code, self.report.done(f"{status}, over its error budget", code), text)
 
@@ -414,12 +418,3 @@ def _input_identity(file: InputFile, index: Index) -> dict[str, Any]:
     digest = index.sha256.get(file.path)
     whole = {"sha256": digest} if digest else {"mtime_ns": file.mtime_ns}  # a limit left the file unread
     return {"name": file.name, "bytes": file.size, **whole}
-
-
-def _budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> str:
-    allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
-    again = f"; --retry-errors runs {counts.retryable} of them again" if counts.retryable else ""
-    text = (
-        f"{counts.errors} of {counts.rows} rows are errors and {allowed}; mend them, or raise the rate{again}"
-    )
-    return "\n".join(filter(None, [text, errors.text()]))

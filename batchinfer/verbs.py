@@ -5,71 +5,67 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from batchinfer.bench.options import BenchOptions
 from batchinfer.data.durable import FileOps, refuse_existing, storage, write_new
-from batchinfer.data.files import list_inputs
 from batchinfer.data.index import Index
-from batchinfer.data.ingest import IngestOptions, ingest
-from batchinfer.data.manifest import check_destination
 from batchinfer.data.rebatch import parquet_batches
 from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.data.verify import Problem, verify_result, verify_store
 from batchinfer.errors import UsageError
 from batchinfer.job import Job
-from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.preflight import check_input, check_setup, first_index, rehearse
 from batchinfer.report.doctor import Fact, doctor
-from batchinfer.resolve import resolve
 
 TOKENS_SHOWN = 64  # of a previewed prompt: what is amiss with a template shows at its ends
 
 
 def validate_job(job: Job) -> list[str]:
-    """Check all that can be checked without reading the input or loading the model; what was found out."""
-    checkpoint = inspect_checkpoint(job.model.path)
-    setting = resolve(job, checkpoint)
-    tokenizer = Tokenizer.load(job.model.path)
-    check_destination(job.output.path, job.name)
+    """Check a job as a run does before it computes, and prepare its first rows; what was found out."""
+    state = _state(job)
+    setup = check_setup(job, state)
+    checkpoint, setting, tokenizer = setup.checkpoint, setup.setting, setup.tokenizer
     found = [
         f"model: {checkpoint.config.family}, {checkpoint.weight_bytes / 2**20:,.1f} MiB of weights, "
         f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),
     ]
-    if job.input.sql is None:
-        files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
-        total = sum(file.size for file in files)
-        found.append(f"input: {len(files)} file{'s' * (len(files) != 1)}, {total / 2**20:,.1f} MiB")
+    facts = check_input(job, setup, state)
+    if facts.files:
+        found.append(f"input: {facts.files} file{'s' * (facts.files != 1)}, {facts.bytes / 2**20:,.1f} MiB")
     if job.sampling.from_columns:
         found.append(f"sampling: rows set their own {job.sampling.row_parameters()}")
-    return [*found, "the job file is right; the rows are checked when it runs"]
+    return [*found, *facts.warnings, *rehearse(job, setup), "the job file is right"]
 
 
 def preview_job(job: Job, rows: int) -> Iterator[str]:
     """The first rows as the model reads them: text with its special tokens, ids, parameters, or their error."""
-    checkpoint = inspect_checkpoint(job.model.path)
-    setting = resolve(job, checkpoint)
-    tokenizer = Tokenizer.load(job.model.path)
+    state = _state(job)
+    setup = check_setup(job, state, replace=True)
+    facts = check_input(job, setup, state)
+    if job.sampling.from_columns:
+        yield f"rows set their own {job.sampling.row_parameters()}\n"
+    yield from (f"{warning}\n" for warning in facts.warnings)
+    fewest = rows if job.input.limit is None else min(rows, job.input.limit)
     few = job.model_copy(
         update={
-            "input": job.input.model_copy(update={"limit": rows}),
+            "input": job.input.model_copy(update={"limit": fewest}),
             "output": job.output.model_copy(update={"columns": ()}),
         }
     )
-    options = IngestOptions(
-        b"", setting.max_model_len, checkpoint.config.vocab, datetime.now().astimezone(), workers=1
-    )
-    if job.sampling.from_columns:
-        yield f"rows set their own {job.sampling.row_parameters()}\n"
     with tempfile.TemporaryDirectory(prefix="batchinfer-preview-") as scratch:
-        index = ingest(few, options, Path(scratch))
+        index = first_index(few, setup, Path(scratch), rows)
         for batch in parquet_batches(index.index_parts, rows):
             for row in batch.to_pylist():
-                yield _previewed(row, index, tokenizer)
+                yield _previewed(row, index, setup.tokenizer)
+
+
+def _state(job: Job) -> StateFolder:
+    return StateFolder(job.output.path, cache=job.cache.path if job.cache else None)
 
 
 def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> str:

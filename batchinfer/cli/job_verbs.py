@@ -75,7 +75,7 @@ def run(
 
 
 def validate(job_file: JobPath, overrides: Overrides = None, date: Date = None, quiet: Quiet = False) -> None:
-    """Check a job file, its checkpoint and that its input exists, without running anything."""
+    """Check a job as `run` does, first rows of every file included, without computing anything."""
     job = load(job_file, overrides, date)
     with located(job):
         lines = verbs.validate_job(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ _MOST_KNOWN = 200  # names remembered for a message
 class Columns:
     """`send` are the columns that workers get (None: all), `read` those to decode (None: all, or no choice).
 
-    `overrides` are pairs of a sampling parameter and the column that sets it for a row.
+    `overrides` are pairs of a sampling parameter and the column that sets it for a row. `wanted` are keys of the job
+    and the columns that they name; `variables` are those that a template cannot do without. What the input declares
+    no columns for is `unseen` until a row has it.
     """
 
     job: str
@@ -35,18 +37,26 @@ class Columns:
     send: tuple[str, ...] | None
     read: tuple[str, ...] | None
     overrides: tuple[tuple[str, str], ...]
-    prompt_key: str = "prompt"  # the job's key that names `prompt`
+    wanted: tuple[tuple[str, str], ...]
+    variables: tuple[str, ...]
+    unseen: set[str]
     known: dict[str, None] = field(default_factory=dict)  # names seen, in order
     rows: int = 0
 
     def needed(self, row: Values) -> Values:
         """The row cut down to what the workers need."""
-        self.rows += 1
-        if len(self.known) < _MOST_KNOWN and not row.keys() <= self.known.keys():
-            self.known.update(dict.fromkeys(row))
+        self.note(row)
         if self.send is None:
             return row
         return {name: row[name] for name in self.send if name in row}
+
+    def note(self, row: Values) -> None:
+        """Remember which columns there are."""
+        self.rows += 1
+        if self.unseen:
+            self.unseen.difference_update(row)
+        if len(self.known) < _MOST_KNOWN and not row.keys() <= self.known.keys():
+            self.known.update(dict.fromkeys(row))
 
     def custom_id(self, row: Values) -> str | None:
         """The row's id as text; null stays null."""
@@ -55,17 +65,18 @@ class Columns:
             return value
         return json.dumps(value, ensure_ascii=False, default=str)
 
-    def check_all_seen(self) -> None:
-        """Raises JobFileError when rows were read and not one had the id, the prompt or a parameter."""
-        full = len(self.known) >= _MOST_KNOWN
-        parameters = [("sampling.from_columns", column) for _, column in self.overrides]
-        for where, name in (("input.id", self.id), (self.prompt_key, self.prompt), *parameters):
-            if self.rows and not full and name is not None and name not in self.known:
-                self.refuse([name], where)
+    @property
+    def missing(self) -> bool:
+        """Whether a column that the job names stood in no row so far."""
+        return any(name in self.unseen for _, name in self.wanted)
 
-    def refuse(self, missing: Iterable[str], where: str) -> None:
-        """Raises JobFileError if a column is missing from rows that were read."""
-        mistakes = [_missing(where, name, list(self.known)) for name in missing]
+    def check_all_seen(self, failed: int = 0) -> None:
+        """Raises JobFileError when rows were read and a column that the job names stood in none of them.
+
+        A template may do without a column in rows that do not come to it; it is wrong when all rows `failed`.
+        """
+        wanted = [*self.wanted, *(("prompt", name) for name in self.variables if failed >= self.rows)]
+        mistakes = [_missing(where, name, list(self.known)) for where, name in wanted if name in self.unseen]
         if mistakes and self.rows:
             raise JobFileError(self.job, mistakes)
 
@@ -75,35 +86,55 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     prompt = job.prompt
     column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
     identifier = "custom_id" if mode == "openai" else job.input.id
-    variables = template_columns(prompt.system) | template_columns(prompt.user) if prompt else set()
+    used = template_columns(prompt.system) | template_columns(prompt.user) if prompt else set()
+    _refuse_parameters(job, mode)
+    wanted = tuple(_wanted(job, mode, column))
+    variables = _needed_variables(job, used)
+    parameters = {name for _, name in job.sampling.from_columns}
+    whole = mode == "openai" or ROW_VARIABLE in used
+    send = None if whole else tuple(sorted({*used, *parameters, *([column] if column else [])}))
+    read = None
+    unseen = {*variables, *(name for _, name in wanted)}
+    if schema is not None:
+        _check_schema(job, schema, wanted, variables)
+        kept = {*(send or schema.names), *job.output.columns, identifier}
+        read, unseen = tuple(name for name in schema.names if name in kept), set()
+    known = dict.fromkeys(schema.names if schema is not None else ())
     overrides = job.sampling.from_columns
-    if mode == "openai" and overrides:
+    return Columns(
+        str(job.source), column, identifier, send, read, overrides, wanted, variables, unseen, known
+    )
+
+
+def _refuse_parameters(job: Job, mode: Mode) -> None:
+    if mode == "openai" and job.sampling.from_columns:
         message = "is not for OpenAI batch files: the body of each request holds its parameters"
         raise JobFileError(str(job.source), [Mistake("sampling.from_columns", message, hint="take it out")])
-    whole = mode == "openai" or ROW_VARIABLE in variables
-    parameters = {name for _, name in overrides}
-    send = None if whole else tuple(sorted({*variables, *parameters, *([column] if column else [])}))
-    read = None
-    if schema is not None:
-        _check_schema(job, schema, mode, column, variables)
-        wanted = {*(send or schema.names), *job.output.columns, identifier}
-        read = tuple(name for name in schema.names if name in wanted)
-    return Columns(str(job.source), column, identifier, send, read, overrides, f"prompt.{mode}")
 
 
-def _check_schema(job: Job, schema: pa.Schema, mode: Mode, column: str | None, variables: set[str]) -> None:
+def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str]]:
+    """The job's keys that name columns, each with a column."""
+    if job.input.id is not None and mode != "openai":
+        yield "input.id", job.input.id
+    if column is not None:
+        yield f"prompt.{mode}", column
+    yield from (("sampling.from_columns", name) for _, name in job.sampling.from_columns)
+    yield from (("output.columns", name) for name in job.output.columns)
+
+
+def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:
+    """The columns that the templates print, unless they ask whether one is there."""
+    if job.prompt is None or _asks_whether_defined(job.prompt.system, job.prompt.user):
+        return ()
+    return tuple(sorted(used - {ROW_VARIABLE}))
+
+
+def _check_schema(
+    job: Job, schema: pa.Schema, wanted: Sequence[tuple[str, str]], variables: Sequence[str]
+) -> None:
     names = list(schema.names)
-    wanted = [
-        ("input.id", job.input.id),
-        (f"prompt.{mode}", column),
-        *(("output.columns", n) for n in job.output.columns),
-        *(("sampling.from_columns", n) for _, n in job.sampling.from_columns),
-    ]
-    if job.prompt is not None and not _asks_whether_defined(job.prompt.system, job.prompt.user):
-        wanted += [("prompt", name) for name in sorted(variables - {ROW_VARIABLE})]
-    missing = [
-        _missing(where, name, names) for where, name in wanted if name is not None and name not in names
-    ]
+    named = [*wanted, *(("prompt", name) for name in variables)]
+    missing = [_missing(where, name, names) for where, name in named if name not in names]
     if missing:
         raise JobFileError(str(job.source), missing)
 

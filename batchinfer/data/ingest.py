@@ -27,15 +27,15 @@ from batchinfer.data.index_writer import IndexWriter
 from batchinfer.data.openai_input import CHAT_URL, TEXT_URL, openai_defaults
 from batchinfer.data.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.prepare import Limits
+from batchinfer.data.prompt_mode import choose_mode
 from batchinfer.data.prompts import Mode, PromptPlan
-from batchinfer.data.reader import Reader
+from batchinfer.data.reader import Reader, Sample
 from batchinfer.data.render_pool import RenderPool
 from batchinfer.data.render_worker import WorkerSpec
 from batchinfer.data.rows import RowBatch, Values
 from batchinfer.data.sql_input import materialise
 from batchinfer.data.token_store import TokenStore
 from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.errors import JobFileError, Mistake
 from batchinfer.request import RowError, SamplingParams
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class IngestOptions:
     now: datetime
     workers: int | None = None
     row_timeout_s: float = 10.0
+    sample: Sample | None = None  # only the first rows of each file, to look at them
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +143,16 @@ class _Ingest:
 
     def run(self, progress: Callable[[Progress], None]) -> Index:
         self._start_over()
-        reader = Reader.open(self._inputs(), self._job.input.max_line_bytes)
+        reader = Reader.open(self._inputs(), self._job.input.max_line_bytes, self._options.sample)
         schema = reader.schema()
-        mode = self._mode(reader)
+        mode = choose_mode(self._job, self._tokenizer, reader.shape)
         columns = choose_columns(self._job, mode, schema)
         carried = self._carried(schema)
         try:
             writer = self._write(reader, columns, mode, carried, progress)
-            columns.check_all_seen()
+            if reader.complete:
+                columns.check_all_seen(failed=writer.error_rows)
             if carried is not None:
-                columns.refuse(getattr(carried, "missing", []), "output.columns")
                 carried.finish(self._layout.passthrough)
         finally:
             if carried is not None:
@@ -179,24 +180,6 @@ class _Ingest:
         with storage(kept, "keep the rows of the query"):
             self._ops.rename(Path(self._files[0].path), kept)
         return [replace(self._files[0], path=str(kept), mtime_ns=kept.stat().st_mtime_ns)]
-
-    def _mode(self, reader: Reader) -> Mode:
-        prompt = self._job.prompt
-        if self._job.input.format == "openai" or (prompt is None and reader.shape() == "openai"):
-            return "openai"
-        if prompt is None:
-            raise self._mistake("prompt", "is missing, and the input is no OpenAI batch file")
-        mode: Mode = "template"
-        for name in ("messages", "text", "token_ids"):
-            if getattr(prompt, name) is not None:
-                mode = name
-        if mode in ("template", "messages") and self._tokenizer.chat_template is None:
-            where = "prompt.user" if mode == "template" else "prompt.messages"
-            raise self._mistake(where, f"{self._job.model.path} has no chat template; use prompt.text")
-        return mode
-
-    def _mistake(self, where: str, message: str) -> JobFileError:
-        return JobFileError(str(self._job.source), [Mistake(where, message)])
 
     def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
         names = self._job.output.columns
@@ -241,7 +224,8 @@ class _Ingest:
             now=options.now,
         )
         truncate = prompt.truncate if prompt else "error"
-        limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context)
+        own = self._job.model.max_model_len is not None
+        limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own)
         model, definition = self._job.model.path, self._tokenizer.definition
         return WorkerSpec(model, definition, plan, limits, str(self._job.source), options.row_timeout_s)
 

@@ -34,7 +34,6 @@ class Kinds:
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._seen: dict[str, set[str]] = {name: set() for name in columns}
-        self.present: set[str] = set()
 
     def note(self, name: str, value: Any) -> None:
         self._seen[name].add(_kind(value))
@@ -79,11 +78,6 @@ class JsonSpool:
         self._schema = pa.schema(fields)
         self._writer = PartWriter(folder, self._schema, ops)
 
-    @property
-    def missing(self) -> list[str]:
-        """Columns that no row had."""
-        return [name for name in self._columns if name not in self._kinds.present]
-
     def append(self, first_id: int, batch: RowBatch) -> None:
         """Keep the columns of a batch; an error row has nulls."""
         arrays = [pa.array(range(first_id, first_id + len(batch.rows)), pa.int64())]
@@ -96,7 +90,6 @@ class JsonSpool:
                 yield None
                 continue
             value = row[name]
-            self._kinds.present.add(name)
             self._kinds.note(name, value)
             yield None if value is None else json.dumps(value, ensure_ascii=False)
 

@@ -20,12 +20,22 @@ BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a finished prompt must fit: `vocab_size` ids, `max_model_len` positions; `context` enters the keys."""
+    """What a finished prompt must fit: `vocab_size` ids, `max_model_len` positions; `context` enters the keys.
+
+    `job_limit`: whether the job set `max_model_len`; otherwise it is what the model was made for.
+    """
 
     max_model_len: int
     vocab_size: int
     truncate: Truncate
     context: bytes
+    job_limit: bool = False
+
+    def length(self) -> str:
+        """The limit on tokens and where it comes from, for people."""
+        if self.job_limit:
+            return f"model.max_model_len of the job allows {self.max_model_len} tokens"
+        return f"the model has {self.max_model_len} positions"
 
 
 @dataclass(slots=True)
@@ -141,11 +151,13 @@ class Preparer:
         if len(tokens) + 1 <= limit:
             return tokens
         if self._limits.truncate == "error":
-            message = f"{len(tokens)} prompt tokens and one to generate; the model has {limit} positions"
+            message = f"{len(tokens)} prompt tokens and one to generate; {self._limits.length()}"
             raise RowProblem("prompt_too_long", message, "policy")
         keep = limit - draft.params.max_tokens
         if keep < 1:  # one token of a prompt would be answered, and nobody told
-            message = f"max_tokens {draft.params.max_tokens} leaves no room for a prompt in {limit} positions"
+            message = (
+                f"max_tokens {draft.params.max_tokens} leaves no room for a prompt; {self._limits.length()}"
+            )
             raise RowProblem("prompt_too_long", message, "policy")
         return tokens[-keep:] if self._limits.truncate == "left" else tokens[:keep]
 

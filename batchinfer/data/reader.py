@@ -20,17 +20,32 @@ Shape = Literal["table", "openai"]
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """Of each file its first rows alone, and of a file of lines about so many bytes."""
+
+    rows: int
+    bytes: int = 8 << 20
+
+
+@dataclass(slots=True)
 class Reader:
-    """Reads the files one after another; `sha256` fills while `batches()` runs, one digest a file."""
+    """Reads the files one after another; `sha256` fills while `batches()` runs, one digest a file read to its end.
+
+    `complete` tells, after `batches()` has ended, whether all rows were read: no sample has left any out.
+    """
 
     files: tuple[InputFile, ...]
     max_line_bytes: int
     sha256: dict[str, str]
+    sample: Sample | None = None
+    complete: bool = False
 
     @classmethod
-    def open(cls, files: Sequence[InputFile], max_line_bytes: int = 16 << 20) -> Reader:
+    def open(
+        cls, files: Sequence[InputFile], max_line_bytes: int = 16 << 20, sample: Sample | None = None
+    ) -> Reader:
         """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
-        reader = cls(tuple(files), max_line_bytes, {})
+        reader = cls(tuple(files), max_line_bytes, {}, sample)
         reader.schema()
         return reader
 
@@ -58,9 +73,9 @@ class Reader:
         """Rows of all files in order, at most `limit`. `columns` spares Parquet from decoding the others."""
         left = limit
         before = 0
+        self.complete = True
         for file in self.files:
-            reader = self._one(file, columns)
-            for batch in reader.batches():
+            for batch in self._of(file, columns):
                 batch = replace(batch, bytes_read=before + batch.bytes_read)
                 if left is not None:
                     batch = _first_rows(batch, left)
@@ -69,11 +84,27 @@ class Reader:
                     yield batch
                 if left == 0:
                     return  # files that were not read to their end keep no digest: size and time identify them
-            self.sha256[file.path] = reader.sha256
             before += file.size
 
+    def _of(self, file: InputFile, columns: Sequence[str] | None) -> Iterator[RowBatch]:
+        """The rows of one file, or those of them that the sample takes."""
+        reader = self._one(file, columns)
+        left = self.sample.rows if self.sample is not None else None
+        for batch in reader.batches():
+            if left is not None and len(batch.rows) > left:
+                self.complete = False
+                yield _first_rows(batch, left)
+                return
+            left = None if left is None else left - len(batch.rows)
+            yield batch
+        if reader.sha256:
+            self.sha256[file.path] = reader.sha256
+        else:
+            self.complete = False
+
     def _one(self, file: InputFile, columns: Sequence[str] | None) -> FormatReader:
-        return by_name(file.format).open(file, ReadOptions(self.max_line_bytes, columns))
+        most = None if self.sample is None else self.sample.bytes
+        return by_name(file.format).open(file, ReadOptions(self.max_line_bytes, columns, most))
 
     def shape(self) -> Shape:
         """Whether the first readable row is an OpenAI batch request."""

@@ -22,6 +22,19 @@ def default_memory() -> int:
     return max(available_memory() // _SHARE, _LEAST)
 
 
+def query_columns(sql: str, job: Path) -> list[str]:
+    """The names of the query's columns, without running it. Raises JobFileError with DuckDB's message."""
+    config = {
+        name: value for name, value in _config(job, job, default_memory()).items() if name != "temp_directory"
+    }
+    with duckdb.connect(config=config) as connection:
+        try:
+            _check_single_query(connection, sql, job)
+            return [name for name, *_ in connection.execute(f"DESCRIBE {_bare(sql)}").fetchall()]
+        except duckdb.Error as error:
+            raise _failure(error, job, job, default_memory()) from None
+
+
 def materialise(sql: str, job: Path, target: Path, memory: int | None = None) -> InputFile:
     """Run the query and write its rows, in the query's order, to `target`.
 

@@ -82,6 +82,15 @@ class StateFolder:
             self._remove(folder)
         return len(old)
 
+    def check_writable(self) -> None:
+        """Raises StorageError when the state or the store cannot be written where they are to be."""
+        for folder in (self.path, self.completions):
+            place = next(one for one in (folder, *folder.parents) if one.exists())
+            if not place.is_dir():
+                raise StorageError(f"{place}: is a file; {folder} is to be a folder there")
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise StorageError(f"{place}: cannot be written by this user; {folder} is to lie there")
+
     def check_space(self, needed_bytes: int) -> None:
         """Raises StorageError when the disk of the state folder has less than `needed_bytes` free."""
         place = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
@@ -89,7 +98,7 @@ class StateFolder:
             free = shutil.disk_usage(place).free
         if free < needed_bytes:
             raise StorageError(
-                f"{place}: the job needs about {_gib(needed_bytes)} of disk, {_gib(free)} are free; "
+                f"{self.path}: the job needs about {_gib(needed_bytes)} of disk, {_gib(free)} are free; "
                 "make room or point output.path at another disk"
             )
 
@@ -115,6 +124,12 @@ class StateFolder:
     def _check_format(self) -> None:
         if not self._marker.exists():
             write_json(self._marker, {"format": STATE_FORMAT}, self.ops)
+        self.refuse_newer()
+
+    def refuse_newer(self) -> None:
+        """Raises StorageError when a newer version of batchinfer wrote the folder; writes nothing."""
+        if not self._marker.exists():
+            return
         with storage(self._marker, "read"):
             found = _format_of(self._marker)
         if not isinstance(found, int) or found > STATE_FORMAT:

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.collect import Budget
 from batchinfer.data.duck import connection
 from batchinfer.engine.build import BuiltEngine
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.engine import StepOutput
+from batchinfer.error_budget import Budget
 from batchinfer.errors import BatchInferError, ErrorBudgetExceeded, Interrupted, UsageError
 from batchinfer.launch import feed
 from batchinfer.launch.engine_host import EngineHost

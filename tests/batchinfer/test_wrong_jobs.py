@@ -49,13 +49,17 @@ def place(tmp_path: Path, model: Path) -> Place:
 
 @dataclass(frozen=True)
 class Wrong:
-    """One wrong thing: the exit code, the words that the message must hold, how it is made, what is run."""
+    """One wrong thing: the exit code, the words that the message must hold, how it is made, what is run.
+
+    Each is told by `run` and by `validate` alike; by `preview` too, but for what rows that it leaves out hold, and for
+    a result that `run --replace` may replace.
+    """
 
     code: int
     words: tuple[str, ...]
     arrange: Callable[[Place], object]
     arguments: tuple[str, ...] = ()
-    verbs: tuple[str, ...] = ("run",)
+    verbs: tuple[str, ...] = ("run", "validate", "preview")
 
 
 def cut(count: int) -> Callable[[bytes], bytes]:
@@ -254,6 +258,11 @@ CHECKPOINTS = {
 }
 
 
+def without_template(p: Place) -> None:
+    edit_json(p.own_model() / "tokenizer_config.json", chat_template=...)
+    (p.folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
+
+
 def from_file(name: str, more: str = "") -> str:
     return f"input: {{path: {json.dumps(name)}{more}}}"
 
@@ -291,11 +300,13 @@ INPUTS = {
         65,
         ("rows.jsonl.gz", "damaged gzip", "decompressed bytes", "truncated"),
         lambda p: (p.gzip("rows.jsonl.gz", cut(12)), p.job(input=from_file("rows.jsonl.gz"))),
+        verbs=("run", "validate"),
     ),
     "bad CRC": Wrong(
         65,
         ("rows.jsonl.gz", "damaged gzip", "CRC"),
         lambda p: (p.gzip("rows.jsonl.gz", wrong_crc), p.job(input=from_file("rows.jsonl.gz"))),
+        verbs=("run", "validate"),
     ),
     "not gzip": Wrong(
         65,
@@ -315,7 +326,7 @@ INPUTS = {
             p.job(input=from_file("rows.parquet")),
         ),
     ),
-    "damaged page": Wrong(65, ("rows.parquet", "damaged after row"), damaged_page),
+    "damaged page": Wrong(65, ("rows.parquet", "damaged after row"), damaged_page, verbs=("run", "validate")),
     "no space": Wrong(74, ("GiB of disk", "are free", "make room"), huge),
     "differing schemas": Wrong(65, ("two.parquet", "'text'", "int64", "string", "one.parquet"), two_schemas),
     "two formats": Wrong(65, ("two.parquet", "is parquet", "one.jsonl", "one format"), two_formats),
@@ -328,15 +339,11 @@ INPUTS = {
         66,
         ("gone.jsonl", "no such file"),
         lambda p: p.job(input=from_file("gone.jsonl")),
-        (),
-        ("run", "validate"),
     ),
     "empty glob": Wrong(
         66,
         ("data/*.jsonl", "matches no file"),
         lambda p: p.job(input=from_file("data/*.jsonl")),
-        (),
-        ("run", "validate"),
     ),
     "empty folder": Wrong(
         66,
@@ -356,9 +363,10 @@ INPUTS = {
         78, ("line 3", "input.sql", "2 statement"), from_sql("select 1 as text; select 2 as text")
     ),
     "column in no row, template": Wrong(
-        65,
-        ("20 of 20 rows are errors", "template_error", "rows.jsonl row 0", "no column 'txet'"),
+        78,
+        ("line 4", "prompt", "no column 'txet'", "id, text", "did you mean 'text'?"),
         lambda p: p.job(prompt='prompt: {user: "{{ txet }}"}'),
+        verbs=("run", "validate"),
     ),
     "column in no row, Parquet template": Wrong(
         78,
@@ -397,17 +405,51 @@ INPUTS = {
         ),
     ),
     "no chat template": Wrong(
+        78, ("line 4", "prompt.user", "no chat template", "prompt.text"), lambda p: without_template(p)
+    ),
+    "no chat template for messages": Wrong(
         78,
-        ("line 4", "prompt.user", "no chat template", "prompt.text"),
-        lambda p: (
-            edit_json(p.own_model() / "tokenizer_config.json", chat_template=...)
-            or (p.folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
-        ),
+        ("line 4", "prompt.messages", "no chat template"),
+        lambda p: (without_template(p), p.job(prompt="prompt: {messages: text}")),
+    ),
+    "column in no row, CSV template": Wrong(
+        78,
+        ("line 4", "prompt", "no column 'text'", "id, body"),
+        lambda p: (p.bytes(b"id,body\n1,x\n", "rows.csv"), p.job(input=from_file("rows.csv"))),
+    ),
+    "column in no row, query": Wrong(
+        78, ("line 4", "prompt", "no column 'text'", "words"), from_sql("select 'x' as words")
+    ),
+    "column in no row of many": Wrong(
+        78,
+        ("line 6", "output.columns", "no column 'note'"),
+        lambda p: (p.rows(*ROWS * 60), p.job(output="output: {path: out/res, columns: [note]}")),
+    ),
+    "not Arrow": Wrong(
+        65,
+        ("rows.arrow", "not an Arrow file"),
+        lambda p: (p.bytes(b"id,text\n1,x\n", "rows.arrow"), p.job(input=from_file("rows.arrow"))),
+    ),
+    "a workbook": Wrong(
+        65,
+        ("rows.xlsx", "Excel", "save the sheet as CSV"),
+        lambda p: (p.bytes(b"PK\x03\x04", "rows.xlsx"), p.job(input=from_file("rows.xlsx"))),
+    ),
+    "CSV without a header": Wrong(
+        65,
+        ("rows.csv", "'x' twice", "read_csv"),
+        lambda p: (p.bytes(b"x,x\n", "rows.csv"), p.job(input=from_file("rows.csv"))),
+    ),
+    "neither prompt nor requests": Wrong(
+        78,
+        ("prompt", "is missing"),
+        lambda p: (p.rows({"a": 1}, name="in/a.jsonl"), p.job(prompt="", input=from_file("in"))),
     ),
     "too many bad rows": Wrong(
         65,
         ("5 of 20 rows are errors", "on_error.max_error_rate", "1.00%", "5 × bad_json", "rows.jsonl row 15"),
         lambda p: p.rows(*ROWS[:15], *[b"{not json"] * 5),
+        verbs=("run", "validate"),
     ),
 }
 
@@ -423,39 +465,36 @@ def strangers(p: Place) -> None:
 
 
 DESTINATIONS = {
-    "strangers' files": Wrong(
-        73, ("out/res", "'thesis.txt'", "move them away"), strangers, (), ("run", "validate")
+    "strangers' files": Wrong(73, ("out/res", "'thesis.txt'", "move them away"), strangers),
+    "strangers' files, --replace": Wrong(
+        73, ("out/res", "'thesis.txt'"), strangers, ("--replace",), ("run",)
     ),
-    "strangers' files, --replace": Wrong(73, ("out/res", "'thesis.txt'"), strangers, ("--replace",)),
-    "a file": Wrong(
-        73, ("out/res", "is a file", "folder"), lambda p: p.bytes(b"x", "out/res"), (), ("run", "validate")
-    ),
+    "a file": Wrong(73, ("out/res", "is a file", "folder"), lambda p: p.bytes(b"x", "out/res")),
     "result of another job": Wrong(
         73, ("out/res", "'weekly'", "'nightly'", "--replace"), other_job, (), ("run", "validate")
     ),
-    "a file on the way": Wrong(
-        73, ("job/out", "is a file", "output.path"), lambda p: p.bytes(b"x", "out"), (), ("run", "validate")
-    ),
+    "a file on the way": Wrong(73, ("job/out", "is a file", "output.path"), lambda p: p.bytes(b"x", "out")),
     "state of a newer version": Wrong(
         74,
         ("state.json", "format 9", "remove the folder"),
         lambda p: p.bytes(b'{"format": 9}', "out/.batchinfer-res/state.json"),
     ),
+    "a store in a file": Wrong(
+        74,
+        ("job/cache", "is a file"),
+        lambda p: (p.bytes(b"x", "cache"), p.job("cache: {path: cache}")),
+    ),
     "unreadable manifest": Wrong(
         73,
         (MANIFEST_NAME, "move the folder away"),
         lambda p: p.bytes(b"\x00", f"out/res/{MANIFEST_NAME}"),
-        (),
-        ("run", "validate"),
     ),
 }
 REFUSED = JOB_FILES | CHECKPOINTS | INPUTS | DESTINATIONS
 
 
-def both(cases: dict[str, Wrong]) -> Iterator[tuple[str, str]]:
-    for name, case in cases.items():
-        verbs = ("run", "validate") if case in (*JOB_FILES.values(), *CHECKPOINTS.values()) else case.verbs
-        yield from ((name, verb) for verb in verbs)
+def each(cases: dict[str, Wrong]) -> Iterator[tuple[str, str]]:
+    yield from ((name, verb) for name, case in cases.items() for verb in case.verbs if verb != "validate")
 
 
 def clear(message: str) -> None:
@@ -465,7 +504,7 @@ def clear(message: str) -> None:
         assert word not in message
 
 
-@pytest.mark.parametrize(("name", "verb"), list(both(REFUSED)))
+@pytest.mark.parametrize(("name", "verb"), list(each(REFUSED)))
 def test_refused(name: str, verb: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     case = REFUSED[name]
     monkeypatch.chdir(place.folder)
@@ -479,6 +518,81 @@ def test_refused(name: str, verb: str, place: Place, capsys, monkeypatch) -> Non
     clear(ended.err)
     assert ended.out == ""
     assert place.published() == before
+
+
+@pytest.mark.parametrize("name", [name for name, case in REFUSED.items() if "validate" in case.verbs])
+def test_validate_and_run_agree(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """What `run` refuses, `validate` refuses with the same words; it writes nothing."""
+    case = REFUSED[name]
+    monkeypatch.chdir(place.folder)
+    case.arrange(place)
+    before = set(place.folder.rglob("*"))
+    command_line = command(capsys, monkeypatch, NO_ENGINE)
+    checked = command_line("validate", "job.yaml", *case.arguments)
+    assert set(place.folder.rglob("*")) == before
+    ran = command_line("run", "job.yaml", *case.arguments)
+    assert (checked.code, checked.out) == (case.code, ""), checked.err
+    assert checked.err == "".join(ran.err.splitlines(keepends=True)[-len(checked.err.splitlines()) :])
+
+
+RIGHT: dict[str, Callable[[Place], object]] = {
+    "as it is": lambda p: p.job(),
+    "no rows": lambda p: (p.rows(), p.job(output="output: {path: out/res}")),
+    "a result of an older run": lambda p: p.job(output="output: {path: out/new}"),
+    "a column in a later row only": lambda p: (
+        p.rows(*ROWS * 60, {"id": "last", "text": "x", "note": "y"}),
+        p.job(output="output: {path: out/res, columns: [note]}"),
+    ),
+    "a template that does without": lambda p: p.job(
+        prompt="prompt: {user: \"{% if text == 'odd' %}{{ more }}{% else %}{{ text }}{% endif %}\"}"
+    ),
+    "few bad rows": lambda p: (p.rows(*ROWS, b"{no"), p.job("on_error: {max_error_rate: 0.1}")),
+    "CSV": lambda p: (p.bytes(b"id,text\nr,x\n", "rows.csv"), p.job(input=from_file("rows.csv", ", id: id"))),
+    "a query": from_sql("select text from 'rows.jsonl' -- all of them"),
+    "a text prompt without a chat template": lambda p: (
+        without_template(p),
+        p.job(prompt="prompt: {text: text}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_validate_and_run_agree_on_what_is_right(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    RIGHT[name](place)
+    command_line = command(capsys, monkeypatch)
+    for verb in ("validate", "preview", "run"):
+        ended = command_line(verb, place.folder / "job.yaml")
+        assert ended.code == 0, (verb, ended.err)
+
+
+def test_validate_tells_of_bad_rows_within_the_budget(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    place.rows(*ROWS, b"{no")
+    place.job("on_error: {max_error_rate: 0.1}")
+    ended = command(capsys, monkeypatch)("validate", place.folder / "job.yaml")
+    assert "of all 21 1 would be error rows" in ended.out
+    assert "1 × bad_json, first rows.jsonl row 20" in ended.out
+
+
+def test_validate_reads_the_first_rows_of_every_file(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """A long input is not read to its end: its error rate is not known, and what was found is told."""
+    place.rows(*ROWS * 50, name="in/a.jsonl")
+    place.rows(b"{no", *ROWS, name="in/b.jsonl")
+    place.job("on_error: {max_error_rate: 0}", input=from_file("in", ", id: id"))
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    checked = run("validate", place.folder / "job.yaml")
+    assert checked.code == 0
+    assert "of the first 512 of each file, 533 in all, 1 would be error rows" in checked.out
+    assert "in/b.jsonl row 0" in checked.out
+    assert run("run", place.folder / "job.yaml").code == 65
+
+
+def test_a_column_that_looks_like_a_parameter_is_told_of(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    place.rows(*({**row, "temperature": 23.5, "seed": 1} for row in ROWS))
+    place.job(output="output: {path: out/res, columns: [seed]}")
+    run = command(capsys, monkeypatch)
+    for verb in ("validate", "preview", "run"):
+        ended = run(verb, place.folder / "job.yaml")
+        assert "the column temperature of the input set no parameter" in ended.out + ended.err
 
 
 def test_an_empty_file_is_an_empty_result(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -824,12 +938,14 @@ def test_the_kv_cache_does_not_fit(place: Place, capsys, monkeypatch) -> None:  
 
 @pytest.mark.skipif(bool(nvidia_gpus()), reason="there is a GPU")
 def test_no_gpu(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, pipeline.ENGINE)
-    ended = run("run", place.folder / "job.yaml", "--set", "engine.device=cuda")
-    assert ended.code == 69
-    assert "engine.device" in ended.err
-    assert "Traceback" not in ended.err
-    assert place.published() == {}
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    for verb in ("run", "validate", "preview"):
+        ended = run(verb, place.folder / "job.yaml", "--set", "engine.device=cuda")
+        assert ended.code == 69
+        assert "engine.device" in ended.err
+        assert "device: cpu" in ended.err
+        assert "Traceback" not in ended.err
+        assert place.published() == {}
 
 
 def test_the_disk_is_full(place: Place) -> None:

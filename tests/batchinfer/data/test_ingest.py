@@ -319,6 +319,21 @@ def test_truncation_to_nothing_is_an_error(folder: Path) -> None:
     assert [r["error_code"] for r in rows_of(index)] == ["prompt_too_long", None]
 
 
+def test_too_long_says_whose_limit_it_is(folder: Path) -> None:
+    """The model's positions were named where the job's own limit was meant."""
+    rows = [{"t": [1] * 9}, {"t": [2]}]
+    index = ingest_rows(folder, rows, {"token_ids": "t"}, max_model_len=7)
+    assert (
+        rows_of(index)[0]["error_message"] == "9 prompt tokens and one to generate; the model has 7 positions"
+    )
+    job = make_job(folder, prompt={"token_ids": "t", "truncate": "left"}, path=str(folder / "rows.jsonl"))
+    job = job.model_copy(update={"model": job.model.model_copy(update={"max_model_len": 7})})
+    said = rows_of(run(job, max_model_len=7))[0]["error_message"]
+    assert (
+        said == "max_tokens 256 leaves no room for a prompt; model.max_model_len of the job allows 7 tokens"
+    )
+
+
 def test_equal_sampled_rows_get_different_keys(folder: Path) -> None:
     rows = [{"text": "a"}, {"text": "b"}, {"text": "a"}, {"text": "a", "temperature": 0}] * 2
     own = {"temperature": 0.7, "from_columns": ("temperature",)}

@@ -1,0 +1,38 @@
+"""How many error rows a job bears, and what is said when there are more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from batchinfer.data.error_summary import ErrorSummary
+from batchinfer.data.join import ErrorCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many error rows a job bears. Errors only grow in number: once exceeded, certain."""
+
+    rows: int
+    max_error_rate: float
+    publish: bool
+    already: int = 0  # error rows that are known before the engine starts
+
+    @property
+    def allowed(self) -> int:
+        """Counted with the rate as it is written: 100 × 0.29 is 28.99… in floats."""
+        return int(self.rows * Fraction(str(self.max_error_rate)))
+
+    def exceeded(self, errors: int) -> bool:
+        return errors > self.allowed
+
+    def starting_at(self, errors: int) -> Budget:
+        return replace(self, already=errors)
+
+
+def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> str:
+    """More rows are errors than the budget allows: how many, why, and what to do."""
+    allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
+    again = f"; --retry-errors runs {counts.retryable} of them again" if counts.retryable else ""
+    text = f"{counts.errors} of {counts.rows} rows are errors and {allowed}; correct them, or raise the rate{again}"
+    return "\n".join(filter(None, [text, errors.text()]))

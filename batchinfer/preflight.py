@@ -1,0 +1,168 @@
+"""What is checked before anything is computed. `run`, `validate` and `preview` all call it, so that they agree.
+
+`check_setup` looks at everything but the rows: checkpoint, device, tokenizer, destination. `check_input` looks at the
+files and their columns. `rehearse` prepares the first rows of every file as a run would.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchinfer.data.columns import Columns, choose_columns
+from batchinfer.data.error_summary import summarise_errors
+from batchinfer.data.files import list_inputs
+from batchinfer.data.index import Index
+from batchinfer.data.ingest import IngestOptions, ingest
+from batchinfer.data.join import ErrorCounts
+from batchinfer.data.manifest import check_destination
+from batchinfer.data.prompt_mode import check_chat_template, choose_mode
+from batchinfer.data.reader import Reader, Sample
+from batchinfer.data.sampling_fields import CHECKS
+from batchinfer.data.sql_input import query_columns
+from batchinfer.data.state import StateFolder
+from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.error_budget import Budget, budget_text
+from batchinfer.errors import ErrorBudgetExceeded, Unavailable
+from batchinfer.job import Job
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.report.hardware import nvidia_gpus
+from batchinfer.request import RowError
+from batchinfer.resolve import Setting, resolve
+
+SPACE_PER_INPUT_BYTE = 2  # at least: tokens and carried columns take about the input's size each
+FIRST_ROWS = 512  # of every file: one batch of each format
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A job's model, device and tokenizer, found right."""
+
+    checkpoint: Checkpoint
+    setting: Setting
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class InputFacts:
+    """An input that has the columns that the job names. `files` is 0 for a query."""
+
+    files: int
+    bytes: int
+    warnings: tuple[str, ...]
+
+
+def check_setup(job: Job, state: StateFolder, replace: bool = False) -> Setup:
+    """Raises JobFileError, SecurityRefusal, Unavailable, OutputConflict, StorageError and what the tokenizer raises."""
+    checkpoint = inspect_checkpoint(job.model.path)
+    _check_device(job)
+    setting = resolve(job, checkpoint)
+    tokenizer = Tokenizer.load(job.model.path)
+    check_chat_template(job, tokenizer)
+    check_destination(state.results, job.name, replace)
+    state.check_writable()
+    state.refuse_newer()
+    return Setup(checkpoint, setting, tokenizer)
+
+
+def _check_device(job: Job) -> None:
+    """What `auto` finds is there; a device that the job names may not be. In a container nvidia-smi may be missing."""
+    if job.engine.device != "cuda":
+        return
+    if version("torch").endswith("+cpu"):
+        raise Unavailable(
+            "engine.device is cuda, and the torch that is installed computes on CPUs only; "
+            "use device: cpu, or install torch with CUDA"
+        )
+    if not nvidia_gpus() and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        raise Unavailable(
+            "engine.device is cuda, and this machine has no NVIDIA GPU; use device: cpu, or auto"
+        )
+
+
+def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
+    """Raises InputMissing, InputCorrupt, StorageError, and JobFileError for columns that the input lacks."""
+    if job.input.sql is not None:
+        names = query_columns(job.input.sql, job.source)
+        schema = pa.schema([(name, pa.null()) for name in names])
+        mode = choose_mode(job, setup.tokenizer, lambda: "table")
+        return InputFacts(0, 0, tuple(_warnings(job, choose_columns(job, mode, schema))))
+    files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
+    size = sum(file.size for file in files)
+    if not state.scratch.exists():  # otherwise some of it is there already
+        state.check_space(SPACE_PER_INPUT_BYTE * size)
+    reader = Reader.open(files, job.input.max_line_bytes)
+    mode = choose_mode(job, setup.tokenizer, reader.shape)
+    columns = choose_columns(job, mode, reader.schema())
+    _look_for(columns, reader, job.input.limit)
+    return InputFacts(len(files), size, tuple(_warnings(job, columns)))
+
+
+def _look_for(columns: Columns, reader: Reader, limit: int | None) -> None:
+    """Reads rows until each column that the job names has stood in one: mostly the first batch."""
+    for batch in reader.batches(limit=limit):
+        for row in batch.rows:
+            if not isinstance(row, RowError):
+                columns.note(row)
+        if not columns.missing:
+            return
+    columns.check_all_seen()
+
+
+def _warnings(job: Job, columns: Columns) -> Iterator[str]:
+    """A column that looks like a sampling parameter and that nothing uses may have been meant as one."""
+    used = {name for _, name in columns.wanted} | set(columns.variables) | set(columns.send or columns.known)
+    idle = [name for name in columns.known if name in CHECKS and name not in used]
+    if idle:
+        yield (
+            f"the column{'s' * (len(idle) > 1)} {', '.join(idle)} of the input set no parameter; "
+            "name them in sampling.from_columns if rows are to set their own"
+        )
+
+
+def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
+    """The index of the first rows of every file, made in `scratch` as a run makes it."""
+    options = IngestOptions(
+        context=b"",
+        max_model_len=setup.setting.max_model_len,
+        vocab_size=setup.checkpoint.config.vocab,
+        now=datetime.now().astimezone(),
+        workers=1,
+        sample=Sample(rows),
+    )
+    return ingest(job, options, scratch)
+
+
+def rehearse(job: Job, setup: Setup) -> list[str]:
+    """Prepare the first rows of every file; what was found, for people. The rows of a query are not looked at.
+
+    Raises what a run would, ErrorBudgetExceeded included where these rows are all that there are.
+    """
+    if job.input.sql is not None:
+        return ["rows: those of a query are checked when the job runs"]
+    with tempfile.TemporaryDirectory(prefix="batchinfer-validate-") as scratch:
+        index = first_index(job, setup, Path(scratch), FIRST_ROWS)
+        errors = summarise_errors(index.index_parts)
+    complete = _is_complete(index, job.input.limit)
+    budget = Budget(index.rows, job.on_error.max_error_rate, job.on_error.publish)
+    if complete and budget.exceeded(index.error_rows):
+        counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
+        raise ErrorBudgetExceeded(budget_text(counts, budget, errors))
+    which = (
+        f"all {index.rows:,}" if complete else f"the first {FIRST_ROWS} of each file, {index.rows:,} in all,"
+    )
+    if not index.error_rows:
+        return [f"rows: {which} can be run"]
+    return [f"rows: of {which} {index.error_rows:,} would be error rows:", errors.text()]
+
+
+def _is_complete(index: Index, limit: int | None) -> bool:
+    """Whether a sample holds every row of the job: each file was read to its end, or to the job's own limit."""
+    whole = len(index.sha256) == len(index.inputs)
+    return whole or (limit is not None and limit <= FIRST_ROWS and index.rows == limit)
