@@ -162,7 +162,8 @@ def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyp
     [
         (("run", "job.yaml", "--json", "--set", "engine.threds=1"), 78),
         (("run", "job.yaml", "--json", "--set", "input.path=gone.jsonl"), 66),
-        (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ nobody }}"'), 65),
+        (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ nobody }}"'), 78),
+        (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ text / 2 }}"'), 65),
         (("run", "job.yaml", "--json", "--fast"), 2),
         (("run", "empty.yaml", "--json"), 0),
     ],
