@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from batchinfer.data.completion_store import CompletionStore
 from batchinfer.error_budget import Budget
 from batchinfer.launch.messages import Progress as EngineProgress
@@ -11,18 +13,29 @@ from batchinfer.report.progress import Progress
 from batchinfer.request import Completion
 
 
+class _Expected(NamedTuple):
+    """What is known of a request in flight."""
+
+    tokens: int  # of its answer, at most
+    prompt_tokens: int
+    users: int  # rows that its answer serves
+
+
 class Collector:
     """The sink of `run_plan`."""
 
     def __init__(self, store: CompletionStore, meter: Meter, progress: Progress, budget: Budget) -> None:
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
-        self._in_flight: dict[bytes, tuple[int, int]] = {}  # key → expected tokens, rows served
+        self._in_flight: dict[bytes, _Expected] = {}
         self._errors = budget.already
+        self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
 
     def planned(self, window: Window) -> None:
         """These requests go to the engine now."""
-        expected, users = window.numbers("expected_tokens").tolist(), window.numbers("users").tolist()
-        self._in_flight.update(zip(window.keys, zip(expected, users, strict=True), strict=True))
+        columns = (window.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
+        self._in_flight.update(
+            zip(window.keys, map(_Expected._make, zip(*columns, strict=True)), strict=True)
+        )
 
     def take(self, progress: EngineProgress) -> None:
         """Store the answers, count the rest."""
@@ -46,9 +59,10 @@ class Collector:
         self._progress.tick()
 
     def _count(self, completion: Completion) -> None:
-        expected, users = self._in_flight.pop(completion.key)
+        known, tokens = self._in_flight.pop(completion.key), len(completion.token_ids)
         if completion.error is not None:
-            self._errors += users
-        self._progress.finished(
-            expected_tokens=expected, completion_tokens=len(completion.token_ids), rows=users
-        )
+            self._errors += known.users
+        else:
+            self.saved_tokens += (known.users - 1) * known.prompt_tokens
+            self.saved_output_tokens += (known.users - 1) * tokens
+        self._progress.finished(expected_tokens=known.tokens, completion_tokens=tokens, rows=known.users)

@@ -23,6 +23,7 @@ from batchinfer.data.openai_output import LINE_BYTES, asked, write_openai
 from batchinfer.data.output_file import OutputFile, Protected
 from batchinfer.data.publisher import publish
 from batchinfer.data.remembered import PARTIAL, published_inputs, read_strings, remember_inputs, write_strings
+from batchinfer.data.row_names import name_rows
 from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
@@ -31,15 +32,16 @@ from batchinfer.errors import (
     BatchInferError,
     ErrorBudgetExceeded,
     InputCorrupt,
+    OutOfMemory,
     OutputConflict,
     StorageError,
     UsageError,
 )
 from batchinfer.job import Job
-from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
+from batchinfer.launch.supervisor import Supervisor
 from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.plan.forecast import Forecast, describe, forecast
 from batchinfer.plan.plan import Plan
@@ -47,6 +49,7 @@ from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup
 from batchinfer.report.exit_status import ALREADY_PUBLISHED, PUBLISHED, over_budget
 from batchinfer.report.progress import Progress
+from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.report.tables import RunRow
 from batchinfer.report.units import seconds
 from batchinfer.resolve import Setting
@@ -66,6 +69,7 @@ class RunOptions:
     to_openai: Path | None = None
     openai_timestamps: bool = False
     engine: str = ENGINE  # "module:function" that builds the engine in its process
+    already_s: float = 0.0  # what the command took before: interpreter, imports, job file
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ def run_job(
 
     Raises the exception tree of errors.py; whatever was finished before is committed.
     """
+    watch = Stopwatch(options.already_s)
     completions = job.cache.path if job.cache else None
     whole = StateFolder(job.output.path, cache=completions)
     if options.limit is not None:
@@ -93,7 +98,7 @@ def run_job(
     setup = check_setup(job, state, options.replace)
     openai = openai_file(job, options, state, whole)
     with state.lock():
-        run = _Run(job, options, setup, state, openai, progress, interrupts, notice)
+        run = _Run(job, options, setup, state, openai, progress, interrupts, notice, watch)
         with run.reported(), interrupts.retold():
             return run.outcome()
 
@@ -142,11 +147,12 @@ class _Run:
     progress: Progress
     interrupts: Interrupts
     notice: Callable[[str], None]
+    watch: Stopwatch
     report: RunReport = field(init=False)
     now: datetime = field(init=False)  # one for the whole run: it may pass midnight
 
     def __post_init__(self) -> None:
-        self.report = RunReport(self.job, self.setting)
+        self.report = RunReport(self.job, self.setting, self.watch)
         self.now = datetime.now().astimezone()
 
     @property
@@ -189,31 +195,39 @@ class _Run:
             self.openai.check_space(index.rows * LINE_BYTES)
         budget = self._budget(index.rows)
         self._refuse_hopeless(index, budget)
-        with CompletionStore(
-            self.state.completions,
-            numerics=NUMERICS_VERSION,
-            rows=self.job.commit.rows,
-            seconds=self.job.commit.seconds,
-            verify=self.options.verify,
-            ops=self.state.ops,
-        ) as store:
-            for lost in store.discarded:
-                self.notice(f"{lost.path}: {lost.reason}; its rows run again")
+        with self._store() as store:
             plan = self._plan(index, store)
             if plan.to_run:
                 self._execute(plan, index, store, budget)
-            counts = count_errors(index.index_parts, store.parts(), self.state.staging / "count")
-            if budget.exceeded(counts.errors) and not budget.publish:
-                errors = summarise_all_errors(index.index_parts, store.parts(), self.state.staging / "count")
-                raise ErrorBudgetExceeded(budget_text(counts, budget, errors))
-            manifest = self._publish(context, index, store)
-        with (
-            self.interrupts.deferred()
-        ):  # it is published: neither its clearing up nor its report is cut short
-            self.state.purge_scratch()
-        self._write_openai(index.inputs)
-        with self.interrupts.deferred():
+            with self.report.timed("publish_s"):
+                self._check_errors(index, store, budget)
+                manifest = self._publish(context, index, store)
+        with self.interrupts.deferred(), self.report.timed("close_s"):
+            self.state.purge_scratch()  # it is published: neither its clearing up nor its report is cut short
+        with self.report.timed("publish_s"):
+            self._write_openai(index.inputs)
+        with self.interrupts.deferred(), self.report.timed("close_s"):
             return self._judged(manifest, PUBLISHED)
+
+    def _store(self) -> CompletionStore:
+        with self.report.timed("plan_s"):
+            store = CompletionStore(
+                self.state.completions,
+                numerics=NUMERICS_VERSION,
+                rows=self.job.commit.rows,
+                seconds=self.job.commit.seconds,
+                verify=self.options.verify,
+                ops=self.state.ops,
+            )
+        for lost in store.discarded:
+            self.notice(f"{lost.path}: {lost.reason}; its rows run again")
+        return store
+
+    def _check_errors(self, index: Index, store: CompletionStore, budget: Budget) -> None:
+        counts = count_errors(index.index_parts, store.parts(), self.state.staging / "count")
+        if budget.exceeded(counts.errors) and not budget.publish:
+            errors = summarise_all_errors(index.index_parts, store.parts(), self.state.staging / "count")
+            raise ErrorBudgetExceeded(budget_text(counts, budget, errors))
 
     def _context(self) -> bytes:
         """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
@@ -264,8 +278,17 @@ class _Run:
 
     def _ingest(self, context: bytes) -> Index:
         self.progress.phase("reading", self.job.input.limit)
-        for line in check_input(self.job, self.setup, self.state).warnings:
-            self.notice(line)
+        with self.report.timed("ingest_s"):
+            for line in check_input(self.job, self.setup, self.state).warnings:
+                self.notice(line)
+            index = self._index(context)
+            self.state.purge_scratch(keep=index.folder.name)
+            where = {"model": str(self.job.model.path), "completions": str(self.state.completions)}
+            write_strings(index.folder / PARTIAL, where, self.state.ops)
+        self.report.note(rows=index.rows)
+        return index
+
+    def _index(self, context: bytes) -> Index:
         options = IngestOptions(
             context=context,
             max_model_len=self.setting.max_model_len,
@@ -276,13 +299,7 @@ class _Run:
         def read(at: IngestProgress) -> None:
             self.progress.read(at.rows, at.bytes_read, at.bytes_total)
 
-        with self.report.timed("ingest_s"):
-            index = ingest(self.job, options, self.state.scratch, read, self.state.ops)
-        self.state.purge_scratch(keep=index.folder.name)
-        where = {"model": str(self.job.model.path), "completions": str(self.state.completions)}
-        write_strings(index.folder / PARTIAL, where, self.state.ops)
-        self.report.note(rows=index.rows)
-        return index
+        return ingest(self.job, options, self.state.scratch, read, self.state.ops)
 
     def _refuse_hopeless(self, index: Index, budget: Budget) -> None:
         """Too many bad rows before the model is even loaded."""
@@ -320,7 +337,7 @@ class _Run:
         meter = self.report.open_meter()
         collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows))
         self.progress.phase("loading model")
-        with self.interrupts.deferred(), EngineHost(spec) as host:
+        with self.interrupts.deferred(), self.report.timed("close_s"), self._engine(spec, index) as host:
             try:
                 self._wait_until_ready(host)
                 self.progress.running(
@@ -333,15 +350,32 @@ class _Run:
             finally:
                 store.commit()
                 self.report.ran(host.info, host.peak_rss, host.other_cores)
+                self.report.note(
+                    worker_restarts=host.restarts,
+                    duplicate_saved_tokens=collector.saved_tokens,
+                    duplicate_saved_output_tokens=collector.saved_output_tokens,
+                )
         self.interrupts.raise_pending(
             f"interrupted; {len(store)} answers are stored and the same command continues from there"
         )
 
-    def _wait_until_ready(self, host: EngineHost) -> None:
-        with self.report.timed("load_s"):
-            while host.info is None and self.interrupts.pending is None:
-                host.receive(0.1)
-                self.progress.tick()
+    def _engine(self, spec: WorkerSpec, index: Index) -> Supervisor:
+        def named(keys: Sequence[bytes]) -> str:
+            try:
+                return name_rows(index.index_parts, keys, self.state.staging / "names")
+            except (
+                OSError,
+                StorageError,
+                OutOfMemory,
+            ) as error:  # what ended the worker must be told all the same
+                return f"{len(keys)} requests, whose rows cannot be looked up: {error}"
+
+        return Supervisor(spec, self.interrupts, named, self.notice, lambda: self.report.timed("load_s"))
+
+    def _wait_until_ready(self, host: Supervisor) -> None:
+        while host.info is None and self.interrupts.pending is None:
+            host.receive(0.1)
+            self.progress.tick()
 
     def _draining(self, within_s: float) -> None:
         self.notice(
@@ -353,16 +387,15 @@ class _Run:
         index.inputs_unchanged()
         older = read_manifest(self.state.results)
         inputs = [_input_identity(file, index) for file in index.inputs]
-        with self.report.timed("publish_s"):
-            manifest = publish(
-                index,
-                store.parts(),
-                self._spec(context, inputs),
-                self.tokenizer.decode_batch,
-                self.state,
-                replace=self.options.replace,
-                on_rows=self.progress.rows,
-            )
+        manifest = publish(
+            index,
+            store.parts(),
+            self._spec(context, inputs),
+            self.tokenizer.decode_batch,
+            self.state,
+            replace=self.options.replace,
+            on_rows=self.progress.rows,
+        )
         if not self.job.input.sql:
             remember_inputs(self._published_inputs, index.inputs, inputs, self.state.ops)
         if older is None or older.generation != manifest.generation or self.report.metered:

@@ -14,7 +14,7 @@ from typing import Any
 import duckdb
 
 from batchinfer.answer import check_format, format_for, shown
-from batchinfer.data.duck import parquet
+from batchinfer.data.duck import interruptible, parquet
 from batchinfer.data.durable import FileOps, refuse_existing, write_new
 from batchinfer.data.index import MARKER, Index
 from batchinfer.data.manifest import is_whole, read_manifest
@@ -87,7 +87,7 @@ def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckD
             "autoload_known_extensions": "false",
             "temp_directory": f"{spill}/sorting",  # and not a folder where the user stands
         }
-        with duckdb.connect(config=config) as connection:
+        with duckdb.connect(config=config) as connection, interruptible(connection):
             if partial:
                 place = Place(None, None)
                 names = _add_view(connection, RESULTS, [_partial(folder, Path(spill))])

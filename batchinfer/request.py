@@ -116,8 +116,8 @@ class StepSample:
     started_s: float  # since the engine started
     duration_s: float
     model_s: float  # of that, inside the model and the sampler
-    prefill_tokens: int  # tokens run in prefill chunks
-    decode_tokens: int  # tokens run as decodes
+    prefill_tokens: int  # all others: prompt tokens, and what is recomputed
+    decode_tokens: int  # tokens run for the first time that lie behind their prompt
     recomputed_tokens: int  # of the prefill tokens, those that had been run before a preemption
     cached_tokens: int  # prompt tokens not run because a shared prefix held them
     sampled_tokens: int

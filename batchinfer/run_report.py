@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from batchinfer.plan.plan import Plan
 from batchinfer.report.folder import new_run_id, report_folder, sweep
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.row_keys import write_rows
+from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.report.tables import RunFacts, RunRow, run_row, write_run
 from batchinfer.resolve import Setting
 
@@ -25,11 +25,12 @@ from batchinfer.resolve import Setting
 class RunReport:
     """The facts of one run. `done` or `failed` says how it ended; `close` writes the run table."""
 
-    def __init__(self, job: Job, setting: Setting) -> None:
-        self._job, self._setting = job, setting
+    def __init__(self, job: Job, setting: Setting, watch: Stopwatch) -> None:
+        """`watch` was started with the command."""
+        self._job, self._setting, self._watch = job, setting, watch
         self._folder = report_folder(job.output.path)
         self._run_id = new_run_id()
-        self._started = datetime.now(UTC)
+        self._started = datetime.now(UTC) - timedelta(seconds=sum(watch.read().values()))
         self._facts: dict[str, Any] = {
             "dtype": setting.dtype,
             "quantization": setting.quantization,
@@ -43,14 +44,9 @@ class RunReport:
         """Facts by their names in `RunFacts`."""
         self._facts |= facts
 
-    @contextmanager
-    def timed(self, fact: str) -> Iterator[None]:
-        """Seconds spent inside become that fact, also when an exception leaves it."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._facts[fact] = time.perf_counter() - began
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """The time inside belongs to that phase alone, also when an exception leaves it; phases may nest."""
+        return self._watch.timed(phase)
 
     def keep_keys(self, index_parts: Sequence[Path]) -> None:
         """Which request answered which row of the result that was just published. Raises OSError."""
@@ -61,6 +57,8 @@ class RunReport:
             distinct_requests=plan.distinct,
             duplicate_rows=plan.duplicates,
             reused_requests=plan.present,
+            duplicate_saved_tokens=0,
+            duplicate_saved_output_tokens=0,
         )
 
     def open_meter(self) -> Meter:
@@ -104,14 +102,17 @@ class RunReport:
             self._meter,
             None,
         )  # a signal may end this before it is done: never finished twice
-        if meter is not None:
-            self._measured = meter.finish()
+        with self.timed("close_s"):
+            if meter is not None:
+                self._measured = meter.finish()
+        phases = self._watch.read()
+        self.note(**phases)
         facts = RunFacts(
             run_id=self._run_id,
             job=self._job.name,
             output=str(self._job.output.path),
             started_at=self._started,
-            finished_at=datetime.now(UTC),
+            finished_at=self._started + timedelta(seconds=sum(phases.values())),
             exit_code=exit_code,
             exit_status=status,
             parent_peak_rss_bytes=_peak_rss(),

@@ -19,6 +19,7 @@ from batchinfer.data.verify import Problem, verify_result, verify_store
 from batchinfer.job import Job
 from batchinfer.preflight import check_input, check_setup, first_index, rehearse
 from batchinfer.report.doctor import Fact, doctor
+from batchinfer.sizes import size
 
 TOKENS_SHOWN = 64  # of a previewed prompt: what is amiss with a template shows at its ends
 
@@ -29,14 +30,14 @@ def validate_job(job: Job) -> list[str]:
     setup = check_setup(job, state)
     checkpoint, setting, tokenizer = setup.checkpoint, setup.setting, setup.tokenizer
     found = [
-        f"model: {checkpoint.config.family}, {checkpoint.weight_bytes / 2**20:,.1f} MiB of weights, "
+        f"model: {checkpoint.config.family}, {size(checkpoint.weight_bytes)} of weights, "
         f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),
     ]
     facts = check_input(job, setup, state)
     if facts.files:
-        found.append(f"input: {facts.files} file{'s' * (facts.files != 1)}, {facts.bytes / 2**20:,.1f} MiB")
+        found.append(f"input: {facts.files} file{'s' * (facts.files != 1)}, {size(facts.bytes)}")
     if job.sampling.from_columns:
         found.append(f"sampling: rows set their own {job.sampling.row_parameters()}")
     return [*found, *facts.warnings, *rehearse(job, setup), "the job file is right"]

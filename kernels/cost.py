@@ -225,8 +225,23 @@ class StepShape:
     kv_tokens: int  # distinct cached tokens read, summed over layers
 
 
+SAMPLED_ONLY = ("final_norm", "lm_head", "sample")  # operators that see nothing but the sampled rows
+
+
 def decoder_step_costs(shape: DecoderShape, step: StepShape) -> dict[str, Cost]:
-    """Operator name → its cost in one step, over all layers."""
+    """Operator name → its cost in one step, over all layers. An operator that no row passes is not run: 0."""
+    costs = _operator_costs(shape, step)
+    if step.tokens and step.sampled:
+        return costs
+    return {n: cost if step.tokens and n not in SAMPLED_ONLY else Cost() for n, cost in costs.items()}
+
+
+def another_step_costs(shape: DecoderShape) -> dict[str, Cost]:
+    """Operator name → what it adds to the same work if that takes one step more: weights are read again."""
+    return _operator_costs(shape, StepShape(0, 0, 0, 0))
+
+
+def _operator_costs(shape: DecoderShape, step: StepShape) -> dict[str, Cost]:
     t, s = step.tokens, shape.itemsize
     q, kv = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = {

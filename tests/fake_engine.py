@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import time
 from collections import deque
@@ -23,14 +24,45 @@ def answer(request: Request) -> np.ndarray:
     return request.prompt[::-1][: min(request.params.max_tokens, 8)].copy()
 
 
+def _may_die() -> bool:
+    """Whether the faults that end the process are on: in the first FAKE_ENGINE_DEATHS starts, counted in the file
+    FAKE_ENGINE_STARTS; without that file in every start.
+    """
+    path = os.environ.get("FAKE_ENGINE_STARTS")
+    if path is None:
+        return True
+    with open(path, "a+b") as file:
+        file.seek(0)
+        before = len(file.read())
+        file.write(b".")
+    return before < int(os.environ["FAKE_ENGINE_DEATHS"])
+
+
+def _die() -> None:
+    """As FAKE_ENGINE_DIES_BY says: by that signal, else with exit status 3."""
+    if "FAKE_ENGINE_DIES_BY" in os.environ:
+        os.kill(os.getpid(), int(os.environ["FAKE_ENGINE_DIES_BY"]))
+        time.sleep(60)
+    os._exit(3)
+
+
 class FakeEngine:
     """Steps through what it was given, `BATCH` requests at a time. Faults are asked for by environment variables."""
 
     def __init__(self) -> None:
+        mortal = _may_die()
+        if mortal and "FAKE_ENGINE_DIES_LOADING" in os.environ:
+            _die()
         self._waiting: deque[Request] = deque()
         self._steps = 0
         self._delay_s = float(os.environ.get("FAKE_ENGINE_DELAY_S", "0"))
-        self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1"))
+        self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1")) if mortal else -1
+        self._raises = os.environ.get(
+            "FAKE_ENGINE_RAISES", ""
+        )  # the name of an exception: raised instead of dying
+        self._log = os.environ.get(
+            "FAKE_ENGINE_LOG"
+        )  # a file that gets the key of every request that is computed
         self._fail_every = int(os.environ.get("FAKE_ENGINE_FAILS_EVERY", "0"))
         self._batch = int(os.environ.get("FAKE_ENGINE_BATCH", str(BATCH)))
 
@@ -42,13 +74,21 @@ class FakeEngine:
         self._waiting.extend(requests)
 
     def forget_waiting(self) -> None:
+        """A worker is told so before it leaves."""
+        if "FAKE_ENGINE_DIES_LEAVING" in os.environ:
+            _die()
         self._waiting.clear()
 
     def step(self) -> StepOutput:
         if self._steps == self._die_at:
-            os._exit(3)
+            if self._raises:
+                raise getattr(builtins, self._raises)("the fake engine was asked to raise it")
+            _die()
         time.sleep(self._delay_s)
         taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+        if self._log is not None:
+            with open(self._log, "a") as log:
+                log.writelines(f"{request.key.hex()}\n" for request in taken)
         output = StepOutput([self._complete(r) for r in taken], [self._sample(r) for r in taken])
         tokens = sum(len(r.prompt) for r in taken)
         sampled = sum(len(c.token_ids) for c in output.completions)

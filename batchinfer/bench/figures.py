@@ -41,15 +41,15 @@ class RunFigures:
 def operator_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> dict[str, float]:
     """Operator name → the sum of its bounds over the run's steps, recomputed tokens not counted."""
     total: dict[str, float] = {}
-    for useful, costs in _step_costs(run, shape):
+    for costs in _step_costs(run, shape):
         for name, cost in costs.items():
-            total[name] = total.get(name, 0.0) + cost.seconds(peaks) * useful
+            total[name] = total.get(name, 0.0) + cost.seconds(peaks)
     return total
 
 
 def step_bound_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
     """The bound of steps whose operators overlap perfectly: each as one operator."""
-    return sum(step_total(costs).seconds(peaks) * useful for useful, costs in _step_costs(run, shape))
+    return sum(step_total(costs).seconds(peaks) for costs in _step_costs(run, shape))
 
 
 def compute_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
@@ -57,17 +57,12 @@ def compute_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
 
     Where all is computed in one dtype that is FLOPs ÷ peak; int8 products count with the peak of int8.
     """
-    return sum(
-        useful * _products(costs[name]).seconds(peaks)
-        for useful, costs in _step_costs(run, shape)
-        for name in MODEL
-    )
+    return sum(_products(costs[name]).seconds(peaks) for costs in _step_costs(run, shape) for name in MODEL)
 
 
-def _step_costs(run: Run, shape: DecoderShape) -> Iterator[tuple[float, dict[str, Cost]]]:
-    """For each step the share of it that was not recomputed, and its operators' costs."""
-    for sample, step in zip(run.steps, run.shapes, strict=True):
-        yield 1 - sample.recomputed_tokens / step.tokens, decoder_step_costs(shape, step)
+def _step_costs(run: Run, shape: DecoderShape) -> Iterator[dict[str, Cost]]:
+    """For each step the costs of its operators, without recomputed tokens."""
+    return (decoder_step_costs(shape, step) for step in run.shapes)
 
 
 def _products(cost: Cost) -> Cost:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from batchinfer.bench.workloads import Row, distinct
-from batchinfer_kernels.cost import Cost, DecoderShape, StepShape, decoder_step_costs
+from batchinfer_kernels.cost import Cost, DecoderShape, StepShape, another_step_costs, decoder_step_costs
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ def attended(start: int, end: int, window: int | None) -> int:
 
 def ideal_costs(ideal: Ideal, shape: DecoderShape) -> dict[str, Cost]:
     """Operator name → its cost over the whole job, each weight read once a step."""
-    again = decoder_step_costs(shape, StepShape(0, 0, 0, 0))
+    again = another_step_costs(shape)
     whole = decoder_step_costs(shape, ideal.step)
     return {name: cost + again[name] * (ideal.steps - 1) for name, cost in whole.items()}
 

@@ -16,7 +16,6 @@ from batchinfer.engine.config import EngineInfo
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.errors import BatchInferError, OutOfMemory
-from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import Progress
@@ -33,7 +32,7 @@ class Run:
     plan_s: float  # writing the index and planning
     plan: Plan
     steps: tuple[StepSample, ...]
-    shapes: tuple[StepShape, ...]  # of each step
+    shapes: tuple[StepShape, ...]  # of each step, without recomputed tokens
     answers: tuple[tuple[int, ...], ...]  # of each row, in the workload's order
 
 
@@ -59,7 +58,7 @@ def timed_run(
 
 
 def _run(planned: Planned, engine: Engine, info: EngineInfo, answers: _Answers) -> None:
-    host = cast(EngineHost, InProcessHost(engine, info))
+    host = InProcessHost(engine, info)
     run_plan(planned.plan, planned.tokens, host, answers, Interrupts(), lambda _: None)
 
 

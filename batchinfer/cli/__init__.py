@@ -17,6 +17,7 @@ from batchinfer.cli.machine_verbs import bench, doctor
 from batchinfer.cli.result_verbs import query, verify
 from batchinfer.cli.terminal import say
 from batchinfer.errors import Interrupted, UsageError
+from batchinfer.launch.interrupts import Interrupts
 
 app = typer.Typer(
     name="batchinfer",
@@ -37,8 +38,11 @@ def main() -> None:
 
 def _guarded(arguments: list[str]) -> int:
     as_json = "--json" in arguments
+    # of any verb; `run` adds its own, which know what may be stopped when
+    interrupts = Interrupts("interrupted")
     try:
-        result = app(arguments, standalone_mode=False)
+        with interrupts.installed(), interrupts.retold():
+            result = app(arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as leave:
         return leave.exit_code

@@ -20,6 +20,7 @@ from batchinfer.errors import StorageError
 from batchinfer.job import Job, job_schema
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
+from batchinfer.report.stopwatch import process_age_s
 from batchinfer.report.summary import NAME_END, summary
 from batchinfer.starter import write_starter
 from batchinfer.text import printable
@@ -68,7 +69,9 @@ def run(
 ) -> int:
     """Run a job, or carry on with it: what an earlier run finished is not computed again."""
     job = load(job_file, overrides, date)
-    options = pipeline.RunOptions(limit, replace, retry_errors, verify, to_openai, openai_timestamps)
+    options = pipeline.RunOptions(
+        limit, replace, retry_errors, verify, to_openai, openai_timestamps, already_s=process_age_s()
+    )
     with located(job), _watched(job, quiet or as_json) as (progress, interrupts):
         notice = _silent if quiet else progress.note
         outcome = pipeline.run_job(job, options, progress, interrupts, notice)

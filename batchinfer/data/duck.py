@@ -4,6 +4,10 @@ names.
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape
@@ -20,6 +24,7 @@ from batchinfer.memory import available_memory
 _MOST = 1 << 30
 _LEAST = 128 << 20  # DuckDB holds some blocks of each thread at least
 _SHARE = 4
+_AGAIN_S = 0.1
 
 
 def working_memory() -> int:
@@ -44,6 +49,41 @@ def connection(spill: Path, memory_limit: str | None = None, threads: int = 2) -
         spill.parent.mkdir(parents=True, exist_ok=True)  # DuckDB makes and removes the last one itself
     with naming_errors(spill), duckdb.connect(config=settings) as database:
         yield database
+
+
+@contextmanager
+def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Within this block a signal ends the query that `database` runs, so that its Python handler is called.
+
+    DuckDB itself looks for signals between its tasks, and one task of a large join may take hours. For users' queries:
+    not where signals are deferred, because the query ends all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are none of its business
+        yield
+        return
+    heard, bell = os.pipe()
+    os.set_blocking(bell, False)
+    before = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=_interrupt_when, args=(heard, database), daemon=True, name="signals")
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(bell)
+        watcher.join()
+        os.close(heard)
+
+
+def _interrupt_when(heard: int, database: duckdb.DuckDBPyConnection) -> None:
+    """Again and again once a byte has come, because it may come just before a query; until the pipe is closed."""
+    signalled = False
+    while True:
+        if select.select([heard], [], [], _AGAIN_S if signalled else None)[0]:
+            signalled = True
+            if not os.read(heard, 64):
+                return
+        database.interrupt()
 
 
 @contextmanager

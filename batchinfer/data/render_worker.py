@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
+import mmap
 import os
 import resource
-import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,10 +30,11 @@ from batchinfer.data.rows import Values, row_error
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake, Unavailable
 from batchinfer.request import RowError
-from batchinfer.spawning import ignore_terminal_signals, start_deaf
+from batchinfer.spawning import Child
 
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
+_LEAVE_S = 5.0  # a process that closed its pipe has ended by then
+_ENTRY = "batchinfer.data.render_worker:serve"
 _HANGS_IN_A_ROW = 8  # then it is the template, not the rows: at 10 s each the job would never end
 
 
@@ -59,28 +60,24 @@ class RenderWorker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._context = multiprocessing.get_context("spawn")
         self._rows: Sequence[Values] = ()
         self._known: dict[int, RowError] = {}
         self._live: list[int] = []
-        self._careful = False
+        self._careful = self._renewed = False
         self._start()
 
     def _start(self) -> None:
-        self._at = self._context.RawValue(ctypes.c_long, BULK)
-        self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(
-            target=_serve,
-            args=(self._spec, theirs, self._at, os.getpid()),
-            daemon=True,
-            name="batchinfer-render",
-        )
-        start_deaf(self._process)
-        theirs.close()
+        shared = _shared_file()
+        try:
+            self._at = _shared_number(shared)
+            self._child = Child(_ENTRY, self._spec, shared, files=[shared])
+        finally:
+            os.close(shared)
+        self._pipe = self._child.connection
 
     def submit(self, rows: Sequence[Values]) -> None:
         """Hand a batch over; the previous one's result must have been taken."""
-        self._rows, self._known, self._careful = rows, {}, False
+        self._rows, self._known, self._careful, self._renewed = rows, {}, False, False
         self._send()
 
     def result(self) -> Prepared:
@@ -93,10 +90,7 @@ class RenderWorker:
 
     def close(self) -> None:
         """End the process; safe to call twice."""
-        self._pipe.close()
-        self._process.kill()
-        self._process.join()
-        self._process.close()
+        self._child.close()
 
     def _send(self) -> None:
         self._live = [i for i in range(len(self._rows)) if i not in self._known]
@@ -119,8 +113,21 @@ class RenderWorker:
         try:
             return _unpacked(self._pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            self._blame("template_crash", "rendering or tokenising this row ended the process that did it")
+            self._died()
             return None
+
+    def _died(self) -> None:
+        """Of its own accord or by a limit. CPU time is that of all rows since it started: then no row is to blame."""
+        ended = self._child.wait(_LEAVE_S)
+        if ended is not None and ended.out_of_cpu_time:
+            if self._renewed:
+                raise Unavailable(f"the process that renders prompts {ended} within one batch; raise it")
+            self._renewed = True
+        else:
+            how = "" if ended is None else f" (it {ended})"
+            self._blame(
+                "template_crash", f"rendering or tokenising this row ended the process that did it{how}"
+            )
 
     def _blame(self, code: str, message: str) -> None:
         at = self._at.value
@@ -128,7 +135,7 @@ class RenderWorker:
             self._known[self._live[at]] = row_error(code, message, "resource")
             self._check_streak(self._live[at])
         elif self._careful or not self._live:
-            raise Unavailable("the process that renders prompts cannot be kept running; is memory short?")
+            raise Unavailable(f"the process that renders prompts cannot be kept running: {message}")
         else:
             self._careful = True
 
@@ -196,10 +203,13 @@ def _unpacked(data: bytes) -> Prepared:
     )
 
 
-def _serve(spec: WorkerSpec, pipe: Connection, at: Any, parent: int) -> None:
-    """The worker's whole life: batches in, replies out, until the parent closes the pipe or dies."""
-    _die_with(parent)
-    ignore_terminal_signals()
+def serve(spec: WorkerSpec, shared: int, pipe: Connection[Any, Any]) -> None:
+    """The worker's whole life: batches in, replies out, until the parent closes the pipe or dies.
+
+    `shared` is the descriptor of the file through which the parent sees the row that is at work.
+    """
+    at = _shared_number(shared)
+    os.close(shared)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers themselves fill the cores
 
     def report(row: int) -> None:
@@ -216,11 +226,20 @@ def _serve(spec: WorkerSpec, pipe: Connection, at: Any, parent: int) -> None:
         pipe.send_bytes(_packed(preparer.prepare(rows, careful)))
 
 
-def _die_with(parent: int) -> None:
+def _shared_file() -> int:
+    """The descriptor of a nameless file, in memory where the system has such files."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit(1)
+        file = os.memfd_create("batchinfer-render")
+    else:
+        with tempfile.TemporaryFile() as made:
+            file = os.dup(made.fileno())
+    os.ftruncate(file, ctypes.sizeof(ctypes.c_long))
+    return file
+
+
+def _shared_number(file: int) -> ctypes.c_long:
+    """A number that all processes see that have this file."""
+    return ctypes.c_long.from_buffer(mmap.mmap(file, ctypes.sizeof(ctypes.c_long)))
 
 
 def _limit_memory(extra: int) -> None:

@@ -5,31 +5,27 @@ The conversion is transformers' and brings torch along, which this process is to
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from batchinfer.errors import JobFileError, Mistake
+from batchinfer.spawning import Child
+
+_FAILURES = (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError)
+_LEAVE_S = 10.0
 
 
 def converted(folder: Path) -> str:
     """The text of a tokenizer.json for the tokenizer in `folder`. Raises JobFileError."""
-    try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_convert, str(folder)).result()
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        BrokenProcessPool,
-    ) as error:
-        raise wrong_tokenizer(
-            folder, f"its tokenizer cannot be converted to tokenizer.json: {error}"
-        ) from None
+    with Child("batchinfer.data.slow_tokenizer:convert", str(folder)) as child:
+        try:
+            text, problem = child.connection.recv()
+        except (EOFError, ConnectionResetError):
+            text, problem = None, f"the process that converts it {child.wait(_LEAVE_S) or 'closed its pipe'}"
+    if text is None:
+        raise wrong_tokenizer(folder, f"its tokenizer cannot be converted to tokenizer.json: {problem}")
+    return str(text)
 
 
 def wrong_tokenizer(folder: Path, message: str) -> JobFileError:
@@ -38,7 +34,15 @@ def wrong_tokenizer(folder: Path, message: str) -> JobFileError:
     return JobFileError(str(folder), [Mistake("model.path", message, hint=hint)])
 
 
-def _convert(folder: str) -> str:
+def convert(folder: str, connection: Connection[Any, Any]) -> None:
+    """In the child: send (text, None), or (None, what went wrong)."""
+    try:
+        connection.send((_converted(folder), None))
+    except _FAILURES as error:
+        connection.send((None, str(error)))
+
+
+def _converted(folder: str) -> str:
     from transformers import AutoTokenizer
 
     slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -7,9 +7,11 @@ from pathlib import Path
 import duckdb
 
 from batchinfer.cpus import usable_cpus
+from batchinfer.data.duck import interruptible
 from batchinfer.data.files import InputFile
 from batchinfer.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, StorageError
 from batchinfer.memory import available_memory
+from batchinfer.sizes import size
 
 _WIDE = {"HUGEINT", "UHUGEINT"}
 _SHARE = 2  # half of what is available: other processes run here, too
@@ -45,7 +47,7 @@ def materialise(sql: str, job: Path, target: Path, memory: int | None = None) ->
     target.parent.mkdir(parents=True, exist_ok=True)
     spill = target.parent / "spill"
     allowed = memory or default_memory()
-    with duckdb.connect(config=_config(job, spill, allowed)) as connection:
+    with duckdb.connect(config=_config(job, spill, allowed)) as connection, interruptible(connection):
         try:
             _check_single_query(connection, sql, job)
             connection.execute(f"COPY ({_exact(connection, _bare(sql))}) TO {_quoted(target)} ({_PARQUET})")
@@ -63,9 +65,9 @@ def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> Batch
     said = str(error)
     if isinstance(error, duckdb.OutOfMemoryException):
         return OutOfMemory(
-            f"{job}: input.sql needs more than the {_gib(allowed)} that input.sql_memory allows "
+            f"{job}: input.sql needs more than the {size(allowed)} that input.sql_memory allows "
             f"({said.splitlines()[0]}); set it, e.g. input.sql_memory: {_suggested(allowed)} "
-            f"({_gib(available_memory())} are available here), or make the query smaller: fewer columns, "
+            f"({size(available_memory())} are available here), or make the query smaller: fewer columns, "
             "Parquet in place of JSON, no sort over wide rows"
         )
     if isinstance(error, duckdb.IOException) and "No space left" in said:
@@ -78,10 +80,6 @@ def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> Batch
 def _suggested(allowed: int) -> str:
     """Twice as much, as the job file writes it."""
     return f"{max(1, -(-2 * allowed // 2**30))}GiB"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def _config(job: Path, spill: Path, memory: int) -> dict[str, str | bool | int | float | list[str]]:

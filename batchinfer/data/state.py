@@ -27,6 +27,7 @@ from pathlib import Path
 
 from batchinfer.data.durable import FileOps, storage, write_json
 from batchinfer.errors import Locked, StorageError
+from batchinfer.sizes import sizes
 
 STATE_FORMAT = 1
 KEEP_GENERATIONS_S = 3600.0
@@ -97,8 +98,9 @@ class StateFolder:
         with storage(place, "ask for free space"):
             free = shutil.disk_usage(place).free
         if free < needed_bytes:
+            needs, has = sizes(needed_bytes, free)
             raise StorageError(
-                f"{self.path}: the job needs about {_gib(needed_bytes)} of disk, {_gib(free)} are free; "
+                f"{self.path}: the job needs about {needs} of disk, {has} are free; "
                 "make room or point output.path at another disk"
             )
 
@@ -153,7 +155,3 @@ def _format_of(marker: Path) -> object:
     except ValueError:
         return "unreadable"
     return value.get("format", "missing") if isinstance(value, dict) else "missing"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

@@ -102,7 +102,9 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     threads = _set_threads(config)
     source = source or checkpoint_source(config.model)
     ops = _ops(config, source.config, device, dtype)
-    rope = rope_table(source.config, config.max_model_len, device)
+    # no longer than what runs: a checkpoint may name billions of positions
+    longest = max(1, min(config.longest, config.max_model_len))
+    rope = rope_table(source.config, longest, device)
     quantized = config.quantization == "int8"
     weights = WatchedWeights(source.weights(dtype, device))
     model = Decoder(source.config, weights, ops, rope)
@@ -116,7 +118,7 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     room = CacheRoom(
         blocks=partial(_blocks, config, device, block_bytes, block_size, limits.max_num_seqs),
         allocate=lambda blocks: model.allocate_cache(blocks, block_size, dtype, device),
-        longest=min(config.longest, config.max_model_len),
+        longest=longest,
         block_size=block_size,
     )
     fitted = _fit(ModelRunner(model, ops, [], windows, block_size, Sampler(eos), shape, device), limits, room)
@@ -137,7 +139,7 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         deterministic=config.deterministic,
         linear=ops.linear,
     )
-    return LoadedModel(fitted.runner, limits, EngineLimits(config.max_model_len, eos), info)
+    return LoadedModel(fitted.runner, limits, EngineLimits(longest, eos), info)
 
 
 def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom) -> Fitted:

@@ -20,7 +20,7 @@ class EngineConfig:
     dtype: Dtype
     device: Literal["cpu", "cuda"]
     max_model_len: int
-    longest: int  # tokens (prompt and output) of the longest sequence that the job can have
+    longest: int  # tokens (prompt and output) of the job's longest sequence: none that runs may be longer
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None

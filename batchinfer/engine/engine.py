@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchinfer.engine.model_runner import Launched, ModelRunner
-from batchinfer.engine.scheduler import Scheduler, Step
+from batchinfer.engine.scheduler import Chunk, Scheduler, Step
 from batchinfer.engine.sequence import Sequence, StopStream, StopStreams
 from batchinfer.ops.interface import NO_TOKEN
 from batchinfer.request import (
@@ -36,7 +36,7 @@ from batchinfer_kernels.cost import (
 class EngineLimits:
     """What ends a sequence besides its own parameters."""
 
-    max_model_len: int
+    max_model_len: int  # tokens of prompt and answer, for which there are positions
     eos_token_ids: frozenset[int]
 
 
@@ -82,8 +82,14 @@ class Engine:
         return len(scheduler.waiting) + len(scheduler.running) + len(scheduler.leaving) + len(self._refused)
 
     def add(self, requests: Seq[Request]) -> None:
-        """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher."""
+        """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, and
+        for a prompt that leaves no position for an answer.
+        """
         for request in requests:
+            if len(request.prompt) >= self._limits.max_model_len:
+                raise ValueError(
+                    f"a prompt of {len(request.prompt)} tokens, and positions for {self._limits.max_model_len}"
+                )
             sequence = Sequence.of(request, self._limits.max_model_len, self._watch(request), self._now())
             try:
                 self._scheduler.add(sequence)
@@ -227,8 +233,8 @@ class Engine:
             self._scheduler.finish(sequence)
 
     def _account(self, flight: _Flight) -> None:
-        """What of the step is of use; asked while all its sequences still have the blocks that it reads."""
-        chunks, sampled = flight.step.chunks, len(flight.sampling)
+        """The shape of the step's useful work; asked while its sequences still have the blocks that it reads."""
+        chunks, sampled = flight.useful, len(flight.sampling)
         if flight.dropped:
             chunks = [c for c in chunks if c.sequence not in flight.dropped]
             sampled -= len(flight.dropped)
@@ -241,13 +247,12 @@ class Engine:
         shape, pool, began = flight.shape, self._scheduler.pool, max(flight.began_s, self._ended)
         decodes, recomputed = flight.decodes - len(flight.dropped), flight.recomputed
         costs = decoder_step_costs(self._runner.shape, shape)
-        useful = 1 - recomputed / shape.tokens if shape.tokens else 0.0
         return StepSample(
             step=self._steps,
             started_s=began,
             duration_s=self._now() - began,
             model_s=ready - max(flight.launched_s, began),
-            prefill_tokens=shape.tokens - decodes,
+            prefill_tokens=shape.tokens - decodes + recomputed,
             decode_tokens=decodes,
             recomputed_tokens=recomputed,
             cached_tokens=flight.step.cached_tokens,
@@ -258,9 +263,9 @@ class Engine:
             preemptions=flight.step.preemptions,
             blocks_used=pool.used,
             blocks_total=pool.total,
-            flops=int(model_flops(self._runner.shape, shape) * useful),
-            bytes=int(step_total(costs).bytes * useful),
-            roofline_s=roofline_seconds(costs, self._peaks) * useful if self._peaks else None,
+            flops=model_flops(self._runner.shape, shape),
+            bytes=step_total(costs).bytes,
+            roofline_s=roofline_seconds(costs, self._peaks) if self._peaks else None,
         )
 
 
@@ -270,23 +275,26 @@ class _Flight:
 
     step: Step
     sampling: list[Sequence]  # those that get a token, in order
+    useful: list[Chunk]  # without what had been computed before a preemption
     decodes: int
     recomputed: int
     began_s: float
     launched_s: float = 0.0
     result: Launched | None = None
-    shape: StepShape | None = None  # without what was dropped
+    shape: StepShape | None = None  # of what is useful, without what was dropped
     dropped: set[Sequence] = field(default_factory=set)  # had ended before, which was not known yet
 
     @classmethod
     def of(cls, step: Step, began_s: float) -> _Flight:
         """Asked before it runs, because running moves the sequences on."""
         chunks = step.chunks
+        recomputed = sum(c.recomputed for c in chunks)
         return cls(
             step=step,
             sampling=[c.sequence for c in chunks if c.samples],
-            decodes=sum(c.is_decode for c in chunks),
-            recomputed=sum(c.recomputed for c in chunks),
+            useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
+            decodes=sum(c.decodes for c in chunks),
+            recomputed=recomputed,
             began_s=began_s,
         )
 

@@ -6,6 +6,7 @@ import torch
 
 from batchinfer.errors import OutOfMemory
 from batchinfer.memory import available_memory
+from batchinfer.sizes import sizes
 
 # Of the memory that is left once the weights are loaded. The CPU shares it with tokenising, publishing and whatever
 # else runs there; a GPU is ours.
@@ -40,9 +41,10 @@ def cache_blocks(
     per_sequence = -(-longest // block_size)
     blocks = min(budget // block_bytes, int(per_sequence * max_num_seqs * PREFIX_ROOM) + 1)
     if blocks < per_sequence:
+        needs, may = sizes(per_sequence * block_bytes, max(0, budget))
         raise OutOfMemory(
-            f"the KV cache of the longest row ({longest} tokens) needs {per_sequence * block_bytes / 2**20:,.0f} MiB "
-            f"and {budget / 2**20:,.0f} MiB may be used; lower max_tokens or model.max_model_len, "
+            f"the KV cache of the longest row ({longest} tokens) needs {needs} and {may} may be used; "
+            "lower max_tokens or model.max_model_len, "
             "or raise engine.kv_memory"
         )
     return blocks

@@ -96,7 +96,7 @@ class ModelRunner:
         return self.sampler.sample(self.model.logits(hidden), sequences)
 
     def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
-        """What the step computes and reads at least; recomputed tokens included. `sampled`: tokens that it gives."""
+        """What these chunks compute and read at least. `sampled`: tokens that they give."""
         pairs = kv_tokens = 0
         for window, layers in Counter(self.windows).items():
             counted = _attended(chunks, window, self.block_size)

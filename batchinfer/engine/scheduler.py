@@ -48,14 +48,22 @@ class Chunk(NamedTuple):
         return self.start + self.length == len(self.sequence.tokens)
 
     @property
-    def is_decode(self) -> bool:
-        return self.length == 1 and self.start >= self.sequence.prompt_length and not self.recomputed
+    def decodes(self) -> int:
+        """Tokens behind the prompt that run for the first time. Recomputation after a preemption ends with one."""
+        sequence = self.sequence
+        return max(0, self.start + self.length - max(self.start, sequence.high_water, sequence.prompt_length))
 
     @property
     def recomputed(self) -> int:
         """Tokens of this chunk that had been computed before a preemption."""
         start, high_water = self.start, self.sequence.high_water
         return min(start + self.length, high_water) - start if start < high_water else 0
+
+    @property
+    def fresh(self) -> Chunk:
+        """The tokens that run for the first time; its length may be 0."""
+        again = self.recomputed
+        return Chunk(self.sequence, self.start + again, self.length - again)
 
 
 @dataclass(slots=True)
@@ -307,8 +315,9 @@ class Scheduler:
     def _start(self, sequence: Sequence, step: Step) -> None:
         self._unreserve(sequence)
         sequence.computed = len(sequence.blocks) * self.pool.block_size
-        if not sequence.preemptions:
-            sequence.cached_tokens = sequence.computed
-            step.cached_tokens += sequence.computed
+        # what it had computed before a preemption was run once, and saves nothing
+        saved = max(0, sequence.computed - sequence.high_water)
+        sequence.cached_tokens += saved
+        step.cached_tokens += saved
         self.running[sequence] = None
         self._most += self.pool.blocks_for(sequence.max_length)

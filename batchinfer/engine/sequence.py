@@ -33,7 +33,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
     turn: int = 0  # place in the order of admission, kept over a preemption
     reserved: int = 0  # while it waits: how many of its first blocks' contents are kept for it
-    cached_tokens: int = 0  # prompt tokens taken from a shared prefix at the first admission
+    cached_tokens: int = 0  # prompt tokens taken from a shared prefix instead of being run
     preemptions: int = 0
     queued_s: float = 0.0
     scheduled_s: float | None = None

@@ -156,7 +156,7 @@ class SamplingSpec(Spec):
         default=0,
         ge=INT64_MIN,
         le=INT64_MAX,
-        description="Seed of the draws: the same job gives the same answers.",
+        description="Seed of the random draws. Equal answers to the bit take engine.deterministic as well.",
     )
     stop: Stops = Field(default=(), description="Texts that end an answer; they are cut off.")
     stop_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(

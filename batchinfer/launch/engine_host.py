@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
@@ -20,15 +19,34 @@ from batchinfer.errors import (
     SecurityRefusal,
     Unavailable,
 )
-from batchinfer.launch import worker
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
 from batchinfer.request import Request
-from batchinfer.spawning import start_deaf
+from batchinfer.spawning import Child
 
+WORKER = "batchinfer.launch.worker:main"
+CONTINUES = "the same command resumes the job"
 LEAVE_S = 10.0  # a worker that was told to leave and has not by then is killed
 _BY_CODE: dict[int, type[BatchInferError]] = {
     kind.exit_code: kind for kind in (Unavailable, OutOfMemory, SecurityRefusal, InputCorrupt)
 }
+# A worker that was ready and then failed with one of these may do better anew; what it refuses it refuses again.
+_AT_WORK = (BatchInferError.exit_code, OutOfMemory.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """An end of the worker that need not happen again: it was killed, or failed at work."""
+
+    kind: type[BatchInferError]
+    what: str
+    advice: str
+    detail: str = ""  # a traceback
+
+    def error(self, *more: str) -> BatchInferError:
+        """For a user; `more` stands between what happened and what helps."""
+        return self.kind(
+            "; ".join([self.what, *more, self.advice]) + (f"\n{self.detail}" if self.detail else "")
+        )
 
 
 class EngineHost:
@@ -36,13 +54,8 @@ class EngineHost:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        context = multiprocessing.get_context("spawn")
-        self._connection, child = context.Pipe()
-        self._process = context.Process(
-            target=worker.main, args=(spec, child), name="batchinfer-engine", daemon=True
-        )
-        start_deaf(self._process)
-        child.close()
+        self._child = Child(WORKER, spec)
+        self._connection = self._child.connection
         self._left = False
         self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
@@ -51,6 +64,7 @@ class EngineHost:
         )
         self._ready_at = time.monotonic(), time.process_time()
         self.info: EngineInfo | None = None  # known once it is ready
+        self.crash: Crash | None = None  # what `receive` raised, if it is one
 
     def __enter__(self) -> EngineHost:
         return self
@@ -104,15 +118,10 @@ class EngineHost:
         return self._left or self._failed is not None
 
     def close(self) -> None:
-        """End the worker, gently when it has left already or waits for work."""
-        if self._process.is_alive() and not self._left:
-            self._process.kill()
-        self._process.join(LEAVE_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._connection.close()
-        self._process.close()
+        """End the worker, gently when it has left already."""
+        if self._left:
+            self._child.wait(LEAVE_S)
+        self._child.close()
 
     def _note(self, message: object) -> None:
         if isinstance(message, Ready):
@@ -135,20 +144,25 @@ class EngineHost:
         return max(0.0, other_cores - (time.process_time() - worked) / elapsed)
 
     def _raise_death(self) -> NoReturn:
-        pending = self._last_words()
-        if pending is not None:
-            raise _error_of(pending, str(self._spec.config.model))
-        self._process.join(LEAVE_S)
-        code = self._process.exitcode
-        if code is not None and code == -signal.SIGKILL:
-            raise OutOfMemory(
-                "the engine's process was killed (signal 9), most likely by the kernel because memory ran out; "
-                "lower engine.kv_memory or engine.max_num_seqs and run the same command again"
-            )
-        how = f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
-        raise Unavailable(
-            f"the engine's process ended unexpectedly ({how}); the same command resumes the job"
-        )
+        failed = self._last_words()
+        if failed is None:
+            self.crash = self._crash()
+        elif self.info is not None and failed.exit_code in _AT_WORK:
+            self.crash = _crash_of(failed)
+        if self.crash is not None:
+            raise self.crash.error()
+        assert failed is not None
+        raise _error_of(failed, str(self._spec.config.model))
+
+    def _crash(self) -> Crash:
+        """Of a worker that could not say why."""
+        ended = self._child.wait(LEAVE_S)
+        what = f"the engine's process {'closed its connection' if ended is None else ended}"
+        if ended is not None and ended.out_of_memory:
+            return Crash(OutOfMemory, what, f"lower engine.kv_memory or engine.max_num_seqs; {CONTINUES}")
+        if ended is not None and ended.out_of_cpu_time:
+            return Crash(Unavailable, what, f"raise it; {CONTINUES}")
+        return Crash(Unavailable, what, CONTINUES)
 
     def _last_words(self) -> Failed | None:
         """What the worker sent before it died, if it could still say why."""
@@ -172,6 +186,14 @@ def _error_of(failed: Failed, model: str) -> BatchInferError:
     if kind is not None:
         return kind(failed.message)
     return BatchInferError(f"the engine failed: {failed.message}\n{failed.detail}")
+
+
+def _crash_of(failed: Failed) -> Crash:
+    """What is not of our own tree comes with its traceback."""
+    kind = _BY_CODE.get(failed.exit_code)
+    if kind is not None:
+        return Crash(kind, failed.message, CONTINUES)
+    return Crash(BatchInferError, f"the engine failed: {failed.message}", CONTINUES, failed.detail)
 
 
 def _mistakes(text: str) -> list[Mistake]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
-from batchinfer.launch.engine_host import EngineHost
+from batchinfer.engine.config import EngineInfo
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import Progress
 from batchinfer.plan.plan import Plan, Window
@@ -28,6 +28,18 @@ class Prompts(Protocol):
     """Where the prompts' token ids lie."""
 
     def read(self, offset: int, count: int) -> TokenIds: ...
+
+
+class Host(Protocol):
+    """An engine, wherever it runs: EngineHost says what these mean."""
+
+    @property
+    def info(self) -> EngineInfo | None: ...
+    @property
+    def left(self) -> bool: ...
+    def submit(self, requests: Sequence[Request]) -> None: ...
+    def receive(self, timeout_s: float) -> list[Progress]: ...
+    def finish(self, within_s: float) -> None: ...
 
 
 class Sink(Protocol):
@@ -49,7 +61,7 @@ class Sink(Protocol):
 def run_plan(
     plan: Plan,
     prompts: Prompts,
-    host: EngineHost,
+    host: Host,
     sink: Sink,
     interrupts: Interrupts,
     draining: Callable[[float], None],
@@ -84,7 +96,7 @@ def run_plan(
     _drain(host, sink)
 
 
-def _drain(host: EngineHost, sink: Sink) -> None:
+def _drain(host: Host, sink: Sink) -> None:
     """Have the worker finish what runs and leave; whoever closes the host ends one that did not."""
     host.finish(DRAIN_S)
     give_up = time.monotonic() + DRAIN_S + LATE_S

@@ -15,7 +15,8 @@ CONTINUES = "interrupted; the same command continues where it stopped"
 class Interrupts:
     """Turns signals into `Interrupted`. While deferred, the first one only sets `pending`; a second one raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, message: str = CONTINUES) -> None:
+        self._message = message
         self.pending: int | None = None
         self._deferred = False
 
@@ -49,7 +50,7 @@ class Interrupts:
         except RuntimeError as error:
             if self.pending is None:
                 raise
-            raise Interrupted(self.pending, CONTINUES) from error
+            raise Interrupted(self.pending, self._message) from error
 
     def raise_pending(self, message: str) -> None:
         """Raises Interrupted when a signal has come."""
@@ -60,4 +61,4 @@ class Interrupts:
         again = self.pending is not None
         self.pending = signum
         if again or not self._deferred:
-            raise Interrupted(signum, CONTINUES)
+            raise Interrupted(signum, self._message)

@@ -17,19 +17,15 @@ from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
-from batchinfer.launch.parent_death import die_with_parent
 from batchinfer.launch.shared_cores import SharedCores
-from batchinfer.spawning import ignore_terminal_signals
 
 # A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
 SEND_EVERY_S = 0.05
 SEND_AT = 256  # completions
 
 
-def main(spec: WorkerSpec, connection: Connection) -> None:
+def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
     """Entry point of the spawned process."""
-    die_with_parent()
-    ignore_terminal_signals()
     try:
         worker = _Worker(spec, connection)
         with loaded_for_good():
@@ -79,7 +75,7 @@ def _shared_cores(info: EngineInfo) -> SharedCores | None:
 class _Worker:
     """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
 
-    def __init__(self, spec: WorkerSpec, connection: Connection) -> None:
+    def __init__(self, spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
         self._connection = connection
         module, _, name = spec.factory.partition(":")
         built = getattr(importlib.import_module(module), name)(spec.config, _stop_streams(spec))

@@ -85,8 +85,13 @@ class Decoder:
         """Run one step: token_ids (T,) int64 → hidden states (T, hidden) before the final norm.
 
         Writes K and V of the step's tokens to `caches`, one a layer. `plan` comes from
-        `ops.plan_attention(inputs, block_size, decoder.windows)`.
+        `ops.plan_attention(inputs, block_size, decoder.windows)`. Raises ValueError for a position that the rotary
+        table does not have: compiled operators would read behind it.
         """
+        if max(inputs.context_lens) > self.max_positions:
+            raise ValueError(
+                f"a context of {max(inputs.context_lens)} tokens, and {self.max_positions} positions"
+            )
         x = self._ops.embedding(token_ids, self._embedding)
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):

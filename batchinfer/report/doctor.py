@@ -9,6 +9,7 @@ from pathlib import Path
 
 from batchinfer.report import hardware
 from batchinfer.report.hardware import Hardware
+from batchinfer.sizes import size
 
 PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyarrow", "numpy", "triton")
 _FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
@@ -50,7 +51,7 @@ def _cpu(cache: Path) -> list[Fact]:
         Fact("cores", str(here.cores)),
         Fact("cpu flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none that matter"),
         Fact("fast bfloat16", "yes" if fast else "no: `dtype: auto` means float32 on this CPU"),
-        Fact("memory", _gib(here.memory_bytes)),
+        Fact("memory", _size(here.memory_bytes)),
         Fact("cpu peaks", peaks_text(here)),
     ]
 
@@ -62,7 +63,7 @@ def _gpus(cache: Path) -> list[Fact]:
     facts = []
     for index, gpu in enumerate(found):
         here = hardware.detect("cuda", gpu=gpu, cache=cache)
-        facts += [Fact(f"gpu {index}", f"{gpu.name}, {_gib(gpu.memory_bytes)}")]
+        facts += [Fact(f"gpu {index}", f"{gpu.name}, {_size(gpu.memory_bytes)}")]
         facts += [Fact(f"gpu {index} peaks", peaks_text(here))]
     return facts
 
@@ -86,5 +87,5 @@ def _rate(value: float) -> str:
     return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
 
 
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+def _size(value: int | None) -> str:
+    return "unknown" if value is None else size(value)

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.report.exit_status import is_published
-from batchinfer.report.units import UNKNOWN, count, percent, seconds, short, size
+from batchinfer.report.units import UNKNOWN, count, percent, seconds, short
+from batchinfer.sizes import size
 
 _TOP_CODES = 3  # error codes named in the summary; the table has them all
 _NAME_WIDTH = 9
 CROWDED_CORES = 0.25  # others' use of the CPU from which on the summary speaks of it
 NAME_END = 2 + _NAME_WIDTH  # where a line's text begins, after the first line
+PHASES = ("startup", "ingest", "plan", "load", "engine", "publish", "close", "other")
 
 Row = Mapping[str, Any]
 
@@ -135,7 +137,7 @@ def _lost(row: Row) -> str:
 
 
 def _time(row: Row) -> str:
-    phases = [(name, row[f"{name}_s"]) for name in ("ingest", "plan", "load", "engine", "publish")]
+    phases = [(name, row[f"{name}_s"]) for name in PHASES]
     text = ", ".join(f"{name} {seconds(spent)}" for name, spent in phases if spent is not None)
     forecast = row["forecast_s"]
     return f"{text}  (engine forecast: {seconds(forecast)})" if text and forecast is not None else text

@@ -55,11 +55,16 @@ class RunFacts:
     duplicate_rows: int | None = None
     reused_requests: int | None = None
     duplicate_saved_tokens: int | None = None
+    duplicate_saved_output_tokens: int | None = None
+    startup_s: float | None = None
     ingest_s: float | None = None
     plan_s: float | None = None
     load_s: float | None = None
     engine_s: float | None = None
     publish_s: float | None = None
+    close_s: float | None = None
+    other_s: float | None = None
+    worker_restarts: int | None = None
     parent_peak_rss_bytes: int | None = None
     worker_peak_rss_bytes: int | None = None
     forecast_s: float | None = None

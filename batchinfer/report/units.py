@@ -1,4 +1,7 @@
-"""Numbers as people read them: 12.3k, 41%, 4 min 5 s, 1.2 GiB. A number that is not known is a dash."""
+"""Numbers as people read them: 12.3k, 41%, 4 min 5 s. A number that is not known is a dash.
+
+Bytes are in batchinfer.sizes, which other rooms need too.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +58,3 @@ def _long(value: int) -> str:
     if value < 3600:
         return f"{value // 60} min {value % 60} s"
     return f"{value // 3600} h {value % 3600 // 60} min"
-
-
-def size(value: float | None) -> str:
-    """Bytes: 310 MiB, 1.25 GiB."""
-    if value is None:
-        return UNKNOWN
-    return f"{_three(value / 2**30)} GiB" if value >= 2**30 else f"{_three(value / 2**20)} MiB"

@@ -416,28 +416,39 @@ def test_the_parent_is_killed(place: Place) -> None:
     assert [row["custom_id"] for row in place.table()] == [row["id"] for row in MANY]
 
 
-def engine_of(pid: int) -> int:
-    """The engine's process; the ones that render prompts have left by the time it steps."""
-    (engine,) = (c for c in children(pid) if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes())
-    return engine
+def engines_of(pid: int) -> list[int]:
+    """The engine's process, if there is one just now."""
+    return [c for c in children(pid) if b"launch.worker:main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+
+def kill_engine(place: Place, pid: int, signum: signal.Signals) -> None:
+    """Once it has got some work done."""
+    before = committed(place)
+    waits_for(lambda: committed(place) >= before + 4)
+    (engine,) = engines_of(pid)
+    os.kill(engine, signum)
+    waits_for(lambda: not alive([engine]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "code", "words"), [(signal.SIGKILL, 71, "memory"), (signal.SIGSEGV, 69, "signal 11")]
 )
-def test_the_engine_is_killed(signum: signal.Signals, code: int, words: str, place: Place) -> None:
+def test_the_engine_is_killed_twice(signum: signal.Signals, code: int, words: str, place: Place) -> None:
     long_job(place)
     with started(place, "run", "job.yaml", **SLOW) as process:
-        waits_for(lambda: committed(place) >= 4)
-        os.kill(engine_of(process.pid), signum)
+        kill_engine(place, process.pid, signum)
+        kill_engine(place, process.pid, signum)
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code
-    assert words in err
+    assert err.count(words) >= 2
+    assert "a new one is started" in err
+    assert "in work both times it died: in.jsonl row " in err
     assert "the same command" in err
     assert "Traceback" not in err
     assert finish(place, "run", "job.yaml", "-q").code == 0
     first, second = runs(place)
+    assert first["worker_restarts"] == 1
     assert first["computed_requests"] + second["computed_requests"] == len(MANY)
     check_whole(place)
 

@@ -20,6 +20,7 @@ from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.pipeline import Outcome, RunOptions, run_job
 from batchinfer.report.progress import Progress
+from batchinfer.report.summary import PHASES
 from tests.checkpoints import make_checkpoint, make_tokenizer
 
 FAKE = RunOptions(engine="tests.fake_engine:build")
@@ -188,8 +189,48 @@ def test_an_engine_that_dies_loses_nothing(tmp_path, model, monkeypatch):
     assert caught.value.exit_code == 69
     monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
     outcome = run(path)
-    assert outcome.row["reused_requests"] == 15
+    assert outcome.row["reused_requests"] == 30  # 15 of each of its two starts
     assert len(table(path)) == 40
+
+
+def test_every_moment_of_a_run_is_in_a_phase(tmp_path, model, monkeypatch):
+    """Before, a second of the quickstart stood in none."""
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.5")
+    path = write_job(tmp_path, model, people(30))
+    for options in (replace(FAKE, already_s=0.7), NO_ENGINE):  # the second has nothing to do
+        row = run(path, options).row
+        spent = {name: row[f"{name}_s"] for name in PHASES if row[f"{name}_s"] is not None}
+        assert sum(spent.values()) == pytest.approx(row["wall_s"], rel=0.01)
+        assert spent["other"] <= 0.02 * row["wall_s"] + 0.05, spent
+        assert row["wall_s"] == pytest.approx((row["finished_at"] - row["started_at"]).total_seconds())
+    assert row["engine_s"] is None
+    assert set(spent) == {"startup", "close", "other"}
+
+
+def test_a_run_that_fails_has_its_phases_too(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "0")
+    path = write_job(tmp_path, model, people(30))
+    with pytest.raises(BatchInferError):
+        run(path)
+    (report,) = (tmp_path / "out/res-report").glob("run-*.parquet")
+    (row,) = pq.read_table(report).to_pylist()
+    spent = [row[f"{name}_s"] or 0.0 for name in PHASES]
+    assert sum(spent) == pytest.approx(row["wall_s"], rel=0.01)
+    assert row["engine_s"] > 0
+    assert row["publish_s"] is None
+
+
+def test_what_duplicates_saved_is_counted(tmp_path, model):
+    """Eight rows ask the same, and one of the others asks it in an earlier run: that is no saving of this one."""
+    rows = [*people(10), *[people(1)[0] | {"id": f"again{i}"} for i in range(7)]]
+    first = run(write_job(tmp_path, model, rows)).row
+    _, prompt, answer = table(tmp_path / "job.yaml", "row_id, prompt_tokens, completion_tokens")[0].values()
+    assert first["duplicate_rows"] == 7
+    assert first["duplicate_saved_tokens"] == 7 * prompt > 0
+    assert first["duplicate_saved_output_tokens"] == 7 * answer > 0
+    again = run(write_job(tmp_path, model, [*rows, people(1)[0] | {"id": "late"}, {"text": "new"}])).row
+    assert (again["duplicate_rows"], again["duplicate_saved_tokens"]) == (8, 0)
+    assert run(write_job(tmp_path, model, rows)).row["duplicate_saved_output_tokens"] == 0
 
 
 def test_a_trial_publishes_beside_and_its_answers_are_kept(tmp_path, model):
@@ -239,7 +280,7 @@ def test_an_interrupted_query_is_asked_again(tmp_path, model, monkeypatch):
     outcome = run(path, FAKE)
     assert outcome.row["rows"] == 6
     assert outcome.row["computed_requests"] + outcome.row["reused_requests"] == 6
-    assert outcome.row["reused_requests"] in (2, 3)
+    assert outcome.row["reused_requests"] in (5, 6)  # a step of each of the engine's two starts was answered
     assert not any(r["generated_text"] is None for r in table(path))
 
 

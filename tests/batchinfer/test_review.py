@@ -171,7 +171,7 @@ def test_what_was_finished_before_a_failure_is_received_before_the_failure(late)
             host.receive(0.1)
         host.submit(requests)
         if late:
-            host._process.join(20)
+            host._child.wait(20)
             host.submit(requests)  # nobody reads it, and nothing is lost by it
         done: list[bytes] = []
         with pytest.raises(BatchInferError, match="out of memory") as caught:

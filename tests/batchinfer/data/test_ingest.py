@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -14,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.data import render_worker
 from batchinfer.data.index import Index
 from batchinfer.data.ingest import Progress, ingest
 from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.errors import InputCorrupt, JobFileError, StorageError
+from batchinfer.errors import InputCorrupt, JobFileError, StorageError, Unavailable
 from batchinfer.request import SamplingParams
 from tests.batchinfer.data.ingest_kit import (
     carried,
@@ -469,9 +471,40 @@ def test_a_template_that_hangs_costs_its_row(folder: Path) -> None:
     assert "1 s" in rows_of(index)[1]["error_message"]
 
 
+SLOW = "{% if text == 'slow' %}{% for i in range(99999) %}{% for j in range(600) %}{% endfor %}{% endfor %}{% endif %}"
+
+
+@pytest.fixture
+def limit_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    monkeypatch.setattr(render_worker, "_ENTRY", "tests.batchinfer.child_tasks:render_with_little_cpu_time")
+    monkeypatch.setenv("LIMITED_STARTS", str(tmp_path / "starts"))
+    return lambda most: monkeypatch.setenv("LIMITED_MOST", str(most))
+
+
+def test_a_worker_that_used_up_its_cpu_time_blames_no_row(
+    folder: Path, limit_workers: Callable[[int], None]
+) -> None:
+    """That time is the sum of all rows since it started."""
+    limit_workers(1)
+    rows = [{"text": t} for t in ("a", "slow", "b")]
+    index = ingest_rows(folder, rows, {"user": SLOW}, row_timeout_s=100.0)
+    assert codes(index) == [None, None, None]
+
+
+def test_a_limit_on_cpu_time_that_no_batch_fits_into_is_named(
+    folder: Path, limit_workers: Callable[[int], None]
+) -> None:
+    limit_workers(9)
+    with pytest.raises(
+        Unavailable, match=r"limit on a process's CPU time \(RLIMIT_CPU.* within one batch"
+    ) as caught:
+        ingest_rows(folder, [{"text": "slow"}], {"user": SLOW}, row_timeout_s=100.0)
+    assert "memory" not in str(caught.value)
+
+
 def test_workers_end_with_ingest(folder: Path) -> None:
     ingest_rows(folder, [{"text": "a"}])
-    left = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    left = [p for p in psutil.Process().children() if "render_worker:serve" in " ".join(p.cmdline())]
     assert left == []
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ from batchinfer.errors import Locked, StorageError
 HOLDER = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from batchinfer.data.state import StateFolder
 with StateFolder(Path(sys.argv[1])).lock():
     print("held", flush=True)
@@ -77,8 +80,18 @@ def test_old_generations_go_after_an_hour(tmp_path: Path) -> None:
 def test_too_little_space_is_said_with_numbers(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "not" / "yet" / "res")
     state.check_space(1)
-    with pytest.raises(StorageError, match=r"needs about 1048576.00 GiB of disk, [0-9.]+ GiB are free"):
+    with pytest.raises(StorageError, match=r"needs about 1 PiB of disk, [0-9.]+ [GT]iB are free"):
         state.check_space(1 << 50)
+
+
+def test_too_little_space_differs_from_what_is_free_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it read: needs about 0.00 GiB of disk, 0.00 GiB are free."""
+    state = StateFolder(tmp_path / "res")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4_300_000))
+    with pytest.raises(StorageError, match=r"needs about 4\.1009 MiB of disk, 4\.1008 MiB are free"):
+        state.check_space(4_300_100)
 
 
 def test_a_shared_store_lies_where_the_cache_says(tmp_path: Path) -> None:

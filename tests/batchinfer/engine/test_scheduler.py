@@ -185,5 +185,5 @@ def test_a_token_run_again_is_prefill_however_short_its_chunk():
     seq.tokens.extend([7, 7])
     seq.computed, seq.high_water = 4, 5  # preempted after five tokens; four of them run again so far
     again, new = Chunk(seq, 4, 1), Chunk(seq, 5, 1)
-    assert (again.recomputed, again.is_decode) == (1, False)
-    assert (new.recomputed, new.is_decode) == (0, True)
+    assert (again.recomputed, again.decodes) == (1, 0)
+    assert (new.recomputed, new.decodes) == (0, 1)

@@ -180,8 +180,6 @@ def test_json_refuses_what_is_no_number() -> None:
         (units.about(61), "1 min"),
         (units.about(3599), "59 min 59 s"),
         (units.about(7200), "2 h 0 min"),
-        (units.size(None), "–"),
-        (units.size(1.5 * 2**30), "1.50 GiB"),
         (units.count(2388), "2,388"),
     ],
 )

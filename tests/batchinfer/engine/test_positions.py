@@ -1,0 +1,73 @@
+"""The rotary table is as long as the job's longest row, whatever a checkpoint promises; nothing is read behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.engine.build import build_engine, load_model
+from batchinfer.engine.config import EngineConfig
+from batchinfer.models.decoder import Decoder
+from batchinfer.ops.interface import AttentionInputs
+from batchinfer.request import Request, SamplingParams
+from tests.checkpoints import edit_json, make_checkpoint
+
+PROMPT = [5, 17, 200, 3, 44]
+
+
+def config(folder: Path, longest: int) -> EngineConfig:
+    return EngineConfig(
+        folder, "float32", "cpu", max_model_len=2_000_000_000, longest=longest, max_num_seqs=4, threads=1
+    )
+
+
+@pytest.fixture
+def promising(tmp_path: Path) -> Path:
+    """A checkpoint that names 2 billion positions: a table of them took 274 GB in a model of usual size."""
+    make_checkpoint(tmp_path, "llama", seed=5)
+    edit_json(tmp_path / "config.json", max_position_embeddings=2_000_000_000)
+    return tmp_path
+
+
+def answer(folder: Path, longest: int, most: int) -> list[int]:
+    engine = build_engine(config(folder, longest)).engine
+    engine.add(
+        [Request(bytes(32), np.array(PROMPT, np.int32), SamplingParams(max_tokens=most, ignore_eos=True))]
+    )
+    (done,) = [completion for output in engine.drain() for completion in output.completions]
+    return list(done.token_ids.tolist())
+
+
+def test_the_table_is_as_long_as_the_longest_row(promising: Path) -> None:
+    loaded = load_model(config(promising, 40))
+    assert isinstance(loaded.runner.model, Decoder)
+    assert loaded.runner.model.max_positions == 40
+    small = load_model(replace(config(promising, 40), max_model_len=30)).runner.model
+    assert isinstance(small, Decoder)
+    assert small.max_positions == 30
+
+
+def test_a_row_may_fill_the_table_and_gets_the_same_answer(promising: Path) -> None:
+    assert answer(promising, len(PROMPT) + 12, 12) == answer(promising, 400, 12)
+
+
+def test_a_row_that_is_longer_than_promised_ends_with_the_table(promising: Path) -> None:
+    assert len(answer(promising, len(PROMPT) + 3, 12)) == 3
+
+
+def test_a_prompt_that_leaves_no_position_is_refused(promising: Path) -> None:
+    with pytest.raises(ValueError, match="a prompt of 5 tokens, and positions for 5"):
+        answer(promising, 5, 12)
+
+
+def test_no_step_reads_behind_the_table(promising: Path) -> None:
+    runner = load_model(config(promising, 40)).runner
+    tables = np.zeros((1, 3), np.int32)
+    places = (torch.tensor([40]), torch.tensor([0]), torch.from_numpy(tables))
+    inputs = AttentionInputs(*places, [1], [41], tables)
+    with pytest.raises(ValueError, match="a context of 41 tokens, and 40 positions"):
+        runner.model.forward(torch.tensor([1]), inputs, runner.caches, None)  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""Every moment belongs to one phase, and the phases add up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from batchinfer.report.stopwatch import Stopwatch, process_age_s
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_phases_nest_and_add_up_to_the_whole() -> None:
+    clock = Clock()
+    watch = Stopwatch(5.0, clock)
+    with watch.timed("ingest_s"):
+        pass
+    with watch.timed("close_s"):
+        with watch.timed("load_s"):
+            pass
+        with watch.timed("engine_s"), pytest.raises(ValueError), watch.timed("load_s"):
+            raise ValueError
+    spent = watch.read()
+    assert spent == {
+        "startup_s": 6.0, "ingest_s": 1.0, "other_s": 2.0, "close_s": 3.0, "load_s": 2.0, "engine_s": 2.0
+    }  # fmt: skip
+    assert sum(spent.values()) == 5.0 + clock.now - 101.0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
+def test_a_process_knows_its_age() -> None:
+    script = (
+        "import time; time.sleep(0.5); from batchinfer.report.stopwatch import process_age_s; "
+        "print(process_age_s(), flush=True)"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert 0.49 <= float(done.stdout) <= time.monotonic() - began
+    assert process_age_s() > 0

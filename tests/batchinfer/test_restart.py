@@ -1,0 +1,186 @@
+"""A worker that dies is replaced once: nothing is lost, nothing is computed twice, and the rows in work are named."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import BatchInferError
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.report.summary import PHASES
+from tests.batchinfer import test_pipeline as pipeline_kit
+from tests.batchinfer.test_pipeline import people, table, write_job
+from tests.checkpoints import make_model_folder
+
+ROWS, BATCH = 40, 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make_model_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Forty rows with ids, five a step; deaths are counted, and so is what is computed."""
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", str(BATCH))
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.08")  # more than the time between two messages of progress
+    monkeypatch.setenv("FAKE_ENGINE_STARTS", str(tmp_path / "starts"))
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
+    return write_job(tmp_path, model, people(ROWS), input={"path": "in.jsonl", "id": "id"})
+
+
+class Ran:
+    """A run with its notices."""
+
+    def __init__(self, path: Path, interrupts: Interrupts | None = None) -> None:
+        self.notices: list[str] = []
+        self.path, self.interrupts = path, interrupts or Interrupts()
+
+    def __call__(self) -> Any:
+        return pipeline_kit.run_job(
+            pipeline_kit.load_job(self.path), pipeline_kit.FAKE,
+            pipeline_kit.Progress(pipeline_kit.io.StringIO(), quiet=True), self.interrupts, self.notices.append,
+        )  # fmt: skip
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Of the run table, which a run that failed has too."""
+        newest = sorted((self.path.parent / "out/res-report").glob("run-*.parquet"))[-1]
+        return dict(pq.read_table(newest).to_pylist()[0])
+
+    @property
+    def starts(self) -> int:
+        return len((self.path.parent / "starts").read_bytes())
+
+    @property
+    def computed(self) -> Counter[str]:
+        return Counter((self.path.parent / "log").read_text().split())
+
+
+def dies(monkeypatch: pytest.MonkeyPatch, times: int, **how: object) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", str(times))
+    for name, value in how.items():
+        monkeypatch.setenv(f"FAKE_ENGINE_{name}", str(value))
+
+
+@pytest.mark.parametrize("how", ["killed", "segfault", "exits", "raises"])
+def test_a_worker_that_dies_once_is_replaced(job: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    by: dict[str, dict[str, object]] = {
+        "killed": {"DIES_BY": int(signal.SIGKILL)},
+        "segfault": {"DIES_BY": int(signal.SIGSEGV)},
+        "exits": {},
+        "raises": {"RAISES": "RuntimeError"},
+    }
+    dies(monkeypatch, 1, DIES_AT_STEP=3, **by[how])
+    ran = Ran(job)
+    outcome = ran()
+    assert outcome.exit_code == 0
+    assert (ran.starts, outcome.row["worker_restarts"]) == (2, 1)
+    assert len(table(job)) == ROWS
+    assert set(ran.computed.values()) == {1}, "computed twice"
+    assert len(ran.computed) == outcome.row["computed_requests"] == ROWS
+    (told,) = (notice for notice in ran.notices if "a new one is started" in notice)
+    words = {"killed": "memory", "segfault": "SIGSEGV", "exits": "exit status 3", "raises": "asked to raise"}
+    assert words[how] in told
+    assert "in.jsonl row " in told
+    assert "(id p" in told
+    assert told.count(" row ") == 8
+    assert "and 17 more rows" in told  # 15 of 40 were answered
+    spent = [outcome.row[f"{name}_s"] or 0.0 for name in PHASES]
+    assert sum(spent) == pytest.approx(outcome.row["wall_s"], rel=0.01)
+
+
+@pytest.mark.parametrize(("by", "code"), [(signal.SIGKILL, 71), (signal.SIGABRT, 69)])
+def test_a_second_death_ends_the_job_and_names_what_was_in_work_both_times(
+    job: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, code: int
+) -> None:
+    dies(monkeypatch, 99, DIES_AT_STEP=3, DIES_BY=int(by))
+    ran = Ran(job)
+    with pytest.raises(BatchInferError, match=r"in work both times it died: in\.jsonl row ") as caught:
+        ran()
+    assert caught.value.exit_code == code
+    assert "and 2 more rows" in str(caught.value)  # 15 answered, 15 answered: 10 were left
+    assert "same command resumes the job" in str(caught.value)
+    assert (ran.starts, ran.row["worker_restarts"], ran.row["computed_requests"]) == (2, 1, 30)
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    assert Ran(job)().row["reused_requests"] == 30
+    assert set(ran.computed.values()) == {1}
+    assert len(table(job)) == ROWS
+
+
+def test_a_worker_that_dies_while_loading_is_replaced_once(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies(monkeypatch, 1, DIES_LOADING=1)
+    ran = Ran(job)
+    assert ran().row["worker_restarts"] == 1
+    assert any(
+        "exit status 3; it was loading the model; a new one is started" in text for text in ran.notices
+    )
+    assert len(table(job)) == ROWS
+
+
+def test_a_worker_that_always_dies_while_loading_ends_the_job(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies(monkeypatch, 99, DIES_LOADING=1)
+    ran = Ran(job)
+    with pytest.raises(BatchInferError, match="it was loading the model again, after a restart") as caught:
+        ran()
+    assert (caught.value.exit_code, ran.starts) == (69, 2)
+
+
+def test_deaths_over_different_rows_say_so(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start answers nothing of what the second has in work when it dies: all of the first's was answered."""
+    dies(monkeypatch, 2, DIES_AT_STEP=3)
+    monkeypatch.setattr("batchinfer.launch.supervisor.Supervisor._in_work", lambda self: _newest(self))
+    with pytest.raises(BatchInferError, match=r"in work again, after a restart: in\.jsonl row"):
+        Ran(job)()
+
+
+def _newest(supervisor: Any) -> list[bytes]:
+    """As if each worker ran one row only: the one before which it dies."""
+    return list(supervisor._unfinished)[:1]
+
+
+def test_no_worker_is_started_after_a_signal(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies(monkeypatch, 99, DIES_AT_STEP=3)
+    interrupts = Interrupts()
+    ran = Ran(job, interrupts)
+    take = pipeline_kit.run_job.__globals__["Collector"].take
+
+    def signalled(self: Any, progress: Any) -> None:
+        take(self, progress)
+        interrupts.pending = signal.SIGTERM
+
+    monkeypatch.setattr("batchinfer.pipeline.Collector.take", signalled)
+    with pytest.raises(BatchInferError):
+        ran()
+    assert ran.starts == 1
+    assert ran.row["worker_restarts"] == 0
+
+
+def test_what_a_worker_refuses_it_is_not_asked_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_kit, "FAKE", pipeline_kit.NO_ENGINE)
+    with pytest.raises(BatchInferError, match="must not need an engine"):
+        Ran(job)()
+    assert not (job.parent / "starts").exists()
+
+
+def test_a_worker_that_dies_when_all_is_done_costs_nothing(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies(monkeypatch, 0)
+    monkeypatch.setenv("FAKE_ENGINE_DIES_LEAVING", "1")
+    ran = Ran(job)
+    row = ran().row
+    assert (row["exit_code"], row["worker_restarts"], row["worker_peak_rss_bytes"]) == (0, 0, None)
+    assert ran.starts == 1

@@ -1,0 +1,99 @@
+"""Verbs other than `run` end at once at a signal, with its exit code and no traceback, and leave no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.data.manifest import MANIFEST_NAME, Manifest, ResultFile
+from tests.batchinfer.test_pipeline import people, write_job
+from tests.batchinfer.wrong_jobs import alive, children, environment
+from tests.checkpoints import make_model_folder
+
+ENDLESS_SQL = (
+    "SELECT count(*)::VARCHAR AS text FROM range(9999999) a, range(9999999) b WHERE a.range * b.range = -1"
+)
+ENDLESS_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ text }}"
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make_model_folder(folder)
+    return folder
+
+
+def preview_sql(folder: Path, model: Path) -> list[str]:
+    write_job(folder, model, input={"path": None, "sql": ENDLESS_SQL}, prompt={"user": "{{ text }}"})
+    return ["preview", "job.yaml"]
+
+
+def preview_template(folder: Path, model: Path) -> list[str]:
+    write_job(folder, model, people(2), prompt={"user": ENDLESS_TEMPLATE})
+    return ["preview", "job.yaml"]
+
+
+def query(folder: Path, model: Path) -> list[str]:
+    results = folder / "out" / "res"
+    results.mkdir(parents=True)
+    pq.write_table(pa.table({"status": ["ok"]}), results / "part-1.parquet")
+    file = ResultFile("part-1.parquet", 1, (results / "part-1.parquet").stat().st_size, "0" * 64)
+    manifest = Manifest("greetings", "i", (), 1, "g", 1, 1, 0, 0, (), (file,))
+    (results / MANIFEST_NAME).write_text(json.dumps(manifest.to_json()))
+    return ["query", "out/res", ENDLESS_SQL]
+
+
+def until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("make", "signum"),
+    [
+        (preview_sql, signal.SIGINT),
+        (preview_sql, signal.SIGTERM),
+        (preview_template, signal.SIGINT),
+        (query, signal.SIGINT),
+    ],
+)
+def test_a_signal_ends_a_verb_that_works(
+    tmp_path: Path, model: Path, make: Callable[[Path, Path], list[str]], signum: signal.Signals
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    arguments = make(tmp_path, model)
+    with subprocess.Popen(
+        [sys.executable, "-m", "batchinfer", *arguments], cwd=tmp_path, text=True, start_new_session=True,
+        env=environment(TMPDIR=str(temporary)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        until(
+            lambda: list(
+                temporary.glob("batchinfer-preview-*/*") or list(temporary.glob("batchinfer-query-*"))
+            )
+        )
+        time.sleep(1.0)  # it runs the query, or renders
+        below = list(children(process.pid))
+        began = time.monotonic()
+        os.killpg(process.pid, signum)
+        try:
+            out, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (128 + signum, "", "batchinfer: interrupted\n")
+    assert time.monotonic() - began < 20, "it did not hear of it"
+    assert not alive(below)
+    assert not list(temporary.iterdir()), "what it wrote is left behind"
