@@ -86,7 +86,7 @@ def test_what_is_said_about_other_files(
     [
         ("rows", b'{"a": 1}', "jsonl"),
         ("rows.txt", b'\xef\xbb\xbf\n {"a": 1}', "jsonl"),
-        ("rows.bak", gzip.compress(b"{}"), "jsonl"),
+        ("rows.bak", gzip.compress(b"{}", mtime=0), "jsonl"),
         ("empty", b"", "jsonl"),
         ("rows.bin", b"PAR1", "parquet"),
         ("rows.bin", b"ARROW1\0\0", "arrow"),
