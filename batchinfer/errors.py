@@ -1,4 +1,4 @@
-"""Everything that batchinfer raises on purpose, and the exit code that each becomes.
+"""Everything that batchinfer raises on purpose, and the exit code and the status word that each becomes.
 
     BatchInferError                70  a bug, when nothing more specific is known
     ├── UsageError                  2  the command line
@@ -13,7 +13,7 @@
     ├── Busy                       75  other processes use the cores that were to be measured
     ├── SecurityRefusal            77  pickle, remote code, or a path that escapes
     ├── JobFileError               78  the job file, with every mistake listed
-    └── Interrupted           130/143  SIGINT or SIGTERM; what was done is committed
+    └── Interrupted       129/130/143  SIGHUP, SIGINT or SIGTERM; what was done is committed
 
 What goes wrong with a single row is no exception: it is a `RowError` (request.py) that becomes an error row.
 """
@@ -28,60 +28,70 @@ class BatchInferError(Exception):
     """The root: `str(error)` says what happened and what would be right."""
 
     exit_code = 70
+    status = "bug"  # the word for it in the run table's `exit_status`
 
 
 class UsageError(BatchInferError):
     """The command line asks for something that cannot be."""
 
     exit_code = 2
+    status = "usage error"
 
 
 class InputCorrupt(BatchInferError):
     """An input file is damaged or changed meanwhile; names the file and the place."""
 
     exit_code = 65
+    status = "input damaged"
 
 
 class ErrorBudgetExceeded(BatchInferError):
     """More rows failed than `on_error.max_error_rate` allows."""
 
     exit_code = 65
+    status = "over budget"
 
 
 class InputMissing(BatchInferError):
     """An input file does not exist, or a glob matches no file."""
 
     exit_code = 66
+    status = "input missing"
 
 
 class Unavailable(BatchInferError):
     """The device, or the engine's process, is gone or cannot be started."""
 
     exit_code = 69
+    status = "unavailable"
 
 
 class OutOfMemory(BatchInferError):
     """No memory is left; names what would make the job fit."""
 
     exit_code = 71
+    status = "out of memory"
 
 
 class OutputConflict(BatchInferError):
     """The result folder holds something that this job did not write."""
 
     exit_code = 73
+    status = "output conflict"
 
 
 class StorageError(BatchInferError):
     """Reading or writing failed below us (disk full, I/O error). The same command resumes the job."""
 
     exit_code = 74
+    status = "storage error"
 
 
 class Locked(BatchInferError):
     """Another run holds the lock of this job's state folder."""
 
     exit_code = 75
+    status = "locked"
 
 
 class Busy(BatchInferError):
@@ -94,6 +104,7 @@ class SecurityRefusal(BatchInferError):
     """Something that could run code or leave its folder: refused."""
 
     exit_code = 77
+    status = "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,7 @@ class JobFileError(BatchInferError):
     """The job file is wrong; `mistakes` holds all that was found, not only the first."""
 
     exit_code = 78
+    status = "wrong job"
 
     def __init__(self, path: str, mistakes: Sequence[Mistake]) -> None:
         self.path = path
@@ -130,6 +142,8 @@ class JobFileError(BatchInferError):
 
 class Interrupted(BatchInferError):
     """A signal ended the run; what was finished is committed and the same command resumes it."""
+
+    status = "interrupted"
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)

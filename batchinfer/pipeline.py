@@ -43,8 +43,10 @@ from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.plan.forecast import Forecast, describe, forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
+from batchinfer.report.exit_status import ALREADY_PUBLISHED, PUBLISHED, over_budget
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables import RunRow
+from batchinfer.report.units import seconds
 from batchinfer.resolve import Setting, resolve
 from batchinfer.run_report import RunReport
 
@@ -203,7 +205,7 @@ class _Run:
             self.state.purge_scratch()
         self._write_openai(index.inputs)
         with self.interrupts.deferred():
-            return self._judged(manifest, "published")
+            return self._judged(manifest, PUBLISHED)
 
     def _context(self) -> bytes:
         """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
@@ -250,7 +252,7 @@ class _Run:
         if manifest is None:
             raise BatchInferError(f"{self.state.results}: the manifest vanished while it was read")
         self._write_openai(self._files())
-        return self._judged(manifest, "already published, nothing to do")
+        return self._judged(manifest, ALREADY_PUBLISHED)
 
     def _check_space(self) -> None:
         """Before anything is read for the first time: tokens and carried columns take about the input's size each."""
@@ -258,7 +260,7 @@ class _Run:
             self.state.check_space(SPACE_PER_INPUT_BYTE * sum(file.size for file in self._files()))
 
     def _ingest(self, context: bytes) -> Index:
-        self.progress.phase("reading")
+        self.progress.phase("reading", self.job.input.limit)
         self._check_space()
         options = IngestOptions(
             context=context,
@@ -266,12 +268,9 @@ class _Run:
             vocab_size=self.checkpoint.config.vocab,
             now=self.now,
         )
-        seen = 0
 
         def read(at: IngestProgress) -> None:
-            nonlocal seen
-            self.progress.rows(at.rows - seen)
-            seen = at.rows
+            self.progress.read(at.rows, at.bytes_read, at.bytes_total)
 
         with self.report.timed("ingest_s"):
             index = ingest(self.job, options, self.state.scratch, read, self.state.ops)
@@ -300,7 +299,7 @@ class _Run:
         self.report.planned(plan)
         self.report.note(forecast_s=seen.seconds)
         self.progress.close()
-        self.notice(describe(plan, seen))
+        self.notice(describe(plan, None if seen.seconds is None else seconds(seen.seconds)))
         if self.job.sampling.from_columns:
             self.notice(f"rows set their own {self.job.sampling.row_parameters()}")
         return plan
@@ -340,9 +339,9 @@ class _Run:
                 host.receive(0.1)
                 self.progress.tick()
 
-    def _draining(self, seconds: float) -> None:
+    def _draining(self, within_s: float) -> None:
         self.notice(
-            f"stopping: rows in work may finish for up to {seconds:.0f} s; signal again to stop at once"
+            f"stopping: rows in work may finish for up to {within_s:.0f} s; signal again to stop at once"
         )
 
     def _publish(self, context: bytes, index: Index, store: CompletionStore) -> Manifest:
@@ -395,9 +394,9 @@ class _Run:
         if not budget.exceeded(manifest.errors):
             return Outcome(0, self.report.done(status))
         counts = ErrorCounts(manifest.rows, manifest.errors, 0, manifest.retryable)
-        text = _budget_text(counts, budget, codes)
+        text = f"the results are {status}, but {_budget_text(counts, budget, codes)}"
         code = ErrorBudgetExceeded.exit_code
-        return Outcome(code, self.report.done(f"{status}, over its error budget", code), text)
+        return Outcome(code, self.report.done(over_budget(status), code), text)
 
 
 @contextmanager
@@ -420,6 +419,7 @@ def _budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> s
     allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
     again = f"; --retry-errors runs {counts.retryable} of them again" if counts.retryable else ""
     text = (
-        f"{counts.errors} of {counts.rows} rows are errors and {allowed}; mend them, or raise the rate{again}"
+        f"{counts.errors} of {counts.rows} rows are errors and {allowed}; "
+        f"correct them, or raise the rate{again}"
     )
     return "\n".join(filter(None, [text, errors.text()]))

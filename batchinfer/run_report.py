@@ -92,12 +92,12 @@ class RunReport:
 
     def failed(self, error: BaseException) -> None:
         """The run ends with this error; what is not of our own tree is a bug."""
-        code = error.exit_code if isinstance(error, BatchInferError) else BatchInferError.exit_code
-        self.done(type(error).__name__, code)
+        known = error if isinstance(error, BatchInferError) else BatchInferError()
+        self.done(known.status, known.exit_code)
 
     def close(self) -> None:
         """Write the run table. Raises OSError."""
-        write_run(self._folder, self.done("a bug", BatchInferError.exit_code))
+        write_run(self._folder, self.done(BatchInferError.status, BatchInferError.exit_code))
 
     def _finished_row(self, status: str, exit_code: int) -> RunRow:
         meter, self._meter = (

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import json
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from batchinfer.bench.options import BenchOptions
-from batchinfer.data.durable import FileOps, refuse_existing, storage, write_new
 from batchinfer.data.files import list_inputs
 from batchinfer.data.index import Index
 from batchinfer.data.ingest import IngestOptions, ingest
@@ -49,8 +49,38 @@ def validate_job(job: Job) -> list[str]:
     return [*found, "the job file is right; the rows are checked when it runs"]
 
 
-def preview_job(job: Job, rows: int) -> Iterator[str]:
-    """The first rows as the model reads them: text with its special tokens, ids, parameters, or their error."""
+@dataclass(frozen=True, slots=True)
+class PreviewedRow:
+    """A row as the model reads it: text with its special tokens, ids, parameters; or its error instead."""
+
+    file: str
+    row_index: int
+    id: str | None
+    text: str | None = None
+    token_ids: list[int] | None = None
+    sampling: dict[str, Any] | None = None
+    error: dict[str, str] | None = None  # code, message
+
+    @property
+    def head(self) -> str:
+        return f"── {self.file} row {self.row_index}" + (f", id {self.id}" if self.id else "")
+
+    @property
+    def body(self) -> str:
+        """Of long prompts the first and the last tokens."""
+        if self.error is not None:
+            return f"error {self.error['code']}: {self.error['message']}\n"
+        ids = [str(number) for number in self.token_ids or ()]
+        if len(ids) > TOKENS_SHOWN:
+            shown = [*ids[: TOKENS_SHOWN // 2], "…", *ids[-TOKENS_SHOWN // 2 :]]
+        else:
+            shown = ids
+        sampling = json.dumps(self.sampling, ensure_ascii=False)
+        return f"{self.text}\n{len(ids)} tokens: {' '.join(shown)}\nsampling: {sampling}\n"
+
+
+def preview_job(job: Job, rows: int) -> Iterator[PreviewedRow]:
+    """The first rows as the model reads them."""
     checkpoint = inspect_checkpoint(job.model.path)
     setting = resolve(job, checkpoint)
     tokenizer = Tokenizer.load(job.model.path)
@@ -72,16 +102,13 @@ def preview_job(job: Job, rows: int) -> Iterator[str]:
                 yield _previewed(row, index, tokenizer)
 
 
-def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> str:
-    head = f"── {row['file']} row {row['row_index']}" + (
-        f", id {row['custom_id']}" if row["custom_id"] else ""
-    )
+def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> PreviewedRow:
+    place = (row["file"], row["row_index"], row["custom_id"])
     if row["key"] is None:
-        return f"{head}\nerror {row['error_code']}: {row['error_message']}\n"
+        return PreviewedRow(*place, error={"code": row["error_code"], "message": row["error_message"]})
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
-    shown = ids if len(ids) <= TOKENS_SHOWN else [*ids[: TOKENS_SHOWN // 2], "…", *ids[-TOKENS_SHOWN // 2 :]]
     text = tokenizer.rust.decode(ids, skip_special_tokens=False)
-    return f"{head}\n{text}\n{len(ids)} tokens: {' '.join(map(str, shown))}\nsampling: {row['params']}\n"
+    return PreviewedRow(*place, text, ids, json.loads(row["params"]))
 
 
 def verify_results(results: Path) -> list[Problem]:
@@ -89,18 +116,6 @@ def verify_results(results: Path) -> list[Problem]:
     state = StateFolder(results)
     stored = verify_store(state.completions) if state.completions.is_dir() else []
     return [*verify_result(results), *stored]
-
-
-def init_folder(folder: Path, files: dict[str, str]) -> list[Path]:
-    """Write a new job's files. Raises UsageError when one is there already, StorageError."""
-    there = [name for name in files if os.path.lexists(folder / name)]
-    if there:
-        raise UsageError(f"{folder / there[0]}: exists already; choose another folder")
-    with storage(folder, "create"):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        write_new(folder / name, [text.encode()], FileOps())
-    return [folder / name for name in files]
 
 
 def machine_facts() -> list[Fact]:

@@ -15,13 +15,12 @@ from batchinfer.cli.endings import explain
 from batchinfer.cli.job_verbs import init, preview, run, schema, validate
 from batchinfer.cli.machine_verbs import bench, doctor
 from batchinfer.cli.result_verbs import query, verify
-from batchinfer.errors import Interrupted
+from batchinfer.cli.terminal import say
+from batchinfer.errors import Interrupted, UsageError
 
 app = typer.Typer(
     name="batchinfer",
     help="Offline batch inference: a table of prompts in, a Parquet table of answers out.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -37,25 +36,44 @@ def main() -> None:
 
 
 def _guarded(arguments: list[str]) -> int:
+    as_json = "--json" in arguments
     try:
         result = app(arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as leave:
         return leave.exit_code
     except Exception as error:  # noqa: BLE001 - the last place that can turn it into an exit code
-        return explain(error, "--json" in arguments)
+        return explain(error, as_json)
     except KeyboardInterrupt:
-        return explain(Interrupted(signal.SIGINT, "interrupted"), "--json" in arguments)
+        return explain(Interrupted(signal.SIGINT, "interrupted"), as_json)
+
+
+def _no_colours(wanted: bool) -> None:
+    if wanted:
+        os.environ["NO_COLOR"] = "1"  # what also the libraries that print help look at
 
 
 @app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    no_color: Annotated[
+        bool,
+        typer.Option(
+            "--no-color",
+            help="No colours, also on a terminal; as NO_COLOR=1.",
+            callback=_no_colours,
+            is_eager=True,
+        ),
+    ] = False,
 ) -> None:
     """Offline batch inference."""
     if version:
-        typer.echo(f"batchinfer {__version__}")
+        say(f"batchinfer {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.get_help()  # typer prints it itself
+        raise typer.Exit(UsageError.exit_code)
 
 
 if os.name != "posix":  # flock, spawn and signals as we use them

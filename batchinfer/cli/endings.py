@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import traceback
-
-import typer
+from dataclasses import asdict
+from typing import Any
 
 from batchinfer import __version__
-from batchinfer.errors import BatchInferError, StorageError, UsageError
+from batchinfer.cli.terminal import say_json, tell_error
+from batchinfer.errors import BatchInferError, JobFileError, OutOfMemory, StorageError, UsageError
 
 
 def explain(error: Exception, as_line: bool) -> int:
-    """Print what went wrong, and the exit code that it means."""
-    code, text = _meaning(error)
+    """Print what went wrong, and return the exit code that it means."""
+    kind, text = _meaning(error)
+    code = error.exit_code if isinstance(error, BatchInferError) else kind.exit_code
     if as_line:
-        typer.echo(json.dumps({"exit_code": code, "error": type(error).__name__, "message": text}))
-    typer.echo(f"batchinfer: {text}", err=True)
+        say_json({"exit_code": code, "exit_status": kind.status, "message": text, **_mistakes(error)})
+    tell_error(text)
     return code
 
 
-def _meaning(error: Exception) -> tuple[int, str]:
+def _meaning(error: Exception) -> tuple[type[BatchInferError], str]:
     if isinstance(error, BatchInferError):
-        return error.exit_code, str(error)
-    if isinstance(error, BrokenPipeError):
-        return 128 + signal.SIGPIPE, "the reader of the output has gone"
+        return type(error), str(error)
     if isinstance(error, MemoryError):
-        return 71, "out of memory; lower engine.kv_memory, or run on a machine with more"
+        return OutOfMemory, "out of memory; lower engine.kv_memory, or run on a machine with more"
     if isinstance(error, OSError):
-        return StorageError.exit_code, f"{error}; the same command continues once that is mended"
+        return StorageError, f"{error}; the same command continues once that is put right"
     told = getattr(error, "format_message", None)
     if told is not None:  # a usage error of click's; typer brings its own click, whose class cannot be named
-        return UsageError.exit_code, f"{told()} (see `batchinfer --help`)"
+        return UsageError, f"{told()} (see `batchinfer --help`)"
     detail = "".join(traceback.format_exception(error))
-    return BatchInferError.exit_code, f"a bug in batchinfer {__version__}, please report it:\n{detail}"
+    return BatchInferError, f"a bug in batchinfer {__version__}, please report it:\n{detail}"
+
+
+def _mistakes(error: Exception) -> dict[str, Any]:
+    """A job file's mistakes one by one, for editors and other programs."""
+    if not isinstance(error, JobFileError):
+        return {}
+    return {"path": error.path, "mistakes": [asdict(mistake) for mistake in error.mistakes]}

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from batchinfer import pipeline, verbs
-from batchinfer.cli.options import Date, JobPath, Json, Overrides, Quiet, load, located, notice
-from batchinfer.job import init_files, job_schema
+from batchinfer.cli.options import Date, JobPath, Json, Overrides, Quiet, load, located
+from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
+from batchinfer.errors import StorageError
+from batchinfer.job import Job, job_schema
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
-from batchinfer.report.summary import as_json, summary
+from batchinfer.report.summary import NAME_END, summary
+from batchinfer.starter import write_starter
+from batchinfer.text import printable
 
 
 @contextlib.contextmanager
-def _watched(quiet: bool) -> Iterator[tuple[Progress, Interrupts]]:
-    with Interrupts().installed() as interrupts, Progress(sys.stderr, quiet=quiet) as progress:
+def _watched(job: Job, quiet: bool) -> Iterator[tuple[Progress, Interrupts]]:
+    progress = Progress(sys.stderr, job=job.name, quiet=quiet)
+    with Interrupts().installed() as interrupts, progress:
         yield progress, interrupts
 
 
@@ -58,29 +64,66 @@ def run(
         ),
     ] = False,
     quiet: Quiet = False,
-    as_line: Json = False,
+    as_json: Json = False,
 ) -> int:
     """Run a job, or carry on with it: what an earlier run finished is not computed again."""
     job = load(job_file, overrides, date)
     options = pipeline.RunOptions(limit, replace, retry_errors, verify, to_openai, openai_timestamps)
-    with located(job), _watched(quiet or as_line) as (progress, interrupts):
-        outcome = pipeline.run_job(job, options, progress, interrupts, lambda text: notice(quiet, text))
-    if as_line:
-        typer.echo(as_json(outcome.row))
-    elif not quiet:
-        typer.echo(summary(outcome.row))
-    if outcome.error is not None:
-        typer.echo(f"batchinfer: {outcome.error}", err=True)
+    with located(job), _watched(job, quiet or as_json) as (progress, interrupts):
+        notice = _silent if quiet else progress.note
+        outcome = pipeline.run_job(job, options, progress, interrupts, notice)
+    _show(outcome, quiet, as_json)
     return outcome.exit_code
 
 
-def validate(job_file: JobPath, overrides: Overrides = None, date: Date = None, quiet: Quiet = False) -> None:
+def _silent(_: str) -> None:
+    """For --quiet."""
+
+
+def _show(outcome: pipeline.Outcome, quiet: bool, as_json: bool) -> None:
+    """Raises StorageError when stdout cannot be written; a reader that has gone is no error."""
+    row = outcome.row
+    try:
+        if as_json:
+            shown = say_json({**row, "message": outcome.error})
+        else:
+            shown = quiet or say(_painted(summary(row), not row["exit_code"]))
+    except OSError as error:
+        raise StorageError(
+            f"{row['output']}: {row['exit_status']}; stdout cannot be written: {error}"
+        ) from error
+    if not shown:
+        tell(
+            f"{row['job']}: {printable(str(row['exit_status']))}; nobody reads stdout any more, so there is no summary"
+        )
+    if outcome.error is not None:
+        tell_error(outcome.error)
+
+
+def _painted(text: str, good: bool) -> str:
+    """The summary's first line as a heading, the names of the others dimmed."""
+    first, *rest = text.splitlines()
+    lines = [painted(line[:NAME_END], "quiet") + painted(line[NAME_END:]) for line in rest]
+    return "\n".join([painted(first, "good" if good else "bad"), *lines])
+
+
+def validate(
+    job_file: JobPath,
+    overrides: Overrides = None,
+    date: Date = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
     """Check a job file, its checkpoint and that its input exists, without running anything."""
     job = load(job_file, overrides, date)
     with located(job):
-        lines = verbs.validate_job(job)
-    if not quiet:
-        typer.echo("\n".join([job.describe(), *lines]))
+        found = verbs.validate_job(job)
+    if as_json:
+        options = job.model_dump(mode="json")
+        say_json({"exit_code": 0, "path": str(job.source), "options": options, "found": found})
+    elif not quiet:
+        head, *lines = job.describe().splitlines()
+        say("\n".join([painted(head, "heading"), *map(painted, [*lines, *found])]))
 
 
 def preview(
@@ -88,26 +131,53 @@ def preview(
     rows: Annotated[int, typer.Option("--rows", "-n", min=1, help="How many rows to show.")] = 3,
     overrides: Overrides = None,
     date: Date = None,
+    as_json: Json = False,
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
     job = load(job_file, overrides, date)
     with located(job):
-        for text in verbs.preview_job(job, rows):
-            typer.echo(text)
+        for row in verbs.preview_job(job, rows):
+            if as_json:
+                say_json(asdict(row))
+            else:
+                say(
+                    "\n".join([painted(row.head, "heading"), painted(row.body, "bad" if row.error else None)])
+                )
 
 
 def schema() -> None:
     """Print the JSON Schema of the job file, for editors that complete and check it."""
-    typer.echo(json.dumps(job_schema(), indent=2))
+    say(json.dumps(job_schema(), indent=2))
 
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if missing.")],
-    model: Annotated[str, typer.Option(help="Checkpoint folder that the job names.")] = "model",
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Checkpoint folder that the job names; a small one is put into DIR by default.",
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a commented job that runs, with a few prompts, to start from."""
-    # a job file's paths start from its folder
-    written = model if model == "model" else os.path.relpath(model, folder)
-    for path in verbs.init_folder(folder, init_files(written)):
-        typer.echo(f"wrote {path}")
-    typer.echo(f"next: batchinfer validate {folder / 'job.yaml'}")
+    starter = write_starter(folder, model)
+    job = folder / "job.yaml"
+    if as_json:
+        wrote = [str(path) for path in starter.wrote]
+        say_json({"exit_code": 0, "wrote": wrote, "model": str(starter.model), "ready": starter.ready})
+        return
+    for path in starter.wrote:
+        say(painted(f"wrote {path}"))
+    if not starter.ready:
+        say(painted(_missing_model(starter.model)))
+    quoted = shlex.quote(str(job))
+    say(painted(f"next: batchinfer validate {quoted} && batchinfer run {quoted}"))
+
+
+def _missing_model(folder: Path) -> str:
+    return (
+        f"first put a checkpoint into {folder}: config.json, *.safetensors and tokenizer.json, e.g. by\n"
+        f"  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir {shlex.quote(str(folder))}"
+    )

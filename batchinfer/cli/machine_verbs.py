@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,10 @@ import typer
 from batchinfer import measurement, verbs
 from batchinfer.bench.options import DEFAULT_MODEL, DEFAULT_WORKLOADS, BenchOptions
 from batchinfer.bench.workloads import WORKLOADS
+from batchinfer.cli.options import Json
+from batchinfer.cli.terminal import painted, say, say_json, tell
 from batchinfer.models.shapes import SHAPES
+from batchinfer.text import printable
 
 
 def doctor(
@@ -28,15 +30,19 @@ def doctor(
             help="With --measure: also when other processes use the cores, which lowers peaks.",
         ),
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what this machine has, and what batchinfer knows of it."""
     if measure:
-        typer.echo("measuring matrix products and memory, a few seconds ...", err=True)
-        typer.echo(f"wrote {measurement.measure_hardware(although_busy)}", err=True)
+        tell("measuring matrix products and memory, a few seconds ...")
+        tell(printable(f"wrote {measurement.measure_hardware(although_busy)}"))
     facts = verbs.machine_facts()
+    if as_json:
+        say_json({fact.name: fact.value for fact in facts})
+        return
     width = max(len(fact.name) for fact in facts)
     for fact in facts:
-        typer.echo(f"{fact.name:<{width}}  {fact.value}")
+        say(f"{painted(f'{fact.name:<{width}}', 'quiet')}  {printable(fact.value)}")
 
 
 def bench(
@@ -78,6 +84,6 @@ def bench(
         names, model, dtype, quantization, deterministic, device, threads,
         max_num_seqs, max_num_batched_tokens, rows, repeat, against, export,
     )  # fmt: skip
-    text, facts = verbs.bench(options, lambda line: typer.echo(line, err=True))
-    typer.echo(text)
-    typer.echo(json.dumps(facts))
+    text, facts = verbs.bench(options, lambda line: tell(printable(line)))
+    say(printable(text))
+    say_json(facts)

@@ -23,10 +23,13 @@ Date = Annotated[
     str | None, typer.Option(metavar="YYYY-MM-DD", help="What ${date} stands for; today by default.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON on stdout instead of text.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON on stdout instead of text, one object a line.")
+]
 
 
 def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
+    """The job, with what `--set` and `--date` say. Raises JobFileError, UsageError."""
     pairs = []
     for text in overrides or []:
         key, equals, value = text.partition("=")
@@ -43,8 +46,3 @@ def located(job: Job) -> Iterator[None]:
         yield
     except JobFileError as error:
         raise job.located(error) from error
-
-
-def notice(quiet: bool, text: str) -> None:
-    if not quiet:
-        typer.echo(text, err=True)

@@ -11,6 +11,8 @@ import typer
 
 from batchinfer import verbs
 from batchinfer.answer import FORMATS
+from batchinfer.cli.options import Json
+from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.errors import StorageError
 from batchinfer.query import Query
 from batchinfer.text import printable
@@ -51,17 +53,25 @@ def query(
     form = "jsonl" if as_json and form == "auto" else form
     if output is not None:
         question.save(form, output)
-        typer.echo(f"wrote {output}", err=True)
+        tell(printable(f"wrote {output}"))
         return
     terminal = sys.stdout.isatty()
-    for line in question.lines(form, shutil.get_terminal_size().columns if terminal else None):
-        typer.echo(printable(line) if terminal else line)
+    lines = question.lines(form, shutil.get_terminal_size().columns if terminal else None)
+    say_lines(map(printable, lines) if terminal else lines)
 
 
-def verify(results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")]) -> int:
+def verify(
+    results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")], as_json: Json = False
+) -> int:
     """Read a result and its stored completions whole, and check every checksum."""
     problems = verbs.verify_results(results)
+    code = StorageError.exit_code if problems else 0
+    if as_json:
+        found = [{"path": str(problem.path), "message": problem.message} for problem in problems]
+        say_json({"exit_code": code, "path": str(results), "problems": found})
+        return code
     for problem in problems:
-        typer.echo(f"{problem.path}: {problem.message}", err=True)
-    typer.echo(f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found in {results}")
-    return StorageError.exit_code if problems else 0
+        tell(printable(f"{problem.path}: {problem.message}"))
+    text = f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found in {results}"
+    say(painted(text, "bad" if problems else "good"))
+    return code

@@ -1,7 +1,8 @@
 """Input columns that are carried into the results with their types.
 
-Parquet and SQL declare types. JSON does not: its values are first spooled as JSON text, and once every row has
-been seen each column gets the narrowest type that holds all of its values exactly:
+Parquet and SQL declare types; a dictionary of texts stays one. JSON declares none: its values are first spooled
+as JSON text, and once every row has been seen each column gets the narrowest type that holds all of its values
+exactly:
 
     bool < int64 < float64 < string (also where every value is null)
 
@@ -135,6 +136,11 @@ def _plain_text(text: str | None) -> str | None:
     return text
 
 
+def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
+    """The reader unpacks dictionaries; a column that had one gets one of what is in these rows."""
+    return values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
+
+
 class TypedColumns:
     """Passthrough columns that have types already: written as they are."""
 
@@ -148,7 +154,7 @@ class TypedColumns:
         if batch.table is None:
             raise ValueError("a batch without types among typed ones")
         ids = pa.array(range(first_id, first_id + len(batch.rows)), pa.int64())
-        arrays = [ids, *(batch.table.column(name) for name in self._schema.names)]
+        arrays = [ids, *(_as(field.type, batch.table.column(field.name)) for field in self._schema)]
         self._writer.append(pa.record_batch(arrays, self._full))
 
     def finish(self, target: Path) -> tuple[list[Path], pa.Schema]:

@@ -149,7 +149,7 @@ class _ResultWriter:
         )
 
     def write(self, group: pa.Table) -> None:
-        self._writer.write_table(group, row_group_size=group.num_rows)
+        self._writer.write_table(_with_own_dictionaries(group), row_group_size=group.num_rows)
         self.rows += group.num_rows
 
     def finish(self) -> ResultFile:
@@ -159,6 +159,20 @@ class _ResultWriter:
 
     def abandon(self) -> None:
         self._file.abandon()
+
+
+def _with_own_dictionaries(group: pa.Table) -> pa.Table:
+    """Dictionaries of just the values in these rows, in the order of their first: equal rows give equal bytes."""
+    for place, column in enumerate(group.schema):
+        if pa.types.is_dictionary(column.type):
+            group = group.set_column(place, column, _with_own_dictionary(group.column(place)))
+    return group
+
+
+def _with_own_dictionary(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    shared = pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
+    used = shared.indices.unique().drop_null()
+    return pa.DictionaryArray.from_arrays(pc.index_in(shared.indices, used), shared.dictionary.take(used))
 
 
 def _finish(

@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchinfer.data.files import InputFile
 from batchinfer.data.input.protocol import FormatReader, ReadOptions
 from batchinfer.data.input.registry import by_name
-from batchinfer.data.input.typed_rows import check_same_schema
+from batchinfer.data.input.typed_rows import check_same_schema, common_schema
 from batchinfer.data.openai_input import looks_like_openai
 from batchinfer.data.rows import RowBatch
 from batchinfer.request import RowError
@@ -50,6 +50,7 @@ class Reader:
             schema = self._one(file, None).schema()
             if schema is not None and first is not None:
                 check_same_schema(*first, file, schema)
+                first = first[0], common_schema(first[1], schema)
             elif schema is not None:
                 first = file, schema
         return None if first is None else first[1]

@@ -30,7 +30,7 @@ from batchinfer.data.rows import Values, row_error
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake, Unavailable
 from batchinfer.request import RowError
-from batchinfer.spawning import start_deaf
+from batchinfer.spawning import ignore_terminal_signals, start_deaf
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
@@ -199,7 +199,7 @@ def _unpacked(data: bytes) -> Prepared:
 def _serve(spec: WorkerSpec, pipe: Connection, at: Any, parent: int) -> None:
     """The worker's whole life: batches in, replies out, until the parent closes the pipe or dies."""
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    ignore_terminal_signals()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers themselves fill the cores
 
     def report(row: int) -> None:

@@ -10,11 +10,11 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from batchinfer.errors import InputCorrupt
+from batchinfer.errors import JobFileError, Mistake
 
 
 def converted(folder: Path) -> str:
-    """The text of a tokenizer.json for the tokenizer in `folder`. Raises InputCorrupt."""
+    """The text of a tokenizer.json for the tokenizer in `folder`. Raises JobFileError."""
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             return pool.submit(_convert, str(folder)).result()
@@ -27,9 +27,15 @@ def converted(folder: Path) -> str:
         TypeError,
         BrokenProcessPool,
     ) as error:
-        raise InputCorrupt(
-            f"{folder}: its tokenizer cannot be converted to tokenizer.json: {error}"
+        raise wrong_tokenizer(
+            folder, f"its tokenizer cannot be converted to tokenizer.json: {error}"
         ) from None
+
+
+def wrong_tokenizer(folder: Path, message: str) -> JobFileError:
+    """The error of a checkpoint whose tokenizer is missing or damaged: the job names the wrong folder."""
+    hint = "the download may be incomplete; copy the checkpoint again"
+    return JobFileError(str(folder), [Mistake("model.path", message, hint=hint)])
 
 
 def _convert(folder: str) -> str:

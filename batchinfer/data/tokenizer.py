@@ -11,8 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from batchinfer.data.slow_tokenizer import converted
-from batchinfer.errors import InputCorrupt, InputMissing
+from batchinfer.data.slow_tokenizer import converted, wrong_tokenizer
 
 _FAST = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
@@ -44,13 +43,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Raises InputMissing when the folder has no tokenizer, InputCorrupt when it cannot be read."""
+        """Raises JobFileError when the folder has no tokenizer, or one that cannot be read."""
         fast = folder / _FAST
         if fast.is_file():
-            return cls(folder, fast.read_text("utf-8"))
+            return cls(folder, _read_text(fast))
         if any((folder / name).is_file() for name in _SLOW):
             return cls(folder, converted(folder))
-        raise InputMissing(f"{folder}: no tokenizer here; {_FAST} is needed")
+        raise wrong_tokenizer(folder, f"{folder} has no tokenizer; {_FAST} is needed")
 
     @property
     def vocab_size(self) -> int:
@@ -144,7 +143,7 @@ def _from_json(folder: Path, definition: str) -> Any:
     try:
         rust = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
-        raise InputCorrupt(f"{folder / _FAST}: cannot be read as a tokenizer: {error}") from None
+        raise wrong_tokenizer(folder, f"{_FAST} cannot be read as a tokenizer: {error}") from None
     rust.no_padding()
     rust.no_truncation()
     return rust
@@ -154,12 +153,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise InputCorrupt(f"{path}: not JSON: {error}") from None
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise wrong_tokenizer(path.parent, f"{path.name} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InputCorrupt(f"{path}: must hold a JSON object")
+        raise wrong_tokenizer(path.parent, f"{path.name} must hold a JSON object")
     return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{path.name}: the byte at {error.start} is not UTF-8"
+        raise wrong_tokenizer(path.parent, message) from None
 
 
 def _token_text(value: object) -> str | None:
@@ -171,7 +178,7 @@ def _token_text(value: object) -> str | None:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / _TEMPLATE
     if path.is_file():
-        return path.read_text("utf-8")
+        return _read_text(path)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, each with a name
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}

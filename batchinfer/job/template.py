@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 _JOB = """\
 # A batchinfer job: every row of the input becomes a prompt, every prompt gets an answer.
@@ -26,13 +27,13 @@ input:
   limit: null             # only the first so many rows
 
 prompt:
-  system: "You answer in one short sentence."
-  user: "{{ question }}"  # {{ column }} is the row's value
+  system: @SYSTEM@
+  user: "{{ @COLUMN@ }}"  # {{ column }} is the row's value
   # instead of user: `messages: column` (whole chats), `text: column` (no chat template), `token_ids: column`
   truncate: error         # a prompt that is too long: error row (error), or cut off (left, right)
 
 sampling:
-  max_tokens: 64
+  max_tokens: @MAX_TOKENS@
   temperature: 0          # 0: always the likeliest token
   top_p: 1
   top_k: 0
@@ -42,7 +43,7 @@ sampling:
 
 output:
   path: results           # a folder of Parquet files; state lies beside it in .batchinfer-results
-  columns: [question]     # input columns to carry along
+  columns: [@COLUMN@]     # input columns to carry along
 
 engine:
   device: auto            # or cpu, cuda
@@ -54,20 +55,59 @@ on_error:
   publish: false          # true: publish all the same
 """
 
-_QUESTIONS = (
-    ("q1", "What is the capital of France?"),
-    ("q2", "How many legs does a spider have?"),
-    ("q3", "Which planet is closest to the sun?"),
-    ("q4", "What is the capital of France?"),
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Rows to start with, and the instruction that goes with them."""
+
+    system: str
+    column: str
+    texts: tuple[str, ...]
+    max_tokens: int
+
+
+QUESTIONS = Sample(
+    "You answer in one short sentence.",
+    "question",
+    (
+        "What is the capital of France?",
+        "How many legs does a spider have?",
+        "Which planet is closest to the sun?",
+        "What is the capital of France?",
+    ),
+    64,
+)
+# for the quickstart's model, which was trained with this very instruction (jobs/quickstart/job.yaml)
+ORDERS = Sample(
+    "Write the order as one line of JSON with the keys customer, quantity, item and due. "
+    "Copy the customer and the item as written. The due date is YYYY-MM-DD.",
+    "text",
+    (
+        "Hi, this is Maria Lindqvist. Could you put me down for a dozen oak bookshelves? "
+        "I need them by March 14th, 2026.",
+        "Petra Moreau wants 26 teddy bears, due 2027-03-14.",
+        "I need to order 40 garden chairs, they must be here by 2026-05-02. Sincerely, Octavia Macdonald",
+        "Petra Moreau wants 26 teddy bears, due 2027-03-14.",
+    ),
+    96,
 )
 
 
-def init_text(model: str = "model") -> str:
+def init_text(model: str = "model", sample: Sample = QUESTIONS) -> str:
     """A commented job file that runs on `prompts.jsonl` beside it; `model` is the checkpoint's folder."""
-    return _JOB.replace("@MODEL@", json.dumps(model.replace("$", "$$"), ensure_ascii=False))
+    values = {
+        "@MODEL@": json.dumps(model.replace("$", "$$"), ensure_ascii=False),
+        "@SYSTEM@": json.dumps(sample.system),
+        "@COLUMN@": sample.column,
+        "@MAX_TOKENS@": str(sample.max_tokens),
+    }
+    text = _JOB
+    for mark, value in values.items():
+        text = text.replace(mark, value)
+    return text
 
 
-def init_files(model: str) -> dict[str, str]:
+def init_files(model: str, sample: Sample = QUESTIONS) -> dict[str, str]:
     """What `batchinfer init` writes: file name → text."""
-    rows = (json.dumps({"id": name, "question": question}) for name, question in _QUESTIONS)
-    return {"job.yaml": init_text(model), "prompts.jsonl": "".join(f"{row}\n" for row in rows)}
+    rows = (json.dumps({"id": f"r{n}", sample.column: text}) for n, text in enumerate(sample.texts, 1))
+    return {"job.yaml": init_text(model, sample), "prompts.jsonl": "".join(f"{row}\n" for row in rows)}

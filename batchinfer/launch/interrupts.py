@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: at once where that is safe, at the next good moment where work would be lost."""
+"""SIGINT, SIGTERM and SIGHUP: at once where that is safe, at the next good moment where work would be lost."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
-        """Handle SIGINT and SIGTERM within this block (main thread only)."""
-        before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        """Handle the signals within this block (main thread only). What `nohup` had ignored stays so."""
+        hears = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            hears.append(signal.SIGHUP)
+        before = {signum: signal.signal(signum, self._handle) for signum in hears}
         try:
             yield self
         finally:

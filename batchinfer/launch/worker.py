@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import queue
 import resource
-import signal
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
 from batchinfer.launch.parent_death import die_with_parent
 from batchinfer.launch.shared_cores import SharedCores
+from batchinfer.spawning import ignore_terminal_signals
 
 # A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
 SEND_EVERY_S = 0.05
@@ -29,8 +29,7 @@ SEND_AT = 256  # completions
 def main(spec: WorkerSpec, connection: Connection) -> None:
     """Entry point of the spawned process."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_terminal_signals()
     try:
         worker = _Worker(spec, connection)
         with loaded_for_good():

@@ -47,16 +47,14 @@ def forecast(plan: Plan, shape: DecoderShape | None, peaks: Peaks | None, max_nu
     return Forecast(prefill, decode, total.flops, total.bytes, seconds, kv_bytes)
 
 
-def describe(plan: Plan, seen: Forecast) -> str:
-    """The plan in one line, for people, before it runs."""
+def describe(plan: Plan, at_the_limit: str | None) -> str:
+    """The plan in one line, for people, before it runs. `at_the_limit` is the forecast as the summary shows it."""
     rows = f"plan: {plan.rows:,} rows, {plan.error_rows:,} of them bad, {plan.duplicates:,} duplicates"
     if not plan.to_run:
         return f"{rows}; every answer is stored already"
     present = f", {plan.present:,} answers stored already" if plan.present else ""
     tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
-    limit = ""
-    if seen.seconds is not None:
-        limit = f"; {max(seen.seconds, 0.1):,.1f} s at this hardware's limit if every answer is that long"
+    limit = f"; {at_the_limit} at this hardware's limit if every answer is that long" if at_the_limit else ""
     return f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens{limit}"
 
 

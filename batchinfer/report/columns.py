@@ -70,7 +70,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column("finished_at", _TIME, "", "when the tables were written"),
     _seconds("wall_s", "`finished_at` − `started_at`"),
     _count("exit_code", "", "exit code of the command"),
-    _text("exit_status", "what became of the run, in words, e.g. `published`"),
+    _text("exit_status", "how the run ended, in one of the words above"),
     Column("versions", _TEXTS, "", "versions of Python and of the packages that decide the results"),
     _text("device", "`cpu` or `cuda`"),
     _text("hardware", "model name of the CPU or GPU"),

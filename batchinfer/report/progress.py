@@ -1,12 +1,16 @@
-"""How far the job is: a bar in tokens on a terminal, elsewhere a line now and then, nothing when quiet."""
+"""How far the job is: a bar on a terminal, elsewhere a line now and then, nothing when quiet."""
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
@@ -14,12 +18,17 @@ from tqdm import tqdm
 
 from batchinfer.report.units import about, count, short
 from batchinfer.request import StepSample
+from batchinfer.text import printable
 
 Phase = Literal["reading", "planning", "loading model", "running", "publishing"]
+
+UNCOUNTED: tuple[Phase, ...] = ("planning", "loading model")
 
 FIRST_LINE_S = 5.0
 LINE_EVERY_S = 30.0
 BAR_EVERY_S = 0.1
+SPARE_COLUMNS = 3  # right of the bar: the terminal writes ^C there without breaking the line
+ERASE_LINE = "\r\x1b[2K"
 RATE_WINDOW_S = (
     30.0  # the rate is that of the last seconds: a mixed job's first steps say little about its last
 )
@@ -34,6 +43,30 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     _lock = threading.RLock()
 
 
+class _Screen:
+    """A stream that may go away (a closed terminal, a pipe without a reader): from then on nothing is written."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None)  # tqdm draws blocks where it holds them
+        # a dumb terminal can neither return to the line's start nor erase it
+        self.draws = stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+    def write(self, text: str) -> None:
+        self._attempt(lambda stream: stream.write(text))
+
+    def flush(self) -> None:
+        self._attempt(lambda stream: stream.flush())
+
+    def _attempt(self, what: Callable[[TextIO], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            what(self._stream)
+        except OSError:  # the work goes on: its outcome stands in the run table
+            self._stream = None
+
+
 @dataclass(slots=True)
 class _Work:
     """What one phase has to do and has done, in rows and (while running) in tokens."""
@@ -41,6 +74,8 @@ class _Work:
     phase: Phase
     rows: int = 0
     total_rows: int | None = None
+    bytes: int = 0  # of the input files
+    total_bytes: int | None = None
     prompt_tokens: int | None = None  # None: not a phase of tokens
     expected_tokens: int = 0  # upper bound of the output
     ran_tokens: int = 0
@@ -64,6 +99,13 @@ class _Work:
         return max(self.done, self.prompt_tokens + self.finished_actual + left)
 
     @property
+    def share(self) -> float | None:
+        """How much of the phase is done, 0 … 1. Reading ends with the files or at the row limit."""
+        parts = ((self.done, self.total), (self.bytes, self.total_bytes))
+        shares = [done / total for done, total in parts if total]
+        return min(1.0, max(shares)) if shares else None
+
+    @property
     def unit(self) -> str:
         return "rows" if self.prompt_tokens is None else "tok"
 
@@ -84,8 +126,11 @@ class _Work:
         return done / (now - since) if now > since and done > 0 else None
 
     def left_s(self, now: float) -> float | None:
-        rate, total = self.rate(now), self.total
-        return None if rate is None or total is None else (total - self.done) / rate
+        """Seconds to the end at the present rate; None when that is not known, or nothing is left."""
+        rate, share = self.rate(now), self.share
+        if rate is None or not share or share >= 1:
+            return None
+        return self.done * (1 - share) / share / rate
 
 
 class Progress:
@@ -93,20 +138,21 @@ class Progress:
 
     def __init__(
         self,
-        stream: TextIO,
+        stream: TextIO | None,
         *,
+        job: str | None = None,
         quiet: bool = False,
-        terminal: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        today: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`terminal`: draw a bar; None asks the stream whether it is one."""
-        self._stream = stream
+        """A terminal gets a bar. Lines elsewhere begin with the time and the `job`, if it is named."""
+        self._screen = _Screen(stream)
+        self._job = job
         self._quiet = quiet
-        self._terminal = stream.isatty() if terminal is None else terminal
-        self._clock = clock
+        self._clock, self._today = clock, today
         self._work: _Work | None = None
         self._bar: Any = None
-        self._next_draw = clock() + (BAR_EVERY_S if self._terminal else FIRST_LINE_S)
+        self._next_draw = clock() + (BAR_EVERY_S if self._screen.draws else FIRST_LINE_S)
 
     def __enter__(self) -> Progress:
         return self
@@ -131,6 +177,12 @@ class Progress:
         self._current().rows += number
         self.tick()
 
+    def read(self, rows: int, bytes_read: int, bytes_total: int) -> None:
+        """So many rows, and bytes of the input files, were read in all."""
+        work = self._current()
+        work.rows, work.bytes, work.total_bytes = rows, bytes_read, bytes_total
+        self.tick()
+
     def step(self, sample: StepSample) -> None:
         """An engine step ran. Tokens that a prefix saved count as done, recomputed and padded ones do not."""
         prompt = sample.prefill_tokens - sample.recomputed_tokens + sample.cached_tokens
@@ -153,16 +205,27 @@ class Progress:
         work.mark(now)
         if self._quiet or now < self._next_draw:
             return
-        self._next_draw = now + (BAR_EVERY_S if self._terminal else LINE_EVERY_S)
-        if self._terminal:
+        self._next_draw = now + (BAR_EVERY_S if self._screen.draws else LINE_EVERY_S)
+        if self._bar is not None:
             self._draw(work, now)
-        else:
+        elif not self._screen.draws:
             self._line(line_of(work, now))
 
+    def note(self, text: str) -> None:
+        """Lines of their own, above the bar; also where progress itself is quiet."""
+        if self._bar is None:
+            self._line(text)
+            return
+        self._screen.write(ERASE_LINE)  # with the ^C of a terminal that echoes it
+        self._line(text)
+        self._bar.refresh()
+
     def close(self) -> None:
-        """End the present phase; the bar leaves its last state on the screen."""
+        """End the present phase; its bar leaves its last state on the screen, unless it counted nothing."""
         if self._bar is not None and self._work is not None:
+            self._screen.write(ERASE_LINE)
             self._draw(self._work, self._clock())
+            self._bar.leave = self._work.done > 0 or self._work.phase in UNCOUNTED
             self._bar.close()
         self._bar = None
         self._work = None
@@ -171,8 +234,9 @@ class Progress:
         self.close()
         self._work = work
         work.mark(self._clock())
-        if self._terminal and not self._quiet:
-            self._bar = _new_bar(work, self._stream)
+        if self._screen.draws and not self._quiet:
+            self._bar = _Bar(file=self._screen, bar_format="{desc}")
+            self._draw(work, self._clock())
 
     def _current(self) -> _Work:
         if self._work is None:
@@ -180,35 +244,56 @@ class Progress:
         return self._work
 
     def _line(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        if self._job is not None and not self._screen.draws:
+            head = f"{self._today().astimezone():%Y-%m-%dT%H:%M:%S%z} {self._job}: "
+            text = "\n".join(head + line for line in text.splitlines())
+        self._screen.write(printable(text) + "\n")
+        self._screen.flush()
 
     def _draw(self, work: _Work, now: float) -> None:
-        self._bar.n = work.done
-        self._bar.total = work.total
-        self._bar.set_postfix_str(" · ".join(_details(work, now)), refresh=False)
+        self._bar.n, self._bar.total = work.share or 0, 1
+        self._bar.bar_format = _bar_format(work, now)
+        self._bar.ncols = max(20, shutil.get_terminal_size().columns - SPARE_COLUMNS)
         self._bar.refresh()
 
 
-def _new_bar(work: _Work, stream: TextIO) -> Any:
-    counted = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} " + work.unit + " {postfix}"
-    open_ended = "{desc} {n_fmt} " + work.unit + " {postfix}"
-    form = open_ended if work.total is None else counted
-    if work.phase in ("planning", "loading model"):
-        form = "{desc} …"
-    return _Bar(
-        total=work.total, desc=work.phase, file=stream, unit_scale=True, dynamic_ncols=True, bar_format=form
+def _bar_format(work: _Work, now: float) -> str:
+    """tqdm draws {bar} as long as there is room; the rest is ours."""
+    if work.phase in UNCOUNTED:
+        return f"{work.phase} …"
+    figures = " · ".join([_amount(work), *_details(work, now)])
+    if work.share is None:
+        return f"{work.phase} {figures}"
+    return f"{work.phase} {_percent(work.share):>4}|{{bar}}| {figures}"
+
+
+def _amount(work: _Work) -> str:
+    done, total = work.done, work.total
+    if work.prompt_tokens is not None:
+        return f"{short(done)} of {short(total)} tokens"
+    return (
+        f"{count(done)} rows"
+        if total is None or work.total_bytes
+        else f"{count(done)} of {count(total)} rows"
     )
+
+
+def _percent(share: float) -> str:
+    """Rounded down: 100% is only what is done."""
+    return f"{math.floor(share * 100 + 1e-9)}%"
 
 
 def line_of(work: _Work, now: float) -> str:
     """`running 12% · 1.2M of 10M tokens · 8.1k tok/s · about 3 min left · 1,203 of 9,000 rows`"""
-    done, total = work.done, work.total
-    head = work.phase if not total else f"{work.phase} {done / total:.0%}"
-    parts = [head]
+    if work.phase in UNCOUNTED:
+        return work.phase
+    share = work.share
+    parts = [work.phase if share is None else f"{work.phase} {_percent(share)}"]
     if work.prompt_tokens is not None:
-        parts.append(f"{short(done)} of {short(total)} tokens")
-    return " · ".join([*parts, *_details(work, now), *_row_count(work)])
+        parts += [_amount(work), *_details(work, now), f"{count(work.rows)} of {count(work.total_rows)} rows"]
+    else:
+        parts += [*_details(work, now), _amount(work)]
+    return " · ".join(parts)
 
 
 def _details(work: _Work, now: float) -> list[str]:
@@ -216,9 +301,3 @@ def _details(work: _Work, now: float) -> list[str]:
     rate, left = work.rate(now), work.left_s(now)
     parts = [] if rate is None else [f"{short(rate)} {work.unit}/s"]
     return parts if left is None else [*parts, f"about {about(left)} left"]
-
-
-def _row_count(work: _Work) -> list[str]:
-    if work.total_rows is not None:
-        return [f"{count(work.rows)} of {count(work.total_rows)} rows"]
-    return [f"{count(work.rows)} rows"] if work.rows else []

@@ -1,18 +1,18 @@
-"""A run's row as text for the terminal, and as one line of JSON. Pure: a row in, text out."""
+"""A run's row as text for the terminal. Pure: a row in, text out."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
-from batchinfer.report.units import UNKNOWN, about, count, percent, seconds, short, size
+from batchinfer.report.exit_status import is_published
+from batchinfer.report.units import UNKNOWN, count, percent, seconds, short, size
 
 _TOP_CODES = 3  # error codes named in the summary; the table has them all
 _NAME_WIDTH = 9
 CROWDED_CORES = 0.25  # others' use of the CPU from which on the summary speaks of it
+NAME_END = 2 + _NAME_WIDTH  # where a line's text begins, after the first line
 
 Row = Mapping[str, Any]
 
@@ -36,19 +36,6 @@ def summary(row: Row) -> str:
     ]
     shown = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines if text]
     return "\n".join([_headline(row), *shown])
-
-
-def as_json(row: Row) -> str:
-    """One line of JSON with every column of the run table; times in ISO 8601, unknown values null."""
-    return json.dumps(dict(row), default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def _headline(row: Row) -> str:
@@ -151,7 +138,7 @@ def _time(row: Row) -> str:
     phases = [(name, row[f"{name}_s"]) for name in ("ingest", "plan", "load", "engine", "publish")]
     text = ", ".join(f"{name} {seconds(spent)}" for name, spent in phases if spent is not None)
     forecast = row["forecast_s"]
-    return f"{text}  (engine forecast: {about(forecast)})" if text and forecast is not None else text
+    return f"{text}  (engine forecast: {seconds(forecast)})" if text and forecast is not None else text
 
 
 def _memory(row: Row) -> str:
@@ -160,12 +147,14 @@ def _memory(row: Row) -> str:
 
 
 def _results(row: Row) -> str:
-    return f"{row['output']}/*.parquet" if not row["exit_code"] else "not published"
+    return f"{row['output']}/*.parquet" if is_published(row["exit_status"]) else "not published"
 
 
 def _next(row: Row) -> str:
-    if row["exit_code"]:
+    if not is_published(row["exit_status"]):
         return "what is done is kept: the same command, once the cause is gone, does only the rest"
+    if row["exit_code"]:
+        return "once the error rows are put right, the same command computes only what changed"
     return (
         f'batchinfer query {shlex.quote(row["output"])} "select status, count(*) from results group by all"'
     )

@@ -39,7 +39,7 @@ class RunFacts:
     started_at: datetime  # with a time zone
     finished_at: datetime
     exit_code: int | None = None
-    exit_status: str | None = None  # in words, e.g. "published"
+    exit_status: str | None = None  # one of exit_status.MEANINGS
     versions: Mapping[str, str] = field(default_factory=versions)
     dtype: str | None = None
     quantization: str | None = None

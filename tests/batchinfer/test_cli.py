@@ -143,7 +143,7 @@ def kinds(of: type[errors.BatchInferError]) -> Iterator[type[errors.BatchInferEr
 
 def test_every_exit_code_is_documented() -> None:
     told = set(map(int, re.findall(r"(?m)^\| (\d+)", sections()["Exit codes"])))
-    assert told == {0, 130, 143} | {kind.exit_code for kind in kinds(errors.BatchInferError)}
+    assert told == {0, 129, 130, 143} | {kind.exit_code for kind in kinds(errors.BatchInferError)}
 
 
 def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -334,7 +334,12 @@ def check_whole(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+    ("signum", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """What is finished is kept and readable, the rest is done by the same command, nothing is done twice."""
@@ -442,6 +447,7 @@ def test_progress_in_plain_lines(place: Place) -> None:
     with started(place, "run", "job.yaml", FAKE_ENGINE_DELAY_S="0.5", FAKE_ENGINE_BATCH="5") as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
-    assert re.search(r"(?m)^(running \d+% · .* tokens .* of 100 rows|loading model)$", err)
+    stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} nightly: "
+    assert re.search(rf"(?m)^{stamp}(running \d+% · .* tokens .* of 100 rows|loading model)$", err)
     assert not re.search(r"[\r\x1b]", err + out)
     assert "100 ok" in out

@@ -109,7 +109,7 @@ def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model)
     before = {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()}
     again = run(path, NO_ENGINE)
     assert again.exit_code == 0
-    assert again.row["exit_status"] == "already published, nothing to do"
+    assert again.row["exit_status"] == "already published"
     (tmp_path / "out/.batchinfer-res/published.json").unlink()  # and without the shortcut: joined anew
     assert run(path, NO_ENGINE).row["reused_requests"] == 20
     assert {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()} == before

@@ -247,11 +247,46 @@ CHECKPOINTS = {
         ("wrong shape", "model.layers.0.mlp.gate_proj.weight", "[64, 48]", "[96, 48]"),
         lambda p: edit_json(p.own_model() / "config.json", intermediate_size=96),
     ),
-    "no tokenizer": Wrong(66, ("tokenizer.json",), lambda p: (p.own_model() / "tokenizer.json").unlink()),
+    "no tokenizer": Wrong(
+        78,
+        ("model.path", "tokenizer.json is needed", "copy the checkpoint again"),
+        lambda p: (p.own_model() / "tokenizer.json").unlink(),
+    ),
     "damaged tokenizer": Wrong(
-        65, ("tokenizer.json",), lambda p: (p.own_model() / "tokenizer.json").write_text('{"a": 1}')
+        78,
+        ("model.path", "tokenizer.json cannot be read as a tokenizer"),
+        lambda p: (p.own_model() / "tokenizer.json").write_text('{"a": 1}'),
+    ),
+    "tokenizer cut short": Wrong(
+        78,
+        ("model.path", "tokenizer.json cannot be read as a tokenizer"),
+        lambda p: cut_file(p.own_model() / "tokenizer.json"),
+    ),
+    "tokenizer not UTF-8": Wrong(
+        78,
+        ("model.path", "tokenizer.json: the byte at 1 is not UTF-8"),
+        lambda p: (p.own_model() / "tokenizer.json").write_bytes(b"{\xff}"),
+    ),
+    "a tokenizer that cannot be converted": Wrong(
+        78,
+        ("model.path", "cannot be converted"),
+        lambda p: (p.own_model() / "tokenizer.json").rename(p.folder / "model" / "vocab.json"),
+    ),
+    "tokenizer_config.json not JSON": Wrong(
+        78,
+        ("tokenizer_config.json", "not valid JSON"),
+        lambda p: cut_file(p.own_model() / "tokenizer_config.json"),
+    ),
+    "chat template not UTF-8": Wrong(
+        78,
+        ("model.path", "chat_template.jinja: the byte at 0 is not UTF-8"),
+        lambda p: (p.own_model() / "chat_template.jinja").write_bytes(b"\xff\xfe"),
     ),
 }
+
+
+def cut_file(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
 
 
 def from_file(name: str, more: str = "") -> str:
@@ -792,7 +827,9 @@ def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ig
     assert ended.code == 69
     assert "exit status 3" in ended.err
     assert "the same command resumes" in ended.err
-    clear(ended.err.split("\n", 1)[-1] if ended.err.startswith("plan:") else ended.err)
+    plan, _, message = ended.err.partition("\n")
+    assert "nightly: plan: 20 rows" in plan
+    clear(message)
     assert place.published() == {}
     monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
     again = run("run", place.folder / "job.yaml", "--json")

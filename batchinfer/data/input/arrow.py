@@ -17,7 +17,7 @@ import pyarrow as pa
 from batchinfer.data.durable import sha256_of
 from batchinfer.data.input.ipc_sizes import BadMessage, batch_sizes
 from batchinfer.data.input.protocol import Format, ReadOptions
-from batchinfer.data.input.typed_rows import BATCH_ROWS, plain_schema, row_batch, sliced
+from batchinfer.data.input.typed_rows import BATCH_ROWS, declared_schema, row_batch, sliced
 from batchinfer.data.rows import RowBatch
 from batchinfer.errors import InputCorrupt, OutOfMemory, StorageError
 from batchinfer.memory import available_memory
@@ -49,7 +49,7 @@ class ArrowReader:
     def schema(self) -> pa.Schema:
         """Names and types, dictionaries unpacked. Raises InputCorrupt for what is not Arrow."""
         with self._opened() as (raw, _), self._stream(raw) as stream:
-            return plain_schema(stream.schema)
+            return declared_schema(stream.schema)
 
     def batches(self) -> Iterator[RowBatch]:
         """Rows in file order. Raises InputCorrupt when the file is damaged or changes, OutOfMemory."""

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.durable import sha256_of
 from batchinfer.data.input.protocol import Format, ReadOptions
-from batchinfer.data.input.typed_rows import BATCH_ROWS, plain_schema, row_batch, sliced
+from batchinfer.data.input.typed_rows import BATCH_ROWS, declared_schema, row_batch, sliced
 from batchinfer.data.rows import RowBatch
 from batchinfer.errors import InputCorrupt, StorageError
 
@@ -35,7 +35,7 @@ class ParquetReader:
     def schema(self) -> pa.Schema:
         """Names and types, dictionaries unpacked. Raises InputCorrupt for what is not Parquet."""
         with self._open() as parquet:
-            return plain_schema(parquet.schema_arrow)
+            return declared_schema(parquet.schema_arrow)
 
     def batches(self) -> Iterator[RowBatch]:
         """Rows in file order. Raises InputCorrupt when a page is damaged or the file changes."""

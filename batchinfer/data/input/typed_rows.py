@@ -20,16 +20,27 @@ BATCH_ROWS = 512
 _SLICE_BYTES = 4 << 20  # of one RowBatch, as long as it has more than one row
 
 
-def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Without metadata; dictionary columns have the type of their values, views that of what they show."""
-    return pa.schema([(f.name, _plain(f.type)) for f in schema])
+def declared_schema(schema: pa.Schema) -> pa.Schema:
+    """The columns as results can have them, without metadata: views have the type of what they show, dictionaries of
+    texts 32-bit indices and no order, as Parquet reads them back; other dictionaries have the type of their values.
+    """
+    return pa.schema([(f.name, _declared(f.type)) for f in schema])
+
+
+def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """A dictionary where both have one, else its values. The columns must be the same: `check_same_schema`."""
+    fields = [f if f.type == other.field(f.name).type else pa.field(f.name, _plain(f.type)) for f in one]
+    return pa.schema(fields)
 
 
 def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, found: pa.Schema) -> None:
-    """Raises InputCorrupt naming the first column that differs in name or type; order does not matter."""
+    """Raises InputCorrupt naming the first column that differs in name or type.
+
+    Order does not matter, nor whether values are in a dictionary.
+    """
     for name in dict.fromkeys([*schema.names, *found.names]):
-        want = schema.field(name).type if name in schema.names else "no such column"
-        have = found.field(name).type if name in found.names else "no such column"
+        want = _plain(schema.field(name).type) if name in schema.names else "no such column"
+        have = _plain(found.field(name).type) if name in found.names else "no such column"
         if want != have:
             raise InputCorrupt(
                 f"{other.path}: column {name!r}: {have}, but {want} in {first.path}; "
@@ -120,6 +131,12 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
     return views.get(kind, kind)
+
+
+def _declared(kind: pa.DataType) -> pa.DataType:
+    plain = _plain(kind)
+    text = plain in (pa.string(), pa.large_string())
+    return pa.dictionary(pa.int32(), plain) if text and pa.types.is_dictionary(kind) else plain
 
 
 def _values(column: pa.Array) -> list[Any]:

@@ -380,8 +380,33 @@ def test_parquet_columns_keep_their_types(folder: Path) -> None:
     )
     index = run(job)
     assert carried(index).drop(["row_id"]).to_pydict() == table.select(list(columns)).to_pydict()
-    assert index.passthrough_schema.types == [*table.schema.types[1:4], pa.string()]
+    assert index.passthrough_schema.types == table.schema.types[1:]
     assert "a 1.50" in str(texts(folder, index)[0])
+
+
+def test_a_dictionary_is_one_where_every_file_has_one(folder: Path) -> None:
+    texts = pa.array(["k", None, "l"])
+    ordered = pa.DictionaryArray.from_arrays(pa.array([1, None, 0], pa.int8()), ["l", "k"], ordered=True)
+    numbers = pa.array([7, None, 8]).dictionary_encode()
+    both = {
+        "kind": texts.dictionary_encode(),
+        "some": texts.dictionary_encode(),
+        "rank": ordered,
+        "n": numbers,
+    }
+    (folder / "in").mkdir()
+    pq.write_table(pa.table({"text": ["a", "b", "c"], **both}), folder / "in" / "1.parquet")
+    pq.write_table(pa.table({"text": ["d", "e", "f"], **both, "some": texts}), folder / "in" / "2.parquet")
+    job = make_job(folder, prompt={"user": "{{ text }}"}, columns=tuple(both), path=str(folder / "in"))
+    index = run(job)
+    dictionary = pa.dictionary(pa.int32(), pa.string())
+    assert index.passthrough_schema.types == [dictionary, pa.string(), dictionary, pa.int64()]
+    assert carried(index).drop(["row_id"]).to_pydict() == {
+        "kind": ["k", None, "l"] * 2,
+        "some": ["k", None, "l"] * 2,
+        "rank": ["k", None, "l"] * 2,
+        "n": [7, None, 8] * 2,
+    }
 
 
 def test_sql_input(folder: Path) -> None:

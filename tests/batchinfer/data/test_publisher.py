@@ -12,6 +12,7 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -137,6 +138,24 @@ def test_equal_rows_give_equal_bytes_however_they_were_computed(tmp_path: Path) 
     published(tmp_path / "b", other, [answer(key) for key in reversed(keys)], spec, threads=2)
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / side / "res").iterdir()} for side in "ab")
     assert one == two
+
+
+def test_a_dictionary_holds_just_the_values_of_its_rows(tmp_path: Path) -> None:
+    """However the index cut them, and whatever else the input's own dictionary held."""
+    rows = mixed_rows(9000)
+    texts = pa.array([None if n % 11 == 0 else f"kind {n * 7 % 13}" for n in range(9000)])
+    wide = pa.array([f"kind {n}" for n in range(100)])
+    lean = pa.table({"kind": texts.dictionary_encode()})
+    full = pa.table({"kind": pa.DictionaryArray.from_arrays(pc.index_in(texts, wide), wide)})
+    spec = PublishSpec("job", "1" * 64, (), 1, 5000)
+    for side, values, rows_per_part in (("a", lean, 9000), ("b", full, 700)):
+        index = write_index(tmp_path / f"x{side}", rows, values, rows_per_part)
+        published(tmp_path / side, index, [answer(key) for key in keys_in(rows)], spec)
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / side / "res").iterdir()} for side in "ab")
+    assert one == two
+    table = pq.read_table(tmp_path / "a" / "res")
+    assert table.column("kind").type == pa.dictionary(pa.int32(), pa.string())
+    assert table.column("kind").to_pylist() == texts.to_pylist()
 
 
 def test_a_path_with_glob_characters_is_only_a_path(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Rust
 
 from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.errors import InputCorrupt, InputMissing
+from batchinfer.errors import JobFileError
 from tests.batchinfer.data.ingest_kit import CHATML, byte_bpe, checkpoint
 
 PIECES = st.lists(
@@ -45,13 +45,11 @@ def test_the_template_file_wins_over_the_config(tmp_path: Path) -> None:
     assert Tokenizer.load(folder).chat_template == "{{ 2 }}"
 
 
-@pytest.mark.parametrize(
-    ("content", "kind"), [(None, InputMissing), ("{}", InputCorrupt), ("x", InputCorrupt)]
-)
-def test_a_folder_without_a_tokenizer(tmp_path: Path, content: str | None, kind: type[Exception]) -> None:
+@pytest.mark.parametrize("content", [None, "{}", "x"])
+def test_a_folder_without_a_tokenizer(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(kind, match=str(tmp_path)):
+    with pytest.raises(JobFileError, match=f"{tmp_path}.*\n.*tokenizer.json"):
         Tokenizer.load(tmp_path)
 
 

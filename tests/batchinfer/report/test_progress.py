@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import re
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.report.progress import FINISHED_BEFORE_TRUST, Progress
+from tests.batchinfer.screen import lines_on
 
 
 class Clock:
@@ -25,9 +29,22 @@ class Screen(io.StringIO):
         return True
 
 
+class Gone(Screen):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
 
 
 def test_plain_lines_come_after_5_then_every_30_seconds(clock: Clock, step: Any) -> None:
@@ -100,6 +117,90 @@ def test_rows_are_counted_while_reading(clock: Clock) -> None:
     ]
 
 
+def test_reading_has_a_total_in_bytes(clock: Clock) -> None:
+    stream = io.StringIO()
+    with Progress(stream, clock=clock) as progress:
+        progress.phase("reading")
+        clock.now += 10
+        progress.read(1000, 250, 1000)
+    assert stream.getvalue() == "reading 25% · 100 rows/s · about 30 s left · 1,000 rows\n"
+
+
+def test_reading_ends_at_the_row_limit_where_that_comes_first(clock: Clock) -> None:
+    stream = io.StringIO()
+    with Progress(stream, clock=clock) as progress:
+        progress.phase("reading", 2000)
+        clock.now += 10
+        progress.read(1000, 1, 1000)
+    assert stream.getvalue() == "reading 50% · 100 rows/s · about 10 s left · 1,000 rows\n"
+
+
+def test_what_is_done_leaves_no_time_and_what_is_not_is_no_100_percent(clock: Clock, step: Any) -> None:
+    for done, shown in ((9999, "running 99%"), (10000, "running 100%")):
+        for stream in (io.StringIO(), Screen()):
+            progress = Progress(stream, clock=clock)
+            progress.running(rows=9, prompt_tokens=10000, expected_tokens=0)
+            clock.now += 6
+            progress.step(step(prefill_tokens=done, recomputed_tokens=0, cached_tokens=0, sampled_tokens=0))
+            assert shown in re.sub(" +", " ", stream.getvalue())
+            assert ("left" in stream.getvalue()) == (done < 10000)
+
+
+def test_a_phase_that_counted_nothing_leaves_no_line(clock: Clock) -> None:
+    screen = Screen()
+    with Progress(screen, clock=clock) as progress:
+        progress.phase("reading")
+        progress.phase("planning")
+    assert lines_on(screen.getvalue()) == ["planning …"]
+
+
+def test_a_note_stands_above_the_bar(clock: Clock) -> None:
+    screen = Screen()
+    with Progress(screen, clock=clock) as progress:
+        progress.phase("publishing", 10)
+        clock.now += 1
+        progress.rows(5)
+        screen.write("^C")  # as a terminal does
+        progress.note("stopping")
+        progress.rows(1)
+    first, second = lines_on(screen.getvalue())
+    assert first == "stopping"
+    assert second.startswith("publishing  60%|")
+    assert "^C" not in second
+    assert len(second) < 100 - 2  # room for the next one
+
+
+def test_lines_of_a_log_have_time_and_job(clock: Clock) -> None:
+    stream = io.StringIO()
+    today = datetime(2026, 11, 22, 1, 2, 3)
+    progress = Progress(stream, job="night\x1b[2Jly", clock=clock, today=lambda: today)
+    progress.phase("publishing", 10)
+    clock.now += 6
+    progress.rows(5)
+    progress.note("one\ntwo")
+    for line, text in zip(stream.getvalue().splitlines(), ("publishing 50%", "one", "two"), strict=True):
+        assert line.startswith(f"{today.astimezone():%Y-%m-%dT%H:%M:%S%z} night\\x1b[2Jly: {text}")
+
+
+@pytest.mark.parametrize("stream", [Gone(), None])
+def test_a_terminal_that_is_gone_stops_nothing(stream: Any, clock: Clock, step: Any) -> None:
+    with Progress(stream, job="x", clock=clock) as progress:
+        progress.running(rows=1, prompt_tokens=10, expected_tokens=10)
+        clock.now += 10
+        progress.step(step())
+        progress.note("nobody hears")
+
+
+def test_a_dumb_terminal_gets_lines(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    screen = Screen()
+    with Progress(screen, clock=clock) as progress:
+        progress.phase("publishing", 10)
+        clock.now += 6
+        progress.rows(5)
+    assert screen.getvalue() == "publishing 50% · 0.83 rows/s · about 6 s left · 5 of 10 rows\n"
+
+
 def test_the_rate_is_that_of_the_last_seconds(clock: Clock) -> None:
     progress = Progress(io.StringIO(), clock=clock)
     progress.phase("publishing", total_rows=10**6)
@@ -136,7 +237,7 @@ def test_a_terminal_gets_a_bar(clock: Clock, step: Any) -> None:
     text = screen.getvalue()
     assert "loading model …" in text
     assert "running  50%" in text
-    assert "500/1.00k tok" in text
+    assert "500 of 1k tokens" in text
     assert "100 tok/s" in text
     assert "about 5 s left" in text
     assert "10 of" not in text

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from batchinfer.report import units
 from batchinfer.report.columns import RUN_SCHEMA
-from batchinfer.report.summary import as_json, summary
+from batchinfer.report.summary import summary
 from batchinfer.report.tables import RunFacts, run_row
+from batchinfer.text import json_line
 
 START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
 
@@ -86,7 +87,7 @@ def test_a_published_run() -> None:
             "  limit    roofline 41% (MFU 30%, MBU 12%) of measured peaks: AMD EPYC, bfloat16",
             "  lost     padding 0.4%, recomputation 0%, overhead 3.0%, idle 1.0%",
             "  time     ingest 1.25 s, plan 50 ms, load 2 s, engine 1 min 30 s, publish 500 ms"
-            "  (engine forecast: 2 min)",
+            "  (engine forecast: 1 min 35 s)",
             "  memory   parent 310 MiB at its peak, worker 1.25 GiB at its peak",
             "  results  results/orders/*.parquet",
             "  report   results/orders-report/run-20261120T223000Z-abcdef.parquet",
@@ -116,7 +117,7 @@ def test_an_interrupted_run_says_how_to_carry_on() -> None:
 
 
 def test_a_run_that_had_nothing_to_do_is_short() -> None:
-    facts = RunFacts("r", "orders", "res", START, START + timedelta(seconds=0.4), 0, "nothing was missing")
+    facts = RunFacts("r", "orders", "res", START, START + timedelta(seconds=0.4), 0, "already published")
     text = summary(run_row(facts, None, None))
     assert len(text.splitlines()) == 4
     assert "–" not in text
@@ -135,11 +136,11 @@ def test_no_unknown_value_breaks_the_summary(unknown: set[str]) -> None:
     text = summary(row)
     assert len(text.splitlines()) <= 14
     assert "None" not in text
-    assert json.loads(as_json(row))["job"] == "orders"
+    assert json.loads(json_line(row))["job"] == "orders"
 
 
 def test_json_is_one_line_with_every_column() -> None:
-    text = as_json(full_row())
+    text = json_line(full_row())
     assert "\n" not in text
     back = json.loads(text)
     assert list(back) == RUN_SCHEMA.names
@@ -151,9 +152,9 @@ def test_json_is_one_line_with_every_column() -> None:
 
 def test_json_refuses_what_is_no_number() -> None:
     with pytest.raises(ValueError, match="JSON"):
-        as_json({"mfu": float("nan")})
+        json_line({"mfu": float("nan")})
     with pytest.raises(TypeError, match="set"):
-        as_json({"mfu": {1}})
+        json_line({"mfu": {1}})
 
 
 @pytest.mark.parametrize(

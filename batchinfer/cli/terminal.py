@@ -1,0 +1,90 @@
+"""What the command line writes: escaped, in colours where they are wanted, and never the cause of a lost outcome."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TextIO
+
+import typer
+
+from batchinfer.text import json_line, printable
+
+Look = Literal["heading", "good", "bad", "quiet"]
+_STYLES: dict[Look, dict[str, Any]] = {
+    "heading": {"bold": True},
+    "good": {"fg": "green", "bold": True},
+    "bad": {"fg": "red", "bold": True},
+    "quiet": {"dim": True},
+}
+
+
+def say(text: str) -> bool:
+    """Print what is printable already on stdout. False when nobody reads it: the rest of the output is dropped."""
+    return _write(sys.stdout, text)
+
+
+def say_json(value: Mapping[str, Any]) -> bool:
+    """Print one line of JSON on stdout."""
+    return _write(sys.stdout, json_line(value))
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Print lines that are printable already on stdout, until nobody reads them any more."""
+    for line in lines:
+        if not _write(sys.stdout, line, flush=False):
+            return
+    _write(sys.stdout, "", end="")
+
+
+def tell(text: str) -> None:
+    """Print what is printable already on stderr; where that fails, nobody is left to tell."""
+    try:
+        _write(sys.stderr, text)
+    except OSError:  # e.g. a terminal that was closed; the exit code still says how it ended
+        return
+
+
+def tell_error(text: str) -> None:
+    """Print an error message on stderr."""
+    tell(f"{painted('batchinfer:', 'bad', sys.stderr)} {printable(text)}")
+
+
+def painted(text: str, look: Look | None = None, stream: TextIO | None = None) -> str:
+    """`text`, made printable, looking like `look` where the stream (stdout by default) shows colours."""
+    safe = printable(text)
+    return (
+        typer.style(safe, **_STYLES[look]) if look and safe and shows_colours(stream or sys.stdout) else safe
+    )
+
+
+def shows_colours(stream: TextIO | None) -> bool:
+    """A terminal that is not dumb, and nobody asked for no colours (https://no-color.org)."""
+    if stream is None or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    return stream.isatty()
+
+
+def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = True) -> bool:
+    """Raises OSError when the stream cannot be written for another reason than that its reader has gone."""
+    if stream is None:  # closed before we started
+        return False
+    try:
+        stream.write(text + end)
+        if flush:
+            stream.flush()
+    except BrokenPipeError:
+        _drop(stream)
+        return False
+    except OSError:
+        _drop(stream)
+        raise
+    return True
+
+
+def _drop(stream: TextIO) -> None:
+    """Send what is still buffered nowhere: Python writes it at its end, and would fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -1,0 +1,38 @@
+"""The words of the run table's `exit_status`: a few, so that queries can group by them."""
+
+from __future__ import annotations
+
+PUBLISHED = "published"
+ALREADY_PUBLISHED = "already published"
+OVER_BUDGET = "over budget"
+
+# status → what it means, as docs/report.md says it; those of errors stand with their classes in errors.py, too
+MEANINGS = {
+    PUBLISHED: "the results are in place",
+    ALREADY_PUBLISHED: "nothing was missing: an earlier run published these very results",
+    f"{PUBLISHED} {OVER_BUDGET}": "the results are in place, with more error rows than the job allows",
+    f"{ALREADY_PUBLISHED} {OVER_BUDGET}": "as before, and nothing was missing",
+    OVER_BUDGET: "more error rows than `on_error.max_error_rate` allows; nothing was published",
+    "interrupted": "a signal ended the run; `exit_code` − 128 is its number",
+    "input damaged": "an input file is damaged, or changed while it was read",
+    "input missing": "an input file is missing, or a pattern matches none",
+    "wrong job": "the job file or the checkpoint is wrong",
+    "refused": "refused for security",
+    "unavailable": "the device cannot be used, or the engine's process ended unexpectedly",
+    "out of memory": "on the device or in the machine",
+    "output conflict": "the result folder holds something that this job did not write",
+    "storage error": "disk full, or another input/output error",
+    "locked": "another run of this job is at work",
+    "usage error": "the command line asks for something that cannot be",
+    "bug": "a bug in batchinfer",
+}
+
+
+def is_published(status: str | None) -> bool:
+    """Whether the results are in place after a run that ended so."""
+    return status is not None and status.startswith((PUBLISHED, ALREADY_PUBLISHED))
+
+
+def over_budget(status: str) -> str:
+    """`published` or `already published`, with more error rows than allowed."""
+    return f"{status} {OVER_BUDGET}"

@@ -1,0 +1,61 @@
+"""What `batchinfer init` writes: a job that runs, rows for it, and a small model where there is no other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.data.durable import FileOps, storage, write_new
+from batchinfer.errors import UsageError
+from batchinfer.job.template import ORDERS, QUESTIONS, init_files
+
+CONFIG = "config.json"  # every checkpoint has one
+_PACKAGE = Path(__file__).parent
+# where the quickstart's model lies: in an installed package, and in a clone
+_SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstart" / "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """What was written, the checkpoint folder that the job names, and whether there is a checkpoint in it."""
+
+    wrote: tuple[Path, ...]
+    model: Path
+    ready: bool
+
+
+def write_starter(folder: Path, model: Path | None) -> Starter:
+    """Write a new job into `folder`: on `model`, else on the model that lies there, else on a copy of the quickstart's.
+
+    Raises UsageError when a job is there already, StorageError.
+    """
+    here = folder / "model"
+    shipped = None if model is not None or os.path.lexists(here) else _shipped_model()
+    sample = QUESTIONS if shipped is None else ORDERS  # the quickstart's model can do nothing else
+    # a job file's paths start from its folder
+    named = "model" if model is None else os.path.relpath(model, folder)
+    files = {name: text.encode() for name, text in init_files(named, sample).items()}
+    if shipped is not None:
+        files |= {
+            f"model/{path.name}": path.read_bytes() for path in sorted(shipped.iterdir()) if path.is_file()
+        }
+    wrote = _write(folder, files)
+    used = here if model is None else model
+    return Starter(wrote, used, (used / CONFIG).is_file())
+
+
+def _shipped_model() -> Path | None:
+    return next((folder for folder in _SHIPPED if (folder / CONFIG).is_file()), None)
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> tuple[Path, ...]:
+    there = [name for name in files if os.path.lexists(folder / name)]
+    if there:
+        raise UsageError(f"{folder / there[0]}: exists already; choose another folder")
+    for name, data in files.items():
+        path = folder / name
+        with storage(path.parent, "create"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_new(path, [data], FileOps())
+    return tuple(folder / name for name in files)

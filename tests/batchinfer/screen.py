@@ -1,0 +1,100 @@
+"""A terminal for tests: a process on a real one, and what its screen shows in the end."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def lines_on(text: str) -> list[str]:
+    """The lines that a terminal shows after `text`: it knows returns, newlines, erased lines and colours."""
+    lines, column = [""], 0
+    for piece in re.findall(r"\x1b\[2K|\r|\n|[^\r\n\x1b]+|\x1b", _COLOUR.sub("", text)):
+        if piece == "\n":
+            lines.append("")
+            column = 0
+        elif piece == "\r":
+            column = 0
+        elif piece == "\x1b[2K":
+            lines[-1] = ""
+        else:
+            line = lines[-1].ljust(column)
+            lines[-1] = line[:column] + piece + line[column + len(piece) :]
+            column += len(piece)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+@dataclass
+class OnTerminal:
+    """A process whose terminal is ours. `text` is all that it wrote so far."""
+
+    process: subprocess.Popen[bytes]
+    master: int
+    chunks: list[bytes] = field(default_factory=list)
+    _reader: threading.Thread | None = None
+
+    @property
+    def text(self) -> str:
+        return b"".join(self.chunks).decode(errors="replace")
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def close(self) -> None:
+        """Close the window."""
+        os.close(self.master)
+        self.master = -1
+
+    def wait(self, seconds: float) -> int:
+        code = self.process.wait(seconds)
+        if self._reader is not None:
+            self._reader.join(seconds)
+        return code
+
+    def read(self) -> None:
+        """Gather what is written, in a thread of its own, until the terminal ends."""
+
+        def gather(master: int) -> None:
+            try:
+                while chunk := os.read(master, 65536):
+                    self.chunks.append(chunk)
+            except OSError as error:  # Linux says so when the last writer has gone
+                self.chunks.append(b"" if error.errno else b"?")
+
+        self._reader = threading.Thread(target=gather, args=(self.master,), daemon=True)
+        self._reader.start()
+
+
+@contextmanager
+def on_terminal(
+    arguments: Sequence[str], folder: Path, env: dict[str, str], *, read: bool = True
+) -> Iterator[OnTerminal]:
+    """`python -m …` in a session of its own whose controlling terminal is ours; it does not survive the block."""
+    master, slave = pty.openpty()
+    start = "import os, sys, fcntl, termios, runpy; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    start += "sys.argv = sys.argv[1:]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, *arguments],
+        cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    terminal = OnTerminal(process, master)
+    if read:
+        terminal.read()
+    try:
+        yield terminal
+    finally:
+        process.kill()
+        process.wait()
+        if terminal.master >= 0:
+            terminal.close()
