@@ -75,7 +75,7 @@ class PreviewedRow:
             shown = [*ids[: TOKENS_SHOWN // 2], "…", *ids[-TOKENS_SHOWN // 2 :]]
         else:
             shown = ids
-        sampling = json.dumps(self.sampling, ensure_ascii=False)
+        sampling = json.dumps(self.sampling, ensure_ascii=False, separators=(",", ":"))
         return f"{self.text}\n{len(ids)} tokens: {' '.join(shown)}\nsampling: {sampling}\n"
 
 
@@ -93,8 +93,6 @@ def preview_job(job: Job, rows: int) -> Iterator[PreviewedRow]:
     options = IngestOptions(
         b"", setting.max_model_len, checkpoint.config.vocab, datetime.now().astimezone(), workers=1
     )
-    if job.sampling.from_columns:
-        yield f"rows set their own {job.sampling.row_parameters()}\n"
     with tempfile.TemporaryDirectory(prefix="batchinfer-preview-") as scratch:
         index = ingest(few, options, Path(scratch))
         for batch in parquet_batches(index.index_parts, rows):

@@ -135,6 +135,8 @@ def preview(
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
     job = load(job_file, overrides, date)
+    if job.sampling.from_columns and not as_json:
+        say(printable(f"rows set their own {job.sampling.row_parameters()}\n"))
     with located(job):
         for row in verbs.preview_job(job, rows):
             if as_json:
