@@ -254,7 +254,7 @@ def test_a_closed_window_ends_a_run_in_order(place: Place) -> None:
         below = list(children(terminal.process.pid))
         terminal.close()
         assert terminal.wait(PATIENCE_S) == 128 + signal.SIGHUP
-    assert alive(below) == []
+    waits_for(lambda: not alive(below))  # multiprocessing's tracker leaves a moment after its parent
     (row,) = runs(place)
     assert (row["exit_code"], row["exit_status"]) == (129, "interrupted")
     assert row["computed_requests"] == committed(place) < len(MANY)
