@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.bench.options import BenchOptions
+from batchinfer.data.durable import refuse_existing
 from batchinfer.data.files import list_inputs
 from batchinfer.data.index import Index
 from batchinfer.data.ingest import IngestOptions, ingest
@@ -19,7 +20,6 @@ from batchinfer.data.rebatch import parquet_batches
 from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.data.verify import Problem, verify_result, verify_store
-from batchinfer.errors import UsageError
 from batchinfer.job import Job
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.report.doctor import Fact, doctor
