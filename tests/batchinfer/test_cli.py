@@ -263,7 +263,7 @@ def test_query(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no
     assert ended.code == 0
     assert re.search(r"ok\W+20\b", ended.out)
     missing = run("query", finished.folder / "nothing")
-    assert (missing.code, "nothing: no published result" in missing.err) == (66, True)
+    assert (missing.code, "nothing: there is no such folder" in missing.err) == (66, True)
     over = run("query", finished.results, "--partial")
     assert (over.code, "no unfinished run" in over.err) == (66, True)
 
@@ -356,7 +356,7 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monke
     assert time.monotonic() - began < 20
     assert partial.code == 0, partial.err
     print(partial.out)
-    assert int(re.search(r"│\s+(\d+) │", partial.out)[1]) >= 8  # type: ignore[index]
+    assert int(partial.out.split()[-1]) >= 8
     assert "stopping: rows in work may finish" in err
     assert "the same command continues" in err
     assert "\r" not in err
