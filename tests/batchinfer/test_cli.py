@@ -348,7 +348,7 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monke
     with started(place, "run", "job.yaml", **SLOW) as process:
         waits_for(lambda: committed(place) >= 8)
         partial = command(capsys, monkeypatch, NO_ENGINE)(
-            "query", place.results, "select count(*) as n from results", "--partial"
+            "query", place.results, "select count(*) as n from results", "--partial", "--json"
         )
         process.send_signal(signum)
         began = time.monotonic()
@@ -357,7 +357,7 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monke
     assert time.monotonic() - began < 20
     assert partial.code == 0, partial.err
     print(partial.out)
-    assert int(partial.out.split()[-1]) >= 8
+    assert json.loads(partial.out)["n"] >= 8
     assert "stopping: rows in work may finish" in err
     assert "the same command continues" in err
     assert "\r" not in err

@@ -262,5 +262,6 @@ def test_an_export_is_a_job_s_input(tmp_path, capsys):
     assert cli._guarded(["run", str(tmp_path / "job.yaml"), "--quiet"]) == 0, capsys.readouterr().err
     expected = [row.max_tokens for row in make_workload("mixed", 512, 6).rows]
     sql = "SELECT completion_tokens FROM results ORDER BY row_id"
-    assert cli._guarded(["query", str(tmp_path / "out"), sql]) == 0
-    assert [int(n) for n in re.findall(r"│ +(\d+) │", capsys.readouterr().out)] == expected
+    assert cli._guarded(["query", str(tmp_path / "out"), sql, "--json"]) == 0
+    got = [json.loads(line)["completion_tokens"] for line in capsys.readouterr().out.splitlines()]
+    assert got == expected
