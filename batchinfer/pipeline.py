@@ -5,27 +5,30 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from batchinfer.clean import clean_after_run
 from batchinfer.collect import Collector
 from batchinfer.data.completion_store import CompletionStore
+from batchinfer.data.durable import storage
 from batchinfer.data.error_summary import summarise_all_errors, summarise_errors
 from batchinfer.data.files import InputFile, list_inputs
 from batchinfer.data.index import Index
 from batchinfer.data.ingest import INGEST_FORMAT, IngestOptions, ingest
 from batchinfer.data.ingest import Progress as IngestProgress
-from batchinfer.data.join import ErrorCounts, count_errors
+from batchinfer.data.join import ErrorCounts, count_errors, used_rows
 from batchinfer.data.manifest import Manifest, PublishSpec, is_published, read_manifest
 from batchinfer.data.openai_output import LINE_BYTES, asked, write_openai
 from batchinfer.data.output_file import OutputFile, Protected
 from batchinfer.data.publisher import publish
 from batchinfer.data.remembered import PARTIAL, published_inputs, read_strings, remember_inputs, write_strings
 from batchinfer.data.row_names import name_rows
-from batchinfer.data.state import StateFolder
+from batchinfer.data.state import StateFolder, state_of
 from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.data.uses import User, uses_of, write_uses
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import (
@@ -48,6 +51,7 @@ from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup
 from batchinfer.report.exit_status import ALREADY_PUBLISHED, PUBLISHED, over_budget
+from batchinfer.report.folder import writing
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.report.tables import RunRow
@@ -79,6 +83,7 @@ class Outcome:
     exit_code: int
     row: RunRow
     error: str | None = None
+    report: Path | None = None  # the run table; a run that changed nothing leaves none
 
 
 def run_job(
@@ -89,17 +94,15 @@ def run_job(
     Raises the exception tree of errors.py; whatever was finished before is committed.
     """
     watch = Stopwatch(options.already_s)
-    completions = job.cache.path if job.cache else None
-    whole = StateFolder(job.output.path, cache=completions)
+    whole = state_of(job)
     if options.limit is not None:
-        completions = whole.completions  # a trial's answers are not wasted
-        job = first_rows(job, options.limit)
-    state = StateFolder(job.output.path, cache=completions)
+        job = job.first_rows(options.limit)
+    state = state_of(job)
     setup = check_setup(job, state, options.replace)
     openai = openai_file(job, options, state, whole)
     with state.lock():
         run = _Run(job, options, setup, state, openai, progress, interrupts, notice, watch)
-        with run.reported(), interrupts.retold():
+        with writing(run.report.folder, state.report_lock), run.reported(), interrupts.retold():
             return run.outcome()
 
 
@@ -119,20 +122,10 @@ def openai_file(job: Job, options: RunOptions, state: StateFolder, whole: StateF
         )
     protected = Protected.by(job, state, whole)
     file = OutputFile(
-        options.to_openai, "--to-openai", protected, whole.path, replace=options.replace, ops=state.ops
+        options.to_openai, "--to-openai", protected, whole.job, replace=options.replace, ops=state.ops
     )
     file.check()
     return file
-
-
-def first_rows(job: Job, limit: int) -> Job:
-    """The same job over its first `limit` rows, with a result folder of its own beside the whole one's."""
-    output = job.output.model_copy(
-        update={"path": job.output.path.with_name(f"{job.output.path.name}-first-{limit}")}
-    )
-    fewest = limit if job.input.limit is None else min(limit, job.input.limit)
-    rows = job.input.model_copy(update={"limit": fewest})
-    return job.model_copy(update={"output": output, "input": rows})
 
 
 @dataclass(slots=True)
@@ -153,6 +146,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.report = RunReport(self.job, self.setting, self.watch)
+        self.report.note(trial=self.options.limit is not None)
         self.now = datetime.now().astimezone()
 
     @property
@@ -185,6 +179,7 @@ class _Run:
     def outcome(self) -> Outcome:
         """Read, plan, run, publish."""
         self.state.remove_old_generations()
+        self.state.remove_idle()
         if self.openai is not None:
             self.openai.probe()
         context = self._context()
@@ -201,13 +196,14 @@ class _Run:
                 self._execute(plan, index, store, budget)
             with self.report.timed("publish_s"):
                 self._check_errors(index, store, budget)
-                manifest = self._publish(context, index, store)
+                manifest, changed = self._publish(context, index, store)
         with self.interrupts.deferred(), self.report.timed("close_s"):
-            self.state.purge_scratch()  # it is published: neither its clearing up nor its report is cut short
+            self._tidy()  # it is published: neither its clearing up nor its report is cut short
         with self.report.timed("publish_s"):
             self._write_openai(index.inputs)
         with self.interrupts.deferred(), self.report.timed("close_s"):
-            return self._judged(manifest, PUBLISHED)
+            outcome = self._judged(manifest, PUBLISHED)
+            return outcome if changed else self._unreported(outcome)
 
     def _store(self) -> CompletionStore:
         with self.report.timed("plan_s"):
@@ -235,7 +231,8 @@ class _Run:
         known = dict(digests)
         fingerprint = self.checkpoint.fingerprint(digests)
         if digests != known:
-            write_strings(self.state.fingerprints, digests, self.state.ops)
+            with self.state.exclusively():
+                write_strings(self.state.fingerprints, digests, self.state.ops)
         return self.setting.context(self.checkpoint, fingerprint, self.tokenizer.fingerprint)
 
     def _identity(self, context: bytes) -> str:
@@ -252,15 +249,11 @@ class _Run:
             self.job.output.rows_per_file,
         )
 
-    @property
-    def _published_inputs(self) -> Path:
-        return self.state.path / "published.json"
-
     def _is_done(self, context: bytes) -> bool:
         """Whether this very result is published and no input file has changed since. SQL always runs again."""
         if self.job.input.sql or self.options.retry_errors:
             return False
-        inputs = published_inputs(self._published_inputs, self._files())
+        inputs = published_inputs(self.state.published, self._files())
         return inputs is not None and is_published(self.state.results, self._spec(context, inputs))
 
     def _budget(self, rows: int) -> Budget:
@@ -274,7 +267,9 @@ class _Run:
         if manifest is None:
             raise BatchInferError(f"{self.state.results}: the manifest vanished while it was read")
         self._write_openai(self._files())
-        return self._judged(manifest, ALREADY_PUBLISHED)
+        with storage(self.state.published, "touch"):
+            self.state.ops.touch(self.state.published)  # so long were its completions in use
+        return self._unreported(self._judged(manifest, ALREADY_PUBLISHED))
 
     def _ingest(self, context: bytes) -> Index:
         self.progress.phase("reading", self.job.input.limit)
@@ -382,11 +377,13 @@ class _Run:
             f"stopping: rows in work may finish for up to {within_s:.0f} s; signal again to stop at once"
         )
 
-    def _publish(self, context: bytes, index: Index, store: CompletionStore) -> Manifest:
+    def _publish(self, context: bytes, index: Index, store: CompletionStore) -> tuple[Manifest, bool]:
+        """What is published now, and whether that is anything new."""
         self.progress.phase("publishing", index.rows)
         index.inputs_unchanged()
         older = read_manifest(self.state.results)
         inputs = [_input_identity(file, index) for file in index.inputs]
+        self._note_use(index, store)
         manifest = publish(
             index,
             store.parts(),
@@ -397,11 +394,12 @@ class _Run:
             on_rows=self.progress.rows,
         )
         if not self.job.input.sql:
-            remember_inputs(self._published_inputs, index.inputs, inputs, self.state.ops)
-        if older is None or older.generation != manifest.generation or self.report.metered:
+            remember_inputs(self.state.published, index.inputs, inputs, self.state.ops)
+        changed = older is None or older.generation != manifest.generation or self.report.metered
+        if changed:
             with told_by(self.notice):
                 self.report.keep_keys(index.index_parts)
-        return manifest
+        return manifest, changed
 
     def _write_openai(self, files: Sequence[InputFile]) -> None:
         """The results are published by now: what fails here must not sound as if they were not."""
@@ -419,6 +417,25 @@ class _Run:
                 "missing: the same command writes it without computing anything again"
             ) from error
 
+    def _note_use(self, index: Index, store: CompletionStore) -> None:
+        """Before the result is there: what it needs is never taken for unused."""
+        user = User(str(self.state.root), str(self.state.published), self.job.cache.keep)
+        used = used_rows(index.index_parts, store.parts(), self.state.staging / "uses")
+        uses = uses_of(user, used, store.rows_by_part(), self.now.timestamp())
+        write_uses(store.path, uses, self.state.ops)
+
+    def _tidy(self) -> None:
+        with self.report.timed("publish_s"):
+            self.state.purge_scratch()
+            clean_after_run(
+                self.state, self.job.cache.keep, lambda: self.interrupts.pending is None, self.notice
+            )
+
+    def _unreported(self, outcome: Outcome) -> Outcome:
+        """A run that found everything published and unchanged leaves no file."""
+        self.report.discard()
+        return replace(outcome, report=None)
+
     def _judged(self, manifest: Manifest, status: str) -> Outcome:
         """What a published result means for the exit code: the same for the run that published it and every later."""
         codes = summarise_errors(
@@ -429,11 +446,12 @@ class _Run:
         )
         budget = self._budget(manifest.rows)
         if not budget.exceeded(manifest.errors):
-            return Outcome(0, self.report.done(status))
+            return Outcome(0, self.report.done(status), report=self.report.path)
         counts = ErrorCounts(manifest.rows, manifest.errors, 0, manifest.retryable)
         text = f"the results are {status}, but {budget_text(counts, budget, codes)}"
         code = ErrorBudgetExceeded.exit_code
-        return Outcome(code, self.report.done(over_budget(status), code), text)
+        row = self.report.done(over_budget(status), code)
+        return Outcome(code, row, text, self.report.path)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import tempfile
@@ -14,16 +15,16 @@ from typing import Any
 import duckdb
 
 from batchinfer.answer import check_format, format_for, shown
-from batchinfer.data.duck import interruptible, parquet
+from batchinfer.data.duck import interruptible, literal, parquet
 from batchinfer.data.durable import FileOps, refuse_existing, write_new
+from batchinfer.data.find_state import find_state
 from batchinfer.data.index import MARKER, Index
 from batchinfer.data.manifest import is_whole, read_manifest
 from batchinfer.data.partial import partial_reader, write_partial
 from batchinfer.data.remembered import PARTIAL, read_strings
-from batchinfer.data.state import StateFolder
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
-from batchinfer.report.columns import RUN, SCHEMAS
+from batchinfer.report.columns import ROWS, RUN, SCHEMAS
 from batchinfer.report.folder import report_folder, tables
 
 RESULTS = "results"
@@ -45,7 +46,7 @@ class Place:
     def of(cls, folder: Path) -> Place:
         """The place that a result's folder or a report's folder names. Raises InputMissing for any other."""
         if read_manifest(folder) is not None:
-            report = report_folder(folder.absolute())
+            report = report_folder(find_state(folder).root)
             return cls(folder, report if tables(report, RUN) else None)
         if tables(folder, RUN):
             return cls(_reported(folder), folder)
@@ -64,7 +65,7 @@ def _no_result(folder: Path) -> str:
         return f"{folder}: there is no such folder; a result lies where `output.path` of its job file says"
     if not folder.is_dir():
         return f"{folder}: is a file; name the result folder, which is `output.path` of the job file"
-    if any(StateFolder(folder).scratch.glob(f"*/{MARKER}")):
+    if any(find_state(folder).scratch.glob(f"*/{MARKER}")):
         return f"{folder}: no published result there yet; --partial reads what its run has finished so far"
     found = [path.parent for path in sorted(folder.glob("*/_manifest.json"))]
     if found:
@@ -94,7 +95,7 @@ def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckD
             else:
                 place = Place.of(folder)
                 names = _results(connection, place.results)
-            names += _reports(connection, place.report)
+            names += _reports(connection, place)
             with _explained(folder, names):
                 usual = FIRST_ROWS if RESULTS in names else RUNS
                 yield connection.sql(_reading(connection, usual if sql is None else sql))
@@ -111,24 +112,37 @@ def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> lis
     return _add_view(connection, RESULTS, [results / file.name for file in manifest.files])
 
 
-def _reports(connection: duckdb.DuckDBPyConnection, report: Path | None) -> list[str]:
-    """A table of which no run has left a file is there, and empty."""
+def _reports(connection: duckdb.DuckDBPyConnection, place: Place) -> list[str]:
+    """A table of which no run has left a file is there, and empty.
+
+    A report is about all results of a job, of other nights and trials, too: `rows` are those of this result.
+    """
     names: list[str] = []
-    for name, schema in SCHEMAS.items() if report is not None else ():
-        files = tables(report, name) if report is not None else []
+    for name, schema in SCHEMAS.items() if place.report is not None else ():
+        files = tables(place.report, name) if place.report is not None else []
         if files:
-            names += _add_view(connection, name, files)
+            names += _add_view(connection, name, files, _made(place) if name == ROWS else "")
         else:
             connection.register(name, schema.empty_table())
             names.append(name)
     return names
 
 
-def _add_view(connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path]) -> list[str]:
+def _made(place: Place) -> str:
+    """The condition that a run has made this result. Where all was moved together, its name still says so."""
+    if place.results is None or place.report is None:
+        return ""
+    name = os.path.relpath(place.results, place.report.absolute().parent).removeprefix("../")
+    return f" WHERE run_id IN (SELECT run_id FROM run WHERE ends_with(output, {literal('/' + name)}))"
+
+
+def _add_view(
+    connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path], where: str = ""
+) -> list[str]:
     """Runs of older versions lack columns: there they are null."""
     try:
         source = parquet(files, ", union_by_name = true")
-        connection.execute(f'CREATE VIEW "{name}" AS SELECT * FROM {source}')
+        connection.execute(f'CREATE VIEW "{name}" AS SELECT * FROM {source}{where}')
     except duckdb.Error as error:
         raise StorageError(f"{files[0].parent}: {error}; `batchinfer verify` checks a result") from error
     return [name]
@@ -139,7 +153,7 @@ def _partial(results: Path, spill: Path) -> Path:
 
     Written to a file first: a query may read its table more than once, a stream can be read only once.
     """
-    state = StateFolder(results)
+    state = find_state(results)
     indexes = sorted(state.scratch.glob(f"*/{MARKER}"), key=lambda p: p.stat().st_mtime)
     if not indexes:
         raise InputMissing(

@@ -14,7 +14,8 @@ from batchinfer.engine.config import EngineInfo
 from batchinfer.errors import BatchInferError
 from batchinfer.job import Job
 from batchinfer.plan.plan import Plan
-from batchinfer.report.folder import new_run_id, report_folder, sweep
+from batchinfer.report.columns import RUN
+from batchinfer.report.folder import new_run_id, report_folder, table_path
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.row_keys import write_rows
 from batchinfer.report.stopwatch import Stopwatch
@@ -28,7 +29,7 @@ class RunReport:
     def __init__(self, job: Job, setting: Setting, watch: Stopwatch) -> None:
         """`watch` was started with the command."""
         self._job, self._setting, self._watch = job, setting, watch
-        self._folder = report_folder(job.output.path)
+        self.folder = report_folder(job.results_root)
         self._run_id = new_run_id()
         self._started = datetime.now(UTC) - timedelta(seconds=sum(watch.read().values()))
         self._facts: dict[str, Any] = {
@@ -39,6 +40,7 @@ class RunReport:
         self._meter: Meter | None = None
         self._measured: Measured | None = None
         self._row: RunRow | None = None
+        self._kept = True
 
     def note(self, **facts: Any) -> None:
         """Facts by their names in `RunFacts`."""
@@ -50,7 +52,7 @@ class RunReport:
 
     def keep_keys(self, index_parts: Sequence[Path]) -> None:
         """Which request answered which row of the result that was just published. Raises OSError."""
-        write_rows(self._folder, self._run_id, index_parts)
+        write_rows(self.folder, self._run_id, index_parts)
 
     def planned(self, plan: Plan) -> None:
         self.note(
@@ -63,9 +65,8 @@ class RunReport:
 
     def open_meter(self) -> Meter:
         """The meter that the engine's samples go to."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        sweep(self._folder)
-        self._meter = Meter(self._folder, self._run_id, self._setting.peaks)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._meter = Meter(self.folder, self._run_id, self._setting.peaks)
         return self._meter
 
     @property
@@ -95,7 +96,18 @@ class RunReport:
 
     def close(self) -> None:
         """Write the run table. Raises OSError."""
-        write_run(self._folder, self.done(BatchInferError.status, BatchInferError.exit_code))
+        row = self.done(BatchInferError.status, BatchInferError.exit_code)
+        if self._kept:
+            write_run(self.folder, row)
+
+    def discard(self) -> None:
+        """The run changed nothing: it leaves no table."""
+        self._kept = False
+
+    @property
+    def path(self) -> Path | None:
+        """Where the run table is, or will be."""
+        return table_path(self.folder, RUN, self._run_id) if self._kept else None
 
     def _finished_row(self, status: str, exit_code: int) -> RunRow:
         meter, self._meter = (

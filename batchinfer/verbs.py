@@ -11,9 +11,10 @@ from typing import Any
 
 from batchinfer.bench.options import BenchOptions
 from batchinfer.data.durable import refuse_existing
+from batchinfer.data.find_state import find_state
 from batchinfer.data.index import Index
 from batchinfer.data.rebatch import parquet_batches
-from batchinfer.data.state import StateFolder
+from batchinfer.data.state import state_of
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.data.verify import Problem, verify_result, verify_store
 from batchinfer.job import Job
@@ -26,7 +27,7 @@ TOKENS_SHOWN = 64  # of a previewed prompt: what is amiss with a template shows 
 
 def validate_job(job: Job) -> list[str]:
     """Check a job as a run does before it computes, and prepare its first rows; what was found out."""
-    state = _state(job)
+    state = state_of(job)
     setup = check_setup(job, state)
     checkpoint, setting, tokenizer = setup.checkpoint, setup.setting, setup.tokenizer
     found = [
@@ -75,7 +76,7 @@ class PreviewedRow:
 
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
     """The first rows as the model reads them; `notice` gets what the input's check warns of."""
-    state = _state(job)
+    state = state_of(job)
     setup = check_setup(job, state, replace=True)
     for warning in check_input(job, setup, state).warnings:
         notice(warning)
@@ -93,10 +94,6 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
                 yield _previewed(row, index, setup.tokenizer)
 
 
-def _state(job: Job) -> StateFolder:
-    return StateFolder(job.output.path, cache=job.cache.path if job.cache else None)
-
-
 def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> PreviewedRow:
     place = (row["file"], row["row_index"], row["custom_id"])
     if row["key"] is None:
@@ -108,7 +105,7 @@ def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> Previ
 
 def verify_results(results: Path) -> list[Problem]:
     """Read a result and its stored completions whole; what is damaged."""
-    state = StateFolder(results)
+    state = find_state(results)
     stored = verify_store(state.completions) if state.completions.is_dir() else []
     return [*verify_result(results), *stored]
 

@@ -90,7 +90,7 @@ def _show(outcome: pipeline.Outcome, quiet: bool, as_json: bool) -> None:
         if as_json:
             shown = say_json({**row, "message": outcome.error})
         else:
-            shown = quiet or say(_painted(summary(row), not row["exit_code"]))
+            shown = quiet or say(_painted(summary(row, outcome.report), not row["exit_code"]))
     except OSError as error:
         raise StorageError(
             f"{row['output']}: {row['exit_status']}; stdout cannot be written: {error}"

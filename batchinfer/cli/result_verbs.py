@@ -1,4 +1,4 @@
-"""The verbs about a result: query, verify."""
+"""The verbs about a result: query, verify, clean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import typer
 
 from batchinfer import verbs
 from batchinfer.answer import FORMATS
-from batchinfer.cli.options import Json
+from batchinfer.clean import clean_job, clean_result
+from batchinfer.cli.options import Date, Json, Overrides, load, located
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.errors import StorageError
 from batchinfer.query import Query
@@ -75,3 +76,25 @@ def verify(
     text = f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found in {results}"
     say(painted(text, "bad" if problems else "good"))
     return code
+
+
+def clean(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A job file, or a result folder.")],
+    overrides: Overrides = None,
+    date: Date = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove stored answers that no result has used lately, and what old runs left in the state folder."""
+    if target.is_dir():
+        done = clean_result(target, dry_run)
+    else:
+        job = load(target, overrides, date)
+        with located(job):
+            done = clean_job(job, dry_run)
+    if as_json:
+        say_json(done.to_json())
+    else:
+        say(printable(done.text()))

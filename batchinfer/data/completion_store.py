@@ -2,18 +2,17 @@
 
     part-<seq>-<random>.parquet     completions, zstd, page checksums
     part-<seq>-<random>.json        its record, written after it: {format, rows, bytes, sha256, numerics}
-    lock                            shared by every run that uses the store, exclusive while leftovers are
-    swept
+    uses/                           which of them the results used (uses.py)
+    lock                            shared by every run that uses the store, exclusive while something is removed
 
-The record is the only truth: a part without one does not exist. A key may stand in several parts; `<seq>`
-counts up, so that "the first one" stays the same one whatever is added later.
+The record is the only truth: a part without one does not exist, nor does one that another record says it `replaces`
+(cleaning.py). A key may stand in several parts; `<seq>` counts up, so that "the first one" stays the same one
+whatever is added later.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import time
 import uuid
@@ -28,12 +27,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.durable import Digest, DurableFile, FileOps, sha256_of, storage, write_json
+from batchinfer.data.store_lock import StoreLock
 from batchinfer.errors import StorageError
 from batchinfer.request import Completion
 
 RECORD_FORMAT = 1
 # The whole name: other programs call their files part-00000.parquet, too, and theirs are not ours to remove.
-_OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}\.(parquet|json)(\.tmp)?")
+_OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}(-[0-9a-f]{8})?\.(parquet|json)(\.tmp)?")
 COMPLETION_SCHEMA = pa.schema(
     [
         ("key", pa.binary(32)),
@@ -56,15 +56,18 @@ class CommitRecord:
     bytes: int
     sha256: str
     numerics: int
+    replaces: tuple[str, ...] = ()  # names of the parts whose rows this one took over; they no longer exist
+    since: float | None = None  # of such a part: when the youngest of its rows was committed, in Unix time
 
     def to_json(self) -> dict[str, Any]:
+        took_over = {"replaces": list(self.replaces), "since": self.since} if self.replaces else {}
         return {
             "format": RECORD_FORMAT,
             "rows": self.rows,
             "bytes": self.bytes,
             "sha256": self.sha256,
             "numerics": self.numerics,
-        }
+        } | took_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class CompletionStore:
         self._pending: list[Completion] = []
         self._oldest: float | None = None
         self._records: dict[Path, CommitRecord] = {}
-        self._lock_fd = self._open_lock()
+        self._lock = StoreLock(path, self._ops)
         try:
             self._load(verify)
         except BaseException:
@@ -128,6 +131,10 @@ class CompletionStore:
     def parts(self) -> list[Path]:
         """The committed parts, oldest first."""
         return sorted(self._records)
+
+    def rows_by_part(self) -> dict[str, int]:
+        """How many rows each committed part has, by its name."""
+        return {part.name: record.rows for part, record in self._records.items()}
 
     def append(self, completions: Iterable[Completion]) -> None:
         """Take completions; they are safe once committed."""
@@ -160,42 +167,35 @@ class CompletionStore:
 
     def close(self) -> None:
         """Release the store. What was not committed is not kept."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._lock.close()
 
     def _next_name(self) -> str:
         last = max((int(part.name.split("-")[1]) for part in self._records), default=-1)
         return f"part-{last + 1:010d}-{uuid.uuid4().hex[:8]}.parquet"
 
-    def _open_lock(self) -> int:
-        with storage(self.path, "create"):
-            self._ops.mkdir(self.path, 0o700)
-        with storage(self.path / "lock", "open"):
-            return os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
     def _load(self, verify: bool) -> None:
-        alone = self._try_alone()
-        self._records, self.discarded = read_records(self.path, verify=verify)
-        if alone:
-            self._sweep()
-        with storage(self.path / "lock", "lock"):
-            fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
-
-    def _try_alone(self) -> bool:
         """Only who is alone may sweep: another run's part without a record may be about to get one."""
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        if self._lock.try_alone():
+            self._records, self.discarded = read_records(self.path, verify=verify)
+            sweep(self.path, self._records, self._ops)
+        self._lock.share()
+        if _record_names(self.path) != {part.with_suffix(".json").name for part in self._records}:
+            self._records, more = read_records(self.path, verify=verify)
+            self.discarded += more
 
-    def _sweep(self) -> None:
-        kept = {path for part in self._records for path in (part, part.with_suffix(".json"))}
-        for path in sorted(self.path.glob("part-*")):
-            if path not in kept and _OURS.fullmatch(path.name):
-                with storage(path, "remove"):
-                    self._ops.unlink(path)
+
+def sweep(path: Path, records: Iterable[Path], ops: FileOps) -> None:
+    """Remove all but these parts: leftovers of a crash, damaged and replaced ones. The caller holds the store alone."""
+    kept = {file for part in records for file in (part, part.with_suffix(".json"))}
+    for file in sorted(path.glob("part-*")):
+        if file not in kept and _OURS.fullmatch(file.name):
+            with storage(file, "remove"):
+                ops.unlink(file)
+
+
+def _record_names(path: Path) -> set[str]:
+    with storage(path, "list"):
+        return {record.name for record in path.glob("part-*.json") if _OURS.fullmatch(record.name)}
 
 
 def read_records(
@@ -207,17 +207,19 @@ def read_records(
     """
     usable: dict[Path, CommitRecord] = {}
     discarded: list[Discarded] = []
-    with storage(path, "list"):
-        records = sorted(found for found in path.glob("part-*.json") if _OURS.fullmatch(found.name))
-    for record_path in records:
-        part = record_path.with_suffix(".parquet")
-        record = _read_record(record_path)
+    for name in sorted(_record_names(path)):
+        part = (path / name).with_suffix(".parquet")
+        record = _read_record(path / name)
         reason = "unreadable record" if record is None else _damage(part, record, verify)
         if record is not None and reason is None:
             usable[part] = record
         else:
             discarded.append(Discarded(part, reason or "unreadable record"))
-    return usable, tuple(discarded)
+    replaced = {path / name for record in usable.values() for name in record.replaces}
+    return (
+        {part: record for part, record in usable.items() if part not in replaced},
+        tuple(one for one in discarded if one.path not in replaced),
+    )
 
 
 def _read_record(path: Path) -> CommitRecord | None:
@@ -226,7 +228,14 @@ def _read_record(path: Path) -> CommitRecord | None:
     try:
         raw = json.loads(text)
         version = int(raw["format"])
-        fields = (int(raw["rows"]), int(raw["bytes"]), str(raw["sha256"]), int(raw["numerics"]))
+        record = CommitRecord(
+            int(raw["rows"]),
+            int(raw["bytes"]),
+            str(raw["sha256"]),
+            int(raw["numerics"]),
+            tuple(map(str, raw.get("replaces", ()))),
+            float(raw["since"]) if "since" in raw else None,
+        )
     except (ValueError, KeyError, TypeError):
         return None
     if version > RECORD_FORMAT:
@@ -234,7 +243,7 @@ def _read_record(path: Path) -> CommitRecord | None:
             f"{path}: record format {version}, this version knows up to {RECORD_FORMAT}; "
             "use the batchinfer that wrote it, or another cache.path"
         )
-    return CommitRecord(*fields)
+    return record
 
 
 def _damage(part: Path, record: CommitRecord, verify: bool) -> str | None:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from batchinfer.data.completion_store import COMPLETION_SCHEMA
 from batchinfer.data.duck import connection, literal, naming_errors, parquet
 
 _PAYLOAD = tuple(name for name in COMPLETION_SCHEMA.names if name != "key")
 FINISHED_SCHEMA = pa.schema([("row_id", pa.int64()), *(COMPLETION_SCHEMA.field(name) for name in _PAYLOAD)])
+_PART_MASK, _ROW_MASK = (1 << 24) - 1, (1 << 36) - 1  # of a place, see `_placed`
 # answers before errors, lasting errors before retryable ones, and then the part that was committed first
 _RANK = "CASE WHEN error_code IS NULL THEN 0 WHEN retryable IS NOT TRUE THEN 1 ELSE 2 END::BIGINT"
 
@@ -74,6 +77,30 @@ def engine_errors(
             "WHERE c.place >> 60 > 0 GROUP BY e.code ORDER BY e.code"
         ).fetchall()
     return [(str(code), int(count), str(first)) for code, count, first in rows]
+
+
+def used_rows(
+    index_parts: Sequence[Path],
+    completion_parts: Sequence[Path],
+    spill: Path,
+    *,
+    memory_limit: str = "1GiB",
+    threads: int = 2,
+) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """The completions that a job's rows are made of: part name and row numbers, a part possibly several times."""
+    if not index_parts or not completion_parts:
+        return
+    names = [part.name for part in sorted(completion_parts)]
+    with connection(spill, memory_limit, threads) as database:
+        _load_chosen(database, completion_parts)
+        query = database.sql(
+            f"SELECT c.place FROM chosen c SEMI JOIN {parquet(index_parts)} i ON i.key = c.key"
+        )
+        with naming_errors(spill):
+            for batch in query.to_arrow_reader(1 << 16):
+                places = batch.column(0).to_numpy()
+                parts, rows = (places >> 36) & _PART_MASK, places & _ROW_MASK
+                yield from ((names[part], rows[parts == part]) for part in np.unique(parts))
 
 
 def finished_rows(

@@ -51,7 +51,7 @@ class Protected:
         for state in states:
             folders += [
                 ("the result folder", state.results),
-                ("the state folder", state.path),
+                ("the state folder", state.job),
                 ("the store of completions", state.completions),
             ]
         files = (("the job file", job.source),)

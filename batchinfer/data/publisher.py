@@ -210,6 +210,8 @@ def _renamed(stage: Path, file: ResultFile, name: str, ops: FileOps) -> ResultFi
 
 
 def _put_in_place(stage: Path, older: Manifest | None, state: StateFolder) -> None:
+    with storage(state.results.parent, "create"):
+        state.ops.mkdir(state.results.parent)
     if older is None:
         _put_if_absent(stage, state)
     else:

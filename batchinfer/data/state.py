@@ -3,20 +3,31 @@
     /d/res                          the results
     /d/.batchinfer-res/             mode 0700, since it holds prompts
         state.json                  {"format": 1}
+        state.lock                  held for the moment in which a run takes its lock or changes what all share
+        report.lock                 shared by all runs that write report tables
+        completions/                finished work by key (or `cache.path`, shared between jobs)
+        fingerprints.json           sha256 of weight files
         lock                        flock target; holds the pid of the run that has it
         scratch/<index id>/         index, tokens, passthrough, plan: purged once the results are published
-        completions/                finished work by key (or `cache.path`, shared between jobs)
         staging/next/               the results being written
         generations/<generation>/   the results that were replaced, kept for an hour
-        fingerprints.json           sha256 of weight files
+        published.json              which input files the published result was made of
 
 A sibling and not a child: DuckDB's `**` enters hidden folders.
+
+Where a job has several results (one for each ${date}, a trial's), they have one root, `/d/res`, and share all up to
+`fingerprints.json`. From `lock` on everything belongs to one result: a result that is not the root has its own in
+
+        results/<path of the result from /d>/
+
+which is removed once no run has used it for a day.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -27,30 +38,57 @@ from pathlib import Path
 
 from batchinfer.data.durable import FileOps, storage, write_json
 from batchinfer.errors import Locked, StorageError
+from batchinfer.job import Job
 from batchinfer.sizes import sizes
 
 STATE_FORMAT = 1
 KEEP_GENERATIONS_S = 3600.0
+KEEP_IDLE_S = 86400.0  # a result's own part of the state, after its last run
+_RESULTS = "results"
+_NAME_BYTES = 200  # file systems take names of 255
 
 
 class StateFolder:
-    """The paths of one job's state, its lock, and what is swept from it."""
+    """The paths of a job's state as a run for one of its results sees them, its lock, and what is swept from it."""
 
-    def __init__(self, results: Path, *, cache: Path | None = None, ops: FileOps | None = None) -> None:
+    def __init__(
+        self,
+        results: Path,
+        *,
+        root: Path | None = None,
+        cache: Path | None = None,
+        ops: FileOps | None = None,
+    ) -> None:
         self.results = results.absolute()
-        self.path = self.results.parent / f".batchinfer-{self.results.name}"
+        self.root = root.absolute() if root else self.results
+        self.job = self.root.parent / f".batchinfer-{self.root.name}"
+        self.path = self.job if self.root == self.results else self.job / _RESULTS / self._name()
         self.ops = ops or FileOps()
-        self.completions = cache.absolute() if cache else self.path / "completions"
+        self.completions = cache.absolute() if cache else self.job / "completions"
+        self.report_lock = self.job / "report.lock"
+        self.fingerprints = self.job / "fingerprints.json"
+        self._marker = self.job / "state.json"
         self.lock_path = self.path / "lock"
         self.scratch = self.path / "scratch"
         self.staging = self.path / "staging"
         self.generations = self.path / "generations"
-        self.fingerprints = self.path / "fingerprints.json"
-        self._marker = self.path / "state.json"
+        self.published = self.path / "published.json"
+
+    def _name(self) -> str:
+        """A file name that says where the result is from the folder of the root."""
+        way = os.path.relpath(self.results, self.root.parent)
+        name = way.replace("%", "%25").replace("/", "%2F")
+        if len(os.fsencode(name)) <= _NAME_BYTES:
+            return name
+        return hashlib.sha256(os.fsencode(way)).hexdigest()
 
     def scratch_for(self, index_id: str) -> Path:
         """Where the index of this identity lies."""
         return self.scratch / index_id
+
+    def other_disk(self) -> bool:
+        """Whether the results lie on another disk than the state, so that no rename can publish them."""
+        return _device(self.path) != _device(self.results.parent)
 
     @contextmanager
     def lock(self) -> Iterator[StateFolder]:
@@ -60,12 +98,26 @@ class StateFolder:
         The lock is the kernel's: it ends with the process, however that ends.
         """
         self._create()
-        with storage(self.lock_path, "open"):
-            fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self.exclusively():
+            if self.path != self.job:  # only now: another run removes what was idle
+                with storage(self.path, "create"):
+                    self.ops.mkdir(self.path, 0o700)
+            fd = self._open_lock()
         try:
-            self._take(fd)
-            self._check_format()
             yield self
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Hold back the job's other runs for the moment that it takes to change what they share."""
+        gate = self.job / "state.lock"
+        with storage(gate, "open"):
+            fd = os.open(gate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with storage(gate, "lock"):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
         finally:
             os.close(fd)
 
@@ -77,8 +129,7 @@ class StateFolder:
 
     def remove_old_generations(self, now: float | None = None, keep_s: float = KEEP_GENERATIONS_S) -> int:
         """Remove replaced results older than `keep_s` seconds; how many there were. `now` is Unix time."""
-        limit = (time.time() if now is None else now) - keep_s
-        old = [folder for folder in _entries(self.generations) if folder.stat().st_mtime < limit]
+        old = self.old_generations(now, keep_s)
         for folder in old:
             self._remove(folder)
         return len(old)
@@ -91,6 +142,37 @@ class StateFolder:
                 raise StorageError(f"{place}: is a file; {folder} is to be a folder there")
             if not os.access(place, os.W_OK | os.X_OK):
                 raise StorageError(f"{place}: cannot be written by this user; {folder} is to lie there")
+
+    def old_generations(self, now: float | None = None, keep_s: float = KEEP_GENERATIONS_S) -> list[Path]:
+        """Replaced results older than `keep_s` seconds."""
+        limit = (time.time() if now is None else now) - keep_s
+        return [folder for folder in _entries(self.generations) if folder.stat().st_mtime < limit]
+
+    def idle(self, now: float | None = None, keep_s: float = KEEP_IDLE_S) -> list[Path]:
+        """The parts of this job's other results that no run has used for `keep_s` seconds. `now` is Unix time."""
+        limit = (time.time() if now is None else now) - keep_s
+        return [
+            folder
+            for folder in _entries(self.job / _RESULTS)
+            if folder != self.path and _last_used(folder) < limit
+        ]
+
+    def remove_idle(self, now: float | None = None) -> int:
+        """Remove what `idle` names, but for what a run holds at this moment; how many there were."""
+        if not self.idle(now):
+            return 0
+        with self.exclusively():  # two that remove the same would trip over each other
+            return sum(self._remove_unlocked(folder) for folder in self.idle(now))
+
+    def _remove_unlocked(self, folder: Path) -> bool:
+        fd = _try_lock(folder / "lock")
+        if fd is None:
+            return False
+        try:
+            self._remove(folder)
+        finally:
+            os.close(fd)
+        return True
 
     def check_space(self, needed_bytes: int) -> None:
         """Raises StorageError when the disk of the state folder has less than `needed_bytes` free."""
@@ -106,9 +188,21 @@ class StateFolder:
 
     def _create(self) -> None:
         with storage(self.path, "create"):
-            self.ops.mkdir(self.path.parent)
-            self.ops.mkdir(self.path, 0o700)
-            self.path.chmod(0o700)  # a folder that was there already, or a loose umask
+            self.ops.mkdir(self.job.parent)
+            self.ops.mkdir(self.job, 0o700)
+            self.job.chmod(0o700)  # a folder that was there already, or a loose umask
+
+    def _open_lock(self) -> int:
+        """The descriptor that holds the lock, in a state of a format that we know."""
+        with storage(self.lock_path, "open"):
+            fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._take(fd)
+            self._check_format()
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def _take(self, fd: int) -> None:
         try:
@@ -147,6 +241,47 @@ class StateFolder:
 
 def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def state_of(job: Job) -> StateFolder:
+    """The state of a job, for the result that it publishes. Raises JobFileError where that lies on another disk."""
+    state = StateFolder(job.output.path, root=job.results_root, cache=job.cache.path)
+    if state.other_disk():
+        raise job.mistake(
+            "output.path",
+            f"the results ({state.results}) would lie on another disk than the job's state, which lies in "
+            f"{state.job}; put a folder in between, on the disk of the results: "
+            f"{job.results_root / job.results_root.name}/${{date}}",
+        )
+    return state
+
+
+def _device(path: Path) -> int:
+    """The disk of a path, or of the folder above it that is there."""
+    there = next(place for place in (path, *path.parents) if place.exists())
+    with storage(there, "look at"):
+        return there.stat().st_dev
+
+
+def _last_used(folder: Path) -> float:
+    """When a run last took the lock there, in Unix time."""
+    lock = folder / "lock"
+    try:
+        return (lock if lock.exists() else folder).stat().st_mtime
+    except FileNotFoundError:  # another run removes it at this moment: nothing is left to do
+        return float("inf")
+
+
+def _try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock at `path`; None while a run holds it."""
+    with storage(path, "open"):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
 
 
 def _format_of(marker: Path) -> object:

@@ -1,6 +1,7 @@
 """job.yaml → a frozen Job, or every mistake at once."""
 
 from batchinfer.job.spec import (
+    CacheSpec,
     EngineSpec,
     InputSpec,
     Job,
@@ -14,6 +15,7 @@ from batchinfer.job.spec import (
 from batchinfer.job.template import init_files, init_text
 
 __all__ = [
+    "CacheSpec",
     "EngineSpec",
     "InputSpec",
     "Job",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import JobFileError, Mistake
-from batchinfer.job.variables import Variables
+from batchinfer.job.variables import HOLE, Variables
 from batchinfer.job.yaml_tree import UNUSABLE, Finding, Loc, Node, read_yaml, shorten
 
 MAX_BYTES = 1 << 20  # of a job file; the longest prompts are a few hundred KB
@@ -34,6 +34,7 @@ class JobFile:
     places: dict[Loc, Place]
     mistakes: tuple[Mistake, ...]
     broken: frozenset[Loc]  # values whose mistake is known: what else is wrong with them only follows from it
+    dated: dict[Loc, str]  # the texts that name ${date}, expanded but for it: a HOLE stands in its place
 
     @property
     def folder(self) -> Path:
@@ -86,7 +87,7 @@ def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: V
         raise JobFileError(str(path), [_plain(finding) for finding in findings])
     laid = [mistake for key, value in overrides for mistake in values.override(key, value)]
     mistakes = [*(_plain(finding) for finding in [*findings, *values.findings]), *laid]
-    return JobFile(path, values.root, values.places, tuple(mistakes), frozenset(values.broken))
+    return JobFile(path, values.root, values.places, tuple(mistakes), frozenset(values.broken), values.dated)
 
 
 def _read_text(path: Path) -> str:
@@ -134,6 +135,7 @@ class _Values:
     places: dict[Loc, Place] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     broken: set[Loc] = field(default_factory=set)
+    dated: dict[Loc, str] = field(default_factory=dict)
 
     def take(self, root: Node) -> None:
         self.root = self._value(root, (), None)
@@ -173,6 +175,7 @@ class _Values:
         """What was there, with what was wrong with it."""
         self.places = {at: place for at, place in self.places.items() if at[: len(loc)] != loc}
         self.broken = {at for at in self.broken if at[: len(loc)] != loc}
+        self.dated = {at: text for at, text in self.dated.items() if at[: len(loc)] != loc}
         self.findings = [finding for finding in self.findings if finding.loc[: len(loc)] != loc]
 
     def _value(self, node: Node, loc: Loc, override: Loc | None) -> Any:
@@ -192,6 +195,9 @@ class _Values:
 
     def _expanded(self, text: str, loc: Loc) -> str:
         value, problems = self.variables.expand(text)
+        if "${date" in text:
+            undated = replace(self.variables, date=HOLE).expand(text)[0]
+            self.dated |= {loc: undated} if HOLE in undated else {}
         place = self.places.get(loc, Place(None))
         for problem in problems:
             line = place.line

@@ -38,9 +38,12 @@ from batchinfer.job.field_types import (
     Whole,
 )
 from batchinfer.job.file import read_job_file
+from batchinfer.job.results_root import results_root
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
 from batchinfer.request import SamplingParams
+
+_OUTPUT_PATH = ("output", "path")
 
 
 class Spec(BaseModel):
@@ -208,7 +211,7 @@ class OutputSpec(Spec):
     """Where the results go."""
 
     path: PathField = Field(
-        description="Folder of the results, replaced as a whole. Working state is beside it in .batchinfer-NAME."
+        description="Folder of the results, replaced as a whole. State is beside it, less ${date}, in .batchinfer-NAME."
     )
     columns: tuple[Column, ...] = Field(
         default=(), description="Input columns to carry into the results, with their own types."
@@ -255,10 +258,15 @@ class OnErrorSpec(Spec):
 
 
 class CacheSpec(Spec):
-    """A store of completions that several jobs share."""
+    """The store of answers: what is in it is not computed again."""
 
-    path: PathField = Field(
-        description="Folder of the shared store: what another job has answered is not computed again."
+    path: PathField | None = Field(
+        default=None,
+        description="Folder of a store that several jobs share. null: the job's own, in its state folder.",
+    )
+    keep: Whole | None = Field(
+        default=30,
+        description="Days. Answers that no result of so many last days used are dropped. null: never.",
     )
 
 
@@ -291,23 +299,43 @@ class Job(Spec):
         default=EngineSpec(), description="How the engine works; auto fits most machines."
     )
     on_error: OnErrorSpec = Field(default=OnErrorSpec(), description="How many bad rows the job bears.")
-    cache: CacheSpec | None = Field(
-        default=None, description="A store of completions shared with other jobs. null: the job's own."
+    cache: CacheSpec = Field(
+        default=CacheSpec(), description="The store of answers: where it is, how long unused ones are kept."
     )
     commit: CommitSpec = Field(default=CommitSpec(), description="How often finished work is written down.")
 
     _source: Path = PrivateAttr(default=Path("job.yaml"))
     _lines: dict[str, int] = PrivateAttr(default_factory=dict)
+    _root: Path = PrivateAttr(default=Path("results"))
 
     def model_post_init(self, context: Any, /) -> None:
+        self._root = self.output.path
         if context:
             self._source = context["source"]
             self._lines = context.get("lines", {})
+            if dated := context.get("dated_output"):
+                self._root = results_root(dated, self._source.parent, self.name)
 
     @property
     def source(self) -> Path:
         """The job file, absolute; relative paths start from its folder."""
         return self._source
+
+    @property
+    def results_root(self) -> Path:
+        """`output.path` without its ${date}: what lies beside it belongs to the job, not to one night's result."""
+        return self._root
+
+    def first_rows(self, limit: int) -> Job:
+        """A trial: the same job over its first `limit` rows, with a result folder of its own beside the root."""
+        path = self._root.with_name(f"{self._root.name}-first-{limit}")
+        fewest = limit if self.input.limit is None else min(limit, self.input.limit)
+        return self.model_copy(
+            update={
+                "output": self.output.model_copy(update={"path": path}),
+                "input": self.input.model_copy(update={"limit": fewest}),
+            }
+        )
 
     def mistake(self, where: str, message: str) -> JobFileError:
         """What shows only later, e.g. that the input lacks a column: an error with the line of the key `where`."""
@@ -383,9 +411,8 @@ def load_job(
     file = read_job_file(source, overrides, Variables(_run_date(source, date), env))
     values = _without_empty_sections(file.values)
     try:
-        job = Job.model_validate(
-            values, context={"folder": file.folder, "source": source, "lines": file.lines()}
-        )
+        context = {"folder": file.folder, "source": source, "lines": file.lines()}
+        job = Job.model_validate(values, context=context | {"dated_output": file.dated.get(_OUTPUT_PATH)})
         findings = []
     except ValidationError as error:
         job, findings = None, findings_of(error, Job, values)

@@ -11,6 +11,9 @@ from batchinfer.job.yaml_tree import shorten
 MAX_TEXT = (
     1 << 20
 )  # characters of one text after expansion: a job file cannot make an endless one of a long variable
+# What ${date} is replaced by in a text of which the date is to be taken out. Unicode keeps this code point for uses
+# inside a program such as this one: it is no character.
+HOLE = "\ufdd0"
 
 # ${{, ${% and ${# are a dollar before Jinja's own marks and stay as they are.
 _VARIABLE = re.compile(r"\$(?:\$|\{(?![{%#])(?P<inner>[^{}\n]*)(?P<end>\}?))")

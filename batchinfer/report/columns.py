@@ -71,6 +71,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _seconds("wall_s", "`finished_at` − `started_at`; the sum of the phases, `startup_s` to `other_s`"),
     _count("exit_code", "", "exit code of the command"),
     _text("exit_status", "how the run ended, in one of the words above"),
+    Column("trial", pa.bool_(), "", "whether `--limit` ran only the first rows"),
     Column("versions", _TEXTS, "", "versions of Python and of the packages that decide the results"),
     _text("device", "`cpu` or `cuda`"),
     _text("hardware", "model name of the CPU or GPU"),

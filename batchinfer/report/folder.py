@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,9 +19,9 @@ KEPT_DETAILS = 10
 _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6,7}")
 
 
-def report_folder(output: Path) -> Path:
-    """`/d/res` → `/d/res-report`: beside the results, never inside."""
-    return output.with_name(f"{output.name}-report")
+def report_folder(root: Path) -> Path:
+    """`/d/res` → `/d/res-report`: beside the root of a job's results, never inside."""
+    return root.with_name(f"{root.name}-report")
 
 
 def new_run_id(now: datetime | None = None) -> str:
@@ -49,8 +52,32 @@ def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
     return gone
 
 
+@contextmanager
+def writing(folder: Path, lock: Path) -> Iterator[None]:
+    """Hold `lock` as one of the runs that write tables into `folder`.
+
+    Whoever finds nobody else there deletes what killed runs left half written.
+    """
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if _is_alone(fd):
+            sweep(folder)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_alone(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def sweep(folder: Path) -> list[Path]:
-    """Delete what a killed run left half written; only with the job's lock held. Returns what went."""
+    """Delete what a killed run left half written; only while nobody else writes. Returns what went."""
     gone = [path for table in (RUN, STEPS, REQUESTS, ROWS) for path in tables(folder, table, TEMPORARY)]
     for path in gone:
         path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from batchinfer.report.exit_status import is_published
@@ -19,8 +20,11 @@ PHASES = ("startup", "ingest", "plan", "load", "engine", "publish", "close", "ot
 Row = Mapping[str, Any]
 
 
-def summary(row: Row) -> str:
-    """At most 15 aligned lines without a final newline. What is not known is a dash or left out."""
+def summary(row: Row, report: Path | None = None) -> str:
+    """At most 15 aligned lines without a final newline. What is not known is a dash or left out.
+
+    `report`: the row's file; None for a run that changed nothing and leaves none.
+    """
     lines = [
         ("rows", _rows(row)),
         ("work", _work(row)),
@@ -33,7 +37,7 @@ def summary(row: Row) -> str:
         ("time", _time(row)),
         ("memory", _memory(row)),
         ("results", _results(row)),
-        ("report", f"{row['output']}-report/run-{row['run_id']}.parquet"),
+        ("report", "" if report is None else str(report)),
         ("next", _next(row)),
     ]
     shown = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines if text]

@@ -40,6 +40,7 @@ class RunFacts:
     finished_at: datetime
     exit_code: int | None = None
     exit_status: str | None = None  # one of exit_status.MEANINGS
+    trial: bool | None = None
     versions: Mapping[str, str] = field(default_factory=versions)
     dtype: str | None = None
     quantization: str | None = None

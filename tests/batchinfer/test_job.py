@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
     engine = job.engine.model_dump()
     assert (engine.pop("enable_prefix_caching"), engine.pop("deterministic")) == (True, False)
     assert set(engine.values()) == {"auto"}
-    assert (job.on_error.max_error_rate, job.on_error.publish, job.cache) == (0.01, False, None)
+    assert (job.on_error.max_error_rate, job.on_error.publish) == (0.01, False)
+    assert (job.cache.path, job.cache.keep) == (None, 30)
     assert (job.commit.rows, job.commit.seconds) == (1000, 30.0)
     assert job.sampling.params() == SamplingParams()
 
@@ -78,7 +80,7 @@ output: {path: out/r, columns: [k, b], rows_per_file: 10}
 engine: {device: cpu, max_num_seqs: 1, max_num_batched_tokens: 1, block_size: 16, kv_memory: 0.5,
   enable_prefix_caching: false, threads: 2, deterministic: true}
 on_error: {max_error_rate: 1, publish: true}
-cache: {path: shared}
+cache: {path: shared, keep: 7}
 commit: {rows: 1, seconds: 0.5}
 """,
     )
@@ -93,8 +95,7 @@ commit: {rows: 1, seconds: 0.5}
     assert isinstance(job.sampling.temperature, float)
     assert job.output.columns == ("k", "b")
     assert (job.engine.kv_memory, job.engine.threads, job.engine.block_size) == (0.5, 2, 16)
-    assert job.cache is not None
-    assert job.cache.path == tmp_path / "shared"
+    assert (job.cache.path, job.cache.keep) == (tmp_path / "shared", 7)
     assert job.commit.seconds == 0.5
 
 
@@ -178,6 +179,47 @@ def test_variables_reach_every_text(tmp_path: Path) -> None:
     assert (job.engine.device, job.engine.kv_memory) == ("cpu", 2 << 30)
 
 
+@pytest.mark.parametrize(
+    ("path", "root"),
+    [
+        ("results/tickets", "results/tickets"),
+        ("results/tickets/${date}", "results/tickets"),
+        ("results/tickets-${date}", "results/tickets"),
+        ("results/${date}/tickets", "results/tickets"),
+        ("results/${date}_tickets", "results/tickets"),
+        ("results/a-${date}-b", "results/a-b"),
+        ("${date}/${date}-x/.y", "x/.y"),
+        ("r/${date}/../s/", "r/s"),
+        ("r/2026-01-02", "r/2026-01-02"),
+        ("${OUT}/${date}", "out/2026-01-02"),
+        ("${date}", "triage-1"),
+        ("../${date}/", "../triage-1"),
+        ("/${date}", "/triage-1"),
+        ("/d/$${x}/${date}", "/d/${x}"),
+    ],
+)
+def test_the_root_of_the_results_is_their_path_without_the_date(tmp_path: Path, path: str, root: str) -> None:
+    job = load(
+        tmp_path, MINIMAL.replace("triage", "triage / 1"), ("output.path", f"'{path}'"), OUT="out/2026-01-02"
+    )
+    assert job.results_root == Path(os.path.normpath(tmp_path / root))
+    written = load(
+        tmp_path,
+        MINIMAL.replace("triage", "triage / 1").replace("path: results", f"path: '{path}'"),
+        OUT="out/2026-01-02",
+    )
+    assert written.results_root == job.results_root
+
+
+def test_an_override_takes_the_date_with_it(tmp_path: Path) -> None:
+    text = MINIMAL.replace("path: results", "path: 'r/${date}'")
+    job = load(tmp_path, text, ("output.path", "plain"))
+    assert job.results_root == job.output.path == tmp_path / "plain"
+    trial = load(tmp_path, text).first_rows(20)
+    assert (trial.output.path, trial.results_root) == (tmp_path / "r-first-20", tmp_path / "r")
+    assert trial.input.limit == 20
+
+
 def test_the_date_is_today_unless_given(tmp_path: Path) -> None:
     load(tmp_path, MINIMAL.replace("triage", '"${date}"'))
     days = {datetime.date.today().isoformat()}
@@ -203,7 +245,6 @@ def test_overrides(tmp_path: Path) -> None:
     )
     assert (job.engine.max_num_seqs, job.engine.threads) == (65, "auto")
     assert job.output.columns == ("a", "b c")
-    assert job.cache is not None
     assert job.cache.path == tmp_path / "c/2026-01-02"
     assert job.prompt is not None
     assert (job.prompt.user, job.prompt.text) == (None, "q")
@@ -305,7 +346,7 @@ def test_describe_says_every_option(tmp_path: Path) -> None:
         "max_model_len: auto",
         "kv_memory: 1,073,741,824 bytes",
         "limit: none",
-        "cache: none",
+        "keep: 30",
         "top_p: 1.0",
         "dtype: auto",
     } <= set(lines)

@@ -77,7 +77,8 @@ def test_the_example_of_the_document_loads(tmp_path: Path) -> None:
     assert example is not None
     (tmp_path / "job.yaml").write_text(example[1])
     job = load_job(tmp_path / "job.yaml", date="2026-03-04")
-    assert job.output.path == tmp_path / "results/tickets-2026-03-04"
+    assert job.output.path == tmp_path / "results/tickets/2026-03-04"
+    assert job.results_root == tmp_path / "results/tickets"
     assert job.prompt is not None
     assert job.prompt.user == "Answer with one word: billing, technical or other.\n{{ body }}\n"
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from batchinfer.data.completion_store import CompletionStore
@@ -23,6 +24,8 @@ from batchinfer.plan.planner import plan_job
 from tests.batchinfer.data.failing_ops import FailingOps
 from tests.batchinfer.data.small_index import SmallIndex, answer, decode, mixed_rows, write_index
 
+Prepare = Callable[[Path], object]
+Run = Callable[[Path, FileOps], object]
 ROWS, COMMIT, PER_FILE = 24, 7, 10
 SPEC = PublishSpec("crash", "0" * 64, ({"path": "in.jsonl", "bytes": 1, "sha256": "ab"},), 1, PER_FILE)
 
@@ -54,17 +57,24 @@ def in_child(work: object) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def main(root: Path, last: int, step: int) -> None:
-    for number in range(0, last, step):
+def kill_each(numbers: range, root: Path, prepare: Prepare, run: Run, check: Prepare | None = None) -> None:
+    """For each operation number, in ROOT/<n>: prepare, run until it dies there, `check` what that left, run again."""
+    for number in numbers:
         folder = root / str(number)
         if in_child(lambda: prepare(folder)):  # noqa: B023 — called at once
             raise SystemExit(f"operation {number}: prepare failed")
-        index = SmallIndex(folder / "newer", ROWS)
-        status = in_child(lambda: run_job(folder, index, FailingOps(number)))  # noqa: B023
+        status = in_child(lambda: run(folder, FailingOps(number)))  # noqa: B023
         print(number, "killed" if os.WIFSIGNALED(status) else "ended", flush=True)
-        if in_child(lambda: run_job(folder, index, FileOps())):  # noqa: B023
+        if check and in_child(lambda: check(folder)):  # noqa: B023
+            raise SystemExit(f"operation {number}: the check failed")
+        if in_child(lambda: run(folder, FileOps())):  # noqa: B023
             raise SystemExit(f"operation {number}: the rerun failed")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    kill_each(
+        range(0, int(sys.argv[2]), int(sys.argv[3])),
+        Path(sys.argv[1]),
+        prepare,
+        lambda folder, ops: run_job(folder, SmallIndex(folder / "newer", ROWS), ops),
+    )

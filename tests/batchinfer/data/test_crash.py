@@ -13,7 +13,7 @@ import pytest
 from batchinfer.data.durable import FileOps
 from batchinfer.data.verify import verify_result
 from batchinfer.errors import StorageError
-from tests.batchinfer.data import crash_job
+from tests.batchinfer.data import crash_clean, crash_job
 from tests.batchinfer.data.failing_ops import FailingOps
 
 REPOSITORY = Path(__file__).parents[3]
@@ -82,17 +82,66 @@ def test_kill_at_every_operation(tmp_path: Path, undisturbed: Undisturbed) -> No
 
 
 def _kill_each(root: Path, undisturbed: Undisturbed, step: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.batchinfer.data.crash_job",
-        str(root),
-        str(undisturbed[2]),
-        str(step),
-    ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     numbers = range(0, undisturbed[2], step)
-    assert done.stdout.splitlines() == [f"{number} killed" for number in numbers]
+    _killed_by("crash_job", root, numbers)
     for number in numbers:
         assert contents(root / str(number)) == undisturbed[1], f"operation {number}"
+
+
+def _killed_by(script: str, root: Path, numbers: range) -> None:
+    module = f"tests.batchinfer.data.{script}"
+    command = [sys.executable, "-m", module, str(root), str(numbers.stop), str(numbers.step)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{number} killed" for number in numbers]
+
+
+# --- cleaning the store
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """How many operations cleaning makes. It drops, rewrites and joins."""
+    folder = tmp_path_factory.mktemp("cleaned")
+    crash_clean.prepare(folder)
+    before = len(list(folder.glob("part-*.json")))
+    counting = FailingOps()
+    crash_clean.clean(folder, counting)
+    crash_clean.check(folder)
+    assert (before, len(list(folder.glob("part-*.json")))) == (8, 2)
+    assert not {*crash_clean.DROPPED} & {*crash_clean.keys(folder)}
+    assert {"open", "write", "fsync", "rename", "unlink", "fsync_folder"} <= {
+        e.split()[0] for e in counting.log
+    }
+    return counting.count
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failure_at_any_operation_of_cleaning_loses_and_doubles_no_answer(
+    tmp_path: Path, operations: int, code: int
+) -> None:
+    for number in range(operations):
+        folder = tmp_path / str(number)
+        crash_clean.prepare(folder)
+        with suppress(StorageError):
+            crash_clean.clean(folder, FailingOps(number, code))
+        crash_clean.check(folder)
+        crash_clean.clean(folder, FileOps())
+        crash_clean.check(folder)
+        assert not {*crash_clean.DROPPED} & {*crash_clean.keys(folder)}, f"operation {number}"
+
+
+def test_a_kill_at_some_operations_of_cleaning(tmp_path: Path, operations: int) -> None:
+    _kill_while_cleaning(tmp_path, range(0, operations, 5))
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_operation_of_cleaning(tmp_path: Path, operations: int) -> None:
+    _kill_while_cleaning(tmp_path, range(operations))
+
+
+def _kill_while_cleaning(root: Path, numbers: range) -> None:
+    _killed_by("crash_clean", root, numbers)
+    for number in numbers:
+        crash_clean.check(root / str(number))
+        assert not {*crash_clean.DROPPED} & {*crash_clean.keys(root / str(number))}, f"operation {number}"

@@ -204,6 +204,18 @@ def test_leftovers_of_a_killed_run_are_swept(tmp_path: Path) -> None:
     killed.abort()
 
 
+def test_who_writes_beside_another_run_sweeps_nothing(tmp_path: Path) -> None:
+    """Runs of one job for two dates share the folder."""
+    lock = tmp_path / "report.lock"
+    with folder.writing(tmp_path, lock):
+        theirs = Spool(folder.table_path(tmp_path, "steps", folder.new_run_id()), RUN_SCHEMA)
+        with folder.writing(tmp_path, lock):
+            assert list(tmp_path.glob("steps-*"))
+    with folder.writing(tmp_path, lock):
+        assert not list(tmp_path.glob("steps-*"))
+    theirs.abort()
+
+
 def test_the_report_lies_beside_the_results() -> None:
     assert folder.report_folder(Path("/d/res")) == Path("/d/res-report")
 
