@@ -80,11 +80,7 @@ def test_a_signal_ends_a_verb_that_works(
         [sys.executable, "-m", "batchinfer", *arguments], cwd=tmp_path, text=True, start_new_session=True,
         env=environment(TMPDIR=str(temporary)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
-        until(
-            lambda: list(
-                temporary.glob("batchinfer-preview-*/*") or list(temporary.glob("batchinfer-query-*"))
-            )
-        )
+        until(lambda: [*temporary.glob("batchinfer-preview-*/*"), *temporary.glob("batchinfer-query-*")])
         time.sleep(1.0)  # it runs the query, or renders
         below = list(children(process.pid))
         began = time.monotonic()
