@@ -425,11 +425,8 @@ class _Run:
         write_uses(store.path, uses, self.state.ops)
 
     def _tidy(self) -> None:
-        with self.report.timed("publish_s"):
-            self.state.purge_scratch()
-            clean_after_run(
-                self.state, self.job.cache.keep, lambda: self.interrupts.pending is None, self.notice
-            )
+        self.state.purge_scratch()
+        clean_after_run(self.state, self.job.cache.keep, lambda: self.interrupts.pending is None, self.notice)
 
     def _unreported(self, outcome: Outcome) -> Outcome:
         """A run that found everything published and unchanged leaves no file."""

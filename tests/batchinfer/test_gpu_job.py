@@ -12,12 +12,14 @@ from typing import Any
 import duckdb
 import pytest
 
+from batchinfer import preflight
 from batchinfer.errors import Unavailable
 from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.pipeline import Outcome, RunOptions, run_job
 from batchinfer.report.folder import report_folder
 from batchinfer.report.progress import Progress
+from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.checkpoints import make_model_folder
 
 if importlib.util.find_spec("triton") is None:
@@ -53,6 +55,13 @@ def write_job(folder: Path, model: Path, quantization: str, **engine: Any) -> Pa
     }
     (folder / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
     return folder / "job.yaml"
+
+
+@pytest.fixture(autouse=True)
+def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU, its stand-in is one."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(preflight, "_check_device", lambda _: None)
 
 
 def run(path: Path, factory: str = "build") -> Outcome:

@@ -318,11 +318,11 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "input values": (
         instead(
             "input",
-            "input: {path: [a.jsonl, 5], limit: 0, unique_ids: true, format: csv, max_line_bytes: 1X}",
+            "input: {path: [a.jsonl, 5], limit: 0, unique_ids: true, format: xlsx, max_line_bytes: 1X}",
         ),
         [
             (3, "input.path", ("number 5 as item 2", "list of them")),
-            (3, "input.format", ("one of auto, jsonl, parquet, openai",)),
+            (3, "input.format", ("one of auto, jsonl, parquet, csv, arrow, openai",)),
             (3, "input.limit", ("number 0",)),
             (3, "input.max_line_bytes", ('"1X"',)),
             (3, "input.unique_ids", ("no input.id",)),

