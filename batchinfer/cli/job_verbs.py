@@ -138,10 +138,12 @@ def preview(
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
     job = load(job_file, overrides, date)
-    if job.sampling.from_columns and not as_json:
-        say(printable(f"rows set their own {job.sampling.row_parameters()}\n"))
+    untold = bool(job.sampling.from_columns) and not as_json
     with located(job):
         for row in verbs.preview_job(job, rows, tell):
+            if untold:
+                say(printable(f"rows set their own {job.sampling.row_parameters()}\n"))
+                untold = False
             if as_json:
                 say_json(asdict(row))
             else:
