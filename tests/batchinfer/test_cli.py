@@ -32,25 +32,12 @@ from tests.batchinfer.wrong_jobs import (
     flip,
     make_place,
 )
-from tests.checkpoints import make_model_folder
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "cli.md"
 MANY = [{"id": f"r{i}", "text": f"word number {i}"} for i in range(100)]
 SLOW = {"FAKE_ENGINE_DELAY_S": "0.3", "FAKE_ENGINE_BATCH": "4"}
 PATIENCE_S = 60.0  # until something must have happened, on a busy machine
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder)
-    return folder
-
-
-@pytest.fixture
-def place(tmp_path: Path, model: Path) -> Place:
-    return make_place(tmp_path / "job", model)
 
 
 @pytest.fixture(scope="module")

@@ -28,18 +28,10 @@ from batchinfer.query import asked
 from batchinfer.report.progress import Progress
 from batchinfer.verbs import verify_results
 from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, write_job
-from tests.checkpoints import make_model_folder
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "resume.md"
 DAY = 86400.0
 TINY = (("model.max_model_len", "auto"),)  # the tests' model is smaller than the one of the example
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder)
-    return folder
 
 
 def run(path: Path, date: str = "2026-01-01", options: RunOptions = FAKE, *sets: tuple[str, str]) -> Outcome:

@@ -18,7 +18,6 @@ import pytest
 from batchinfer.spawning import Child, Ended
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, environment
-from tests.checkpoints import make_model_folder
 
 MARK = "BATCHINFER_TEST_MARK"
 TASKS = "tests.batchinfer.child_tasks"
@@ -80,13 +79,6 @@ def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: in
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == [], f"killed after {delay} s"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

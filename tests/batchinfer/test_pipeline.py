@@ -21,7 +21,6 @@ from batchinfer.launch.interrupts import Interrupts
 from batchinfer.pipeline import Outcome, RunOptions, run_job
 from batchinfer.report.progress import Progress
 from batchinfer.report.summary import PHASES
-from tests.checkpoints import make_checkpoint, make_tokenizer
 
 FAKE = RunOptions(engine="tests.fake_engine:build")
 NO_ENGINE = RunOptions(engine="tests.batchinfer.test_pipeline:no_engine")  # a run that needs an engine fails
@@ -29,14 +28,6 @@ NO_ENGINE = RunOptions(engine="tests.batchinfer.test_pipeline:no_engine")  # a r
 
 def no_engine(*_: object) -> None:
     raise BatchInferError("this run must not need an engine")
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_checkpoint(folder, "llama", seed=3)
-    make_tokenizer(folder)
-    return folder
 
 
 def write_job(folder: Path, checkpoint: Path, rows: list[Any] | None = None, **sections: Any) -> Path:

@@ -19,17 +19,9 @@ import pytest
 from batchinfer import cli, pipeline
 from batchinfer.answer import columns_of, shown
 from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Ended, Place, command, make_place
-from tests.checkpoints import make_model_folder
 
 REPORT_PAGE = Path(__file__).parents[2] / "docs" / "report.md"
 LONG = "a long answer of many words " * 20
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder)
-    return folder
 
 
 @pytest.fixture

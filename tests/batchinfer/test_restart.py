@@ -15,16 +15,8 @@ from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.summary import PHASES
 from tests.batchinfer import test_pipeline as pipeline_kit
 from tests.batchinfer.test_pipeline import people, table, write_job
-from tests.checkpoints import make_model_folder
 
 ROWS, BATCH = 40, 5
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder)
-    return folder
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ from batchinfer.plan.plan import Plan
 from batchinfer.request import Request, SamplingParams
 from tests import fake_engine
 from tests.batchinfer.test_pipeline import NO_ENGINE, people, run, write_job
-from tests.checkpoints import make_checkpoint, make_tokenizer
 
 CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
 
@@ -181,14 +180,6 @@ def test_what_was_finished_before_a_failure_is_received_before_the_failure(late)
 
 
 # What is taken for done -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_checkpoint(folder, "llama", seed=3)
-    make_tokenizer(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

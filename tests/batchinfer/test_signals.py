@@ -18,20 +18,12 @@ import pytest
 from batchinfer.data.manifest import MANIFEST_NAME, Manifest, ResultFile
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment
-from tests.checkpoints import make_model_folder
 
 ENDLESS_SQL = (
     "SELECT count(*)::VARCHAR AS text FROM range(9999999) a, range(9999999) b WHERE a.range * b.range = -1"
 )
 ENDLESS_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ text }}"
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder)
-    return folder
 
 
 def preview_sql(folder: Path, model: Path) -> list[str]:

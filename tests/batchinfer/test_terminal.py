@@ -22,25 +22,12 @@ from batchinfer.report.exit_status import MEANINGS
 from batchinfer.text import json_line, printable
 from tests.batchinfer.screen import lines_on, on_terminal
 from tests.batchinfer.test_cli import MANY, SLOW, committed, kinds, long_job, runs, verbs, waits_for
-from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, alive, children, command, environment, make_place
-from tests.checkpoints import make_model_folder
+from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, alive, children, command, environment
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 EVIL = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp\x7f\r\x08"
 SHELL = {"TERM": "xterm-256color", "NO_COLOR": "", "COLUMNS": "100"}
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder)
-    return folder
-
-
-@pytest.fixture
-def place(tmp_path: Path, model: Path) -> Place:
-    return make_place(tmp_path / "job", model)
 
 
 def harmless(text: str) -> None:

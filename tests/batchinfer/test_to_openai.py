@@ -14,15 +14,6 @@ import pytest
 from batchinfer import pipeline
 from batchinfer.errors import InputMissing, OutputConflict, StorageError, UsageError
 from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
-from tests.checkpoints import make_checkpoint, make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_checkpoint(folder, "llama", seed=3)
-    make_tokenizer(folder)
-    return folder
 
 
 def chat(name: str, **body: Any) -> dict[str, Any]:

@@ -28,23 +28,10 @@ from tests.batchinfer.wrong_jobs import (
     command,
     environment,
     flip,
-    make_place,
 )
-from tests.checkpoints import edit_json, make_checkpoint, make_model_folder
+from tests.checkpoints import edit_json, make_checkpoint
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder)
-    return folder
-
-
-@pytest.fixture
-def place(tmp_path: Path, model: Path) -> Place:
-    return make_place(tmp_path / "job", model)
 
 
 @dataclass(frozen=True)
