@@ -25,7 +25,7 @@ from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.rehearsal import sizes_between
 from batchinfer.engine.sequence import Sequence
-from batchinfer.ops.interface import Linear, Ops
+from batchinfer.ops.interface import Head, Linear, Ops
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.ops.triton_ops import TritonOps
 from batchinfer.request import Request
@@ -142,11 +142,18 @@ class ReferenceLinear(Linear):
         return quantized_linear_reference(x, *self._codes, self._bias)
 
 
+class ReferenceHead(ReferenceLinear, Head):
+    """The same for logits."""
+
+
 class ReferenceOps(TorchOps):
     """torch's operators, with int8 linear layers."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ReferenceLinear(weight, bias)
+
+    def pack_head(self, weight: Tensor) -> Head:
+        return ReferenceHead(weight, None)
 
 
 def forced(ops: Ops, limits: Limits, device: str) -> dict[Place, Tensor]:
