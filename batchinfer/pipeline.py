@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -195,10 +196,15 @@ class _Run:
             if plan.to_run:
                 self._execute(plan, index, store, budget)
             with self.report.timed("publish_s"):
+                store.refresh()  # runs for other dates, and trials, add to it meanwhile
                 self._check_errors(index, store, budget)
                 manifest, changed = self._publish(context, index, store)
         with self.interrupts.deferred(), self.report.timed("close_s"):
             self._tidy()  # it is published: neither its clearing up nor its report is cut short
+        if self.openai is not None:
+            self.interrupts.raise_pending(
+                "interrupted; the results are published, and the same command writes the --to-openai file"
+            )
         with self.report.timed("publish_s"):
             self._write_openai(index.inputs)
         with self.interrupts.deferred(), self.report.timed("close_s"):
@@ -421,7 +427,8 @@ class _Run:
         """Before the result is there: what it needs is never taken for unused."""
         user = User(str(self.state.root), str(self.state.published), self.job.cache.keep)
         used = used_rows(index.index_parts, store.parts(), self.state.staging / "uses")
-        uses = uses_of(user, used, store.rows_by_part(), self.now.timestamp())
+        now = time.time()  # not the run's start: a run may take longer than answers are kept
+        uses = uses_of(user, used, store.rows_by_part(), now)
         write_uses(store.path, uses, self.state.ops)
 
     def _tidy(self) -> None:

@@ -4,6 +4,7 @@
     part-<seq>-<random>.json        its record, written after it: {format, rows, bytes, sha256, numerics}
     uses/                           which of them the results used (uses.py)
     lock                            shared by every run that uses the store, exclusive while something is removed
+    order.lock                      held while a part gets its number and its record, one run after the other
 
 The record is the only truth: a part without one does not exist, nor does one that another record says it `replaces`
 (cleaning.py). A key may stand in several parts; `<seq>` counts up, so that "the first one" stays the same one
@@ -157,20 +158,30 @@ class CompletionStore:
         if not self._pending:
             return 0
         rows = len(self._pending)
-        part = self.path / self._next_name()
-        digest = write_table(part, completions_table(self._pending), self._ops)
-        record = CommitRecord(rows, digest.bytes, digest.sha256, self._numerics)
-        write_json(part.with_suffix(".json"), record.to_json(), self._ops)
+        with self._lock.ordered():
+            part = self.path / self._next_name()
+            digest = write_table(part, completions_table(self._pending), self._ops)
+            record = CommitRecord(rows, digest.bytes, digest.sha256, self._numerics)
+            write_json(part.with_suffix(".json"), record.to_json(), self._ops)
         self._records[part] = record
         self._pending, self._oldest = [], None
         return rows
+
+    def refresh(self) -> None:
+        """Know also what other runs have committed since: only then is the first completion of a key the same for
+        all, and stays so, because what is committed later gets a higher number."""
+        known = {one.path for one in self.discarded}
+        with self._lock.ordered():
+            self._records, discarded = read_records(self.path)
+        self.discarded += tuple(one for one in discarded if one.path not in known)
 
     def close(self) -> None:
         """Release the store. What was not committed is not kept."""
         self._lock.close()
 
     def _next_name(self) -> str:
-        last = max((int(part.name.split("-")[1]) for part in self._records), default=-1)
+        """After every part that is there, whoever committed it."""
+        last = max((int(name.split("-")[1]) for name in _record_names(self.path)), default=-1)
         return f"part-{last + 1:010d}-{uuid.uuid4().hex[:8]}.parquet"
 
     def _load(self, verify: bool) -> None:

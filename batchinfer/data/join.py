@@ -84,7 +84,7 @@ def used_rows(
     completion_parts: Sequence[Path],
     spill: Path,
     *,
-    memory_limit: str = "1GiB",
+    memory_limit: str | None = None,
     threads: int = 2,
 ) -> Iterator[tuple[str, NDArray[np.int64]]]:
     """The completions that a job's rows are made of: part name and row numbers, a part possibly several times."""

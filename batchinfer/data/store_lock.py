@@ -1,9 +1,12 @@
-"""The lock of a completion store: shared by all who use it, held alone by who removes something from it."""
+"""The locks of a completion store: one shared by all who use it and held alone by who removes something from it, and
+one held for a moment by who adds something."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from batchinfer.data.durable import FileOps, storage
@@ -13,7 +16,7 @@ class StoreLock:
     """Opens the store's lock, which creates its folder. Nothing is held yet. Raises StorageError."""
 
     def __init__(self, store: Path, ops: FileOps) -> None:
-        self._path = store / "lock"
+        self._path, self._order = store / "lock", store / "order.lock"
         with storage(store, "create"):
             ops.mkdir(store, 0o700)
         with storage(self._path, "open"):
@@ -35,6 +38,19 @@ class StoreLock:
         """
         with storage(self._path, "lock"):
             fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        """Wait until nobody else adds a part: within this block the parts that are there are all that have a number
+        up to theirs."""
+        with storage(self._order, "lock"):
+            fd = os.open(self._order, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with storage(self._order, "lock"):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

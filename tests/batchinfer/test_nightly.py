@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shutil
+import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +259,22 @@ def test_a_date_below_a_mount_point_is_refused_before_anything_runs(tmp_path: Pa
     with pytest.raises(JobFileError, match="another disk"):
         run(job, options=NO_ENGINE)
     assert not (tmp_path / ".batchinfer-res").exists()
+
+
+def test_what_a_long_run_published_was_used_when_it_published(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query's run that took longer than `keep` must not find its own answers unused."""
+    sql = {"path": None, "sql": "SELECT text FROM 'in.jsonl'"}
+    job = write_job(tmp_path, model, people(5), input=sql, output={"path": "out/res"})
+
+    class LongAgo:
+        @staticmethod
+        def now() -> datetime:
+            return datetime.fromtimestamp(time.time() - 3 * DAY)
+
+    monkeypatch.setattr("batchinfer.pipeline.datetime", LongAgo)
+    run(job)
+    (uses,) = (tmp_path / "out/.batchinfer-res/completions/uses").glob("*.parquet")
+    (times,) = pq.read_table(uses)["used_at"].to_pylist()
+    assert min(times) > time.time() - DAY

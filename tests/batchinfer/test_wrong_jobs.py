@@ -918,10 +918,10 @@ def test_another_jobs_result_is_replaced_when_asked(place: Place, capsys, monkey
 
 
 def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """69; what it had finished is stored, and the same command does the rest."""
+    """Twice: 69; what it had finished is stored, and the same command does the rest."""
     place.job("commit: {rows: 1}")
     run = command(capsys, monkeypatch)
-    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "3")
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "2")
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")
     ended = run("run", place.folder / "job.yaml", "--json")

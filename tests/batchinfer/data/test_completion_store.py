@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -141,3 +142,34 @@ def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:
     filled(tmp_path, 2)
     filled(tmp_path, 1)
     assert {name: (tmp_path / name).read_text() for name in names} == dict.fromkeys(names, "theirs")
+
+
+def test_what_was_first_stays_first_whoever_commits_later(tmp_path: Path) -> None:
+    """Runs for several dates share a store: a slow one may answer what another has answered and published."""
+    with CompletionStore(tmp_path) as slow, CompletionStore(tmp_path) as fast:
+        for key in KEYS[:3]:
+            fast.append([answer(key, 3)])
+            fast.commit()
+        assert slow.parts() == []
+        slow.append([answer(KEYS[2], 5)])
+        slow.commit()
+        slow.refresh()
+        assert slow.parts()[:3] == fast.parts(), "it publishes without the first answers"
+        (later,) = slow.parts()[3:]
+        assert pq.read_table(later)["key"].to_pylist() == [KEYS[2]]
+    with CompletionStore(tmp_path) as both:
+        assert both.parts() == [*fast.parts(), later]
+
+
+def test_two_never_number_a_part_at_the_same_time(tmp_path: Path) -> None:
+    """The second waits until the first one's record is there, so that no number is given twice."""
+    with CompletionStore(tmp_path) as one, CompletionStore(tmp_path) as other:
+        other.append([answer(KEYS[0])])
+        committed = threading.Thread(target=other.commit)
+        with one._lock.ordered():
+            committed.start()
+            committed.join(0.3)
+            assert committed.is_alive()
+            assert list(tmp_path.glob("part-*")) == []
+        committed.join(30)
+        assert len(other) == 1
