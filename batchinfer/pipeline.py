@@ -122,9 +122,7 @@ def openai_file(job: Job, options: RunOptions, state: StateFolder, whole: StateF
             "needs; leave the option out"
         )
     protected = Protected.by(job, state, whole)
-    file = OutputFile(
-        options.to_openai, "--to-openai", protected, whole.job, replace=options.replace, ops=state.ops
-    )
+    file = OutputFile(options.to_openai, "--to-openai", protected, state, replace=options.replace)
     file.check()
     return file
 

@@ -11,13 +11,13 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchinfer.data.durable import Digest, DurableFile, FileOps, sha256_of, storage, write_json
+from batchinfer.data.durable import TEMPORARY, Digest, DurableFile, sha256_of, storage, write_json
 from batchinfer.data.files import list_inputs, would_read
 from batchinfer.data.manifest import MANIFEST_NAME
 from batchinfer.data.remembered import read_json
@@ -27,9 +27,9 @@ from batchinfer.errors import OutputConflict, StorageError
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-WRITTEN = "written.json"  # in the state folder: file → digests of what the job wrote there
 _STATE_PREFIX = ".batchinfer-"
 _PROBE_BYTES = 4096  # one block: a full disk refuses it
+_LOOKS = 3  # at a file that another run of the job replaces meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +89,38 @@ def _others_folder(path: Path) -> str | None:
     return None
 
 
-class OutputFile:
-    """One file for one job. `check` changes nothing; `probe` and `writing` need the job's lock.
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Equal for a file that nobody has touched."""
 
-    `option` is what the user typed before the path; `state` is the job's state folder.
+    device: int
+    inode: int
+    bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class OutputFile:
+    """One file for one result of a job. `check` changes nothing; `probe` and `writing` need the result's lock.
+
+    `option` is what the user typed before the path. Runs for other results of the job (other dates, trials) may write
+    at the same time, also to the same path: each has a temporary file of its own, and they take turns to put a
+    complete one in place and to note that in the ledger, which they share.
     """
 
     def __init__(
-        self,
-        path: Path,
-        option: str,
-        protected: Protected,
-        state: Path,
-        *,
-        replace: bool = False,
-        ops: FileOps | None = None,
+        self, path: Path, option: str, protected: Protected, state: StateFolder, *, replace: bool = False
     ) -> None:
         self.path = Path(os.path.realpath(path))
-        self._option, self._protected, self._replace = option, protected, replace
-        self._ledger = state / WRITTEN
-        self._ops = ops or FileOps()
-        # a name that is nobody's: the same after a kill, and another one for every job
-        mark = hashlib.sha256(f"{os.path.realpath(state)}\0{self.path}".encode()).hexdigest()[:16]
-        self._temporary = self.path.parent / f".batchinfer-{mark}.tmp"
+        self._option, self._protected, self._state, self._replace = option, protected, state, replace
+        self._ops = state.ops
+        self._temporary = self._temporary_of(state.path)
+        self._digested: tuple[_Look, Digest] | None = None
+
+    def _temporary_of(self, part: Path) -> Path:
+        """Nobody else's name: the same after a kill, another one for every job and each of its results (its `part`)."""
+        ours = _mark(self._state.job, self.path)
+        return self.path.parent / f".batchinfer-{ours}-{_mark(part)}{TEMPORARY}"
 
     def check(self) -> None:
         """Raises OutputConflict for a file that must not be written or replaced, StorageError for one that
@@ -127,7 +136,11 @@ class OutputFile:
         self._ours()
 
     def probe(self) -> None:
-        """Whether the folder takes a file now. Raises StorageError."""
+        """Whether the folder takes a file now; what killed runs of the job left there is removed.
+
+        Raises StorageError.
+        """
+        self._sweep()
         file = DurableFile(self.path, self._ops, self._temporary)
         try:
             file.write(bytes(_PROBE_BYTES))
@@ -145,6 +158,17 @@ class OutputFile:
                 "free; make room, or choose a file on another disk"
             )
 
+    def _sweep(self) -> None:
+        """The next night's run has a temporary file with another name: without this, a killed one's stays for ever."""
+        with self._state.exclusively():  # no run takes its lock meanwhile
+            held = {self._temporary_of(part) for part in self._state.parts_in_use()}
+            with storage(self.path.parent, "clear"):
+                for left in self.path.parent.glob(
+                    f".batchinfer-{_mark(self._state.job, self.path)}-*{TEMPORARY}"
+                ):
+                    if left not in held:
+                        self._ops.unlink(left)
+
     @contextmanager
     def writing(self) -> Iterator[DurableFile]:
         """The file to write to: it takes its name when the block ends, and is given up by any exception.
@@ -154,17 +178,34 @@ class OutputFile:
         file = DurableFile(self.path, self._ops, self._temporary)
         try:
             yield file
+            file.flush_to_disk()  # what takes long is done before the job's other runs are held back
             self.check()
-        except BaseException:
-            file.abandon()
-            raise
-        self._write_entries([file.commit(self._remember)])
+            with self._state.exclusively():
+                self._write_entries([file.commit(self._remember)])
+        finally:
+            file.close()
 
     def _conflict(self, why: str) -> OutputConflict:
         return OutputConflict(f"{self._option} {self.path}: {why}")
 
     def _ours(self) -> Digest | None:
         """The digest of what is there, None where nothing is. Raises OutputConflict unless it may be replaced."""
+        for _ in range(_LOOKS):
+            there = self._look()
+            if there is None:
+                return None
+            known = self._entries().get(str(self.path), [])
+            sizes_match = there.bytes in {one.bytes for one in known}
+            digest = self._digest(there) if self._replace or sizes_match else None
+            if self._look() != there:
+                continue  # another run of the job put its own there: the ledger that was read may not name it
+            if digest is None or not (self._replace or digest in known):
+                raise self._stranger()
+            return digest
+        raise self._stranger()
+
+    def _look(self) -> _Look | None:
+        """What tells the file that is there from any other; None where nothing is."""
         try:
             with storage(self.path, "look at"):
                 found = os.stat(self.path)
@@ -175,13 +216,13 @@ class OutputFile:
         if not stat.S_ISREG(found.st_mode):
             kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
             raise self._conflict(f"is {kind}; choose a file")
-        known = self._known()
-        if not self._replace and found.st_size not in {one.bytes for one in known}:
-            raise self._stranger()
-        digest = Digest(found.st_size, sha256_of(self.path))
-        if not self._replace and digest not in known:
-            raise self._stranger()
-        return digest
+        return _Look(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def _digest(self, there: _Look) -> Digest:
+        """Read once: not again while the job's other runs wait, unless something else is there by then."""
+        if self._digested is None or self._digested[0] != there:
+            self._digested = (there, Digest(there.bytes, sha256_of(self.path)))
+        return self._digested[1]
 
     def _stranger(self) -> OutputConflict:
         return self._conflict(
@@ -189,11 +230,8 @@ class OutputFile:
             "move it away, choose another file, or replace it with --replace"
         )
 
-    def _known(self) -> Sequence[Digest]:
-        return self._entries().get(str(self.path), [])
-
     def _entries(self) -> dict[str, list[Digest]]:
-        raw = read_json(self._ledger)
+        raw = read_json(self._state.written)
         if not isinstance(raw, dict):
             return {}
         return {
@@ -206,12 +244,11 @@ class OutputFile:
         self._write_entries([written] if there is None else [there, written])
 
     def _write_entries(self, ours: list[Digest]) -> None:
+        """Needs `exclusively`: the entries of the job's other runs are read anew and kept."""
         kept = {path: found for path, found in self._entries().items() if os.path.exists(path)}
         kept[str(self.path)] = ours
-        with storage(self._ledger.parent, "create"):
-            self._ops.mkdir(self._ledger.parent, 0o700)
         listed = {path: [asdict(one) for one in found] for path, found in kept.items()}
-        write_json(self._ledger, listed, self._ops)
+        write_json(self._state.written, listed, self._ops)
 
 
 def _digest(raw: object) -> Digest:
@@ -219,3 +256,7 @@ def _digest(raw: object) -> Digest:
     if isinstance(raw, dict) and isinstance(raw.get("bytes"), int):
         return Digest(raw["bytes"], str(raw.get("sha256")))
     return Digest(-1, "")
+
+
+def _mark(*paths: Path) -> str:
+    return hashlib.sha256("\0".join(os.path.realpath(path) for path in paths).encode()).hexdigest()[:16]

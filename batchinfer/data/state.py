@@ -7,6 +7,7 @@
         report.lock                 shared by all runs that write report tables
         completions/                finished work by key (or `cache.path`, shared between jobs)
         fingerprints.json           sha256 of weight files
+        written.json                which files the job wrote elsewhere, with their digests
         lock                        flock target; holds the pid of the run that has it
         scratch/<index id>/         index, tokens, passthrough, plan: purged once the results are published
         staging/next/               the results being written
@@ -16,7 +17,7 @@
 A sibling and not a child: DuckDB's `**` enters hidden folders.
 
 Where a job has several results (one for each ${date}, a trial's), they have one root, `/d/res`, and share all up to
-`fingerprints.json`. From `lock` on everything belongs to one result: a result that is not the root has its own in
+`written.json`. From `lock` on everything belongs to one result: a result that is not the root has its own in
 
         results/<path of the result from /d>/
 
@@ -67,6 +68,7 @@ class StateFolder:
         self.completions = cache.absolute() if cache else self.job / "completions"
         self.report_lock = self.job / "report.lock"
         self.fingerprints = self.job / "fingerprints.json"
+        self.written = self.job / "written.json"
         self._marker = self.job / "state.json"
         self.lock_path = self.path / "lock"
         self.scratch = self.path / "scratch"
@@ -156,6 +158,10 @@ class StateFolder:
             for folder in _entries(self.job / _RESULTS)
             if folder != self.path and _last_used(folder) < limit
         ]
+
+    def parts_in_use(self) -> list[Path]:
+        """The parts, this one's included, that runs hold now. Call it within `exclusively`: then it stays true."""
+        return [part for part in (self.job, *_entries(self.job / _RESULTS)) if _is_held(part / "lock")]
 
     def remove_idle(self, now: float | None = None) -> int:
         """Remove what `idle` names, but for what a run holds at this moment; how many there were."""
@@ -282,6 +288,15 @@ def _try_lock(path: Path) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def _is_held(lock: Path) -> bool:
+    if not lock.exists():
+        return False
+    fd = _try_lock(lock)
+    if fd is not None:
+        os.close(fd)
+    return fd is None
 
 
 def _format_of(marker: Path) -> object:

@@ -34,7 +34,7 @@ def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def out_file(path: Path) -> OutputFile:
-    return OutputFile(path, "--to-openai", Protected((), (), (), ()), path.parent / ".batchinfer-res")
+    return OutputFile(path, "--to-openai", Protected((), (), (), ()), StateFolder(path.parent / "res"))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from batchinfer.data.durable import FileOps, write_new
 from batchinfer.data.files import list_inputs, would_read
 from batchinfer.data.output_file import OutputFile, Protected
+from batchinfer.data.state import StateFolder
 from batchinfer.errors import OutputConflict, StorageError
 
 
@@ -49,9 +52,8 @@ def protected(place: Path) -> Protected:
 
 
 def out(place: Path, name: str, *, replace: bool = False, ops: FileOps | None = None) -> OutputFile:
-    return OutputFile(
-        place / name, "--to-openai", protected(place), place / "out/.batchinfer-res", replace=replace, ops=ops
-    )
+    state = StateFolder(place / "out/res", ops=ops)
+    return OutputFile(place / name, "--to-openai", protected(place), state, replace=replace)
 
 
 def write(file: OutputFile, text: str) -> None:
@@ -136,6 +138,65 @@ class StopsAfter(FileOps):
     def fsync_folder(self, path: Path) -> None:
         self._count("fsync_folder")
         super().fsync_folder(path)
+
+
+def of_night(place: Path, night: str, name: str) -> OutputFile:
+    state = StateFolder(place / "out/res" / night, root=place / "out/res")
+    return OutputFile(place / name, "--to-openai", protected(place), state)
+
+
+def test_two_results_of_a_job_write_the_same_file_whole(place: Path) -> None:
+    """The second once took away the first one's temporary file, and the first put the second one's half in place."""
+    first, second = of_night(place, "monday", "o.jsonl"), of_night(place, "tuesday", "o.jsonl")
+    with second.writing() as late:
+        late.write(b"x" * (2 << 20))  # more than is held in memory
+        with first.writing() as early:
+            early.write(b"monday's")
+        assert (place / "o.jsonl").read_text() == "monday's"
+        late.write(b"whole")
+    assert (place / "o.jsonl").read_bytes() == b"x" * (2 << 20) + b"whole"
+    first.check()
+    assert not list(place.glob(".batchinfer-*.tmp"))
+
+
+class Meanwhile(FileOps):
+    """Calls something once, just before the ledger is put in place: by then it has been read."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name == "written.json" and self._call is not None:
+            call, self._call = self._call, None
+            call()
+        super().rename(source, target)
+
+
+def test_two_results_of_a_job_remember_both_their_files(place: Path) -> None:
+    other = threading.Thread(target=lambda: write(of_night(place, "tuesday", "two.jsonl"), "tuesday's"))
+
+    def start() -> None:
+        other.start()
+        other.join(0.3)  # long enough for a thread that nothing holds back
+
+    write(out(place, "one.jsonl", ops=Meanwhile(start)), "monday's")
+    other.join()
+    out(place, "one.jsonl").check()
+    out(place, "two.jsonl").check()
+
+
+def test_a_killed_run_of_another_night_leaves_nothing_for_good(place: Path) -> None:
+    killed = of_night(place, "monday", "o.jsonl").writing()
+    killed.__enter__().write(b"half")
+    tuesday = StateFolder(place / "out/res/tuesday", root=place / "out/res")
+    with tuesday.lock():
+        at_work = of_night(place, "tuesday", "o.jsonl").writing()
+        at_work.__enter__().write(b"half")
+        assert len(list(place.glob(".batchinfer-*.tmp"))) == 2
+        of_night(place, "wednesday", "o.jsonl").probe()
+        assert len(list(place.glob(".batchinfer-*.tmp"))) == 1  # of the run that is at work
+        at_work.__exit__(None, None, None)
+    assert (place / "o.jsonl").read_text() == "half"
 
 
 def test_what_was_put_there_while_the_job_ran_stays(place: Path) -> None:
