@@ -12,6 +12,7 @@ from batchinfer.bench.options import DEFAULT_MODEL, DEFAULT_WORKLOADS, BenchOpti
 from batchinfer.bench.workloads import WORKLOADS
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import painted, say, say_json, tell
+from batchinfer.errors import UsageError
 from batchinfer.models.shapes import SHAPES
 from batchinfer.text import printable
 
@@ -33,6 +34,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what this machine has, and what batchinfer knows of it."""
+    if although_busy and not measure:
+        raise UsageError("--although-busy says how --measure measures; give --measure, too")
     if measure:
         tell("measuring matrix products and memory, a few seconds ...")
         tell(printable(f"wrote {measurement.measure_hardware(although_busy)}"))

@@ -14,7 +14,7 @@ from batchinfer.answer import FORMATS
 from batchinfer.clean import clean_job, clean_result
 from batchinfer.cli.options import Date, Json, Overrides, load, located
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
-from batchinfer.errors import StorageError
+from batchinfer.errors import StorageError, UsageError
 from batchinfer.query import Query
 from batchinfer.text import printable
 
@@ -51,7 +51,11 @@ def query(
 ) -> None:
     """Query a result and its report with DuckDB's SQL. Nothing is changed."""
     question = Query(results, sql, partial)
-    form = "jsonl" if as_json and form == "auto" else form
+    if as_json and form not in ("auto", "jsonl"):
+        raise UsageError(
+            f"--json is --format jsonl, and --format {form} is given, too; leave one of the two out"
+        )
+    form = "jsonl" if as_json else form
     if output is not None:
         question.save(form, output)
         tell(printable(f"wrote {output}"))
@@ -89,6 +93,12 @@ def clean(
 ) -> None:
     """Remove stored answers that no result has used lately, and what old runs left in the state folder."""
     if target.is_dir():
+        given = [name for name, value in (("--set", overrides), ("--date", date)) if value]
+        if given:
+            raise UsageError(
+                f"{' and '.join(given)}: only with a job file; {target} is a folder, and its job's last run decides "
+                f"what is kept. Name the job file: batchinfer clean JOB.YAML {given[0]} ..."
+            )
         done = clean_result(target, dry_run)
     else:
         job = load(target, overrides, date)

@@ -240,9 +240,12 @@ def test_init_makes_a_job_that_runs(tmp_path: Path, model: Path, capsys, monkeyp
 
 
 def test_doctor(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    ended = command(capsys, monkeypatch, NO_ENGINE)("doctor")
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    ended = run("doctor")
     assert ended.code == 0
     assert "torch" in ended.out
+    idle = run("doctor", "--although-busy")
+    assert (idle.code, idle.out, "give --measure, too" in idle.err) == (2, "", True)
 
 
 def test_query(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -211,6 +211,10 @@ def test_clean_says_what_it_frees_and_a_dry_run_frees_nothing(
     )
     assert told["bytes_freed"] > 0
     assert files(tmp_path / "out") == before
+    for option, value in (("--set", "cache.keep=365"), ("--date", "2026-01-26")):
+        assert cli._guarded(["clean", str(tmp_path / "out/res/2026-01-26"), option, value]) == 2
+        assert "Name the job file" in capsys.readouterr().err
+    assert files(tmp_path / "out") == before
     assert cli._guarded(["clean", str(tmp_path / "out/res/2026-01-26")]) == 0
     assert "1 answers dropped, 19 kept" in capsys.readouterr().out
     assert stored(state) == 19

@@ -154,6 +154,9 @@ def test_a_format_that_cannot_be(finished: Place, ask: Command) -> None:
     assert (wrong.code, "table, blocks, jsonl, csv, parquet" in wrong.err) == (2, True)
     without = ask(finished.results, "-f", "parquet")
     assert (without.code, "--output FILE" in without.err) == (2, True)
+    both = ask(finished.results, "--json", "--format", "csv")
+    assert (both.code, "leave one of the two out" in both.err) == (2, True)
+    assert ask(finished.results, "select 1 as n", "--json", "--format", "jsonl").out == '{"n":1}\n'
 
 
 @pytest.mark.parametrize(
