@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.durable import Digest, DurableFile, FileOps, sha256_of, storage, write_json
 from batchinfer.data.store_lock import StoreLock
+from batchinfer.data.uses import unfinished
 from batchinfer.errors import StorageError
 from batchinfer.request import Completion
 
@@ -198,8 +199,9 @@ class CompletionStore:
 def sweep(path: Path, records: Iterable[Path], ops: FileOps) -> None:
     """Remove all but these parts: leftovers of a crash, damaged and replaced ones. The caller holds the store alone."""
     kept = {file for part in records for file in (part, part.with_suffix(".json"))}
-    for file in sorted(path.glob("part-*")):
-        if file not in kept and _OURS.fullmatch(file.name):
+    parts = [file for file in sorted(path.glob("part-*")) if _OURS.fullmatch(file.name)]
+    for file in (*parts, *unfinished(path)):
+        if file not in kept:
             with storage(file, "remove"):
                 ops.unlink(file)
 

@@ -9,6 +9,7 @@ store makes one of many. A completion that no result used counts as used when it
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.data.durable import FileOps, storage
+from batchinfer.data.durable import TEMPORARY, FileOps, storage
 from batchinfer.data.part_writer import open_part
 from batchinfer.job import CacheSpec
 
 _FOLDER = "uses"
 _PARTS_AT_ONCE = 256
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.parquet\.tmp")  # the whole name: others' files are not ours to remove
 _SCHEMA = pa.schema(
     [
         ("part", pa.string()),  # file name
@@ -51,6 +53,11 @@ class User:
     job: str
     marker: str
     keep: int | None
+
+    @property
+    def result(self) -> tuple[str, str]:
+        """Which result it is, whatever was kept for it."""
+        return self.job, self.marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +95,20 @@ class Uses:
         return replace(self, times={part: users for part, users in self.times.items() if part in there})
 
     def renewed(self) -> Uses:
-        """A result that was found published again used the rows of its publish again, at its marker's time."""
-        newest: dict[User, int] = {}
+        """A result that was found published again used the rows of its publish again, at its marker's time.
+
+        Its publish is the newest one of all, whatever the job's `keep` was then: rows of older ones are not in it.
+        """
+        newest: dict[tuple[str, str], int] = {}
         for users in self.times.values():
             for user, times in users.items():
-                newest[user] = max(newest.get(user, 0), int(times.max(initial=0)))
-        again = {user: max(_time_of(user.marker), time) for user, time in newest.items()}
+                newest[user.result] = max(newest.get(user.result, 0), int(times.max(initial=0)))
+        again = {result: max(_time_of(result[1]), time) for result, time in newest.items()}
         return replace(
             self,
             times={
                 part: {
-                    user: np.where(times == newest[user], again[user], times).astype(np.uint32)
+                    user: np.where(times == newest[user.result], again[user.result], times).astype(np.uint32)
                     for user, times in users.items()
                 }
                 for part, users in self.times.items()
@@ -153,6 +163,14 @@ def _batches(uses: Uses) -> Iterator[pa.RecordBatch]:
             pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(times))),
         ]
         yield pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
+
+
+def unfinished(store: Path) -> list[Path]:
+    """What a crash left of files that were being written."""
+    with storage(store / _FOLDER, "list"):
+        return sorted(
+            path for path in (store / _FOLDER).glob(f"*{TEMPORARY}") if _TEMPORARY.fullmatch(path.name)
+        )
 
 
 def use_files(store: Path) -> list[Path]:

@@ -113,6 +113,19 @@ def test_a_result_found_published_again_uses_its_last_rows_again(tmp_path: Path)
     assert clean(tmp_path / "c", later=31).rows_kept == 0
 
 
+def test_a_result_found_published_again_uses_no_rows_of_its_older_self(tmp_path: Path) -> None:
+    """`cache.keep` was another one then, which once made the older publish the newest one of somebody else."""
+    (part,) = filled(tmp_path / "c", 4, age=400)
+    marker = tmp_path / "published.json"
+    marker.touch()
+    os.utime(marker, (NOW, NOW))
+    use(tmp_path / "c", part, [0, 1], 300, User(ME.job, str(marker), 60))
+    use(tmp_path / "c", part, [1, 2], 40, User(ME.job, str(marker), 30))
+    use(tmp_path / "c", part, [1, 2], 40, User(ME.job, str(marker), None))  # noted twice: both are the newest
+    clean(tmp_path / "c")
+    assert keys_of(tmp_path / "c") == KEYS[1:3]
+
+
 def test_small_neighbours_become_one_in_their_order(tmp_path: Path) -> None:
     filled(tmp_path, 100, 200, 300, age=1)
     done = clean(tmp_path)

@@ -102,10 +102,16 @@ def test_a_run_beside_another_sweeps_nothing(tmp_path: Path) -> None:
     with CompletionStore(tmp_path):
         being_written = tmp_path / "part-0000000000-0a1b2c3d.parquet.tmp"
         being_written.touch()
+        uses = tmp_path / "uses" / f"{'0a' * 16}.parquet.tmp"
+        uses.parent.mkdir()
+        uses.touch()
+        uses.with_name("theirs.parquet.tmp").touch()
         with CompletionStore(tmp_path):
             assert being_written.exists()
+            assert uses.exists()
     with CompletionStore(tmp_path):
         assert not being_written.exists()
+        assert [path.name for path in uses.parent.iterdir()] == ["theirs.parquet.tmp"]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EMFILE])
