@@ -1,8 +1,10 @@
-"""How much memory this process may still take."""
+"""How much memory this process has taken, and how much it may still take."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -12,6 +14,11 @@ _UNLIMITED = 1 << 62
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
     """Bytes that are free or can be freed, in the machine or in the container, whichever has less."""
     return min(_machine(meminfo), _container(cgroup))
+
+
+def peak_memory() -> int:
+    """Most bytes that this process has had in memory so far. Linux counts kilobytes, macOS bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _machine(path: Path) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
@@ -13,6 +11,7 @@ from typing import Any
 from batchinfer.engine.config import EngineInfo
 from batchinfer.errors import BatchInferError
 from batchinfer.job import Job
+from batchinfer.memory import peak_memory
 from batchinfer.plan.plan import Plan
 from batchinfer.report.columns import RUN
 from batchinfer.report.folder import new_run_id, report_folder, table_path
@@ -127,12 +126,7 @@ class RunReport:
             finished_at=self._started + timedelta(seconds=sum(phases.values())),
             exit_code=exit_code,
             exit_status=status,
-            parent_peak_rss_bytes=_peak_rss(),
+            parent_peak_rss_bytes=peak_memory(),
             **self._facts,
         )
         return run_row(facts, self._setting.hardware, self._measured)
-
-
-def _peak_rss() -> int:
-    """Bytes. Linux counts kilobytes here, macOS bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

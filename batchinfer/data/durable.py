@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import OutputConflict, StorageError
+from batchinfer.sizes import sizes
 
 TEMPORARY = ".tmp"
 _WRITE_BYTES = 1 << 20  # a Parquet file is written in hundreds of small pieces, 4 a column chunk
@@ -194,7 +195,7 @@ class DurableFile:
         return self._commit(announce, self._ops.rename)
 
     def commit_new(self) -> Digest:
-        """As `commit`, but never in the place of another file. Raises FileExistsError where there is one."""
+        """As `commit`, but never in the place of another file. Raises OutputConflict where there is one."""
         return self._commit(None, self._put_if_absent)
 
     def _commit(self, announce: Callable[[Digest], None] | None, put: Callable[[Path, Path], None]) -> Digest:
@@ -218,10 +219,9 @@ class DurableFile:
         try:
             self._ops.link(source, target)
         except FileExistsError:
-            raise
+            raise _taken(target) from None
         except OSError:
-            if target.exists():
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+            refuse_existing(target)
             self._ops.rename(source, target)
         else:
             self._ops.unlink(source)
@@ -279,10 +279,6 @@ def write_new(path: Path, pieces: Iterable[bytes], ops: FileOps) -> Digest:
         for piece in pieces:
             file.write(piece)
         return file.commit_new()
-    except StorageError as error:
-        if isinstance(error.__cause__, FileExistsError):
-            raise _taken(path) from error
-        raise
     finally:
         file.close()
 
@@ -301,6 +297,19 @@ def write_json(path: Path, value: object, ops: FileOps) -> Digest:
     """Write canonical, readable JSON (sorted keys, final newline) durably. Raises StorageError."""
     text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False)
     return write_bytes(path, (text + "\n").encode(), ops)
+
+
+def check_free_space(folder: Path, needed_bytes: int, needing: str, way_out: str) -> None:
+    """Raises StorageError when the disk of `folder`, which need not be there yet, has less than `needed_bytes` free.
+
+    The message begins with `needing`, e.g. `/d/res: the job needs about`, and ends with `way_out`.
+    """
+    place = next(one for one in (folder, *folder.parents) if one.exists())
+    with storage(place, "ask for free space"):
+        free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        needs, has = sizes(needed_bytes, free)
+        raise StorageError(f"{needing} {needs} of disk, {has} are free; make room, or {way_out}")
 
 
 def sha256_of(path: Path, chunk_bytes: int = 1 << 20) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import hashlib
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -14,8 +13,6 @@ from typing import Any
 
 from batchinfer.data.input.registry import format_of, known_suffixes, named_by
 from batchinfer.errors import InputCorrupt, InputMissing, StorageError
-
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +132,3 @@ def _shown_name(path: str, base: Path) -> str:
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute, base)
     return absolute if relative.startswith("..") else relative
-
-
-def sha256_of(path: str) -> str:
-    """The file's digest, read in chunks of 1 MiB."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

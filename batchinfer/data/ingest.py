@@ -20,8 +20,8 @@ import pyarrow as pa
 
 from batchinfer.data.columns import Columns, choose_columns
 from batchinfer.data.duplicates import number_equal_samples, refuse_repeated_ids
-from batchinfer.data.durable import FileOps, storage
-from batchinfer.data.files import InputFile, list_inputs, sha256_of
+from batchinfer.data.durable import FileOps, sha256_of, storage
+from batchinfer.data.files import InputFile, list_inputs
 from batchinfer.data.index import Index, Layout
 from batchinfer.data.index_writer import IndexWriter
 from batchinfer.data.openai_input import CHAT_URL, TEXT_URL, openai_defaults
@@ -110,7 +110,9 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
         "context": options.context.hex(),
         "limits": [options.max_model_len, options.vocab_size],
         "tokenizer": tokenizer.fingerprint,
-        "inputs": [f.to_json() | ({"sha256": sha256_of(f.path)} if job.input.sql else {}) for f in files],
+        "inputs": [
+            f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files
+        ],
         "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
     }
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchinfer.data.durable import TEMPORARY, Digest, DurableFile, sha256_of, storage, write_json
+from batchinfer.data.durable import (
+    TEMPORARY,
+    Digest,
+    DurableFile,
+    check_free_space,
+    sha256_of,
+    storage,
+    write_json,
+)
 from batchinfer.data.files import list_inputs, would_read
 from batchinfer.data.manifest import MANIFEST_NAME
 from batchinfer.data.remembered import read_json
@@ -150,13 +157,8 @@ class OutputFile:
 
     def check_space(self, needed_bytes: int) -> None:
         """Raises StorageError when the disk has less than `needed_bytes` free."""
-        with storage(self.path.parent, "ask for free space"):
-            free = shutil.disk_usage(self.path.parent).free
-        if free < needed_bytes:
-            raise StorageError(
-                f"{self._option} {self.path}: at least {needed_bytes:,} bytes will be written and {free:,} are "
-                "free; make room, or choose a file on another disk"
-            )
+        needing = f"{self._option} {self.path}: the file needs at least"
+        check_free_space(self.path.parent, needed_bytes, needing, "choose a file on another disk")
 
     def _sweep(self) -> None:
         """The next night's run has a temporary file with another name: without this, a killed one's stays for ever."""

@@ -31,16 +31,14 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchinfer.data.durable import FileOps, storage, write_json
+from batchinfer.data.durable import FileOps, check_free_space, storage, write_json
 from batchinfer.errors import Locked, StorageError
 from batchinfer.job import Job
-from batchinfer.sizes import sizes
 
 STATE_FORMAT = 1
 KEEP_GENERATIONS_S = 3600.0
@@ -182,15 +180,8 @@ class StateFolder:
 
     def check_space(self, needed_bytes: int) -> None:
         """Raises StorageError when the disk of the state folder has less than `needed_bytes` free."""
-        place = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
-        with storage(place, "ask for free space"):
-            free = shutil.disk_usage(place).free
-        if free < needed_bytes:
-            needs, has = sizes(needed_bytes, free)
-            raise StorageError(
-                f"{self.path}: the job needs about {needs} of disk, {has} are free; "
-                "make room or point output.path at another disk"
-            )
+        needing = f"{self.path}: the job needs about"
+        check_free_space(self.path, needed_bytes, needing, "point output.path at another disk")
 
     def _create(self) -> None:
         with storage(self.path, "create"):

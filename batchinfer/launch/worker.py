@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import queue
-import resource
-import sys
 import threading
 import time
 import traceback
@@ -18,6 +16,7 @@ from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
 from batchinfer.launch.shared_cores import SharedCores
+from batchinfer.memory import peak_memory
 
 # A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
 SEND_EVERY_S = 0.05
@@ -93,7 +92,7 @@ class _Worker:
             self._work()
         finally:
             self._send(force=True)
-        self._connection.send(Left(_peak_rss(), self._cores.other_cores if self._cores else None))
+        self._connection.send(Left(peak_memory(), self._cores.other_cores if self._cores else None))
 
     def _work(self) -> None:
         while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):
@@ -142,8 +141,3 @@ class _Worker:
         if due and (progress.steps or progress.completions):
             self._connection.send(progress)
             self._progress, self._sent_at = Progress(), now
-
-
-def _peak_rss() -> int:
-    """Bytes. Linux counts kilobytes here, macOS bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.data.durable import FileOps, write_new
+from batchinfer.data.durable import DurableFile, FileOps, write_new
 from batchinfer.data.files import list_inputs, would_read
 from batchinfer.data.output_file import OutputFile, Protected
 from batchinfer.data.state import StateFolder
@@ -215,7 +215,9 @@ def test_a_full_disk_is_seen_before_anything_runs(place: Path) -> None:
     full = StopsAt("write", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with pytest.raises(StorageError, match="No space left"):
         out(place, "o.jsonl", ops=full).probe()
-    with pytest.raises(StorageError, match="make room"):
+    with pytest.raises(
+        StorageError, match=r"needs at least 4,096 PiB of disk, [0-9.]+ [GT]iB are free; make room"
+    ):
         out(place, "o.jsonl").check_space(1 << 62)
     out(place, "o.jsonl").probe()
     assert not (place / "o.jsonl").exists()
@@ -241,9 +243,15 @@ def test_a_new_file_takes_the_place_of_none(place: Path) -> None:
         (place / "race").write_text("first")
         yield b"second"
 
+    for ops in (FileOps(), StopsAt("link", OSError(errno.EPERM, "no hard links here"))):
+        with pytest.raises(OutputConflict, match="race: is there already"):
+            write_new(place / "race", pieces(), ops)
+        assert (place / "race").read_text() == "first"
+        (place / "race").unlink()
+    file = DurableFile(place / "mine.jsonl", FileOps())
     with pytest.raises(OutputConflict, match="is there already"):
-        write_new(place / "race", pieces(), FileOps())
-    assert (place / "race").read_text() == "first"
+        file.commit_new()
+    assert (place / "mine.jsonl").read_text() == "mine.jsonl"
     assert not list(place.glob(".batchinfer-*"))
 
 
