@@ -73,12 +73,14 @@ class Columns:
     def check_all_seen(self, failed: int = 0) -> None:
         """Raises JobFileError when rows were read and a column that the job names stood in none of them.
 
-        A template may do without a column in rows that do not come to it; it is wrong when all rows `failed`.
+        A template may do without a column in rows that do not come to it: that alone is wrong only when all rows
+        `failed`. Beside another mistake it is told as well, so that a user hears of both at once.
         """
-        wanted = [*self.wanted, *(("prompt", name) for name in self.variables if failed >= self.rows)]
-        mistakes = [_missing(where, name, list(self.known)) for where, name in wanted if name in self.unseen]
-        if mistakes and self.rows:
-            raise JobFileError(self.job, mistakes)
+        lacking = [named for named in self.wanted if named[1] in self.unseen]
+        if lacking or failed >= self.rows:
+            lacking += [("prompt", name) for name in self.variables if name in self.unseen]
+        if lacking and self.rows:
+            raise JobFileError(self.job, [_missing(where, name, list(self.known)) for where, name in lacking])
 
 
 def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:

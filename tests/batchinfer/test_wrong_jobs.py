@@ -408,6 +408,11 @@ INPUTS = {
         ("line 3", "input.id", "no column 'ident'", "id, text"),
         lambda p: p.job(input=from_file("rows.jsonl", ", id: ident")),
     ),
+    "column in no row, id and template": Wrong(
+        78,
+        ("2 mistakes", "line 3", "input.id", "no column 'ident'", "line 4", "prompt", "no column 'txet'"),
+        lambda p: p.job(input=from_file("rows.jsonl", ", id: ident"), prompt='prompt: {user: "{{ txet }}"}'),
+    ),
     "column in no row, parameter": Wrong(
         78,
         ("line 5", "sampling.from_columns", "no column 'warmth'", "id, text"),
