@@ -177,6 +177,7 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """Read, plan, run, publish."""
+        self.state.remember_store()
         self.state.remove_old_generations()
         self.state.remove_idle()
         if self.openai is not None:

@@ -103,11 +103,24 @@ def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> Previ
     return PreviewedRow(*place, text, ids, json.loads(row["params"]))
 
 
-def verify_results(results: Path) -> list[Problem]:
-    """Read a result and its stored completions whole; what is damaged."""
-    state = find_state(results)
-    stored = verify_store(state.completions) if state.completions.is_dir() else []
-    return [*verify_result(results), *stored]
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What is damaged, and what was looked at besides the result."""
+
+    problems: list[Problem]
+    store: Path | None  # of the answers that were checked
+    unchecked: str | None = None  # why there is none
+
+
+def verify_results(results: Path) -> Verified:
+    """Read a result and its stored completions whole."""
+    state, problems = find_state(results), verify_result(results)
+    if state.completions.is_dir():
+        return Verified([*problems, *verify_store(state.completions)], state.completions)
+    why = f"the stored answers were not checked: there is no folder {state.completions}"
+    if state.shares_store:
+        return Verified(problems, None, f"{why}, where the job's last run stored them")
+    return Verified(problems, None, f"{why}; a store at cache.path is found once the job has run again")
 
 
 def machine_facts() -> list[Fact]:

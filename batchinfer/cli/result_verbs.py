@@ -69,15 +69,20 @@ def verify(
     results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")], as_json: Json = False
 ) -> int:
     """Read a result and its stored completions whole, and check every checksum."""
-    problems = verbs.verify_results(results)
+    verified = verbs.verify_results(results)
+    problems, store = verified.problems, verified.store
     code = StorageError.exit_code if problems else 0
     if as_json:
         found = [{"path": str(problem.path), "message": problem.message} for problem in problems]
-        say_json({"exit_code": code, "path": str(results), "problems": found})
+        told = {"problems": found, "store": None if store is None else str(store)}
+        say_json({"exit_code": code, "path": str(results), **told})
         return code
     for problem in problems:
         tell(printable(f"{problem.path}: {problem.message}"))
-    text = f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found in {results}"
+    if verified.unchecked is not None:
+        tell(printable(verified.unchecked))
+    where = f"{results}" if store is None else f"{results} and {store}"
+    text = f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found in {where}"
     say(painted(text, "bad" if problems else "good"))
     return code
 

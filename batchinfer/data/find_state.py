@@ -17,12 +17,15 @@ _PREFIX = ".batchinfer-"
 
 
 def find_state(results: Path) -> StateFolder:
-    """The state that this result belongs to: one in which it has a part of its own, else the state of its job."""
+    """The state that this result belongs to: one in which it has a part of its own, else the state of its job.
+
+    Its store is that of the job's last run.
+    """
     results = results.absolute()
     places = [StateFolder(results, root=root) for root in _roots(results)]
     mine = (state for state in places if state.path.is_dir())
     jobs = (state for state in places if state.job.is_dir())
-    return next(mine, None) or next(jobs, None) or StateFolder(results)
+    return (next(mine, None) or next(jobs, None) or StateFolder(results)).of_last_run()
 
 
 def _roots(results: Path) -> Iterator[Path]:

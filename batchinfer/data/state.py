@@ -7,6 +7,7 @@
         report.lock                 shared by all runs that write report tables
         completions/                finished work by key (or `cache.path`, shared between jobs)
         fingerprints.json           sha256 of weight files
+        store.json                  the `cache.path` of the job's last run: the store is found without the job file
         written.json                which files the job wrote elsewhere, with their digests
         lock                        flock target; holds the pid of the run that has it
         scratch/<index id>/         index, tokens, passthrough, plan: purged once the results are published
@@ -37,6 +38,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from batchinfer.data.durable import FileOps, check_free_space, storage, write_json
+from batchinfer.data.remembered import read_strings, write_strings
 from batchinfer.errors import Locked, StorageError
 from batchinfer.job import Job
 
@@ -44,6 +46,7 @@ STATE_FORMAT = 1
 KEEP_GENERATIONS_S = 3600.0
 KEEP_IDLE_S = 86400.0  # a result's own part of the state, after its last run
 _RESULTS = "results"
+_SHARED = "cache.path"
 _NAME_BYTES = 200  # file systems take names of 255
 
 
@@ -63,7 +66,9 @@ class StateFolder:
         self.job = self.root.parent / f".batchinfer-{self.root.name}"
         self.path = self.job if self.root == self.results else self.job / _RESULTS / self._name()
         self.ops = ops or FileOps()
-        self.completions = cache.absolute() if cache else self.job / "completions"
+        self._own_store = self.job / "completions"
+        self.completions = cache.absolute() if cache else self._own_store
+        self._store_note = self.job / "store.json"
         self.report_lock = self.job / "report.lock"
         self.fingerprints = self.job / "fingerprints.json"
         self.written = self.job / "written.json"
@@ -89,6 +94,24 @@ class StateFolder:
     def other_disk(self) -> bool:
         """Whether the results lie on another disk than the state, so that no rename can publish them."""
         return _device(self.path) != _device(self.results.parent)
+
+    @property
+    def shares_store(self) -> bool:
+        """Whether the answers are stored at a `cache.path`."""
+        return self.completions != self._own_store
+
+    def remember_store(self) -> None:
+        """Note where this run stores its answers. Raises StorageError."""
+        used = {_SHARED: str(self.completions)} if self.shares_store else {}
+        if read_strings(self._store_note) != used:
+            with self.exclusively():
+                write_strings(self._store_note, used, self.ops)
+
+    def of_last_run(self) -> StateFolder:
+        """The same with the store of the job's last run; with its own store where no run has noted another."""
+        shared = read_strings(self._store_note).get(_SHARED)
+        cache = None if shared is None else Path(shared)
+        return StateFolder(self.results, root=self.root, cache=cache, ops=self.ops)
 
     @contextmanager
     def lock(self) -> Iterator[StateFolder]:

@@ -28,7 +28,7 @@ from batchinfer.launch.interrupts import Interrupts
 from batchinfer.pipeline import Outcome, RunOptions, run_job
 from batchinfer.query import asked
 from batchinfer.report.progress import Progress
-from batchinfer.verbs import verify_results
+from batchinfer.verbs import Verified, verify_results
 from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, write_job
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "resume.md"
@@ -116,7 +116,7 @@ def test_other_places_for_the_date(tmp_path: Path, model: Path, path: str) -> No
     assert again.row["reused_requests"] == 6
     result = tmp_path / path.replace("${date}", "2026-01-02")
     assert pq.read_table(result).num_rows == 6
-    assert verify_results(result) == []
+    assert verify_results(result).problems == []
     assert find_state(result).completions.is_dir()
 
 
@@ -173,7 +173,7 @@ def test_what_no_result_used_lately_goes_and_the_rest_stays(tmp_path: Path, mode
     aged(state, 20)  # 30 rows were last used 40 days ago, 10 of them 20 days ago
     run(job, "2026-02-10", NO_ENGINE)
     assert stored(state) == 10
-    assert verify_results(tmp_path / "out/res/2026-02-10") == []
+    assert verify_results(tmp_path / "out/res/2026-02-10").problems == []
     assert run(job, "2026-02-11", NO_ENGINE).row["reused_requests"] == 10
 
 
@@ -220,6 +220,29 @@ def test_clean_says_what_it_frees_and_a_dry_run_frees_nothing(
     assert stored(state) == 19
     assert not list((state / "results").iterdir())
     assert run(job, "2026-01-27", NO_ENGINE).row["reused_requests"] == 19
+
+
+def test_a_store_at_another_place_is_found_from_the_result(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, model, people(6), output={"path": "out/res/${date}"}, cache={"path": "shared"})
+    store, result = tmp_path / "shared", tmp_path / "out/res/2026-01-01"
+    run(job, "2026-01-01")
+    assert verify_results(result) == Verified([], store)
+    (part,) = store.glob("part-*.parquet")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    assert [problem.path for problem in verify_results(result).problems] == [part]
+    part.write_bytes(whole)
+    aged(store, 31)
+    aged(tmp_path / "out/.batchinfer-res", 31)
+    cleaned = clean_result(result, dry_run=True)
+    assert (cleaned.store, cleaned.answers.rows_dropped) == (store, 6)
+    shutil.rmtree(store)
+    assert cli._guarded(["verify", str(result)]) == 0
+    assert f"the stored answers were not checked: there is no folder {store}" in capsys.readouterr().err
+    run(job, "2026-01-01", NO_ENGINE, ("cache.path", "null"))
+    assert find_state(result).completions == tmp_path / "out/.batchinfer-res/completions"
 
 
 def test_a_result_that_is_found_published_every_night_is_in_use(tmp_path: Path, model: Path) -> None:

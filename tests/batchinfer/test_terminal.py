@@ -121,7 +121,7 @@ def test_every_verb_that_prints_has_json(place: Place, tmp_path: Path, capsys, m
 
     assert only_line(run("run", job, "--json").out)["exit_status"] == "published"
     assert only_line(run("verify", place.results, "--json").out) == {
-        "exit_code": 0, "path": str(place.results), "problems": [],
+        "exit_code": 0, "path": str(place.results), "problems": [], "store": str(place.state / "completions"),
     }  # fmt: skip
     next(place.results.glob("*.parquet")).write_bytes(b"x")
     broken = run("verify", place.results, "--json")
