@@ -20,8 +20,11 @@ What goes wrong with a single row is no exception: it is a `RowError` (request.p
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from batchinfer import __version__
 
 
 class BatchInferError(Exception):
@@ -148,3 +151,15 @@ class Interrupted(BatchInferError):
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+def known(error: BaseException) -> BatchInferError:
+    """The error of this tree that `error` is or amounts to: what the process ends with, and what its report says."""
+    if isinstance(error, BatchInferError):
+        return error
+    if isinstance(error, MemoryError):
+        return OutOfMemory("out of memory; lower engine.kv_memory, or run on a machine with more")
+    if isinstance(error, OSError):
+        return StorageError(f"{error}; the same command continues once that is put right")
+    detail = "".join(traceback.format_exception(error))
+    return BatchInferError(f"a bug in batchinfer {__version__}, please report it:\n{detail}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.engine.config import EngineInfo
-from batchinfer.errors import BatchInferError
+from batchinfer.errors import BatchInferError, known
 from batchinfer.job import Job
 from batchinfer.memory import peak_memory
 from batchinfer.plan.plan import Plan
@@ -89,9 +89,9 @@ class RunReport:
         return self._row
 
     def failed(self, error: BaseException) -> None:
-        """The run ends with this error; what is not of our own tree is a bug."""
-        known = error if isinstance(error, BatchInferError) else BatchInferError()
-        self.done(known.status, known.exit_code)
+        """The run ends with this error."""
+        meant = known(error)
+        self.done(meant.status, meant.exit_code)
 
     def close(self) -> None:
         """Write the run table. Raises OSError."""

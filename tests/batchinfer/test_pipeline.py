@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer import cli
 from batchinfer.errors import BatchInferError, ErrorBudgetExceeded
 from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts
@@ -355,3 +356,29 @@ def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
     assert [r["generated_text"] for r in cut] == [text.split(stop)[0] for text in full]
     assert cut[0]["finish_reason"] == "stop"
     assert cut[0]["completion_tokens"] < 40
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [
+        (OSError(5, "Input/output error"), 74, "storage error"),
+        (MemoryError("no more of it"), 71, "out of memory"),
+        (ValueError("nobody expects it"), 70, "bug"),
+    ],
+)
+def test_the_run_table_says_of_an_error_what_the_process_says(
+    tmp_path, model, monkeypatch, capsys, error, code, status
+):
+    """Also of errors that are not of our own tree."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    path = write_job(tmp_path, model, people(3))
+    monkeypatch.setattr("batchinfer.pipeline.plan_job", fails)
+    assert cli._guarded(["run", str(path), "--json"]) == code
+    said = json.loads(capsys.readouterr().out)
+    (report,) = (tmp_path / "out/res-report").glob("run-*.parquet")
+    (row,) = pq.read_table(report).to_pylist()
+    assert (said["exit_code"], said["exit_status"]) == (code, status)
+    assert (row["exit_code"], row["exit_status"]) == (code, status)
