@@ -74,7 +74,9 @@ def run_plan(
     in_flight, more = 0, True
     while more or in_flight:
         if interrupts.pending is not None:
-            if in_flight:  # else the model may still be loading, and nothing is worth waiting for
+            if (
+                in_flight and host.info is not None
+            ):  # else nothing runs: a model may be loading, again perhaps
                 draining(DRAIN_S)
                 _drain(host, sink)
             return

@@ -91,7 +91,7 @@ class Supervisor:
         for progress in heard:
             for completion in progress.completions:
                 del self._unfinished[completion.key]
-        if self._to_resubmit and self.info is not None:
+        if self._to_resubmit and self.info is not None and not self._finishing:
             self._to_resubmit = False
             self._host.submit(list(self._unfinished.values()))
         return heard

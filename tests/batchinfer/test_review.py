@@ -131,6 +131,20 @@ def test_a_step_that_never_ends_is_not_waited_for(monkeypatch):
     assert host.told == [0.1]
 
 
+def test_a_model_that_is_loading_again_is_not_waited_for(monkeypatch):
+    """The worker that had the rows in work died, and the one in its place is not ready when the signal comes."""
+    host = SilentHost(fake_engine.build(CONFIG).info)
+    receive = host.receive
+
+    def died(timeout_s: float) -> list[Progress]:
+        host.info = None
+        return receive(timeout_s)
+
+    host.receive = died  # type: ignore[method-assign]
+    assert drive(host, monkeypatch) == []
+    assert host.told == []
+
+
 def test_a_model_that_is_still_loading_is_not_waited_for(monkeypatch):
     host = SilentHost()
     assert drive(host, monkeypatch) == []
