@@ -8,8 +8,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
@@ -77,6 +77,18 @@ def cpu_limit_s() -> int | None:
     """Seconds of CPU time after which the system ends a process; None: no limit."""
     limits = [limit for limit in resource.getrlimit(resource.RLIMIT_CPU) if limit != resource.RLIM_INFINITY]
     return min(limits) if limits else None
+
+
+@contextmanager
+def receiving() -> Iterator[None]:
+    """For `recv` and `recv_bytes`: that the other process is gone is an EOFError, at whatever instant it ended.
+
+    In the middle of a message they raise a plain OSError, and a ConnectionResetError where something was left unread.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise EOFError(f"the other process is gone: {error}") from error
 
 
 class Child:
@@ -162,7 +174,8 @@ def run_child(connection: int, target: str) -> None:
         signal.signal(signum, signal.SIG_IGN)  # also should somebody unblock them
     theirs: Connection[Any, Any] = Connection(connection)
     try:
-        arguments = theirs.recv()
+        with receiving():
+            arguments = theirs.recv()
     except EOFError:
         return  # the parent has ended, or wants nothing any more
     module, _, name = target.partition(":")

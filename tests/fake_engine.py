@@ -15,6 +15,7 @@ from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.engine.engine import Engine, StepOutput
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.request import Completion, Request, RequestSample, RowError, StepSample
+from tests.batchinfer.child_tasks import break_the_next_message
 
 BATCH = 512
 
@@ -51,6 +52,8 @@ class FakeEngine:
 
     def __init__(self) -> None:
         mortal = _may_die()
+        if not mortal:  # the start that takes the place of one that died
+            time.sleep(float(os.environ.get("FAKE_ENGINE_RELOAD_S", "0")))
         if mortal and "FAKE_ENGINE_DIES_LOADING" in os.environ:
             _die()
         self._waiting: deque[Request] = deque()
@@ -83,7 +86,10 @@ class FakeEngine:
         if self._steps == self._die_at:
             if self._raises:
                 raise getattr(builtins, self._raises)("the fake engine was asked to raise it")
-            _die()
+            if "FAKE_ENGINE_DIES_SENDING" in os.environ:
+                break_the_next_message()
+            else:
+                _die()
         time.sleep(self._delay_s)
         taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
         if self._log is not None:

@@ -30,7 +30,7 @@ from batchinfer.data.rows import Values, row_error
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake, Unavailable
 from batchinfer.request import RowError
-from batchinfer.spawning import Child
+from batchinfer.spawning import Child, receiving
 
 _POLL_S = 0.25
 _LEAVE_S = 5.0  # a process that closed its pipe has ended by then
@@ -111,10 +111,12 @@ class RenderWorker:
                 self._blame("template_timeout", f"rendering took longer than {limit:g} s")
                 return None
         try:
-            return _unpacked(self._pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
+            with receiving():
+                reply = self._pipe.recv_bytes()
+        except EOFError:
             self._died()
             return None
+        return _unpacked(reply)
 
     def _died(self) -> None:
         """Of its own accord or by a limit. CPU time is that of all rows since it started: then no row is to blame."""
@@ -220,7 +222,8 @@ def serve(spec: WorkerSpec, shared: int, pipe: Connection[Any, Any]) -> None:
     preparer = Preparer(spec.plan, spec.limits, tokenizer, report)
     while True:
         try:
-            careful, rows = pipe.recv()
+            with receiving():
+                careful, rows = pipe.recv()
         except EOFError:
             return
         pipe.send_bytes(_packed(preparer.prepare(rows, careful)))

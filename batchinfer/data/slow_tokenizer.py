@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import JobFileError, Mistake
-from batchinfer.spawning import Child
+from batchinfer.spawning import Child, receiving
 
 _FAILURES = (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError)
 _LEAVE_S = 10.0
@@ -20,8 +20,9 @@ def converted(folder: Path) -> str:
     """The text of a tokenizer.json for the tokenizer in `folder`. Raises JobFileError."""
     with Child("batchinfer.data.slow_tokenizer:convert", str(folder)) as child:
         try:
-            text, problem = child.connection.recv()
-        except (EOFError, ConnectionResetError):
+            with receiving():
+                text, problem = child.connection.recv()
+        except EOFError:
             text, problem = None, f"the process that converts it {child.wait(_LEAVE_S) or 'closed its pipe'}"
     if text is None:
         raise wrong_tokenizer(folder, f"its tokenizer cannot be converted to tokenizer.json: {problem}")

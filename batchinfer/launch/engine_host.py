@@ -21,7 +21,7 @@ from batchinfer.errors import (
 )
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
 from batchinfer.request import Request
-from batchinfer.spawning import Child
+from batchinfer.spawning import Child, receiving
 
 WORKER = "batchinfer.launch.worker:main"
 CONTINUES = "the same command resumes the job"
@@ -100,8 +100,9 @@ class EngineHost:
         heard: list[Progress] = []
         while not self._ended and self._connection.poll(0 if heard else timeout_s):
             try:
-                message = self._connection.recv()
-            except (EOFError, ConnectionResetError):
+                with receiving():
+                    message = self._connection.recv()
+            except EOFError:
                 if heard:
                     return heard  # the next call finds the end again
                 self._raise_death()
@@ -171,8 +172,9 @@ class EngineHost:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and self._connection.poll(0.1):
             try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
+                with receiving():
+                    message = self._connection.recv()
+            except EOFError:
                 return None
             if isinstance(message, Failed):
                 return message

@@ -17,6 +17,7 @@ from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
 from batchinfer.launch.shared_cores import SharedCores
 from batchinfer.memory import peak_memory
+from batchinfer.spawning import receiving
 
 # A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
 SEND_EVERY_S = 0.05
@@ -106,8 +107,9 @@ class _Worker:
     def _read(self) -> None:
         while True:
             try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
+                with receiving():
+                    message = self._connection.recv()
+            except EOFError:
                 message = None  # the parent is gone
             self._inbox.put(message)
             if message is None:

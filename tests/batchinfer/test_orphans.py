@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.spawning import Child, Ended
+from batchinfer.spawning import Child, Ended, receiving
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, environment
 
@@ -140,6 +140,16 @@ def test_a_child_has_no_descriptor_but_its_own(tmp_path: Path) -> None:
         time.sleep(0.5)
         links = {os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()}
     assert str(tmp_path / "lock") not in links
+
+
+def test_a_child_that_ends_in_the_middle_of_a_message_is_gone_like_any_other() -> None:
+    with Child(f"{TASKS}:die_in_a_message") as child:
+        for _ in range(2):
+            with pytest.raises(EOFError), receiving():
+                child.connection.recv()
+        ended = child.wait(GONE_S)
+    assert ended is not None
+    assert ended.code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

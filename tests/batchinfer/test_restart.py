@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import BatchInferError
+from batchinfer.engine.config import EngineConfig
+from batchinfer.errors import BatchInferError, Interrupted, Unavailable
+from batchinfer.launch.engine_host import Crash
 from batchinfer.launch.interrupts import Interrupts
+from batchinfer.launch.messages import Progress, WorkerSpec
+from batchinfer.launch.supervisor import Supervisor
 from batchinfer.report.summary import PHASES
+from batchinfer.request import Request, SamplingParams
+from tests import fake_engine
 from tests.batchinfer import test_pipeline as pipeline_kit
 from tests.batchinfer.test_pipeline import people, table, write_job
 
@@ -90,6 +99,18 @@ def test_a_worker_that_dies_once_is_replaced(job: Path, monkeypatch: pytest.Monk
     assert sum(spent) == pytest.approx(outcome.row["wall_s"], rel=0.01)
 
 
+def test_a_worker_that_is_killed_while_it_sends_is_replaced(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a message is received: its answers are lost with it, and are computed again."""
+    dies(monkeypatch, 1, DIES_AT_STEP=3, DIES_SENDING=1)
+    ran = Ran(job)
+    outcome = ran()
+    assert (outcome.exit_code, ran.starts, outcome.row["worker_restarts"]) == (0, 2, 1)
+    assert len(table(job)) == ROWS
+    assert len(ran.computed) == outcome.row["computed_requests"] == ROWS
+
+
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGKILL, 71), (signal.SIGABRT, 69)])
 def test_a_second_death_ends_the_job_and_names_what_was_in_work_both_times(
     job: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, code: int
@@ -158,6 +179,79 @@ def test_no_worker_is_started_after_a_signal(job: Path, monkeypatch: pytest.Monk
         ran()
     assert ran.starts == 1
     assert ran.row["worker_restarts"] == 0
+
+
+def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs that could finish; what the first worker answered is stored."""
+    dies(monkeypatch, 1, DIES_AT_STEP=3, RELOAD_S=8)
+    interrupts = Interrupts()
+    ran = Ran(job, interrupts)
+    run_plan = pipeline_kit.run_job.__globals__["run_plan"]
+
+    def signalled(plan: Any, prompts: Any, host: Any, *rest: Any) -> None:
+        receive = host.receive
+
+        def received(timeout_s: float) -> Any:
+            heard = receive(timeout_s)
+            if host.restarts:
+                interrupts.pending = signal.SIGTERM
+            return heard
+
+        host.receive = received
+        run_plan(plan, prompts, host, *rest)
+
+    monkeypatch.setattr("batchinfer.pipeline.run_plan", signalled)
+    with pytest.raises(Interrupted, match="15 answers are stored"):
+        ran()
+    assert (ran.row["exit_code"], ran.row["worker_restarts"]) == (143, 1)
+    assert not [notice for notice in ran.notices if "rows in work may finish" in notice]
+
+
+class DeadThenReady:
+    """Two workers: the first dies with requests in work, the second is ready once it is told to finish."""
+
+    made: ClassVar[list[DeadThenReady]] = []
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.info = None if self.made else fake_engine.build(spec.config).info
+        self.crash: Crash | None = None
+        self.left, self.peak_rss, self.other_cores = False, None, None
+        self.got: list[object] = []
+        self.made.append(self)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.got.append(len(requests))
+
+    def finish(self, within_s: float) -> None:
+        self.got.append("finish")
+
+    def receive(self, timeout_s: float) -> list[Progress]:
+        if len(self.made) == 1:
+            self.crash = Crash(Unavailable, "it died", "again")
+            raise self.crash.error()
+        self.info = self.made[0].info
+        return []
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+@pytest.mark.parametrize("finishing", [False, True])
+def test_nothing_is_given_to_a_new_worker_that_was_told_to_finish(
+    monkeypatch: pytest.MonkeyPatch, finishing: bool
+) -> None:
+    monkeypatch.setattr("batchinfer.launch.supervisor.EngineHost", DeadThenReady)
+    monkeypatch.setattr(DeadThenReady, "made", [])
+    config = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
+    supervisor = Supervisor(WorkerSpec(config, None), Interrupts(), str, str, nullcontext)
+    supervisor.submit([Request(bytes(32), np.array([1, 2], np.int32), SamplingParams())])
+    supervisor.receive(0.1)
+    if finishing:
+        supervisor.finish(1.0)
+    supervisor.receive(0.1)
+    assert [worker.got for worker in DeadThenReady.made] == [[1], ["finish"] if finishing else [1]]
 
 
 def test_what_a_worker_refuses_it_is_not_asked_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

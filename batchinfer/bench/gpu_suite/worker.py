@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.bench.gpu_suite.section import NoTimeLeft, Section, Setting
+from batchinfer.spawning import receiving
 
 END_S = 5.0  # after which a process that was told to leave is ended
 GRACE_S = 3.0  # a section ends itself when its time is over; one that is still there so much later is ended
@@ -59,7 +60,8 @@ class Worker:
             if not self._channel.poll(left):
                 break
             try:
-                kind, said = self._channel.recv()
+                with receiving():
+                    kind, said = self._channel.recv()
             except EOFError:
                 tell("failure", _fatal(f"the process ended with code {self._ended()}"))
                 return {"seconds": time.monotonic() - began, "out_of_time": None}

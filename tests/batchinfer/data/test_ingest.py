@@ -491,6 +491,14 @@ def test_a_worker_that_used_up_its_cpu_time_blames_no_row(
     assert codes(index) == [None, None, None]
 
 
+def test_a_worker_that_dies_in_the_middle_of_its_reply_is_replaced(
+    folder: Path, limit_workers: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render_worker, "_ENTRY", "tests.batchinfer.child_tasks:render_and_die_in_the_reply")
+    index = ingest_rows(folder, [{"text": t} for t in ("a", "b", "c")], {"user": "{{ text }}"})
+    assert codes(index) == [None, None, None]
+
+
 def test_a_limit_on_cpu_time_that_no_batch_fits_into_is_named(
     folder: Path, limit_workers: Callable[[int], None]
 ) -> None:
