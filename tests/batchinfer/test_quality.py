@@ -26,6 +26,8 @@ from tests.jobs.test_quickstart_run import accuracy, run
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SAMPLE, THINNED = 400, 40
 OUTLIERS = [17, 101]  # of 192 channels
+# Times as large → nats: measured were 1.0e-4, 2.3e-3 and 4.1
+LEAST_BY_OUTLIERS = {10: 5e-5, 30: 5e-4, 300: 1.0}
 # Nats. Over 15,096 positions of 400 rows: float32 from bfloat16 4e-6 in the mean and 0.03 at worst, int8 4e-5 and 0.11.
 MOST_MEAN, MOST = 5e-4, 1.0
 
@@ -113,7 +115,7 @@ def with_outliers(folder: Path, times: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [10, 30, 300])
+@pytest.mark.parametrize("times", sorted(LEAST_BY_OUTLIERS))
 def test_outlier_channels_cost_int8_most(times: int, tmp_path: Path) -> None:
     model, rows = with_outliers(tmp_path / "model", times), forced_rows(SAMPLE)
     unchanged = divergence(
@@ -122,7 +124,7 @@ def test_outlier_channels_cost_int8_most(times: int, tmp_path: Path) -> None:
     print(f"two channels × {times}, bfloat16 as it is:")
     found = measured(rows, "bfloat16", "int8", model)
     assert unchanged.mean() < MOST_MEAN, "it is not the same function"
-    assert found.mean() > 10 * MOST_MEAN / 5 if times >= 30 else found.mean() > 4e-5
+    assert LEAST_BY_OUTLIERS[times] < found.mean() < 10 * LEAST_BY_OUTLIERS[times]
 
 
 @pytest.mark.parametrize(("times", "warned"), [(1, False), (30, True)])
