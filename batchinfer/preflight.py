@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchinfer.data.columns import Columns, choose_columns
 from batchinfer.data.error_summary import summarise_errors
 from batchinfer.data.files import list_inputs
-from batchinfer.data.index import Index
+from batchinfer.data.index import MARKER, Index
 from batchinfer.data.ingest import IngestOptions, ingest
 from batchinfer.data.join import ErrorCounts
 from batchinfer.data.manifest import check_destination
@@ -95,7 +95,9 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
         return InputFacts(0, 0, tuple(_warnings(job, choose_columns(job, mode, schema))))
     files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
     size = sum(file.size for file in files)
-    if not state.scratch.exists():  # otherwise some of it is there already
+    if not any(
+        state.scratch.glob(f"*/{MARKER}")
+    ):  # otherwise the tokens of an unfinished run are there already
         state.check_space(SPACE_PER_INPUT_BYTE * size)
     reader = Reader.open(files, job.input.max_line_bytes)
     mode = choose_mode(job, setup.tokenizer, reader.shape)

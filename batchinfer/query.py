@@ -15,7 +15,7 @@ from typing import Any
 import duckdb
 
 from batchinfer.answer import check_format, format_for, shown
-from batchinfer.data.duck import interruptible, literal, parquet
+from batchinfer.data.duck import Watched, interruptible, literal, parquet
 from batchinfer.data.durable import FileOps, refuse_existing, write_new
 from batchinfer.data.find_state import find_state
 from batchinfer.data.index import MARKER, Index
@@ -88,10 +88,10 @@ def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckD
             "autoload_known_extensions": "false",
             "temp_directory": f"{spill}/sorting",  # and not a folder where the user stands
         }
-        with duckdb.connect(config=config) as connection, interruptible(connection):
+        with duckdb.connect(config=config) as connection, interruptible(connection) as watched:
             if partial:
                 place = Place(None, None)
-                names = _add_view(connection, RESULTS, [_partial(folder, Path(spill))])
+                names = _add_view(connection, RESULTS, [_partial(folder, Path(spill), watched)])
             else:
                 place = Place.of(folder)
                 names = _results(connection, place.results)
@@ -148,7 +148,7 @@ def _add_view(
     return [name]
 
 
-def _partial(results: Path, spill: Path) -> Path:
+def _partial(results: Path, spill: Path, watched: Watched) -> Path:
     """What is committed, joined with the index that the unfinished run left or is still using.
 
     Written to a file first: a query may read its table more than once, a stream can be read only once.
@@ -164,7 +164,8 @@ def _partial(results: Path, spill: Path) -> Path:
     if not where:
         raise InputMissing(f"{results}: the run has finished nothing yet; try again later")
     tokenizer = Tokenizer.load(Path(where["model"]))
-    reader = partial_reader(Index.open(folder), Path(where["completions"]), tokenizer.decode_batch, spill)
+    completions = Path(where["completions"])
+    reader = partial_reader(Index.open(folder), completions, tokenizer.decode_batch, spill, watched=watched)
     write_partial(reader, spill / "partial.parquet")
     return spill / "partial.parquet"
 

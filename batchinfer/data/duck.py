@@ -8,8 +8,8 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ _LEAST = 128 << 20  # DuckDB holds some blocks of each thread at least
 _SHARE = 4
 _AGAIN_S = 0.1
 
+Watched = Callable[[Any], AbstractContextManager[Any]]  # a block in which a signal ends what a database runs
+
 
 def working_memory() -> int:
     """Bytes for a join or sort: a quarter of what is available, from 128 MiB to 1 GiB."""
@@ -33,10 +35,13 @@ def working_memory() -> int:
 
 
 @contextmanager
-def connection(spill: Path, memory_limit: str | None = None, threads: int = 2) -> Iterator[Any]:
+def connection(
+    spill: Path, memory_limit: str | None = None, threads: int = 2, watched: Watched = nullcontext
+) -> Iterator[Any]:
     """An in-memory database that spills to the folder `spill`. Raises StorageError, OutOfMemory.
 
-    `memory_limit` as DuckDB writes it, e.g. 1GiB; None: what `working_memory` finds.
+    `memory_limit` as DuckDB writes it, e.g. 1GiB; None: what `working_memory` finds. `watched` is that of a user's
+    query which this work is a part of.
     """
     settings: dict[str, str | bool | int | float | list[str]] = {
         "memory_limit": memory_limit or f"{working_memory()}B",
@@ -47,27 +52,30 @@ def connection(spill: Path, memory_limit: str | None = None, threads: int = 2) -
     }
     with storage(spill.parent, "create"):
         spill.parent.mkdir(parents=True, exist_ok=True)  # DuckDB makes and removes the last one itself
-    with naming_errors(spill), duckdb.connect(config=settings) as database:
+    with naming_errors(spill), duckdb.connect(config=settings) as database, watched(database):
         yield database
 
 
 @contextmanager
-def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[None]:
+def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[Watched]:
     """Within this block a signal ends the query that `database` runs, so that its Python handler is called.
 
-    DuckDB itself looks for signals between its tasks, and one task of a large join may take hours. For users' queries:
-    not where signals are deferred, because the query ends all the same.
+    The block gets what does the same for another database while a block of its own lasts. DuckDB itself looks for
+    signals between its tasks, and one task of a large join may take hours. For users' queries: not where signals are
+    deferred, because the query ends all the same.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are none of its business
-        yield
+        yield nullcontext
         return
+    running = _Running()
     heard, bell = os.pipe()
     os.set_blocking(bell, False)
     before = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
-    watcher = threading.Thread(target=_interrupt_when, args=(heard, database), daemon=True, name="signals")
+    watcher = threading.Thread(target=_interrupt_when, args=(heard, running), daemon=True, name="signals")
     watcher.start()
     try:
-        yield
+        with running.watched(database):
+            yield running.watched
     finally:
         signal.set_wakeup_fd(before)
         os.close(bell)
@@ -75,7 +83,30 @@ def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[None]:
         os.close(heard)
 
 
-def _interrupt_when(heard: int, database: duckdb.DuckDBPyConnection) -> None:
+class _Running:
+    """The databases whose queries a signal ends."""
+
+    def __init__(self) -> None:
+        self._databases: list[duckdb.DuckDBPyConnection] = []
+        self._lock = threading.Lock()  # none is closed while it is interrupted
+
+    @contextmanager
+    def watched(self, database: duckdb.DuckDBPyConnection) -> Iterator[None]:
+        with self._lock:
+            self._databases.append(database)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._databases.remove(database)
+
+    def interrupt(self) -> None:
+        with self._lock:
+            for database in self._databases:
+                database.interrupt()
+
+
+def _interrupt_when(heard: int, running: _Running) -> None:
     """Again and again once a byte has come, because it may come just before a query; until the pipe is closed."""
     signalled = False
     while True:
@@ -83,7 +114,7 @@ def _interrupt_when(heard: int, database: duckdb.DuckDBPyConnection) -> None:
             signalled = True
             if not os.read(heard, 64):
                 return
-        database.interrupt()
+        running.interrupt()
 
 
 @contextmanager

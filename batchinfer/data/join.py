@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.data.completion_store import COMPLETION_SCHEMA
-from batchinfer.data.duck import connection, literal, naming_errors, parquet
+from batchinfer.data.duck import Watched, connection, literal, naming_errors, parquet
 
 _PAYLOAD = tuple(name for name in COMPLETION_SCHEMA.names if name != "key")
 FINISHED_SCHEMA = pa.schema([("row_id", pa.int64()), *(COMPLETION_SCHEMA.field(name) for name in _PAYLOAD)])
@@ -111,15 +112,16 @@ def finished_rows(
     memory_limit: str | None = None,
     threads: int = 2,
     batch_rows: int = 4096,
+    watched: Watched = nullcontext,
 ) -> Iterator[pa.RecordBatch]:
     """The completion of every row that has one, in FINISHED_SCHEMA, by ascending row_id.
 
     Memory is bounded by `memory_limit`; what is larger is sorted in the folder `spill`. Raises StorageError,
-    OutOfMemory.
+    OutOfMemory. `watched`: see `duck.connection`.
     """
     if not index_parts or not completion_parts:
         return
-    with connection(spill, memory_limit, threads) as database:
+    with connection(spill, memory_limit, threads, watched) as database:
         _load_chosen(database, completion_parts)
         database.execute(  # only narrow columns are joined by key: texts and token lists come in last
             "CREATE TEMP TABLE wanted AS SELECT i.row_id, c.place "

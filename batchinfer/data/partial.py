@@ -6,11 +6,13 @@ purges its index in the middle of a read, that is a loud error.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
 
 from batchinfer.data.completion_store import read_records, write_table
+from batchinfer.data.duck import Watched
 from batchinfer.data.durable import Digest, FileOps
 from batchinfer.data.result_rows import DecodeBatch, IndexView, result_schema, result_tables
 
@@ -23,15 +25,24 @@ def partial_reader(
     *,
     memory_limit: str | None = None,
     threads: int = 2,
+    watched: Watched = nullcontext,
 ) -> pa.RecordBatchReader:
     """The rows that are finished (error rows of the input included), in input order, in the result's schema.
 
-    A stream that DuckDB can query: `duckdb.from_arrow(reader)`. `completions` is the store's folder,
-    `spill` a folder for sorting outside of the state folder. Raises StorageError, OutOfMemory, InputCorrupt.
+    A stream that DuckDB can query: `duckdb.from_arrow(reader)`. `completions` is the store's folder, `spill` a folder
+    for sorting outside of the state folder; `watched`: see `duck.connection`. Raises StorageError, OutOfMemory,
+    InputCorrupt.
     """
     records, _ = read_records(completions) if completions.is_dir() else ({}, ())
     tables = result_tables(
-        index, sorted(records), decode_batch, spill, partial=True, memory_limit=memory_limit, threads=threads
+        index,
+        sorted(records),
+        decode_batch,
+        spill,
+        partial=True,
+        memory_limit=memory_limit,
+        threads=threads,
+        watched=watched,
     )
     schema = result_schema(index.passthrough_schema)
     return pa.RecordBatchReader.from_batches(schema, (b for table in tables for b in table.to_batches()))

@@ -108,8 +108,9 @@ class Reader:
         return by_name(file.format).open(file, ReadOptions(self.max_line_bytes, columns, most))
 
     def shape(self) -> Shape:
-        """Whether the first readable row is an OpenAI batch request."""
-        for batch in self.batches(limit=512):
+        """Whether the first readable row is an OpenAI batch request, also where it is longer than a sample."""
+        whole = replace(self, sample=None, sha256={})
+        for batch in whole.batches(limit=512):
             for row in batch.rows:
                 if not isinstance(row, RowError):
                     return "openai" if looks_like_openai(row) else "table"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from batchinfer.data.duck import Watched
 from batchinfer.data.join import FINISHED_SCHEMA, finished_rows
 from batchinfer.data.rebatch import parquet_batches, rebatch
 from batchinfer.errors import BatchInferError
@@ -79,6 +81,7 @@ def result_tables(
     partial: bool = False,
     memory_limit: str | None = None,
     threads: int = 2,
+    watched: Watched = nullcontext,
 ) -> Iterator[pa.Table]:
     """The result in tables of at most BATCH_ROWS rows, in `result_schema`.
 
@@ -86,7 +89,12 @@ def result_tables(
     """
     schema = result_schema(index.passthrough_schema)
     found = finished_rows(
-        index.index_parts, completion_parts, spill, memory_limit=memory_limit, threads=threads
+        index.index_parts,
+        completion_parts,
+        spill,
+        memory_limit=memory_limit,
+        threads=threads,
+        watched=watched,
     )
     finished = _Finished(found)
     for rows, passthrough in _zipped(index):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import duckdb
@@ -16,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer import cli
-from batchinfer.errors import BatchInferError, ErrorBudgetExceeded
+from batchinfer.errors import BatchInferError, ErrorBudgetExceeded, StorageError
 from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.pipeline import Outcome, RunOptions, run_job
@@ -118,6 +120,21 @@ def test_a_nightly_run_computes_only_what_is_new(tmp_path, model):
     assert outcome.row["computed_requests"] == 5
     assert outcome.row["reused_requests"] == 20
     assert len(table(path)) == 25
+
+
+def test_every_run_that_reads_its_input_asks_for_space_first(tmp_path, model, monkeypatch):
+    """Not the first one alone; only what an unfinished run has read already needs no more."""
+    path = write_job(tmp_path, model, people(5))
+    run(path)
+    write_job(tmp_path, model, people(6))
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+        with pytest.raises(StorageError, match="make room"):
+            run(path)
+    with pytest.raises(BatchInferError, match="must not need an engine"):
+        run(path, NO_ENGINE)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    assert run(path).exit_code == 0
 
 
 def test_a_changed_prompt_is_new_work(tmp_path, model):

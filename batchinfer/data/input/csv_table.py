@@ -32,6 +32,8 @@ _TABS = re.compile(r"\.(tsv|tab)(\.gz|\.zst|\.zstd)?$", re.IGNORECASE)
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 _OTHERWISE = "input.sql with read_csv reads files without a header and other dialects"
 
+_UNFINISHED = "unexpected end of data"  # what csv says of a quote that is open where the lines end
+
 Fields = list[str]
 
 
@@ -66,10 +68,10 @@ class CsvReader:
                 cap = self._options.max_line_bytes
                 lines = _Lines(split_lines(head, cap), cap)
                 if lines.skip_blank():
-                    records = _Records(self._file, lines, self._delimiter(lines))
+                    records = _Records(self._file, lines, self._delimiter(lines), head)
                     yield _Table(_names(self._file, records.header()), records, head, hashing)
                 else:
-                    self.sha256 = hashing.hexdigest()
+                    self.sha256 = "" if head.cut else hashing.hexdigest()
                     yield None
         except OSError as error:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
@@ -204,12 +206,13 @@ class _Lines:
 class _Records:
     """(line number, fields or what is wrong with them, bytes) of each record; blank lines are skipped."""
 
-    def __init__(self, file: InputFile, lines: _Lines, delimiter: str) -> None:
+    def __init__(self, file: InputFile, lines: _Lines, delimiter: str, head: Head) -> None:
         csv.field_size_limit(
             sys.maxsize
         )  # the limit is ours, on a whole record; csv knows only one for all readers
         self._file = file
         self._lines = lines
+        self._head = head
         self._parser = csv.reader(lines, delimiter=delimiter, strict=True)
 
     def header(self) -> Fields:
@@ -228,6 +231,8 @@ class _Records:
             except StopIteration:
                 return
             except (_TooLong, csv.Error) as error:
+                if self._head.cut and _UNFINISHED in str(error):
+                    return  # the rest of this record lies behind the cut
                 fields = self._broken(error)
             if fields == []:
                 continue
@@ -248,7 +253,7 @@ class _Records:
 
 def _said(error: str) -> str:
     """What csv complains of, for people."""
-    if "unexpected end of data" in error:
+    if _UNFINISHED in error:
         return "a quote is opened that nothing closes"
     if "expected after" in error:
         return "a quoted field goes on after its closing quote; quotes within quotes are doubled"

@@ -98,7 +98,7 @@ def _refuse_utf16(path: str, head: bytes) -> None:
 
 
 class Head:
-    """The first chunks, about `most` bytes in all and whole lines only; `cut` tells whether there were more."""
+    """The first chunks, about `most` bytes in all and whole lines only; `cut` tells whether something is left out."""
 
     def __init__(self, chunks: Iterator[bytes], most: int | None) -> None:
         self._chunks = chunks
@@ -106,14 +106,20 @@ class Head:
         self.cut = False
 
     def __iter__(self) -> Iterator[bytes]:
-        left = self._most
+        if self._most is None:
+            yield from self._chunks
+            return
+        left, line = self._most, b""  # `line` has begun and not ended yet
         for chunk in self._chunks:
-            if left is not None and len(chunk) >= left:
+            line += chunk
+            end = line.rfind(b"\n") + 1
+            yield line[:end]
+            line = line[end:]
+            if len(chunk) >= left:
                 self.cut = True
-                yield chunk[: chunk.rfind(b"\n") + 1]
                 return
-            left = None if left is None else left - len(chunk)
-            yield chunk
+            left -= len(chunk)
+        yield line
 
 
 def split_lines(chunks: Iterable[bytes], cap: int) -> Iterator[tuple[int, bytes | int]]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow.parquet as pq
+import pytest
 
 from batchinfer.data.completion_store import CompletionStore
+from batchinfer.data.duck import interruptible
 from batchinfer.data.partial import partial_reader, write_partial
 from batchinfer.data.result_rows import RESULT_SCHEMA
+from batchinfer.errors import Interrupted
+from batchinfer.launch.interrupts import Interrupts
 from tests.batchinfer.data.small_index import answer, decode, keys_in, mixed_rows, write_index
 
 
@@ -25,6 +33,43 @@ def test_finished_rows_while_a_run_holds_the_store(tmp_path: Path) -> None:
             table = duckdb.from_arrow(reader).to_arrow_table()
     wanted = [row["row_id"] for row in rows if row.get("key") is None or row["key"] in keys[5:12]]
     assert table["row_id"].to_pylist() == wanted
+
+
+def test_a_signal_ends_the_join_of_a_users_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in a database of its own, which is watched together with the user's."""
+    databases: list[Any] = []
+    late: list[bool] = []
+
+    def endless(database: Any, parts: Any) -> None:
+        databases.append(database)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        database.execute(
+            "SELECT count(*) FROM range(9999999) a, range(9999999) b WHERE a.range * b.range = -1"
+        )
+
+    def give_up() -> None:
+        late.append(True)
+        databases[0].interrupt()
+
+    rows = mixed_rows(30)
+    index = write_index(tmp_path / "x", rows)
+    with CompletionStore(tmp_path / "c") as store:
+        store.append(answer(key) for key in keys_in(rows))
+        store.commit()
+    monkeypatch.setattr("batchinfer.data.join._load_chosen", endless)
+    watchdog = threading.Timer(20.0, give_up)
+    watchdog.start()
+    interrupts = Interrupts()
+    with (
+        pytest.raises(Interrupted),
+        interrupts.installed(),
+        interrupts.retold(),
+        duckdb.connect() as users,
+        interruptible(users) as watched,
+    ):
+        partial_reader(index, tmp_path / "c", decode, tmp_path / "spill", watched=watched).read_all()
+    watchdog.cancel()
+    assert late == [], "it was not the signal that ended the join"
 
 
 def test_before_anything_ran_only_error_rows_are_there(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from batchinfer.data.files import list_inputs
 from batchinfer.data.json_text import parse_row
-from batchinfer.data.reader import Reader
+from batchinfer.data.reader import Reader, Sample
 from batchinfer.data.rows import RowProblem
 from batchinfer.data.sql_input import materialise
 from batchinfer.errors import BatchInferError, InputCorrupt, InputMissing, JobFileError
@@ -294,3 +294,41 @@ def test_any_file_is_rows_or_an_error_of_ours(tmp_path_factory: Any, data: bytes
         except BatchInferError as error:
             code = error.exit_code
         assert code == 65
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "csv with newlines in quotes"])
+def test_a_sample_of_long_lines_holds_whole_rows_only(tmp_path: Path, form: str) -> None:
+    """Lines longer than what is read at a time: the one that the sample's end cuts is left out."""
+    text = "x" * 400_000
+    if form == "jsonl":
+        path = write(
+            tmp_path / "in.jsonl", b"".join(json.dumps({"a": text}).encode() + b"\n" for _ in range(60))
+        )
+    else:
+        value = "\n".join([text[:200_000]] * 2) if "quotes" in form else text
+        path = write(tmp_path / "in.csv", b"a\n" + f'"{value}"\n'.encode() * 60)
+    reader = Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512))
+    rows = [row for batch in reader.batches() for row in batch.rows]
+    assert [row for row in rows if isinstance(row, RowError)] == []
+    assert 10 < len(rows) < 60
+    assert not reader.complete
+    assert reader.sha256 == {}
+
+
+def test_a_sample_of_a_short_file_is_all_of_it(tmp_path: Path) -> None:
+    """Its last line needs no newline."""
+    path = write(tmp_path / "in.jsonl", GOOD + b"\n" + GOOD)
+    reader = Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512))
+    assert [row for batch in reader.batches() for row in batch.rows] == [{"a": 1}] * 2
+    assert reader.complete
+
+
+def test_a_row_longer_than_a_sample_tells_the_shape(tmp_path: Path) -> None:
+    request = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": ["x" * 500]},
+    }
+    path = write(tmp_path / "in.jsonl", json.dumps(request).encode() + b"\n")
+    assert Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512, 100)).shape() == "openai"
