@@ -57,4 +57,4 @@ class EngineInfo:
 
 # Part of every work key. Raised when a change of operators may change a token, so that no stored answer of the old
 # arithmetic is taken for one of the new.
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4

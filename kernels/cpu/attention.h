@@ -136,7 +136,7 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
         return 1.0f;
     }
     for (int c = 0; c < COLUMNS; c++) {
-        vf e = EXP2(scores[c] * scale - top * scale);
+        vf e = EXP2(fused(scores[c], splat(scale), splat(-top * scale)));
         STOREV(p + c * LANES, e);
         added += e;
     }

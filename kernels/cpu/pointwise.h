@@ -19,16 +19,16 @@ INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_
         for (int c = 0; c < COLUMNS; c++) {
             int64_t at = i + c * LANES;
             vf v = NAME(add_lanes)(x + at, other ? other + at : NULL, total + at);
-            squares[c] += v * v;
+            squares[c] = fused(v, v, squares[c]);
         }
     for (; i + LANES <= width; i += LANES) {
         vf v = NAME(add_lanes)(x + i, other ? other + i : NULL, total + i);
-        squares[0] += v * v;
+        squares[0] = fused(v, v, squares[0]);
     }
     for (; i < width; i++) {
         REAL v = other ? STORE(LOAD(x[i]) + LOAD(other[i])) : x[i];
         if (other) total[i] = v;
-        rest += LOAD(v) * LOAD(v);
+        rest = fused_one(LOAD(v), LOAD(v), rest);
     }
     for (int c = 1; c < COLUMNS; c++) squares[0] += squares[c];
     return lane_sum(squares[0]) + rest;
@@ -89,13 +89,13 @@ INLINE void NAME(rotate)(const REAL *head, const REAL *norm, const float *cosine
     }
     for (; i + LANES <= half; i += LANES) {
         vf a = LOADV(head + i), b = LOADV(head + i + half), c = load_f32(cosine + i), s = load_f32(sine + i);
-        STOREV(out + i, a * c - b * s);
-        STOREV(out + i + half, b * c + a * s);
+        STOREV(out + i, fused(a, c, -(b * s)));
+        STOREV(out + i + half, fused(b, c, a * s));
     }
     for (; i < half; i++) {
         float a = LOAD(head[i]), b = LOAD(head[i + half]);
-        out[i] = STORE(a * cosine[i] - b * sine[i]);
-        out[i + half] = STORE(b * cosine[i] + a * sine[i]);
+        out[i] = STORE(fused_one(a, cosine[i], -(b * sine[i])));
+        out[i + half] = STORE(fused_one(b, cosine[i], a * sine[i]));
     }
 }
 

@@ -10,7 +10,7 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
     for (int64_t i = 0; i < whole; i += LANES) {
         vf v = LOADV(x + i), a = pick(v < 0.0f, -v, v);
         tops = pick(a > tops, a, tops);
-        strange += v * 0.0f;
+        strange = fused(v, splat(0.0f), strange);
     }
     most = lane_max(tops), bad = lane_sum(strange);
     for (int64_t i = whole; i < inputs; i++) {
@@ -19,11 +19,11 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
     }
     float scale = most / 127.0f, inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
     for (int64_t i = 0; i < whole; i += LANES) {
-        vf shifted = LOADV(x + i) * inverse + 12582912.0f; /* rounds to nearest, ties to even */
+        vf shifted = fused(LOADV(x + i), splat(inverse), splat(12582912.0f)); /* rounds to nearest, ties to even */
         store_bytes(codes + i, ((vi)shifted & 0xff) ^ 0x80);
     }
     for (int64_t i = whole; i < inputs; i++) {
-        float shifted = LOAD(x[i]) * inverse + 12582912.0f;
+        float shifted = fused_one(LOAD(x[i]), inverse, 12582912.0f);
         int32_t bits;
         memcpy(&bits, &shifted, 4);
         codes[i] = (bits & 0xff) ^ 0x80;

@@ -9,8 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <omp.h>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -31,14 +33,7 @@
 #define LINE 64 /* bytes of a cache line */
 #define TO_L2 2 /* the cache that a prefetch is for */
 #define INLINE static inline __attribute__((always_inline))
-/* What all threads of a team call together. Compiled once: a copy made for one caller might round otherwise, since the
- * compiler is free to choose which product of two it fuses with their sum. What is inlined many times within, for
- * 1 to ROWS rows, has sums of one product alone. */
-#if defined(__clang__)
-#define TEAM static __attribute__((noinline))
-#else
-#define TEAM static __attribute__((noinline, noclone))
-#endif
+#define TEAM static __attribute__((noinline)) /* what all threads of a team call together: compiled once for all callers */
 
 typedef uint16_t bf16;
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -48,6 +43,29 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_word(int32_t x) { return x - (vi){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+/* a * b + c, rounded once where the CPU can. Nowhere else are a product and a sum rounded together: the flags forbid it,
+ * because a compiler would be free to choose which of two products it fuses, and might choose otherwise for each number of
+ * rows that a loop is compiled for. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float fused_one(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 INLINE float bf16_load(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -104,14 +122,14 @@ INLINE vf round_bf16(vf value) { /* to the nearest bfloat16 */
     return load_bf16(rounded);
 }
 
-INLINE vf dot_f32(vf sum, vi a, vi b) { return sum + (vf)a * (vf)b; }
+INLINE vf dot_f32(vf sum, vi a, vi b) { return fused((vf)a, (vf)b, sum); }
 
 INLINE vf dot_bf16(vf sum, vi a, vi b) {
 #if defined(__AVX512BF16__) && LANES == 16
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-    sum += (vf)(a & (int32_t)0xffff0000) * (vf)(b & (int32_t)0xffff0000);
-    return sum + (vf)(a << 16) * (vf)(b << 16);
+    sum = fused((vf)(a & (int32_t)0xffff0000), (vf)(b & (int32_t)0xffff0000), sum);
+    return fused((vf)(a << 16), (vf)(b << 16), sum);
 #endif
 }
 
@@ -127,12 +145,12 @@ INLINE vi dot_int8(vi sum, vi a, vi b) {
 
 /* 2^f for |f| <= 1/2, relative error below 2.2e-7. */
 INLINE vf exp2_fraction(vf f) {
-    vf p = 1.5403530e-4f * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    return p * f + 1.0f;
+    vf p = fused(splat(1.5403530e-4f), f, splat(1.3333558e-3f));
+    p = fused(p, f, splat(9.6181291e-3f));
+    p = fused(p, f, splat(5.5504109e-2f));
+    p = fused(p, f, splat(2.4022651e-1f));
+    p = fused(p, f, splat(6.9314718e-1f));
+    return fused(p, f, splat(1.0f));
 }
 
 /* 2^x for x <= 126, 2^126 above; 0 far below 2^-126, NaN for NaN. */
@@ -155,9 +173,9 @@ INLINE vf exp2_coarse(vf x) {
 #if LANES == 16
     __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x); /* x where that is no number */
     __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    vf f = (vf)_mm512_sub_ps(t, whole), p = 0.05517167f * f + 0.24261112f;
-    p = p * f + 0.69326099f;
-    return (vf)_mm512_scalef_ps((__m512)(p * f + 0.99992807f), whole);
+    vf f = (vf)_mm512_sub_ps(t, whole), p = fused(splat(0.05517167f), f, splat(0.24261112f));
+    p = fused(p, f, splat(0.69326099f));
+    return (vf)_mm512_scalef_ps((__m512)fused(p, f, splat(0.99992807f)), whole);
 #else
     return exp2_bounded(x);
 #endif
@@ -167,7 +185,7 @@ INLINE vf exp2_coarse(vf x) {
 INLINE vf reciprocal(vf x) {
 #if LANES == 16
     vf y = (vf)_mm512_rcp14_ps((__m512)x);
-    return y * (2.0f - x * y);
+    return y * fused(-x, y, splat(2.0f));
 #else
     return 1.0f / x;
 #endif

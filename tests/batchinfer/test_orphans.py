@@ -95,9 +95,9 @@ def test_nothing_is_left_of_a_run_that_is_killed(turn: int, tmp_path: Path, mode
 
 def test_a_child_whose_parent_is_gone_imports_nothing() -> None:
     """Started for a parent that has ended by the time it runs: no module of ours is read."""
-    with Child(f"{TASKS}:echo", 1) as child:
+    with Child(f"{TASKS}:greet") as child:
+        child.connection.recv()  # it runs: before, the kernel may not have set its command line up yet
         command = Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")[:-1]
-        child.connection.recv()
     orphan = [os.fsdecode(word) for word in command]
     orphan[orphan.index(str(os.getpid()))] = "999999999"
     done = subprocess.run([*orphan[:1], "-v", *orphan[1:]], capture_output=True, text=True, timeout=60)

@@ -1,0 +1,73 @@
+"""The compiled operators for each width of vector that this CPU can run: what one kind of machine shows, on any."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+from batchinfer_kernels.cpu import build
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.paged_attention import paged_attention_reference
+from tests.kernels.test_cpu_attention import attend, tree_case
+from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
+
+# What takes an instruction set away from `-march=native`. An option for a set that is not there changes nothing.
+NARROWER = {
+    "native": (),
+    "8 lanes": ("-mno-avx512f",),
+    "4 lanes": ("-mno-avx2", "-mno-avx512f"),
+    "4 lanes, no fused multiply-add": ("-mno-avx2", "-mno-avx512f", "-mno-fma"),
+}
+LANES = {"8 lanes": 8, "4 lanes": 4, "4 lanes, no fused multiply-add": 4}
+ALWAYS = "native"
+X86 = platform.machine() == "x86_64"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name == ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in NARROWER],
+)
+def operators(request, tmp_path_factory) -> CompiledOperators:
+    name = request.param
+    if name == ALWAYS:
+        return CompiledOperators()
+    if not X86:
+        pytest.skip("the options are those of x86-64")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*build.FLAGS, *NARROWER[name]))
+        found = CompiledOperators(tmp_path_factory.mktemp("kernels"))
+    if found.lanes > LANES[name]:
+        pytest.fail(f"{found.lanes} lanes in spite of {NARROWER[name]}")
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [20, 64, 72])
+@pytest.mark.parametrize("group", [1, 3])
+def test_shared_prefixes_change_no_bit(operators, dtype, dim, group):
+    """Rows of a shared prefix go through loops that are compiled for their number, and alone through the one for one."""
+    for children in (2, 3, 5):
+        for depths, block_size in (([2], 16), ([1], 64), ([3, 2], 5), ([24], 5)):
+            q, caches, table, contexts = tree_case(children, dtype, 2, group, dim, block_size, children, depths, own=2)
+            one = [1] * len(contexts)
+            together = attend(operators, q, caches, table, one, contexts, 0.2)
+            apart = attend(operators, q, caches, table, one, contexts, 0.2, share=False)
+            assert torch.equal(together, apart), (children, depths, block_size)
+            wanted = paged_attention_reference(q, *caches, table, one, contexts, 0.2)
+            torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [3, 33, 200])
+def test_a_row_of_a_product_does_not_depend_on_the_others(operators, dtype, inputs):
+    torch.manual_seed(inputs)
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((7, inputs), (70, inputs), (70,)))
+    for kind in ("plain", "gated"):
+        packed = operators.pack_linear(weight, bias, kind)
+        together = operators.linear(x, packed)
+        for rows in range(1, 7):
+            assert torch.equal(operators.linear(x[:rows].contiguous(), packed), together[:rows])
+    plain = operators.linear(x, operators.pack_linear(weight, bias))
+    torch.testing.assert_close(plain, torch.nn.functional.linear(x, weight, bias), **TOLERANCE[dtype])
