@@ -299,7 +299,7 @@ class _Run:
         def read(at: IngestProgress) -> None:
             self.progress.read(at.rows, at.bytes_read, at.bytes_total)
 
-        return ingest(self.job, options, self.state.scratch, read, self.state.ops)
+        return ingest(self.job, self.tokenizer, options, self.state.scratch, read, self.state.ops)
 
     def _refuse_hopeless(self, index: Index, budget: Budget) -> None:
         """Too many bad rows before the model is even loaded."""

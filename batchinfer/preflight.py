@@ -95,9 +95,8 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
         return InputFacts(0, 0, tuple(_warnings(job, choose_columns(job, mode, schema))))
     files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
     size = sum(file.size for file in files)
-    if not any(
-        state.scratch.glob(f"*/{MARKER}")
-    ):  # otherwise the tokens of an unfinished run are there already
+    indexed = any(state.scratch.glob(f"*/{MARKER}"))  # then the tokens of an unfinished run are there already
+    if not indexed:
         state.check_space(SPACE_PER_INPUT_BYTE * size)
     reader = Reader.open(files, job.input.max_line_bytes)
     mode = choose_mode(job, setup.tokenizer, reader.shape)
@@ -138,7 +137,7 @@ def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
         workers=1,
         sample=Sample(rows),
     )
-    return ingest(job, options, scratch)
+    return ingest(job, setup.tokenizer, options, scratch)
 
 
 def rehearse(job: Job, setup: Setup) -> list[str]:

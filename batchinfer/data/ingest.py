@@ -71,17 +71,17 @@ class Progress:
 
 def ingest(
     job: Job,
+    tokenizer: Tokenizer,
     options: IngestOptions,
     scratch: Path,
     progress: Callable[[Progress], None] | None = None,
     ops: FileOps | None = None,
 ) -> Index:
-    """The complete index of the job's input, in `scratch/<its id>/`.
+    """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's.
 
     Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
     StorageError (74). A bad row raises nothing: it is an error row of the index.
     """
-    tokenizer = Tokenizer.load(job.model.path)
     files = _files(job, scratch)
     identity = _identity(job, options, tokenizer, files)
     folder = scratch / identity[:16]

@@ -47,10 +47,12 @@ def operators(request, tmp_path_factory) -> CompiledOperators:
 @pytest.mark.parametrize("dim", [20, 64, 72])
 @pytest.mark.parametrize("group", [1, 3])
 def test_shared_prefixes_change_no_bit(operators, dtype, dim, group):
-    """Rows of a shared prefix go through loops that are compiled for their number, and alone through the one for one."""
+    """Rows of a shared prefix go through a loop that is compiled for their number, alone through the one for one."""
     for children in (2, 3, 5):
         for depths, block_size in (([2], 16), ([1], 64), ([3, 2], 5), ([24], 5)):
-            q, caches, table, contexts = tree_case(children, dtype, 2, group, dim, block_size, children, depths, own=2)
+            q, caches, table, contexts = tree_case(
+                children, dtype, 2, group, dim, block_size, children, depths, own=2
+            )
             one = [1] * len(contexts)
             together = attend(operators, q, caches, table, one, contexts, 0.2)
             apart = attend(operators, q, caches, table, one, contexts, 0.2, share=False)

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from batchinfer.data.index import Index
 from batchinfer.data.ingest import IngestOptions, ingest
+from batchinfer.data.tokenizer import Tokenizer as LoadedTokenizer
 from batchinfer.job import InputSpec, Job, ModelSpec, OutputSpec, PromptSpec, SamplingSpec
 
 CHATML = (
@@ -103,7 +104,9 @@ _INPUT = {
 
 def run(job: Job, **changes: Any) -> Index:
     """Ingest into the job's folder."""
-    return ingest(job, options(**changes), job.source.parent / "scratch")
+    return ingest(
+        job, LoadedTokenizer.load(job.model.path), options(**changes), job.source.parent / "scratch"
+    )
 
 
 def rows_of(index: Index) -> list[dict[str, Any]]:

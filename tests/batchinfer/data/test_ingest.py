@@ -519,22 +519,27 @@ def test_workers_end_with_ingest(folder: Path) -> None:
 def test_a_complete_index_is_used_again(folder: Path) -> None:
     path = write_lines(folder / "rows.jsonl", [{"text": "a"}])
     job = make_job(folder, prompt=USER, path=str(path))
+    tokenizer = Tokenizer.load(job.model.path)
     seen: list[Progress] = []
-    first = ingest(job, options(), folder / "scratch", seen.append)
+    first = ingest(job, tokenizer, options(), folder / "scratch", seen.append)
     assert seen[-1] == Progress(1, path.stat().st_size, path.stat().st_size)
-    assert ingest(job, options(), folder / "scratch", seen.append) == first == Index.open(first.folder)
+    assert (
+        ingest(job, tokenizer, options(), folder / "scratch", seen.append)
+        == first
+        == Index.open(first.folder)
+    )
     assert len(seen) == 1
     first.inputs_unchanged()
     (first.folder / "index.json").unlink()
     with pytest.raises(StorageError, match="no complete index"):
         Index.open(first.folder)
-    assert ingest(job, options(), folder / "scratch", seen.append) == first
+    assert ingest(job, tokenizer, options(), folder / "scratch", seen.append) == first
     assert len(seen) == 2
     write_lines(path, [{"text": "b"}, {"text": "c"}])
     os.utime(path, ns=(1, 1))
     with pytest.raises(InputCorrupt, match="changed"):
         first.inputs_unchanged()
-    assert ingest(job, options(), folder / "scratch").folder != first.folder
+    assert ingest(job, tokenizer, options(), folder / "scratch").folder != first.folder
 
 
 def test_an_index_of_a_newer_format_is_refused(folder: Path) -> None:
