@@ -87,10 +87,6 @@ class StateFolder:
             return name
         return hashlib.sha256(os.fsencode(way)).hexdigest()
 
-    def scratch_for(self, index_id: str) -> Path:
-        """Where the index of this identity lies."""
-        return self.scratch / index_id
-
     def other_disk(self) -> bool:
         """Whether the results lie on another disk than the state, so that no rename can publish them."""
         return _device(self.path) != _device(self.results.parent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,7 +96,6 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
 
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
     """
-    began = time.perf_counter()
     device, dtype = _device(config), getattr(torch, config.dtype)
     threads = _set_threads(config)
     source = source or checkpoint_source(config.model)
@@ -134,7 +132,6 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         blocks=blocks,
         kv_bytes=blocks * block_bytes,
         weight_bytes=_weight_bytes(source, shape),
-        load_s=time.perf_counter() - began,
         quantization=config.quantization,
         deterministic=config.deterministic,
         linear=ops.linear,

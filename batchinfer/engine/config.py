@@ -49,7 +49,6 @@ class EngineInfo:
     blocks: int
     kv_bytes: int
     weight_bytes: int
-    load_s: float
     quantization: str = "none"
     deterministic: bool = False
     linear: str = ""  # how the linear layers are computed, for the report

@@ -64,7 +64,7 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
 def test_scratch_is_purged_but_for_what_is_kept(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "res")
     for name in ("one", "two"):
-        (state.scratch_for(name) / "index").mkdir(parents=True)
+        (state.scratch / name / "index").mkdir(parents=True)
     state.purge_scratch(keep="two")
     assert [path.name for path in state.scratch.iterdir()] == ["two"]
     state.purge_scratch()
