@@ -16,7 +16,7 @@ _MULTIPLIERS, _WEYL, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85),
 class RowSampling:
     """How the token of each row is chosen; everything on the logits' device and contiguous."""
 
-    temperature: Tensor  # (rows,) float32; 0: the likeliest token, whatever else is said
+    temperature: Tensor  # (rows,) float32; 0: the argmax, whatever the other filters are
     top_k: Tensor  # (rows,) int32; 0: all
     top_p: Tensor  # (rows,) float64; 1: all
     min_p: Tensor  # (rows,) float64; 0: all
@@ -61,8 +61,8 @@ def sample_reference(logits: Tensor, sampling: RowSampling | None = None) -> Ten
     """The token of each row, (rows,) int64, one row after the other.
 
     logits: (rows, vocab), of any floating-point type. The order: temperature, top-k, top-p over what that left
-    (Holtzman et al., 2020), min-p against the likeliest token, one draw. Equally likely tokens rank by their ids; the
-    token that crosses top_p is kept. Without `sampling`, or at temperature 0, the likeliest token. NO_TOKEN where a
+    (Holtzman et al., 2020), min-p against the most likely token, one draw. Equally likely tokens rank by their ids; the
+    token that crosses top_p is kept. Without `sampling`, or at temperature 0, the argmax. NO_TOKEN where a
     row's maximum is not finite. Raises ValueError when shapes or dtypes do not fit.
     """
     if sampling is not None:
@@ -80,11 +80,11 @@ def kept_reference(logits: Tensor, sampling: RowSampling, row: int) -> Tensor:
     probabilities = ((logits - logits.max()) / scale).softmax(-1).double()
     top_k, top_p, min_p = int(sampling.top_k[row]), float(sampling.top_p[row]), float(sampling.min_p[row])
     if top_k > 0 or top_p < 1.0:
-        probabilities = _likeliest(probabilities, top_k, top_p)
+        probabilities = _filtered(probabilities, top_k, top_p)
     return probabilities.masked_fill(probabilities < min_p * probabilities.max(), 0.0)
 
 
-def _likeliest(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+def _filtered(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
     ordered, order = probabilities.sort(stable=True, descending=True)
     if top_k > 0:
         ordered[top_k:] = 0.0

@@ -1,4 +1,4 @@
-"""The most KV blocks that a set of sequences will ever hold at once. Ints only."""
+"""Forecasts the most KV blocks that a set of sequences will hold at once. Ints only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchinfer.engine.sequence import Sequence
 
 
 def peak_blocks(ends: Iterable[tuple[int, Sequence]], pool: BlockPool) -> int:
-    """Forecast from (steps until its last, sequence): each grows by one token a step, and leaves after its last.
+    """The forecast for pairs of (steps that are left, sequence), if each sequence grows by one token a step.
 
     The peak lies in the last step of some sequence. A shared block counts once, for the user that leaves last.
     Walked from the last to leave to the first; the sequences alive are summed by whole blocks and by the tokens
@@ -35,8 +35,8 @@ def _steps(end: tuple[int, Sequence]) -> int:
 
 
 class _Counted:
-    """The shared blocks that have been counted. A table's shared blocks come first, and so do those among them
-    that were counted with another table, because who holds a block holds its parents.
+    """Remembers which shared blocks were counted. A table's shared blocks come first, and among them those that were
+    counted with another table, because a sequence that holds a block holds its parents.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -44,7 +44,7 @@ class _Counted:
         self._blocks: set[int] = set()
 
     def before(self, table: list[int]) -> int:
-        """How many blocks of the table are counted already; its other shared ones are from now on."""
+        """How many blocks of the table were counted before. Marks its other shared blocks as counted."""
         if not table or self._pool.users(table[0]) < 2:
             return 0
         shared = bisect_left(table, True, key=self._is_private)

@@ -27,17 +27,17 @@ class HostBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence runs one token and gets the next."""
+        """Whether every sequence runs exactly one token and samples the next."""
         return len(self.sampled_rows) == len(self.token_ids) == len(self.query_lens)
 
     def inputs(self, positions: Tensor, slots: Tensor, tables: Tensor) -> AttentionInputs:
-        """With these arrays where the device reads them."""
+        """The attention inputs, with these three arrays on the device."""
         return AttentionInputs(positions, slots, tables, self.query_lens, self.context_lens, self.tables)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Built from the scheduler's chunks, read by the model; passed on, never kept."""
+    """The tensors that the model reads in one step. Built from the scheduler's chunks, and dropped after the step."""
 
     token_ids: Tensor  # (T,) int64
     inputs: AttentionInputs
@@ -45,7 +45,7 @@ class Batch:
 
 
 def host_batch(chunks: list[Chunk], block_size: int) -> HostBatch:
-    """What the scheduler decided, laid out."""
+    """Lays the scheduler's chunks out as arrays."""
     lens = np.array([c.length for c in chunks])
     ends = np.cumsum(lens)
     tokens = _tokens(chunks)
@@ -67,7 +67,7 @@ def host_batch(chunks: list[Chunk], block_size: int) -> HostBatch:
 
 
 def _tokens(chunks: list[Chunk]) -> NDArray[np.int64]:
-    """(T,): in a decode step a token each, taken without an array for each chunk."""
+    """(T,) token ids. Decode steps, of one token a chunk, take a faster way."""
     if all(c.length == 1 for c in chunks):
         return np.array([c.sequence.tokens[c.start] for c in chunks], np.int64)
     return np.concatenate(
@@ -76,7 +76,7 @@ def _tokens(chunks: list[Chunk]) -> NDArray[np.int64]:
 
 
 def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> Batch:
-    """The same on the device, once it is there."""
+    """Lays the chunks out as tensors on the device."""
     host = host_batch(chunks, block_size)
     arrays = (host.positions, host.slots, host.tables)
     inputs = host.inputs(*(torch.from_numpy(array).to(device) for array in arrays))

@@ -1,4 +1,4 @@
-"""How many tokens a step runs."""
+"""Computes how many tokens a step may run."""
 
 from __future__ import annotations
 

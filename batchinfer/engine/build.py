@@ -1,4 +1,4 @@
-"""From an EngineConfig to an Engine that is ready to step."""
+"""Builds an Engine that is ready to step from an EngineConfig."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def build_engine(config: EngineConfig, stop_streams: StopStreams | None = None) 
 
 
 def checkpoint_source(path: Path) -> ModelSource:
-    """Raises what inspecting a checkpoint raises."""
+    """The model of a checkpoint folder. Raises what inspecting a checkpoint raises."""
     checkpoint = inspect_checkpoint(path)
     parameters = sum(math.prod(tensor.info.shape) for tensor in checkpoint.tensors.values())
     return ModelSource(checkpoint.config, parameters, partial(CheckpointWeights, checkpoint))
@@ -140,7 +140,7 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
 
 
 def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom) -> Fitted:
-    """A cache for the runner; on a GPU whose steps can be captured, what is left once these are measured."""
+    """Give the runner its cache. On a GPU whose steps can be captured, they are measured first."""
     if isinstance(runner.ops, GraphOps):
         return fit(runner, limits, room, GpuMeter(runner.device), capture_on_gpu())
     blocks = room.blocks(0)
@@ -155,19 +155,19 @@ def _blocks(
     max_num_seqs: int,
     needed: int,
 ) -> int:
-    """See `cache_blocks`; of the memory that is free now."""
+    """How many blocks the cache gets of the memory that is free now; see `cache_blocks`."""
     sizes = (block_bytes, block_size, config.longest, max_num_seqs)
     return cache_blocks(*sizes, config.kv_memory, free_bytes(device), device.type, needed)
 
 
 def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
-    """Raises Unavailable for arithmetic that no operators here have: nothing else is run in its place."""
+    """Choose the operators. Raises Unavailable if none here have the arithmetic that the job asks for."""
     group, arithmetic = model.q_heads // model.kv_heads, (config.quantization, config.deterministic)
     return choose_ops(device, dtype, group, model.head_dim, *arithmetic, model.kv_heads, config.linear)
 
 
 def _weight_bytes(source: ModelSource, shape: DecoderShape) -> int:
-    """As they lie in memory once loaded; a tied head counts once unless it is quantised, beside its embedding."""
+    """Bytes of the loaded weights. A tied head counts once, unless it is quantised beside its embedding."""
     if not shape.quantized:
         return source.parameters * shape.itemsize
     head = shape.hidden * shape.vocab

@@ -1,4 +1,4 @@
-"""How an engine is to be built. Plain values, so that it can travel to the engine's process."""
+"""The settings that an engine is built from. Plain values, so that they can be sent to the engine's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_MAX_NUM_SEQS = 256
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the job decided, and None where the engine is to find a value itself."""
+    """Settings of the job; None where the engine chooses the value itself."""
 
     model: Path
     dtype: Dtype
@@ -37,7 +37,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What was built: goes into the report, and tells the feeder how much to keep queued."""
+    """Describes the engine that was built, for the report and for the feeder, which keeps enough requests queued."""
 
     ops: str
     device: str
@@ -54,6 +54,6 @@ class EngineInfo:
     linear: str = ""  # how the linear layers are computed, for the report
 
 
-# Part of every work key. Raised when a change of operators may change a token, so that no stored answer of the old
-# arithmetic is taken for one of the new.
+# Part of every work key. Raise it when a change of operators may change a token, so that answers stored by the old
+# arithmetic are not reused.
 NUMERICS_VERSION = 4

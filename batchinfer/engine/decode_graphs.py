@@ -1,9 +1,8 @@
-"""Decode steps that are captured once and replayed: the host then launches one thing where it would launch hundreds.
+"""CUDA graphs of decode steps, captured once and replayed: the host launches one graph instead of hundreds of kernels.
 
-A graph reads its inputs where they lay when it was captured, and launches what was launched then. So a step is padded
-to one of a few batch sizes, its inputs are copied to that size's own tensors, and attention is planned for contexts of
-up to a bound that is not exceeded for a while. Padding is rows without a context, whose keys go to a block that nobody
-reads.
+A graph reads its inputs where they lay when it was captured, and repeats the launches of the capture. So a step is
+padded to one of a few batch sizes, its inputs are copied to that size's own tensors, and attention is planned for
+contexts of up to a bound. Padding rows have no context; their keys go to a block that no sequence uses.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ Forward = Callable[[Tensor, AttentionInputs, AttentionPlan], Tensor]
 
 @runtime_checkable
 class GraphOps(Protocol):
-    """Operators that can plan a step for a graph."""
+    """Operators that can plan the attention of a graph."""
 
     def plan_captured(
         self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None], longest: int
     ) -> FixedPlan:
-        """Of single queries, for a graph that stays right while contexts grow up to `longest` tokens."""
+        """Plans single queries, for a graph that stays valid while contexts grow up to `longest` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What was captured: where its result lies after each replay, and how to replay it."""
+    """A captured function: the tensor that holds its result after each replay, and how to replay it."""
 
     result: Tensor
     replay: Callable[[], None]
@@ -63,10 +62,10 @@ class GraphLimits:
     rows: int
     longest: int  # tokens of a sequence
     block_size: int
-    scratch_block: int  # for the keys of padding
+    scratch_block: int  # takes the keys of padding rows
 
     def blocks(self, tokens: int) -> int:
-        """Of a sequence."""
+        """Blocks of a sequence of so many tokens."""
         return -(-tokens // self.block_size)
 
 
@@ -87,7 +86,7 @@ def context_bound(longest: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """The tensors of one batch size and bound of contexts."""
+    """The input tensors of one batch size and context bound."""
 
     upload: Upload
     token_ids: Tensor
@@ -112,9 +111,9 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Graphs of `forward`, captured when a step first needs one.
+    """Captures graphs of `forward` when a step first needs one, and replays them.
 
-    `windows`: of the model's layers. What cannot be captured for want of memory is run without a graph from then on.
+    `windows`: of the model's layers. After a capture that ran out of memory, steps without a graph run as they are.
     """
 
     def __init__(
@@ -135,11 +134,11 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> int:
-        """Graphs that there are."""
+        """How many graphs were captured."""
         return len(self._graphs)
 
     def covers(self, batch: HostBatch) -> bool:
-        """Whether a step is run by a graph."""
+        """Whether the step can be run as a graph."""
         limits, longest = self._limits, max(batch.context_lens)
         if self._refused or not batch.is_decode or longest > limits.longest:
             return False
@@ -147,10 +146,10 @@ class DecodeGraphs:
         return len(batch.query_lens) <= limits.rows and batch.tables.shape[1] <= width
 
     def run(self, batch: HostBatch, fill_in: Callable[[Tensor], None]) -> tuple[Tensor, int]:
-        """(hidden states of the step's rows, padded rows) of a step that is covered.
+        """Run a step that is covered → (hidden states of its rows, number of padding rows).
 
         `fill_in` writes token ids that only the device knows. The result is valid until the next step is launched.
-        Raises torch.OutOfMemoryError when there is no graph for the step and none can be made: it is not covered then.
+        Raises torch.OutOfMemoryError when the step's graph cannot be captured: the step is not covered any more.
         """
         rows = len(batch.query_lens)
         size = self.sizes[bisect_left(self.sizes, rows)]
@@ -190,7 +189,7 @@ class DecodeGraphs:
 
 
 def pad(batch: HostBatch, size: int, longest: int, limits: GraphLimits) -> HostBatch:
-    """A step of `size` rows, with tables for contexts of up to `longest` tokens."""
+    """Pads a decode step to `size` rows and its tables to contexts of `longest` tokens."""
     missing = size - len(batch.query_lens)
     scratch = limits.scratch_block * limits.block_size
     width = limits.blocks(longest) - batch.tables.shape[1]
@@ -206,7 +205,7 @@ def pad(batch: HostBatch, size: int, longest: int, limits: GraphLimits) -> HostB
 
 
 def capture_on_gpu() -> Capture:
-    """CUDA's graphs, which share one pool of memory: one runs at a time, and its result is read before the next."""
+    """Captures CUDA graphs. They share a memory pool: one runs at a time, and its result is read before the next."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], Tensor]) -> Captured:

@@ -1,4 +1,4 @@
-"""A runner for a device whose memory it fills: what a step needs is measured, and the cache gets what is left."""
+"""Sizes the KV cache of a GPU: measures what the largest step needs and gives the cache the rest of the memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 
 _log = logging.getLogger(__name__)
 
-# What is tried when the cache that was computed cannot be had: so much less each time
+# Each further attempt, when a cache cannot be allocated, asks for this share of the one before
 SMALLER = 15 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """How large the cache may be and how it is made."""
+    """Computes how large the cache may be, and allocates it."""
 
     blocks: Callable[
         [int], int
@@ -56,10 +56,10 @@ def fit(
     meter: MemoryMeter,
     capture: Capture,
 ) -> Fitted:
-    """`runner` has no cache yet. `capture`: how decode steps become graphs, if its operators can plan for them.
+    """Gives `runner`, which has no cache yet, the largest cache that leaves room for its steps.
 
-    A largest step for which there is no memory is halved until there is. Raises OutOfMemory when not even one token,
-    or not the longest sequence, can be had.
+    `capture` turns decode steps into graphs, if the operators can plan for graphs. Halves the largest step until there
+    is memory for it. Raises OutOfMemory when there is none for a step of one token or for the longest sequence.
     """
     measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     try:
@@ -85,7 +85,7 @@ def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
 
 
 def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
-    """Blocks that belong to sequences, and a cache with one more, for tokens that belong to nobody."""
+    """(blocks for sequences, a cache with one block more, which takes the keys of padding rows)."""
     blocks = wanted
     while True:
         try:

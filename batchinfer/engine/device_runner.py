@@ -1,4 +1,4 @@
-"""Runs steps on a device that works beside the host: launched, and not waited for."""
+"""Launches steps on a GPU without waiting for them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class DeviceRun:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRunner(ModelRunner):
-    """Sampled tokens are read by the next step before the host knows them: nothing here asks the device.
+    """Launches each step behind the one before: sampled tokens are passed on inside the device.
 
-    A step for which memory does not last is run in pieces, one after the other, and so are those after it.
+    A step for which there is no memory is run in pieces, one after the other, and so are later steps.
     """
 
     graphs: DecodeGraphs | None = None
@@ -60,7 +60,7 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk]) -> Launched:
-        """Raises OutOfMemoryError (torch's) when there is none for a single token."""
+        """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token."""
         sampled: list[Tensor] = []
         padded, todo = 0, deque(self.pieces.cut(chunks))
         while todo:
@@ -115,8 +115,8 @@ class DeviceRunner(ModelRunner):
             token_ids.index_copy_(0, index, self.pending.of(sources, self.device))
 
     def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
-        if self.sampler.takes_likeliest(sequences):
-            return self.model.likeliest(hidden)
+        if self.sampler.takes_argmax(sequences):
+            return self.model.argmax(hidden)
         sampler = DeviceSampler(self.ops, self.sampler.eos_token_ids)
         return sampler.sample(self.model.logits(hidden), sequences, self.pending)
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same work gets the same draws whatever ran beside it, before it or in its place."""
+"""Counter-based random numbers: the same work gets the same draws in any batch and in any order."""
 
 from __future__ import annotations
 

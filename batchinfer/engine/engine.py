@@ -54,8 +54,8 @@ class Engine:
 
     `stop_streams` makes, for parameters with stop strings, the function that watches a sequence's text for them.
 
-    Where the runner looks ahead, the next step is scheduled and launched while one runs, before its tokens are known:
-    a row that one of them ends has then run for one token more, which is dropped.
+    With a runner that looks ahead, the next step is scheduled and launched while one runs, before its tokens are known.
+    A sequence that turns out to have ended has then run one token too many, which is dropped.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Engine:
         self._started = clock()
         self._steps = 0
         self._refused: list[Completion] = []
-        self._flights: deque[_Flight] = deque()  # steps that were launched, and not given back; two at most
-        self._ended = 0.0  # when the last step that was given back ended
+        self._in_flight: deque[_InFlight] = deque()  # oldest first; two at most
+        self._ended = 0.0  # when the last retired step ended
 
     @property
     def unfinished(self) -> int:
-        """Requests added and not yet given back; or given back, while a step that they are part of still runs."""
+        """Requests that are not finished, and finished ones whose blocks an in-flight step still reads."""
         scheduler = self._scheduler
         return len(scheduler.waiting) + len(scheduler.running) + len(scheduler.leaving) + len(self._refused)
 
@@ -101,12 +101,12 @@ class Engine:
         """schedule → run → post-process. Returns an empty output when there is nothing to do."""
         output = StepOutput(completions=self._refused)
         self._refused = []
-        if not self._flights:
+        if not self._in_flight:
             self._launch()
-        if self._flights:
+        if self._in_flight:
             if self._runner.looks_ahead and self._scheduler.has_room():
                 self._launch()
-            self._retire(self._flights.popleft(), output)
+            self._retire(self._in_flight.popleft(), output)
         return output
 
     def drain(self) -> Iterator[StepOutput]:
@@ -115,7 +115,7 @@ class Engine:
             yield self.step()
 
     def forget_waiting(self) -> None:
-        """Drop what has not been admitted; what runs goes on."""
+        """Drop the requests that have not been admitted; running ones go on."""
         self._scheduler.forget_waiting()
 
     def check_integrity(self) -> None:
@@ -133,50 +133,50 @@ class Engine:
         return self._stop_streams(request.params)
 
     def _launch(self) -> None:
-        """Give the device the next step, if there is one."""
+        """Schedule and launch the next step, if there is one."""
         began = self._now()
-        step = self._scheduler.schedule()
-        if not step.chunks:
+        scheduled = self._scheduler.schedule()
+        if not scheduled.chunks:
             return
-        flight = _Flight.of(step, began)
-        if not self._flights:
-            self._account(flight)
-        flight.launched_s = self._now()
-        flight.result = self._runner.launch(step.chunks)
+        step = _InFlight.of(scheduled, began)
+        if not self._in_flight:
+            self._account(step)
+        step.launched_s = self._now()
+        step.result = self._runner.launch(scheduled.chunks)
         if self._runner.most_tokens is not None:
             self._scheduler.limit_tokens(self._runner.most_tokens)
-        self._move_on(flight)
-        self._flights.append(flight)
+        self._move_on(step)
+        self._in_flight.append(step)
 
-    def _move_on(self, flight: _Flight) -> None:
-        for chunk in flight.step.chunks:
+    def _move_on(self, step: _InFlight) -> None:
+        for chunk in step.scheduled.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.length
             sequence.computed = end
             if end > sequence.high_water:
                 sequence.high_water = end
             if sequence.scheduled_s is None:
-                sequence.scheduled_s = flight.began_s
+                sequence.scheduled_s = step.began_s
         if self._runner.looks_ahead:
-            for sequence in flight.sampling:
+            for sequence in step.sampling:
                 sequence.await_token()
                 if len(sequence) >= sequence.max_length:
                     self._scheduler.leave(sequence)
 
-    def _retire(self, flight: _Flight, output: StepOutput) -> None:
-        """Wait for a step, and see what its tokens mean."""
-        assert flight.result is not None
-        tokens = flight.result.tokens()
+    def _retire(self, step: _InFlight, output: StepOutput) -> None:
+        """Wait for a step's tokens and append them to their sequences."""
+        assert step.result is not None
+        tokens = step.result.tokens()
         ready = self._now()
-        for sequence, token in zip(flight.sampling, tokens, strict=True):
-            if sequence in flight.dropped:
+        for sequence, token in zip(step.sampling, tokens, strict=True):
+            if sequence in step.dropped:
                 self._scheduler.release(sequence)
             else:
                 self._append(sequence, token, ready, output)
-        output.sample = self._sample(flight, ready)
+        output.sample = self._sample(step, ready)
         self._ended = output.sample.started_s + output.sample.duration_s
         self._steps += 1
-        if self._flights:
-            self._account(self._flights[0])
+        if self._in_flight:
+            self._account(self._in_flight[0])
 
     def _append(self, sequence: Sequence, token: int, now: float, output: StepOutput) -> None:
         if token == NO_TOKEN:
@@ -220,11 +220,11 @@ class Engine:
         output.requests.append(_request_sample(sequence, now))
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Its blocks go back, once the step that it is part of without need, if there is one, has ended."""
+        """Remove a finished sequence. If the in-flight step runs it, its blocks are freed when that step has ended."""
         runs_on = sequence.pending > 0
         sequence.forget_pending()
         if runs_on:
-            self._flights[0].dropped.add(sequence)
+            self._in_flight[0].dropped.add(sequence)
             if sequence in self._scheduler.running:
                 self._scheduler.leave(sequence)
         elif sequence in self._scheduler.leaving:
@@ -232,35 +232,35 @@ class Engine:
         else:
             self._scheduler.finish(sequence)
 
-    def _account(self, flight: _Flight) -> None:
-        """The shape of the step's useful work; asked while its sequences still have the blocks that it reads."""
-        chunks, sampled = flight.useful, len(flight.sampling)
-        if flight.dropped:
-            chunks = [c for c in chunks if c.sequence not in flight.dropped]
-            sampled -= len(flight.dropped)
-        flight.shape = self._runner.step_shape(chunks, sampled)
+    def _account(self, step: _InFlight) -> None:
+        """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
+        chunks, sampled = step.useful, len(step.sampling)
+        if step.dropped:
+            chunks = [c for c in chunks if c.sequence not in step.dropped]
+            sampled -= len(step.dropped)
+        step.shape = self._runner.step_shape(chunks, sampled)
 
-    def _sample(self, flight: _Flight, ready: float) -> StepSample:
-        """Steps that overlap share no time: one begins, at the earliest, when the one before it has ended."""
-        assert flight.shape is not None
-        assert flight.result is not None
-        shape, pool, began = flight.shape, self._scheduler.pool, max(flight.began_s, self._ended)
-        decodes, recomputed = flight.decodes - len(flight.dropped), flight.recomputed
+    def _sample(self, step: _InFlight, ready: float) -> StepSample:
+        """Measurements of a retired step. The time of overlapping steps is split where the earlier one ended."""
+        assert step.shape is not None
+        assert step.result is not None
+        shape, pool, began = step.shape, self._scheduler.pool, max(step.began_s, self._ended)
+        decodes, recomputed = step.decodes - len(step.dropped), step.recomputed
         costs = decoder_step_costs(self._runner.shape, shape)
         return StepSample(
             step=self._steps,
             started_s=began,
             duration_s=self._now() - began,
-            model_s=ready - max(flight.launched_s, began),
+            model_s=ready - max(step.launched_s, began),
             prefill_tokens=shape.tokens - decodes + recomputed,
             decode_tokens=decodes,
             recomputed_tokens=recomputed,
-            cached_tokens=flight.step.cached_tokens,
+            cached_tokens=step.scheduled.cached_tokens,
             sampled_tokens=shape.sampled,
-            padded_tokens=flight.result.padded_tokens + len(flight.dropped),
+            padded_tokens=step.result.padded_tokens + len(step.dropped),
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            preemptions=flight.step.preemptions,
+            preemptions=step.scheduled.preemptions,
             blocks_used=pool.used,
             blocks_total=pool.total,
             flops=model_flops(self._runner.shape, shape),
@@ -270,27 +270,29 @@ class Engine:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """A step from its launch until its tokens have come."""
+class _InFlight:
+    """A step between its launch and the arrival of its tokens."""
 
-    step: Step
+    scheduled: Step
     sampling: list[Sequence]  # those that get a token, in order
-    useful: list[Chunk]  # without what had been computed before a preemption
+    useful: list[Chunk]  # without tokens that are recomputed after a preemption
     decodes: int
     recomputed: int
     began_s: float
     launched_s: float = 0.0
     result: Launched | None = None
     shape: StepShape | None = None  # of what is useful, without what was dropped
-    dropped: set[Sequence] = field(default_factory=set)  # had ended before, which was not known yet
+    dropped: set[Sequence] = field(
+        default_factory=set
+    )  # sequences that had already ended when it was launched
 
     @classmethod
-    def of(cls, step: Step, began_s: float) -> _Flight:
-        """Asked before it runs, because running moves the sequences on."""
+    def of(cls, step: Step, began_s: float) -> _InFlight:
+        """Read the chunks before launching, which moves the sequences on."""
         chunks = step.chunks
         recomputed = sum(c.recomputed for c in chunks)
         return cls(
-            step=step,
+            scheduled=step,
             sampling=[c.sequence for c in chunks if c.samples],
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum(c.decodes for c in chunks),

@@ -1,4 +1,4 @@
-"""What is loaded once is not garbage: the collector need not look through it again and again."""
+"""Keeps Python's garbage collector from scanning the loaded model again and again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def loaded_for_good() -> Iterator[None]:
-    """While it lasts, cyclic garbage is looked for only among what was made since it began.
+    """Inside the context, the collector scans only objects that were made since it was entered.
 
     A model's libraries make some hundred thousand objects; passing over them took 1 % of a run of small steps.
     """

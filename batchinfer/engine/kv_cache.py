@@ -1,4 +1,4 @@
-"""Which block of the KV cache belongs to whom, and what is kept for whom. Ints only: the tensors are the runner's."""
+"""Manages the blocks of the KV cache: who uses them, which are kept. Ints only: the runner has the tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can still give."""
+        """How many blocks `allocate` can still give."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -39,7 +39,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks that are kept for sequences that wait."""
+        """How many blocks are kept for waiting sequences."""
         return len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
@@ -63,7 +63,7 @@ class BlockPool:
                 turns.append(turn)
 
     def unreserve(self, digests: Iterable[bytes], turn: int) -> None:
-        """The sequence was admitted or dropped; what nobody uses and nobody waits for is free."""
+        """Remove a reservation: the sequence was admitted or dropped. Frees blocks that are not used or reserved."""
         for digest in digests:
             turns = self._turns[digest]
             del turns[bisect_left(turns, turn)]
@@ -75,13 +75,13 @@ class BlockPool:
                     self._free_block(block)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """One more user for each of these blocks, found by `find`."""
+        """Add a user to each of these blocks, which `find` returned."""
         for block in blocks:
             self._cached.pop(block, None)
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks with one user and no content. Raises IndexError when so many are not available."""
+        """Take blocks with one user and no content. Raises IndexError when so many are not available."""
         missing = count - len(self._free)
         if missing > 0:
             self._evict(missing)
@@ -91,7 +91,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less for each. Last blocks first, so that a prefix outlives what was built on it."""
+        """Remove a user from each, last blocks first, so that a prefix is kept longer than what follows it."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -101,13 +101,13 @@ class BlockPool:
                     self._free_block(block)
 
     def register(self, block: int, digest: bytes) -> None:
-        """Make a used block findable. The first block with a content keeps it; another stays private."""
+        """Make a used block findable by its content. Only the first block with a content becomes findable."""
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
     def _evict(self, count: int) -> None:
-        """Of equals `nlargest` takes the first, that is the child."""
+        """Free the cached blocks whose next use is farthest away; `nlargest` takes the first of equals: the child."""
         if count > len(self._cached):
             raise IndexError(f"{count} KV blocks are missing and {len(self._cached)} can be evicted")
         for block in nlargest(count, self._cached, key=self._next_turn):

@@ -1,4 +1,4 @@
-"""How many blocks the KV cache gets."""
+"""Computes how many blocks the KV cache gets."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from batchinfer.errors import OutOfMemory
 from batchinfer.memory import available_memory
 from batchinfer.sizes import sizes
 
-# Of the memory that is left once the weights are loaded. The CPU shares it with tokenising, publishing and whatever
-# else runs there; a GPU is ours.
+# Share of the memory that is left once the weights are loaded. A CPU's memory is shared with tokenising, publishing
+# and other programs; a GPU is taken to be free for this job.
 AUTO_FRACTION = {"cpu": 0.4, "cuda": 0.9}
 # More blocks than all running sequences can fill at once keep prefixes alive between their users.
 PREFIX_ROOM = 1.25
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on the device."""
+    """Bytes that can still be allocated on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory()

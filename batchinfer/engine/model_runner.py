@@ -1,4 +1,4 @@
-"""Anything that runs on the device happens here."""
+"""Runs a step on the device: the forward pass and sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchinfer_kernels.cost import DecoderShape, StepShape
 
 
 class Model(Protocol):
-    """What the runner needs of a decoder; `batchinfer.models.decoder` has it."""
+    """A decoder, as the runner needs it; `batchinfer.models.decoder` has it."""
 
     def forward(
         self, token_ids: Tensor, inputs: AttentionInputs, caches: list[LayerCache], plan: AttentionPlan
@@ -28,12 +28,12 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, hidden) → (n, vocab) float32."""
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         """(n, hidden) → (n,) int64, the argmax of the logits; NO_TOKEN where they are not finite numbers."""
 
 
 class Launched(Protocol):
-    """A step that the device has been given."""
+    """An in-flight step: launched, and perhaps still running."""
 
     @property
     def padded_tokens(self) -> int:
@@ -45,7 +45,7 @@ class Launched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A step that has ended already."""
+    """The result of a step that was run at once."""
 
     next_tokens: list[int]
     padded_tokens: int
@@ -75,7 +75,7 @@ class ModelRunner:
 
     @property
     def most_tokens(self) -> int | None:
-        """What a step should hold at most, where memory has not lasted for more; None: it has."""
+        """The most tokens that fit a step, known after one ran out of memory; None: all steps fitted so far."""
         return None
 
     @torch.inference_mode()
@@ -91,12 +91,12 @@ class ModelRunner:
         return RunResult(tokens, plan.padded_tokens)
 
     def _next_tokens(self, hidden: Tensor, sequences: list[Sequence]) -> list[int]:
-        if self.sampler.takes_likeliest(sequences):
-            return self.model.likeliest(hidden).tolist()
+        if self.sampler.takes_argmax(sequences):
+            return self.model.argmax(hidden).tolist()
         return self.sampler.sample(self.model.logits(hidden), sequences)
 
     def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
-        """What these chunks compute and read at least. `sampled`: tokens that they give."""
+        """The least work and memory traffic of these chunks, which sample `sampled` tokens."""
         pairs = kv_tokens = 0
         for window, layers in Counter(self.windows).items():
             counted = _attended(chunks, window, self.block_size)

@@ -1,4 +1,4 @@
-"""How long answers will become, learnt from those that the job has given so far. Ints only."""
+"""Estimates how long answers will become, from those that have ended so far. Ints only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: multiples of it fill [0, 2^32) even
 
 
 class OutputLengths:
-    """An estimate of each running sequence's last length.
+    """Estimates the final length of each running sequence.
 
     `max_tokens` is an upper bound that answers rarely reach: reserving it would leave the batch half empty, and
     taking the mean would count on every answer ending at once. So the share of max_tokens at which answers end is
@@ -39,7 +39,7 @@ class OutputLengths:
         self._dead = [0] * (BINS + 1)  # out of CERTAIN: those that have ended before the bin; ascending
 
     def record(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Take the length of a sequence that has ended into the statistics."""
         if sequence.exact:
             return
         self._recent.append(_bin(sequence))
@@ -48,7 +48,7 @@ class OutputLengths:
             self._ended[self._recent.popleft()] -= 1
 
     def survey(self, running: Iterable[Sequence]) -> None:
-        """Take what has ended and what still runs into the estimate."""
+        """Recompute the distribution from the rows that have ended and those that still run."""
         alive = [0] * BINS
         for sequence in running:
             if not sequence.exact:
@@ -61,8 +61,8 @@ class OutputLengths:
         self._dead = _deaths(self._ended, reached)
 
     def longest(self, sequence: Sequence) -> int:
-        """Tokens, prompt included, that it is expected to grow to. A preempted row counts among the longest: the
-        estimate has failed it once.
+        """Expected final length in tokens, prompt included. A preempted row counts among the longest, because its
+        estimate was too low once.
         """
         if sequence.exact:
             return sequence.max_length
@@ -81,7 +81,7 @@ def _bin(sequence: Sequence) -> int:
 
 
 def _deaths(ended: list[int], reached: list[int]) -> list[int]:
-    """Each bin's hazard, drawn towards that of all bins together where few rows have reached it."""
+    """Cumulated hazard at each bin. Where few rows have reached a bin, its hazard is drawn towards the mean of all."""
     ends, exposed = sum(ended), sum(reached)
     dead, alive = [0], CERTAIN
     for count, rows in zip(ended, reached, strict=True):

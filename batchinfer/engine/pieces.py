@@ -1,4 +1,4 @@
-"""How a step is cut when memory does not last for all of it at once."""
+"""Cuts a step into pieces that run one after the other when there is no memory to run it at once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Pieces:
-    """How many tokens run at once at most, and with them how many rows; None: whatever a step holds. It only ever
-    falls."""
+    """The most tokens, and so rows, that run at once; None: no limit. It only ever falls."""
 
     most_tokens: int | None = None
 
     def cut(self, chunks: list[Chunk]) -> list[list[Chunk]]:
-        """The chunks in the same order, those that are too long in several parts. A later piece finds in the cache what
-        an earlier one wrote, so that the step comes to the same; only a chunk's last part samples.
+        """Cut into pieces, in the same order; a chunk that is too long becomes several. A later piece reads from the
+        cache what an earlier one wrote, so the results are the same; only a chunk's last part samples.
         """
         if self.most_tokens is None:
             return [chunks]
@@ -35,7 +34,7 @@ class Pieces:
         return pieces
 
     def shrink(self, piece: list[Chunk]) -> None:
-        """Memory did not last for this, of two tokens at least: half as many at once from now on."""
+        """Halve the limit after the device ran out of memory for `piece`, which has two tokens at least."""
         tokens = sum(c.length for c in piece)
         self.most_tokens = tokens // 2
         _log.warning(

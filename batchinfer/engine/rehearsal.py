@@ -1,6 +1,6 @@
-"""Steps of dummy tokens before the first real one: how much memory a step takes, and every kernel compiled.
+"""Profile and warm-up steps: measures the memory of a step, and compiles every kernel before the first real one.
 
-What they write goes to a block that belongs to nobody.
+The steps run dummy tokens, whose keys go to the block of the padding rows.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from batchinfer.request import Request, SamplingParams
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
-# Takes the most memory: logits, what is kept of a row while it is filtered, counts of tokens, and all tokens so far
+# Takes the most memory: logits, the sampler's scratch, counts of tokens, and all tokens so far
 COSTLY = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
 
 class MemoryMeter(Protocol):
-    """Knows what the device's memory is used for."""
+    """Measures how much of the device's memory is in use."""
 
     def restart(self) -> None:
-        """What is in use now counts no more."""
+        """Count only what is taken from now on."""
 
     def peak(self) -> int:
         """The most bytes that were in use at once since `restart`."""
 
 
 class GpuMeter:
-    """Of torch's allocator: what it took from the GPU, which is no less than what tensors use of it."""
+    """Reads what torch's allocator took from the GPU, which is no less than what its tensors use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0
@@ -53,9 +53,10 @@ class GpuMeter:
 
 
 def sizes_between(rows: int, tokens: int) -> list[int]:
-    """Steps larger than decode steps of `rows` and smaller than one of `tokens`, the largest first: halves, each as a
-    multiple of 16 tokens, for which Triton compiles kernels apart, and as another number. Tiles of matrix products grow
-    with a step, and so all of them are met.
+    """Step sizes between a decode step of `rows` and a step of `tokens`, the largest first.
+
+    Each is half the one before, once as a multiple of 16, for which Triton compiles separate kernels, and once as
+    another number. Tiles of matrix products grow with the step, so these sizes use every tile.
     """
     sizes, size = [], tokens - 1
     while size > rows:
@@ -66,20 +67,20 @@ def sizes_between(rows: int, tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Steps of a runner as large as they come."""
+    """Runs dummy steps, up to the largest that the limits allow."""
 
     runner: DeviceRunner
     limits: SchedulerConfig
     longest: int  # tokens of a sequence
-    scratch: int  # the block that dummy tokens go to; those before it are read
+    scratch: int  # the block that dummy tokens write to; they read the blocks before it
 
     @property
     def rows(self) -> int:
         return min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
 
     def step_bytes(self, meter: MemoryMeter) -> int:
-        """What the largest step takes beside the weights and the cache, and what graphs of decode steps keep for
-        theirs. A step for which memory does not last is measured in the pieces that it is then run in.
+        """Bytes that the largest step takes beside the weights and the cache, plus those of the largest decode step,
+        which its graph keeps. A step for which there is no memory is measured in the pieces that it is then run in.
         """
         total = 0
         for tokens in (self.limits.max_num_batched_tokens, self.rows):
@@ -89,7 +90,7 @@ class Rehearsal:
         return total
 
     def warm_up(self) -> None:
-        """Steps of every kind, the largest first, so that those after it find memory to share."""
+        """Run steps of every kind, the largest first, so that the later ones reuse its memory."""
         for params in (COSTLY, SAMPLED, GREEDY):
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
         for tokens in sizes_between(self.rows, self.limits.max_num_batched_tokens):
@@ -106,8 +107,10 @@ class Rehearsal:
     def chunks(
         self, tokens: int, rows: int, longest: int, params: SamplingParams, shared: bool = False
     ) -> list[Chunk]:
-        """A step of `tokens` tokens, or as many as `rows` sequences have room for: prompts in one piece, as long as may
-        be, then single tokens behind `longest` - 1 others, which rows have in common or not. All sample.
+        """A step of `tokens` tokens, or as many as `rows` sequences have room for; every row samples.
+
+        The first rows are whole prompts, as long as allowed; the others run one token behind `longest` - 1, in blocks
+        that the rows share or not.
         """
         left, chunks = tokens - rows, []
         for row in range(rows):

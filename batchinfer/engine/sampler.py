@@ -26,8 +26,8 @@ class Sampler:
 
     eos_token_ids: frozenset[int]
 
-    def takes_likeliest(self, sequences: list[Sequence]) -> bool:
-        """Whether each row's next token is just its likeliest, so that nobody needs to see logits."""
+    def takes_argmax(self, sequences: list[Sequence]) -> bool:
+        """Whether each row's next token is the argmax of its logits, so that the logits need not be written."""
         return all(
             s.request.params.greedy
             and not s.request.params.penalised
@@ -74,12 +74,12 @@ def penalise(logits: Tensor, sequence: Sequence) -> None:
 def draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Sampled token ids (n,) int64 by inversion: the first token whose cumulated probability exceeds the draw."""
     params = [s.request.params for s in sequences]
-    # the likeliest token becomes 0 first, so that no temperature, however small, divides a score to infinity
+    # the greatest logit becomes 0 first, so that no temperature, however small, divides a score to infinity
     scale = torch.tensor([max(p.temperature, MIN_TEMPERATURE) for p in params], device=logits.device)
     below = logits - logits.amax(-1, keepdim=True)
     probabilities = (below / scale[:, None]).softmax(-1).double()
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
-        keep_likeliest(probabilities, [p.top_k for p in params], [p.top_p for p in params])
+        keep_top(probabilities, [p.top_k for p in params], [p.top_p for p in params])
     floor = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=logits.device)
     least = floor * probabilities.amax(-1)
     probabilities.masked_fill_(probabilities < least[:, None], 0.0)
@@ -93,7 +93,7 @@ def draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]
 
 
-def keep_likeliest(probabilities: Tensor, top_k: list[int], top_p: list[float]) -> None:
+def keep_top(probabilities: Tensor, top_k: list[int], top_p: list[float]) -> None:
     """Zero what lies outside top-k, then what lies outside the nucleus of the rest (Holtzman et al., 2020); in place.
 
     Ties are broken by token id. The token that crosses top_p is kept.

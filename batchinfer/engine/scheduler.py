@@ -1,4 +1,4 @@
-"""Who runs in the next step, and with how many tokens. Ints only."""
+"""Chooses the sequences of each step, and how many tokens each of them runs. Ints only."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """What `schedule` decided."""
+    """One step, as scheduled."""
 
     chunks: list[Chunk] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens that sequences admitted now found in the cache
@@ -98,7 +98,7 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # oldest first; a dict, because any of them may leave
         self.leaving: dict[
             Sequence, None
-        ] = {}  # run no more, but a step that has not ended yet reads their blocks
+        ] = {}  # not scheduled any more, but an in-flight step still reads their blocks
         self._lengths = lengths or OutputLengths()
         self._added = 0
         self._next_prefix: list[bytes] = []  # contents that the request to be added next will look for
@@ -106,7 +106,7 @@ class Scheduler:
         self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
 
     def add(self, sequence: Sequence) -> None:
-        """Raises ValueError for a sequence that the whole cache could not hold."""
+        """Queue a sequence. Raises ValueError if the whole cache could not hold it."""
         most = self.pool.blocks_for(sequence.max_length)
         sequence.turn, fits = self._added, most <= self.pool.total
         if fits:
@@ -120,7 +120,7 @@ class Scheduler:
             )
 
     def _expect_next(self, sequence: Sequence) -> None:
-        """Keep what the request that comes after this one will look for: the queue may run dry before it comes."""
+        """Reserve the prefix that the next request shares with this one: the queue may be empty until it comes."""
         size, before, turn = self.pool.block_size, self._next_prefix, self._added
         shared = min(sequence.request.shares_next, sequence.prompt_length) // size
         self._next_prefix = sequence.block_hashes(shared if self.config.prefix_caching else 0, size)
@@ -129,12 +129,12 @@ class Scheduler:
         self.pool.unreserve(before, turn)
 
     def limit_tokens(self, most: int) -> None:
-        """No step holds more from now on."""
+        """Limit the tokens of each later step."""
         if most < self.config.max_num_batched_tokens:
             self.config = replace(self.config, max_num_batched_tokens=most)
 
     def schedule(self) -> Step:
-        """The next step. Empty only when nothing is left to do."""
+        """Decide the next step. It is empty only when there is nothing to run."""
         step = Step()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if not step.preemptions:
@@ -142,24 +142,24 @@ class Scheduler:
         return step
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence is done: its blocks go back."""
+        """Remove a sequence that is done and free its blocks."""
         self.leave(sequence)
         self.release(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence runs no more; its blocks stay its own until `release`."""
+        """Remove a sequence from the running ones. It keeps its blocks until `release`."""
         del self.running[sequence]
         self.leaving[sequence] = None
         self._lengths.record(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """No step reads the blocks of a sequence that leaves any more: they go back."""
+        """Free the blocks of a sequence that left, once no in-flight step reads them."""
         del self.leaving[sequence]
         self._release(sequence)
         self._patience = 0
 
     def has_room(self) -> bool:
-        """Whether the next step can run all that would run in it without preempting any."""
+        """Whether the next step can run every running sequence without a preemption."""
         if self._most <= self.pool.total:
             return True
         missing, budget = 0, self.config.max_num_batched_tokens
@@ -170,7 +170,7 @@ class Scheduler:
         return missing <= self.pool.available
 
     def forget_waiting(self) -> None:
-        """Drop what has not been admitted, and what is kept for it."""
+        """Drop the waiting sequences and their reservations."""
         while self.waiting:
             self._unreserve(self.waiting.popleft())
         self.pool.unreserve(self._next_prefix, self._added)
@@ -203,7 +203,7 @@ class Scheduler:
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int, step: Step) -> bool:
-        """Blocks for so many tokens, by preempting the youngest while needed; False: it was preempted itself."""
+        """Allocate blocks for so many tokens, preempting the youngest if needed. False: this one was preempted."""
         missing = -(-tokens // self.pool.block_size) - len(sequence.blocks)
         if missing <= 0:
             return True
@@ -234,7 +234,7 @@ class Scheduler:
         sequence.reserved = 0
 
     def _sharable(self, sequence: Sequence) -> int:
-        """Prompt blocks that it can take over. The last token is never among them: it has to run."""
+        """How many prompt blocks it could share. The last token is never among them: it has to run."""
         if not self.config.prefix_caching:
             return 0
         return sequence.prompt_blocks(len(sequence) - 1, self.pool.block_size)
@@ -274,7 +274,7 @@ class Scheduler:
             budget -= length
 
     def _take_shared(self, sequence: Sequence) -> None:
-        """Its first blocks, as far as they are cached."""
+        """Acquire its first blocks, as far as they are cached."""
         shared = list(self._shared_blocks(sequence))
         self.pool.acquire(shared)
         sequence.blocks = shared
@@ -291,7 +291,7 @@ class Scheduler:
             yield block
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
-        """Whether it and all that runs can end without a preemption, as far as lengths are known."""
+        """Whether it and the running sequences are expected to end without a preemption."""
         if self._most + self.pool.blocks_for(sequence.max_length) <= self.pool.total:
             return True
         if not self.running and not self.leaving:
@@ -304,11 +304,11 @@ class Scheduler:
         return peak_blocks(ends, self.pool) <= self.pool.total - head_room
 
     def _steps_left(self, sequence: Sequence) -> int:
-        """After this one, if it reads its prompt's rest in this one. The last token is sampled, and never run."""
+        """Steps after this one, if this one runs the rest of its prompt. The last token is sampled, never run."""
         return max(0, self._lengths.longest(sequence) - len(sequence.tokens) - 1)
 
     def _reading(self, sequence: Sequence, budget: int) -> int:
-        """Further steps that reading its prompt takes, with `budget` left in this one; all that runs reads already."""
+        """Further steps that its prompt takes if `budget` tokens of it run in this one."""
         left = len(sequence.tokens) - len(sequence.blocks) * self.pool.block_size - budget
         return -(-left // max(1, self.config.max_num_batched_tokens - len(self.running))) if left > 0 else 0
 

@@ -1,4 +1,4 @@
-"""A Request in flight."""
+"""A request that the engine is working on: its tokens, blocks and state."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class Sequence:
     max_length: int  # prompt and output together may not grow beyond this
     stop_stream: StopStream | None = None
     computed: int = 0  # tokens whose K and V are in the cache
-    pending: int = (
-        0  # its last so many tokens are still on the device; what stands in their place means nothing
-    )
+    pending: int = 0  # how many of its last tokens are placeholders, whose values are still on the device
     high_water: int = 0  # most tokens that were ever computed: less than that again is recomputation
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
@@ -50,7 +48,7 @@ class Sequence:
 
     @property
     def exact(self) -> bool:
-        """Whether it is sure to grow to max_length: nothing else can end it."""
+        """Whether nothing but max_length can end it."""
         params = self.request.params
         return params.ignore_eos and not params.stop and not params.stop_token_ids
 
@@ -69,12 +67,12 @@ class Sequence:
         return len(self.tokens) - self.pending
 
     def await_token(self) -> None:
-        """One more token is on its way; the sequence may run on behind it."""
+        """Append a placeholder for a token of an in-flight step, so that the next step can run on behind it."""
         self.tokens.append(0)
         self.pending += 1
 
     def take(self, token: int) -> None:
-        """The next token has come: the first of those that are awaited, if any are."""
+        """Append the next token, or put it in the place of the first placeholder."""
         if self.pending:
             self.tokens[-self.pending] = token
             self.pending -= 1
@@ -82,13 +80,13 @@ class Sequence:
             self.tokens.append(token)
 
     def take_none(self) -> None:
-        """No token has come."""
+        """Remove the first placeholder: its step gave no token."""
         if self.pending:
             del self.tokens[-self.pending]
             self.pending -= 1
 
     def forget_pending(self) -> None:
-        """What is awaited will not be taken: the sequence has ended before."""
+        """Remove all placeholders, because the sequence has ended."""
         if self.pending:
             del self.tokens[-self.pending :]
             self.pending = 0
@@ -103,7 +101,7 @@ class Sequence:
         return self.hashes[index]
 
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
-        """Of the first `count` blocks, which must be full of prompt."""
+        """Digests of the first `count` blocks, which must be full of prompt."""
         if count:
             self.block_hash(count - 1, block_size)
         return self.hashes[:count]

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Arrays = Sequence[NDArray[Any]]
 
 
 class Upload:
-    """Arrays of int32, int64, float32 or float64 on the device, brought there in one transfer from pinned memory, which
-    torch keeps until the transfer is done. On a CPU they are copied, too: the caller may change its arrays at once.
+    """Copies arrays of int32, int64, float32 or float64 to the device in one transfer from pinned memory, which torch
+    keeps until the transfer is done. On a CPU they are copied, too: the caller may change its arrays at once.
     """
 
     def __init__(self, arrays: Arrays, device: torch.device) -> None:
@@ -28,10 +28,7 @@ class Upload:
         ]
 
     def refill(self, arrays: Arrays) -> None:
-        """Other values for the same tensors, once all that was queued before has read the old ones.
-
-        Raises ValueError for other shapes or types.
-        """
+        """Overwrite the tensors, after all work that was queued before. Raises ValueError for other shapes or types."""
         layout = [(array.dtype, array.shape) for array in arrays]
         if layout != self._layout:
             raise ValueError(f"{layout} do not fit tensors made for {self._layout}")
@@ -39,7 +36,7 @@ class Upload:
 
 
 def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
-    """The tensors of an `Upload` that is not refilled."""
+    """Copies arrays to the device in one transfer; see Upload."""
     return Upload(arrays, device).tensors
 
 
@@ -63,7 +60,7 @@ def _viewed(flat: Tensor, place: int, array: NDArray[Any]) -> Tensor:
 
 
 class Download:
-    """Tokens on their way to the host: `tokens` waits for them, and for nothing that was queued after them."""
+    """Copies tokens to the host. `tokens` waits for this copy and for nothing that was queued after it."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

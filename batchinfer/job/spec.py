@@ -138,22 +138,25 @@ class SamplingSpec(Spec):
     max_tokens: Whole = Field(default=256, description="Most tokens of an answer.")
     min_tokens: int = Field(default=0, ge=0, le=INT32_MAX, description="No end before so many tokens.")
     temperature: float = Field(
-        default=0.0, ge=0, le=100, description="0: always the likeliest token. Higher: more random."
+        default=0.0, ge=0, le=100, description="0: always the most likely token. Higher: more random."
     )
     top_p: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Draw only from the likeliest tokens that make up this much probability. 1: off.",
+        description="Draw only from the most likely tokens that together have this much probability. 1: off.",
     )
     top_k: int = Field(
-        default=0, ge=0, le=INT32_MAX, description="Draw only from so many likeliest tokens. 0: off."
+        default=0,
+        ge=0,
+        le=INT32_MAX,
+        description="Draw only from this many of the most likely tokens. 0: off.",
     )
     min_p: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Drop tokens less likely than this share of the likeliest. 0: off.",
+        description="Drop tokens less likely than this share of the most likely one. 0: off.",
     )
     seed: int = Field(
         default=0,

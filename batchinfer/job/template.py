@@ -34,7 +34,7 @@ prompt:
 
 sampling:
   max_tokens: @MAX_TOKENS@
-  temperature: 0          # 0: always the likeliest token
+  temperature: 0          # 0: always the most likely token
   top_p: 1
   top_k: 0
   seed: 0

@@ -102,9 +102,9 @@ class Decoder:
         """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
         return self._head(self._normed(hidden))
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         """hidden: as for `logits` → (n,) int64, the argmax of the logits; NO_TOKEN where they are no finite numbers."""
-        return self._head.likeliest(self._normed(hidden))
+        return self._head.argmax(self._normed(hidden))
 
     def _normed(self, hidden: Tensor) -> Tensor:
         normed, _ = self._ops.rms_norm(hidden, self._final_norm, self.config.rms_eps)

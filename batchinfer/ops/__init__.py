@@ -1,1 +1,1 @@
-"""What a model calls. One interface, one implementation per kind of device, chosen once by `choose_ops`."""
+"""The operators that a model calls: one interface, one implementation a device, chosen once by `choose_ops`."""

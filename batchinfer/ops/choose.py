@@ -1,4 +1,4 @@
-"""The one place that decides which operators a model gets."""
+"""Chooses the operators of a model."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class LibraryHead(Head):
             return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), self._weight.float())
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         return sample(self(x))
 
 
@@ -65,7 +65,7 @@ class InvariantHead(Head):
     def __call__(self, x: Tensor) -> Tensor:
         return matmul(x, self._weight, out_dtype=torch.float32, deterministic=True)
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         return sample(self(x))
 
 
@@ -92,5 +92,5 @@ class Int8Head(Head):
     def __call__(self, x: Tensor) -> Tensor:
         return int8_matmul(x, self._codes, self._scales, out_dtype=torch.float32)
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         return sample(self(x))

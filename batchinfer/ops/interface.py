@@ -29,7 +29,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where the tokens of a step stand. T tokens of S sequences, one chunk a sequence, in order.
+    """Positions and cache slots of a step's tokens: T tokens of S sequences, one chunk a sequence, in order.
 
     Lengths are plain ints: the host made them, and no operator should have to ask the device for them.
     """
@@ -64,7 +64,7 @@ class Linear(ABC):
 class Head(Linear):
     """The layer that makes logits, float32."""
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         """(T,) int64: the token with the greatest logit, the lowest of equals; NO_TOKEN where that is not finite or a
         logit is no number."""
         best, tokens = self(x).max(-1)
@@ -72,7 +72,7 @@ class Head(Linear):
 
 
 class AttentionPlan(ABC):
-    """What an implementation prepares once a step and reads in every layer."""
+    """Prepared by an implementation once a step, and read in every layer."""
 
     padded_tokens: int  # query positions computed only as padding
 
@@ -83,7 +83,7 @@ class FixedPlan(AttentionPlan):
     @property
     @abstractmethod
     def sizes(self) -> Hashable:
-        """What is launched depends on these, beside the number of rows and the bound of the contexts."""
+        """The sizes, beside the number of rows and the bound of the contexts, that the launches depend on."""
 
     @abstractmethod
     def refill(self, other: FixedPlan) -> None:

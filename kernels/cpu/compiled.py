@@ -96,7 +96,7 @@ class CompiledOperators:
         self._multiply(x, weight, y, _KINDS[weight.kind])
         return y
 
-    def greatest(self, x: Tensor, weight: PackedWeight) -> Tensor:
+    def argmax(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """(T,) int64: the column where each row of the product is greatest, the lowest of equals; -1 where that is not
         finite or any column is no number. The product, of kind "float", is never written."""
         found = torch.zeros(x.shape[0], dtype=torch.int64)

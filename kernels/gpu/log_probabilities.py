@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and likeliest tokens: batchinfer_kernels.cost.log_probabilities_cost."""
+"""Log-probabilities of chosen and most likely tokens: batchinfer_kernels.cost.log_probabilities_cost."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 @triton.jit
 def _log_probabilities_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, sum_ptr, chunks, chosen_ptr, most,
-    of_chosen_ptr, likeliest_ptr, ids_ptr,
+    of_chosen_ptr, top_ptr, ids_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. The next likeliest token is the best of the chunks' best ones; its chunk is then read again
+    """One program a row. The next most likely token is the best of the chunks' best ones; its chunk is then read again
     for the best of what comes after it."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)
@@ -38,7 +38,7 @@ def _log_probabilities_kernel(
     tl.store(of_chosen_ptr + row, tl.where(known, value - lse, float("nan")))
     for rank in range(0, most):
         best, token = best_of(bests, firsts)
-        tl.store(likeliest_ptr + row * most + rank, tl.where(sound, best - lse, float("nan")))
+        tl.store(top_ptr + row * most + rank, tl.where(sound, best - lse, float("nan")))
         tl.store(ids_ptr + row * most + rank, tl.where(sound, token, _NO_TOKEN).to(tl.int64))
         chunk = token // CHUNK
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -53,25 +53,25 @@ def _log_probabilities_kernel(
 def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """See batchinfer_kernels.log_probabilities.log_probabilities_reference. Rows of logits may be strided.
 
-    What is launched depends on the shape of logits. The likeliest tokens of a row are found one after the other, each
+    What is launched depends on the shape of logits. The most likely tokens of a row are found one after the other, each
     for the price of a chunk: meant for some tens of them.
     """
     check_log_probabilities(logits, chosen, most)
     check_logits(logits)
     rows, vocab = logits.shape
     of_chosen = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    likeliest = torch.empty((rows, most), dtype=torch.float32, device=logits.device)
-    likeliest_ids = torch.empty((rows, most), dtype=torch.int64, device=logits.device)
+    top = torch.empty((rows, most), dtype=torch.float32, device=logits.device)
+    top_ids = torch.empty((rows, most), dtype=torch.int64, device=logits.device)
     if rows:
         best, ids, sums = chunk_best(logits, with_sums=True)
         places = (logits, logits.stride(0), vocab, best, ids, sums, best.shape[1], chosen.contiguous(), most)
         _log_probabilities_kernel[(rows,)](
             *places,
             of_chosen,
-            likeliest,
-            likeliest_ids,
+            top,
+            top_ids,
             CHUNK=CHUNK,
             CHUNKS=triton.next_power_of_2(best.shape[1]),
             num_warps=8,
         )
-    return of_chosen, likeliest, likeliest_ids
+    return of_chosen, top, top_ids

@@ -2,7 +2,7 @@
 
 A token's key is the bits of exp((logit - greatest) / temperature), a float32 in [0, 1], which as an integer is
 ordered as the probabilities are. Its weight is that number as a multiple of 2^-44, an integer: sums of weights are
-exact, the same in any order, however a row is cut into tiles. Less than 2^-44 of the likeliest token's is 0.
+exact, the same in any order, however a row is cut into tiles. Less than 2^-44 of the most likely token's is 0.
 
 What top-k, top-p and min-p leave is all above some key, and so many of those at it, by their ids. The key is found by
 narrowing a bracket, four parts a pass, until what lies within is few enough to be held at once and searched on the

@@ -76,7 +76,7 @@ def measured(
         f"mean {found.mean():.2e}, 99th percentile {found.quantile(0.99):.2e}, largest {found.max():.2e} nats"
     )
     print(f"KL(bfloat16 || {dtype}, {quantization}) over {len(found)} positions of {len(rows)} rows: {said}")
-    print(f"the likeliest token is the same at {same:.3%} of them")
+    print(f"the most likely token is the same at {same:.3%} of them")
     return found
 
 

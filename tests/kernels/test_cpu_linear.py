@@ -171,7 +171,7 @@ def test_the_greatest_result_is_the_first_of_equals(seed, dtype, rows, outputs, 
         packed = compiled.pack_linear(weight, None, "float")
         logits = compiled.linear(x, packed)
     with threads_of(threads):
-        got = compiled.greatest(x, packed)
+        got = compiled.argmax(x, packed)
     wanted = [row.index(max(row)) for row in logits.tolist()]
     assert got.tolist() == wanted
 
@@ -187,7 +187,7 @@ def test_the_greatest_of_no_numbers_is_none(compiled, dtype, bad):
     x[2, 0] = bad  # so are all columns
     x[3, 2] = -1.0  # column 129 is the greatest
     x[4] = -0.0
-    assert compiled.greatest(x, packed).tolist() == [0, -1, -1, 129, 0]
+    assert compiled.argmax(x, packed).tolist() == [0, -1, -1, 129, 0]
 
 
 def test_one_column_that_is_not_finite_is_enough(compiled):

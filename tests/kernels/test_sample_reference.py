@@ -91,9 +91,9 @@ def test_all_steps_are_those_of_the_engine(seed):
 
 def test_log_probabilities_by_hand():
     logits = torch.tensor([[0.0, 0.0, float("-inf")], [1.0, 2.0, 0.5]]).log()
-    of_chosen, likeliest, ids = log_probabilities_reference(logits[1:], torch.tensor([2]), 2)
+    of_chosen, top, ids = log_probabilities_reference(logits[1:], torch.tensor([2]), 2)
     torch.testing.assert_close(of_chosen.exp(), torch.tensor([0.5 / 3.5]))
-    torch.testing.assert_close(likeliest.exp(), torch.tensor([[2 / 3.5, 1 / 3.5]]))
+    torch.testing.assert_close(top.exp(), torch.tensor([[2 / 3.5, 1 / 3.5]]))
     assert ids.tolist() == [[1, 0]]
     broken = log_probabilities_reference(logits[:1], torch.tensor([NO_TOKEN]), 1)
     assert broken[0].isnan().all()

@@ -100,7 +100,7 @@ class HashingModel:
             logits[hidden[:, 0] % self.nan_every == 0] = float("nan")
         return logits
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         best, tokens = self.logits(hidden).max(-1)
         return torch.where(best.isfinite(), tokens, -1)
 

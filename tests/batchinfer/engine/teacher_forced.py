@@ -39,7 +39,7 @@ class ForcedSampler(Sampler):
     rows: Seq[Row] = ()
     seen: dict[Place, Tensor] = field(default_factory=dict)
 
-    def takes_likeliest(self, sequences: list[Sequence]) -> bool:
+    def takes_argmax(self, sequences: list[Sequence]) -> bool:
         return False
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:

@@ -81,7 +81,7 @@ class RecordingSampler(Sampler):
 
     seen: dict[tuple[bytes, int], torch.Tensor] = field(default_factory=dict)
 
-    def takes_likeliest(self, sequences: list[Sequence]) -> bool:
+    def takes_argmax(self, sequences: list[Sequence]) -> bool:
         return False
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:

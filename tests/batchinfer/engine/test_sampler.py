@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from batchinfer.engine.draws import philox, uniforms
-from batchinfer.engine.sampler import Sampler, keep_likeliest
+from batchinfer.engine.sampler import Sampler, keep_top
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import NO_TOKEN
 from batchinfer.request import Request, SamplingParams
@@ -128,14 +128,14 @@ def test_rows_without_finite_logits_are_told_apart():
     assert Sampler(frozenset()).sample(logits, rows) == [0, NO_TOKEN, NO_TOKEN]
 
 
-def test_nucleus_always_keeps_the_likeliest_token():
+def test_nucleus_always_keeps_the_argmax():
     probabilities = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
-    keep_likeliest(probabilities, [0], [1e-9])
+    keep_top(probabilities, [0], [1e-9])
     assert probabilities.tolist() == [[0.0, 0.5, 0.0]]
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-37, 1e-46, 5e-324])
-def test_the_smallest_temperatures_draw_the_likeliest_token(temperature):
+def test_the_smallest_temperatures_draw_the_argmax(temperature):
     """Divided by it a score is infinite: a token beyond the vocabulary was drawn, which ends the engine."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 10
     wanted = logits.argmax(-1).tolist()

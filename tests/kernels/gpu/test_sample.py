@@ -167,7 +167,7 @@ def test_rows_that_are_not_numbers(device, kind):
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-37, 1e-44])
-def test_the_smallest_temperatures_draw_the_likeliest_token(device, temperature):
+def test_the_smallest_temperatures_draw_the_argmax(device, temperature):
     logits = some_logits(2, 50, 10.0, device)
     got = sample(logits, row_sampling([{"temperature": temperature, "top_p": 0.9}] * 2, device))
     assert torch.equal(got, logits.argmax(-1))
