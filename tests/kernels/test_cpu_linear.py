@@ -195,7 +195,7 @@ def test_one_column_that_is_not_finite_is_enough(compiled):
     weight = torch.tensor([[1.0], [0.5], [-1.0]]) * 3e38
     packed = compiled.pack_linear(weight, None, "float")
     assert compiled.linear(torch.tensor([[1.5]]), packed)[0].isinf().tolist() == [True, False, True]
-    assert compiled.greatest(torch.tensor([[1.5], [-1.5], [1.0]]), packed).tolist() == [-1, -1, 0]
+    assert compiled.argmax(torch.tensor([[1.5], [-1.5], [1.0]]), packed).tolist() == [-1, -1, 0]
     weight = torch.tensor([[1.0], [-4.0]]) * 3e38
     packed = compiled.pack_linear(weight, None, "float")
-    assert compiled.greatest(torch.tensor([[0.5]]), packed).tolist() == [0]
+    assert compiled.argmax(torch.tensor([[0.5]]), packed).tolist() == [0]
