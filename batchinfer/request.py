@@ -6,8 +6,8 @@ No torch, no files: every room may import this.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,23 +53,25 @@ class SamplingParams:
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
-    def canonical(self) -> SamplingParams:
-        """The same answer, fewer spellings: greedy work ignores what only shapes random draws."""
-        if not self.greedy:
-            return self
-        kept = {f.name: getattr(self, f.name) for f in fields(self)}
-        return SamplingParams(**{**kept, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0})
+    def canonical(self) -> Self:
+        """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
+        stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))
+        ordered = replace(self, stop=stops, stop_token_ids=ids)
+        return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
 
     def to_json(self) -> str:
-        """Canonical JSON (sorted keys, no spaces): equal parameters give equal text."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        """Canonical JSON (sorted keys, no spaces): equal parameters give equal text.
+
+        A parameter at its default is left out, so that one which is added later changes no stored text and no key.
+        The defaults therefore never change: a stored text without the parameter would then mean another value.
+        """
+        said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     @classmethod
-    def from_json(cls, text: str) -> SamplingParams:
+    def from_json(cls, text: str) -> Self:
         raw: dict[str, Any] = json.loads(text)
-        raw["stop"] = tuple(raw["stop"])
-        raw["stop_token_ids"] = tuple(raw["stop_token_ids"])
-        return cls(**raw)
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

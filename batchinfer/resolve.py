@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig
 from batchinfer.errors import JobFileError, Mistake
@@ -18,6 +18,14 @@ from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import DecoderShape, Peaks
 
 Device = Literal["cpu", "cuda"]
+# What the context of a work key says by leaving it out. These never change: a stored key would mean another value.
+_ABSENT: Mapping[str, Any] = {
+    "quantization": "none",
+    "linear": "compiled",
+    "deterministic": False,
+    "block_size": "auto",
+    "device": "cpu",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +58,32 @@ class Setting:
         return checkpoint.config.decoder_shape(itemsize, 1 if self.quantization == "int8" else itemsize)
 
     def context(self, checkpoint: Checkpoint, model_fingerprint: str, tokenizer_fingerprint: str) -> bytes:
-        """sha256 over everything but the row itself that can change an answer; the first part of every work key."""
+        """sha256 over everything but the row itself that can change an answer; the first part of every work key.
+
+        An option at its default is absent, so that one which is added later throws no stored answer away.
+        """
         parts = {
-            "task": "generate",
             "model": model_fingerprint,
             "tokenizer": tokenizer_fingerprint,
             "dtype": self.dtype,
-            "quantization": self.quantization,
             "max_model_len": self.max_model_len,
             "eos": sorted(checkpoint.config.eos_token_ids),
             "numerics": NUMERICS_VERSION,
         }
-        if self.deterministic:  # only then: answers stored before there was such an option stay valid
-            parts |= {
-                "deterministic": True,
-                "block_size": self.block_size,
-            }  # blocks decide in what order is added
-            if self.device != "cpu":  # and so do a device's operators; a CPU's answers have no such part
-                parts["device"] = self.device
-        if self.linear != "compiled":  # absent where it is the default, so that stored answers stay valid
-            parts["linear"] = self.linear
+        parts |= {name: value for name, value in self._options().items() if value != _ABSENT[name]}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+    def _options(self) -> dict[str, Any]:
+        """What can change an answer and has a default. Blocks and a device's operators decide in what order is added,
+        which counts only where the bits are promised."""
+        options = {
+            "quantization": self.quantization,
+            "linear": self.linear,
+            "deterministic": self.deterministic,
+        }
+        if self.deterministic:
+            options |= {"block_size": self.block_size, "device": self.device}
+        return options
 
     def engine_config(self, job: Job, longest: int) -> EngineConfig:
         """`longest`: tokens, prompt and output, of the longest sequence that is to run."""

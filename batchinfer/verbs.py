@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from batchinfer.data.verify import Problem, verify_result, verify_store
 from batchinfer.job import Job
 from batchinfer.preflight import check_input, check_setup, first_index, rehearse
 from batchinfer.report.doctor import Fact, doctor
+from batchinfer.request import SamplingParams
 from batchinfer.sizes import size
 
 TOKENS_SHOWN = 64  # of a previewed prompt: what is amiss with a template shows at its ends
@@ -100,7 +101,7 @@ def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> Previ
         return PreviewedRow(*place, error={"code": row["error_code"], "message": row["error_message"]})
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
     text = tokenizer.rust.decode(ids, skip_special_tokens=False)
-    return PreviewedRow(*place, text, ids, json.loads(row["params"]))
+    return PreviewedRow(*place, text, ids, asdict(SamplingParams.from_json(row["params"])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,7 @@ from batchinfer.data.part_writer import PART_ROWS, rewrite_part
 from batchinfer.data.rows import row_error
 from batchinfer.data.token_store import TokenStore
 
-_WORK_COLUMNS = ("key", "token_offset", "token_count", "params", "expected_tokens", *PREFIX_COLUMNS)
-# Canonical parameters (sorted keys) of greedy work hold exactly this; in a stop string its quotes are escaped.
-_GREEDY = '%"temperature":0.0,%'
+_WORK_COLUMNS = ("key", "token_offset", "token_count", "params", "greedy", "expected_tokens", *PREFIX_COLUMNS)
 
 
 def refuse_repeated_ids(parts: Sequence[Path], spill: Path, ops: FileOps) -> int:
@@ -41,7 +39,7 @@ def number_equal_samples(
     """Give the k-th of otherwise equal sampled rows a key that says k; how many rows were given one."""
     query = (
         "SELECT row_id, k FROM (SELECT row_id, row_number() OVER (PARTITION BY key ORDER BY row_id) - 1 AS k "
-        f"FROM {parquet(parts)} WHERE key IS NOT NULL AND params NOT LIKE '{_GREEDY}') "
+        f"FROM {parquet(parts)} WHERE key IS NOT NULL AND NOT greedy) "
         "WHERE k > 0 ORDER BY row_id"
     )
 

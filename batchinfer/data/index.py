@@ -24,7 +24,7 @@ from batchinfer.data.keys import PREFIX_COLUMNS
 from batchinfer.data.token_store import TokenStore
 from batchinfer.errors import StorageError
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
 MARKER = "index.json"
 ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of other input has no such column
 INDEX_SCHEMA = pa.schema(
@@ -36,7 +36,8 @@ INDEX_SCHEMA = pa.schema(
         ("key", pa.binary(32)),
         ("token_offset", pa.int64()),
         ("token_count", pa.int32()),
-        ("params", pa.string()),
+        ("params", pa.string()),  # `SamplingParams.to_json()`
+        ("greedy", pa.bool_()),
         ("expected_tokens", pa.int32()),
         *((name, pa.int64()) for name in PREFIX_COLUMNS),
         ("error_code", pa.string()),

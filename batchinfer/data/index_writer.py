@@ -15,7 +15,7 @@ from batchinfer.data.part_writer import PartWriter
 from batchinfer.data.prepare import Prepared
 from batchinfer.data.rows import RowBatch
 from batchinfer.data.token_store import TokenWriter
-from batchinfer.request import RowError
+from batchinfer.request import RowError, SamplingParams
 
 
 class IndexWriter:
@@ -66,14 +66,10 @@ class IndexWriter:
         offsets = start + np.concatenate([[0], np.cumsum(counts, dtype=np.int64)[:-1]])
         keys = np.zeros((size, 32), np.uint8)
         keys[alive] = np.frombuffer(done.keys, np.uint8).reshape(-1, 32)
-        texts: list[str | None] = [None] * size
-        for position, number in zip(alive.tolist(), done.params_of, strict=True):
-            texts[position] = done.params[number] if not dead[position] else None
-        columns = {
+        columns = _params_columns(size, alive.tolist(), done) | {
             "token_offset": pa.array(offsets, pa.int64(), mask=dead),
             "token_count": pa.array(counts, pa.int32(), mask=dead),
             "expected_tokens": pa.array(expected.astype(np.int32), pa.int32(), mask=dead),
-            "params": pa.array(texts, pa.string()),
             "key": pa.array(
                 [None if d else k.tobytes() for k, d in zip(keys, dead, strict=True)], pa.binary(32)
             ),
@@ -95,6 +91,17 @@ class IndexWriter:
     def __exit__(self, *_: object) -> None:
         self._parts.__exit__()
         self._tokens.__exit__(None)
+
+
+def _params_columns(size: int, alive: Sequence[int], done: Prepared) -> dict[str, pa.Array]:
+    greedy = [SamplingParams.from_json(text).greedy for text in done.params]
+    numbers: list[int | None] = [None] * size
+    for position, number, tokens in zip(alive, done.params_of, done.counts, strict=True):
+        numbers[position] = number if tokens else None  # a row without tokens is an error row
+    return {
+        "params": pa.array([None if n is None else done.params[n] for n in numbers], pa.string()),
+        "greedy": pa.array([None if n is None else greedy[n] for n in numbers], pa.bool_()),
+    }
 
 
 def _prefix_columns(

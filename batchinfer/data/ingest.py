@@ -41,7 +41,7 @@ from batchinfer.request import RowError, SamplingParams
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-INGEST_FORMAT = 2  # raise it when equal input would give another index
+INGEST_FORMAT = 3  # raise it when equal input would give another index
 
 
 @dataclass(frozen=True, slots=True)

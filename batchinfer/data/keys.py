@@ -15,11 +15,15 @@ PREFIX_COLUMNS = tuple(f"p{n}" for n in PREFIX_LENGTHS)
 def work_key(context: bytes, params_json: str, tokens: bytes, occurrence: int = 0) -> bytes:
     """32 bytes: equal only for work with equal answers. `tokens` are little-endian int32.
 
-    Every part is preceded by its length, so that no two different works give the same bytes to hash.
+    What is at its default is absent: from `context` and `params_json`, and the occurrence 0. An option that is added
+    later then moves no key of work that does not use it. Every part is preceded by its length, so that no two
+    different works give the same bytes to hash.
     """
-    params = params_json.encode()
+    parts = [context, params_json.encode(), tokens]
+    if occurrence:
+        parts.append(f"occurrence {occurrence}".encode())
     digest = hashlib.sha256()
-    for part in (context, params, tokens, str(occurrence).encode()):
+    for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()

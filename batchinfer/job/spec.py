@@ -357,18 +357,15 @@ class Job(Spec):
     def identity_json(self) -> str:
         """Canonical JSON of what decides which rows there are and what they hold; not of how they are made.
 
-        An option that is younger than results that are still there is left out at its default: they stay current.
+        An option at its default is left out, so that results stay current when one is added to this class.
         """
-        dump = self.model_dump(mode="json")
-        identity = {key: dump[key] for key in ("model", "input", "prompt", "sampling")}
-        if self.model.quantization == "none":
-            del identity["model"]["quantization"]
-        if not self.sampling.from_columns:
-            del identity["sampling"]["from_columns"]
-        del identity["input"]["sql_memory"]
-        identity["columns"] = dump["output"]["columns"]
+        dump = self.model_dump(mode="json", exclude_defaults=True)
+        identity = {key: dump[key] for key in ("model", "input", "prompt", "sampling") if key in dump}
+        identity["input"].pop("sql_memory", None)
+        if columns := dump["output"].get("columns"):
+            identity["columns"] = columns
         if self.prompt is None:  # a parameter that is written out counts there, even with its default
-            identity["sampling"] = {name: dump["sampling"][name] for name in sorted(self.sampling.given())}
+            identity["sampling"] = self.sampling.given()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def describe(self) -> str:

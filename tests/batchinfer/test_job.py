@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from batchinfer.data.result_rows import RESULT_SCHEMA
 from batchinfer.data.sampling_fields import override
 from batchinfer.errors import Mistake
-from batchinfer.job import EngineSpec, Job, SamplingSpec, load_job
+from batchinfer.job import EngineSpec, InputSpec, Job, ModelSpec, PromptSpec, SamplingSpec, load_job
 from batchinfer.job.check import RESULT_COLUMNS
 from batchinfer.request import SamplingParams
 
@@ -320,12 +321,72 @@ def test_a_parameter_that_is_written_out_counts_for_openai_requests(tmp_path: Pa
     assert "as OpenAI's API does" in plain.describe()
 
 
-def test_the_identity_of_an_older_job_stays(tmp_path: Path) -> None:
+# What published results were made of. None of this may ever change: an option that is added later is absent at its
+# default, and the defaults stay.
+PLAIN: dict[str, Any] = {
+    "input": {"path": "/rows.jsonl"},
+    "model": {"path": "/m"},
+    "prompt": {"user": "{{ q }}"},
+}
+INT8 = {"path": "/m", "dtype": "float32", "max_model_len": 64, "quantization": "int8"}
+SAMPLED = {"temperature": 0.5, "stop": ["x"], "from_columns": [["seed", "seed"]]}
+FEW = {"path": "/rows.jsonl", "limit": 5, "id": "n"}
+IDENTITIES: list[tuple[tuple[tuple[str, str], ...], dict[str, Any]]] = [
+    ((), PLAIN),
+    (
+        (("model.quantization", "int8"), ("model.dtype", "float32"), ("model.max_model_len", "64")),
+        {**PLAIN, "model": INT8},
+    ),
+    (
+        (("sampling.temperature", "0.5"), ("sampling.stop", "[x]"), ("sampling.from_columns", "[seed]")),
+        {**PLAIN, "sampling": SAMPLED},
+    ),
+    (
+        (("input.limit", "5"), ("input.id", "n"), ("output.columns", "[a]")),
+        {**PLAIN, "input": FEW, "columns": ["a"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "wanted"), IDENTITIES)
+def test_the_identity_of_an_older_job_stays(
+    tmp_path: Path, settings: tuple[tuple[str, str], ...], wanted: dict[str, Any]
+) -> None:
     """Results that were published before there was an option are still those of the job that leaves it out."""
-    identity = json.loads(load(tmp_path).identity_json())
-    assert set(identity["model"]) == {"path", "dtype", "max_model_len"}
-    assert "sql_memory" not in identity["input"]
-    assert "from_columns" not in identity["sampling"]
+    text = load(tmp_path, MINIMAL, *settings).identity_json()
+    assert json.loads(text.replace(str(tmp_path), "")) == wanted
+
+
+def test_the_defaults_of_a_job_are_those_of_the_parameters() -> None:
+    """Both are absent from what is stored, so they must mean the same."""
+    assert SamplingSpec().params() == SamplingParams()
+
+
+def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
+    """With another default, a stored identity without the option would mean another job."""
+    sections = (ModelSpec, InputSpec, PromptSpec)
+    found = [{n: f.default for n, f in s.model_fields.items() if not f.is_required()} for s in sections]
+    assert found == [
+        {"dtype": "auto", "quantization": "none", "max_model_len": None},
+        {
+            "path": None,
+            "sql": None,
+            "sql_memory": "auto",
+            "format": "auto",
+            "id": None,
+            "unique_ids": False,
+            "limit": None,
+            "max_line_bytes": 2**24,
+        },
+        {
+            "system": None,
+            "user": None,
+            "messages": None,
+            "text": None,
+            "token_ids": None,
+            "truncate": "error",
+        },
+    ], "a new option is added here; one that is here never changes"
 
 
 @pytest.mark.parametrize(
