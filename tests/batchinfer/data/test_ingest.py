@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data import render_worker
-from batchinfer.data.index import Index
+from batchinfer.data.index import INDEX_FORMAT, Index
 from batchinfer.data.ingest import Progress, ingest
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import InputCorrupt, JobFileError, StorageError, Unavailable
@@ -545,8 +545,8 @@ def test_a_complete_index_is_used_again(folder: Path) -> None:
 def test_an_index_of_a_newer_format_is_refused(folder: Path) -> None:
     index = ingest_rows(folder, [{"text": "a"}])
     marker = index.folder / "index.json"
-    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 2}))
-    with pytest.raises(StorageError, match="index format 2"):
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": INDEX_FORMAT + 1}))
+    with pytest.raises(StorageError, match=f"index format {INDEX_FORMAT + 1}"):
         Index.open(index.folder)
 
 
