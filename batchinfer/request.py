@@ -70,8 +70,9 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        raw: dict[str, Any] = json.loads(text)
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()})
+        values: dict[str, Any] = json.loads(text)
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

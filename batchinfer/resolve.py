@@ -76,7 +76,7 @@ class Setting:
     def _options(self) -> dict[str, Any]:
         """What can change an answer and has a default. Blocks and a device's operators decide in what order is added,
         which counts only where the bits are promised."""
-        options = {
+        options: dict[str, Any] = {
             "quantization": self.quantization,
             "linear": self.linear,
             "deterministic": self.deterministic,

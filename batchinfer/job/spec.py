@@ -360,7 +360,9 @@ class Job(Spec):
         An option at its default is left out, so that results stay current when one is added to this class.
         """
         dump = self.model_dump(mode="json", exclude_defaults=True)
-        identity = {key: dump[key] for key in ("model", "input", "prompt", "sampling") if key in dump}
+        identity: dict[str, Any] = {
+            key: dump[key] for key in ("model", "input", "prompt", "sampling") if key in dump
+        }
         identity["input"].pop("sql_memory", None)
         if columns := dump["output"].get("columns"):
             identity["columns"] = columns
