@@ -292,7 +292,7 @@ class _Run:
         options = IngestOptions(
             context=context,
             max_model_len=self.setting.max_model_len,
-            vocab_size=self.checkpoint.config.vocab,
+            vocab_size=self.checkpoint.spec.vocab,
             now=self.now,
         )
 
@@ -327,8 +327,8 @@ class _Run:
 
     def _forecast(self, plan: Plan) -> Forecast:
         config = self.setting.engine_config(self.job, plan.longest)
-        shape = self.setting.decoder_shape(self.checkpoint)
-        return forecast(plan, shape, config.peaks, config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
+        cost = self.setting.model_cost(self.checkpoint)
+        return forecast(plan, cost, config.peaks, config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
 
     def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:
         """The engine's part. On a signal: what runs may finish, all that is finished is committed."""

@@ -132,7 +132,7 @@ def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
     options = IngestOptions(
         context=b"",
         max_model_len=setup.setting.max_model_len,
-        vocab_size=setup.checkpoint.config.vocab,
+        vocab_size=setup.checkpoint.spec.vocab,
         now=datetime.now().astimezone(),
         workers=1,
         sample=Sample(rows),

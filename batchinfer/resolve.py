@@ -13,9 +13,10 @@ from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig
 from batchinfer.errors import JobFileError, Mistake
 from batchinfer.job import Job
 from batchinfer.models.checkpoint import Checkpoint
+from batchinfer.models.model_cost import model_cost
 from batchinfer.report.hardware import Hardware, detect, has_bf16_tiles, has_fast_bf16, nvidia_gpus
 from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
-from batchinfer_kernels.cost import DecoderShape, Peaks
+from batchinfer_kernels.cost import ModelCost, Peaks
 
 Device = Literal["cpu", "cuda"]
 # What the context of a work key says by leaving it out. These never change: a stored key would mean another value.
@@ -52,10 +53,10 @@ class Setting:
         """What the hardware reaches in this arithmetic; None where that is not known."""
         return self.hardware.peaks(self.dtype, self.quantization)
 
-    def decoder_shape(self, checkpoint: Checkpoint) -> DecoderShape:
-        """The model's sizes as it will lie in memory."""
+    def model_cost(self, checkpoint: Checkpoint) -> ModelCost:
+        """What steps of the model cost as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
-        return checkpoint.config.decoder_shape(itemsize, 1 if self.quantization == "int8" else itemsize)
+        return model_cost(checkpoint.spec, itemsize, 1 if self.quantization == "int8" else itemsize)
 
     def context(self, checkpoint: Checkpoint, model_fingerprint: str, tokenizer_fingerprint: str) -> bytes:
         """sha256 over everything but the row itself that can change an answer; the first part of every work key.
@@ -67,7 +68,7 @@ class Setting:
             "tokenizer": tokenizer_fingerprint,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
-            "eos": sorted(checkpoint.config.eos_token_ids),
+            "eos": sorted(checkpoint.spec.eos_token_ids),
             "numerics": NUMERICS_VERSION,
         }
         parts |= {name: value for name, value in self._options().items() if value != _ABSENT[name]}
@@ -115,7 +116,7 @@ def resolve(job: Job, checkpoint: Checkpoint) -> Setting:
         if job.model.dtype != "auto"
         else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
     )
-    positions = checkpoint.config.max_positions
+    positions = checkpoint.spec.max_positions
     mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, dtype, job)]
     if mistakes:
         raise JobFileError(str(job.source), mistakes)

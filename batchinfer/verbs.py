@@ -32,7 +32,7 @@ def validate_job(job: Job) -> list[str]:
     setup = check_setup(job, state)
     checkpoint, setting, tokenizer = setup.checkpoint, setup.setting, setup.tokenizer
     found = [
-        f"model: {checkpoint.config.family}, {size(checkpoint.weight_bytes)} of weights, "
+        f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "
         f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),

@@ -7,7 +7,7 @@ roofline bound of Williams et al. (2009): max(flops / peak, bytes / bandwidth).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Inputs whose codes are packed together, as batchinfer_kernels.quantized_matmul packs them
 PACKED_TOGETHER = 128
@@ -37,6 +37,9 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes, self.int8_ops + other.int8_ops)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return self + other * -1
 
     def __mul__(self, times: int) -> Cost:
         return Cost(self.flops * times, self.bytes * times, self.int8_ops * times)
@@ -181,41 +184,6 @@ def log_probabilities_cost(rows: int, vocab: int, most: int, itemsize: int) -> C
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """The sizes of a Llama-like decoder, all that its cost depends on."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    itemsize: int  # bytes of an activation and of a cached value
-    weight_itemsize: int  # bytes of a weight of the linear layers; 1: int8
-
-    @property
-    def quantized(self) -> bool:
-        return self.weight_itemsize == 1
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of the linear maps of one layer."""
-        q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * q + 2 * kv + 3 * self.intermediate)
-
-    @property
-    def active_parameters(self) -> int:
-        """Weights that every token multiplies, the head not counted (only sampled rows pass it)."""
-        return self.layers * self.layer_parameters
-
-
-@dataclass(frozen=True, slots=True)
 class StepShape:
     """How much one engine step runs."""
 
@@ -225,50 +193,72 @@ class StepShape:
     kv_tokens: int  # distinct cached tokens read, summed over layers
 
 
-SAMPLED_ONLY = ("final_norm", "lm_head", "sample")  # operators that see nothing but the sampled rows
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """What an operator costs in a step, over all its layers: `step` however much it runs (reading weights), and so much
+    for each of what a StepShape counts. One that is `only_sampled` does not run in a step that samples nothing."""
+
+    name: str
+    step: Cost = Cost()
+    token: Cost = Cost()
+    sampled: Cost = Cost()
+    pair: Cost = Cost()
+    kv_token: Cost = Cost()
+    only_sampled: bool = False
+
+    def __add__(self, other: OperatorCost) -> OperatorCost:
+        parts = [getattr(self, part) + getattr(other, part) for part in _PARTS]
+        return replace(self, **dict(zip(_PARTS, parts, strict=True)), only_sampled=other.only_sampled)
+
+    def __mul__(self, times: int) -> OperatorCost:
+        return replace(self, **{part: getattr(self, part) * times for part in _PARTS})
+
+    def of(self, step: StepShape) -> Cost:
+        """Its cost in one step; nothing where no row passes it."""
+        if not step.tokens or (self.only_sampled and not step.sampled):
+            return Cost()
+        counts = (1, step.tokens, step.sampled, step.pairs, step.kv_tokens)
+        parts = tuple(zip(counts, (getattr(self, part) for part in _PARTS), strict=True))
+        return Cost(
+            sum(count * cost.flops for count, cost in parts),
+            sum(count * cost.bytes for count, cost in parts),
+            sum(count * cost.int8_ops for count, cost in parts),
+        )
 
 
-def decoder_step_costs(shape: DecoderShape, step: StepShape) -> dict[str, Cost]:
-    """Operator name → its cost in one step, over all layers. An operator that no row passes is not run: 0."""
-    costs = _operator_costs(shape, step)
-    if step.tokens and step.sampled:
-        return costs
-    return {n: cost if step.tokens and n not in SAMPLED_ONLY else Cost() for n, cost in costs.items()}
+_PARTS = ("step", "token", "sampled", "pair", "kv_token")
 
 
-def another_step_costs(shape: DecoderShape) -> dict[str, Cost]:
-    """Operator name → what it adds to the same work if that takes one step more: weights are read again."""
-    return _operator_costs(shape, StepShape(0, 0, 0, 0))
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """All that counting needs of a model: what its operators cost, and a few sums. No topology: who knows the model
+    makes it."""
 
+    operators: tuple[OperatorCost, ...]
+    layers: int
+    active_parameters: int  # weights of linear maps that every token multiplies, the head's not among them
+    head_parameters: int
+    kv_bytes_per_token: int  # over all layers
+    itemsize: int  # bytes of an activation and of a cached value
+    weight_itemsize: int  # bytes of a weight of the linear layers; 1: int8
 
-def _operator_costs(shape: DecoderShape, step: StepShape) -> dict[str, Cost]:
-    t, s = step.tokens, shape.itemsize
-    q, kv = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    layer = {
-        "rms_norm": rms_norm_cost(t, shape.hidden, s, residual=True) * 2,
-        "qkv": _linear(shape, t, shape.hidden, q + 2 * kv),
-        "rope_store": rope_store_cost(t, shape.q_heads, shape.kv_heads, shape.head_dim, s),
-        "o": _linear(shape, t, q, shape.hidden),
-        "gate_up": _linear(shape, t, shape.hidden, 2 * shape.intermediate),
-        "activation": gated_activation_cost(t, shape.intermediate, s),
-        "down": _linear(shape, t, shape.intermediate, shape.hidden),
-    }
-    once = {
-        "embedding": embedding_cost(t, shape.hidden, s),
-        "attention": attention_cost(
-            t * shape.layers, step.pairs, step.kv_tokens, shape.q_heads, shape.kv_heads, shape.head_dim, s
-        ),
-        "final_norm": rms_norm_cost(step.sampled, shape.hidden, s, residual=True),
-        "lm_head": _linear(shape, step.sampled, shape.hidden, shape.vocab),
-        "sample": sample_cost(step.sampled, shape.vocab, s),
-    }
-    return {**{name: cost * shape.layers for name, cost in layer.items()}, **once}
+    @property
+    def quantized(self) -> bool:
+        return self.weight_itemsize == 1
 
+    def step(self, step: StepShape) -> dict[str, Cost]:
+        """Operator name → its cost in one step, over all layers. An operator that no row passes is not run: 0."""
+        return {operator.name: operator.of(step) for operator in self.operators}
 
-def _linear(shape: DecoderShape, tokens: int, inputs: int, outputs: int) -> Cost:
-    if shape.quantized:
-        return quantized_linear_cost(tokens, inputs, outputs, shape.itemsize)
-    return linear_cost(tokens, inputs, outputs, shape.itemsize, shape.weight_itemsize)
+    def another_step(self) -> dict[str, Cost]:
+        """Operator name → what it adds to the same work if that takes one step more: weights are read again."""
+        return {operator.name: operator.step for operator in self.operators}
+
+    def model_flops(self, step: StepShape) -> int:
+        """Useful FLOPs as MFU counts them: 2 × active parameters × tokens, the head for sampled rows, and the products
+        of attention."""
+        dense = self.active_parameters * step.tokens + self.head_parameters * step.sampled
+        return 2 * dense + sum(operator.pair.flops for operator in self.operators) * step.pairs
 
 
 def step_total(costs: dict[str, Cost]) -> Cost:
@@ -279,9 +269,3 @@ def step_total(costs: dict[str, Cost]) -> Cost:
 def roofline_seconds(costs: dict[str, Cost], peaks: Peaks) -> float:
     """Sum over operators of their bounds: operators follow one another, so their bounds add up."""
     return sum(cost.seconds(peaks) for cost in costs.values())
-
-
-def model_flops(shape: DecoderShape, step: StepShape) -> int:
-    """Useful FLOPs as MFU counts them: 2 × active parameters × tokens, the head for sampled rows, attention."""
-    dense = 2 * shape.active_parameters * step.tokens + 2 * shape.hidden * shape.vocab * step.sampled
-    return dense + 4 * step.pairs * shape.q_heads * shape.head_dim

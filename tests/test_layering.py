@@ -45,6 +45,26 @@ RULES = (
     Rule(("batchinfer.report",), (*HEAVY, *TEXT, *JOB), "report reads plain numbers"),
     Rule(("batchinfer.pipeline",), TORCH, "the parent process stays free of torch"),
     Rule(("batchinfer.ops", "batchinfer.models"), (*JOB, "batchinfer.engine"), "they know the device only"),
+    Rule(
+        ("batchinfer.ops",),
+        (
+            "batchinfer.models.decoder",
+            "batchinfer.models.block",
+            "batchinfer.models.weights",
+            "batchinfer.models.families",
+        ),
+        "of models, operators know what a layer is: its spec",
+    ),
+    Rule(
+        (
+            "batchinfer.models.spec",
+            "batchinfer.models.parameters",
+            "batchinfer.models.model_cost",
+            "batchinfer.models.families",
+        ),
+        (*TORCH, "batchinfer.ops", "batchinfer.models.decoder"),
+        "what a model is, is read without loading it",
+    ),
     Rule(("batchinfer.engine",), (*TEXT, *FILES, *JOB, "batchinfer.report"), "token ids in, token ids out"),
     Rule(
         ("batchinfer.engine.scheduler", "batchinfer.engine.kv_cache", "batchinfer.engine.sequence"),
@@ -75,7 +95,7 @@ MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__", "batchinfer.bench.gpu_suit
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
 CHILDREN = ("batchinfer.data.render_worker", "batchinfer.launch.worker", "batchinfer.spawning")
 # models/checkpoint.py inspects a checkpoint before anything loads, in the parent
-TORCH_FREE = ("batchinfer.models.checkpoint",)
+TORCH_FREE = ("batchinfer.models.checkpoint", "batchinfer.models.model_cost")
 
 
 def under(module: str, prefix: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from batchinfer.bench.ideal import Ideal, ideal_costs
 from batchinfer.bench.runs import Run
-from batchinfer_kernels.cost import Cost, DecoderShape, Peaks, decoder_step_costs, step_total
+from batchinfer_kernels.cost import Cost, ModelCost, Peaks, step_total
 
 MODEL = ("qkv", "o", "gate_up", "down", "lm_head", "attention")  # the operators whose FLOPs MFU counts
 
@@ -38,31 +38,31 @@ class RunFigures:
     ideal_s: float
 
 
-def operator_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> dict[str, float]:
+def operator_seconds(run: Run, model: ModelCost, peaks: Peaks) -> dict[str, float]:
     """Operator name → the sum of its bounds over the run's steps, recomputed tokens not counted."""
     total: dict[str, float] = {}
-    for costs in _step_costs(run, shape):
+    for costs in _step_costs(run, model):
         for name, cost in costs.items():
             total[name] = total.get(name, 0.0) + cost.seconds(peaks)
     return total
 
 
-def step_bound_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
+def step_bound_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
     """The bound of steps whose operators overlap perfectly: each as one operator."""
-    return sum(step_total(costs).seconds(peaks) for costs in _step_costs(run, shape))
+    return sum(step_total(costs).seconds(peaks) for costs in _step_costs(run, model))
 
 
-def compute_seconds(run: Run, shape: DecoderShape, peaks: Peaks) -> float:
+def compute_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
     """The time that the useful FLOPs of the model take at the peaks: MFU is this over the wall time.
 
     Where all is computed in one dtype that is FLOPs ÷ peak; int8 products count with the peak of int8.
     """
-    return sum(_products(costs[name]).seconds(peaks) for costs in _step_costs(run, shape) for name in MODEL)
+    return sum(_products(costs[name]).seconds(peaks) for costs in _step_costs(run, model) for name in MODEL)
 
 
-def _step_costs(run: Run, shape: DecoderShape) -> Iterator[dict[str, Cost]]:
+def _step_costs(run: Run, model: ModelCost) -> Iterator[dict[str, Cost]]:
     """For each step the costs of its operators, without recomputed tokens."""
-    return (decoder_step_costs(shape, step) for step in run.shapes)
+    return (model.step(step) for step in run.shapes)
 
 
 def _products(cost: Cost) -> Cost:
@@ -70,7 +70,7 @@ def _products(cost: Cost) -> Cost:
     return Cost(cost.int8_ops or cost.flops, 0, cost.int8_ops)
 
 
-def run_figures(run: Run, ideal: Ideal, shape: DecoderShape, peaks: Peaks) -> RunFigures:
+def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFigures:
     """All figures of a run against the peaks."""
     prefill, decoded, recomputed, padded = (
         sum(getattr(sample, name) for sample in run.steps)
@@ -78,8 +78,8 @@ def run_figures(run: Run, ideal: Ideal, shape: DecoderShape, peaks: Peaks) -> Ru
     )
     ran = prefill + decoded
     model_s = sum(sample.model_s for sample in run.steps)
-    roofline_s = sum(operator_seconds(run, shape, peaks).values())
-    ideal_s = sum(cost.seconds(peaks) for cost in ideal_costs(ideal, shape).values())
+    roofline_s = sum(operator_seconds(run, model, peaks).values())
+    ideal_s = sum(cost.seconds(peaks) for cost in ideal_costs(ideal, model).values())
     return RunFigures(
         wall_s=run.wall_s,
         plan_s=run.plan_s,
@@ -90,7 +90,7 @@ def run_figures(run: Run, ideal: Ideal, shape: DecoderShape, peaks: Peaks) -> Ru
         decode_tokens_run=decoded,
         recomputed_tokens=recomputed,
         preemptions=sum(sample.preemptions for sample in run.steps),
-        mfu=compute_seconds(run, shape, peaks) / run.wall_s,
+        mfu=compute_seconds(run, model, peaks) / run.wall_s,
         mbu=sum(sample.bytes for sample in run.steps) / (run.wall_s * peaks.bytes_per_s),
         roofline_efficiency=roofline_s / run.wall_s,
         plan_efficiency=ideal_s / run.wall_s,
@@ -98,7 +98,7 @@ def run_figures(run: Run, ideal: Ideal, shape: DecoderShape, peaks: Peaks) -> Ru
         recomputed_share=recomputed / ran,
         overhead_share=1 - model_s / run.wall_s,
         roofline_s=roofline_s,
-        step_bound_s=step_bound_seconds(run, shape, peaks),
+        step_bound_s=step_bound_seconds(run, model, peaks),
         ideal_s=ideal_s,
     )
 

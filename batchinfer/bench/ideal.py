@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from batchinfer.bench.workloads import Row, distinct
-from batchinfer_kernels.cost import Cost, DecoderShape, StepShape, another_step_costs, decoder_step_costs
+from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 
 
 @dataclass(slots=True)
@@ -75,10 +75,10 @@ def attended(start: int, end: int, window: int | None) -> int:
     return attended(start, whole, None) + (end - whole) * window
 
 
-def ideal_costs(ideal: Ideal, shape: DecoderShape) -> dict[str, Cost]:
+def ideal_costs(ideal: Ideal, cost: ModelCost) -> dict[str, Cost]:
     """Operator name → its cost over the whole job, each weight read once a step."""
-    again = another_step_costs(shape)
-    whole = decoder_step_costs(shape, ideal.step)
+    again = cost.another_step()
+    whole = cost.step(ideal.step)
     return {name: cost + again[name] * (ideal.steps - 1) for name, cost in whole.items()}
 
 

@@ -19,7 +19,7 @@ from batchinfer.bench.runs import Run
 from batchinfer.bench.workloads import Workload
 from batchinfer.engine.config import EngineInfo
 from batchinfer.report.hardware import detect
-from batchinfer_kernels.cost import DecoderShape, Peaks
+from batchinfer_kernels.cost import ModelCost, Peaks
 
 WIDTH = 24  # of the table's first column
 OPERATORS_SHOWN = 4
@@ -42,9 +42,9 @@ class WorkloadResult:
     ideal: Ideal
     series: Series
 
-    def to_json(self, shape: DecoderShape, peaks: Peaks, peer: str | None) -> dict[str, Any]:
+    def to_json(self, cost: ModelCost, peaks: Peaks, peer: str | None) -> dict[str, Any]:
         """Medians over the runs, but for what is named otherwise. Seconds, tokens and fractions."""
-        figures = medians([run_figures(run, self.ideal, shape, peaks) for run in self.series.ours])
+        figures = medians([run_figures(run, self.ideal, cost, peaks) for run in self.series.ours])
         walls = [run.wall_s for run in self.series.ours]
         tokens = self.workload.prompt_tokens + self.workload.output_tokens
         wall = figures.pop("wall_s")
@@ -60,7 +60,7 @@ class WorkloadResult:
             **figures,
             "prompt_tokens_optimum": self.ideal.prefill_tokens,
             "decode_tokens_optimum": self.ideal.decode_tokens,
-            "operators_s": self._operators(shape, peaks),
+            "operators_s": self._operators(cost, peaks),
         }
         if self.series.without:
             others = [run.wall_s for run in self.series.without]
@@ -69,10 +69,10 @@ class WorkloadResult:
             result["against"] = self._against(walls, peer)
         return result
 
-    def _operators(self, shape: DecoderShape, peaks: Peaks) -> dict[str, float]:
+    def _operators(self, cost: ModelCost, peaks: Peaks) -> dict[str, float]:
         """Of the median run, the largest first."""
         middle = sorted(self.series.ours, key=lambda run: run.wall_s)[len(self.series.ours) // 2]
-        seconds = operator_seconds(middle, shape, peaks)
+        seconds = operator_seconds(middle, cost, peaks)
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def _against(self, walls: Sequence[float], peer: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class BenchReport:
 
     options: BenchOptions
     info: EngineInfo
-    shape: DecoderShape
+    cost: ModelCost
     peaks: Peaks
     results: tuple[WorkloadResult, ...]
 
@@ -111,7 +111,7 @@ class BenchReport:
             **asdict(self.info),
             "peaks": asdict(self.peaks),
             "results": [
-                result.to_json(self.shape, self.peaks, self.options.against) for result in self.results
+                result.to_json(self.cost, self.peaks, self.options.against) for result in self.results
             ],
         }
 

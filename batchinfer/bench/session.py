@@ -22,7 +22,8 @@ from batchinfer.engine.build import LoadedModel, ModelSource, checkpoint_source,
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.dummy import DummyWeights, parameter_count, write_checkpoint
+from batchinfer.models.dummy import DummyWeights, write_checkpoint
+from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import SHAPES, shape_config
 from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
 from batchinfer.report.hardware import has_bf16_tiles, has_fast_bf16
@@ -56,13 +57,13 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
         WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.windows), runs)
         for workload, runs in zip(workloads, series, strict=True)
     ]
-    return BenchReport(options, loaded.info, loaded.runner.shape, peaks, tuple(results))
+    return BenchReport(options, loaded.info, loaded.runner.cost, peaks, tuple(results))
 
 
 def workload_of(options: BenchOptions, name: str) -> Workload:
     """The workload over the vocabulary of the model that the options name."""
     path = Path(options.model)
-    config = shape_config(options.model) if options.is_shape else inspect_checkpoint(path).config
+    config = shape_config(options.model) if options.is_shape else inspect_checkpoint(path).spec
     return make_workload(name, config.vocab, options.rows)
 
 
@@ -109,8 +110,8 @@ def _dtype(options: BenchOptions, device: Literal["cpu", "cuda"]) -> Dtype:
 def _source(options: BenchOptions) -> ModelSource:
     if not options.is_shape:
         return checkpoint_source(Path(options.model))
-    config = shape_config(options.model)
-    return ModelSource(config, parameter_count(config), lambda *place: DummyWeights(config, *place))
+    spec = shape_config(options.model)
+    return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
 
 
 def _measure_of(options: BenchOptions) -> Measure:

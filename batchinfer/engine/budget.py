@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchinfer_kernels.cost import DecoderShape, Peaks
+from batchinfer_kernels.cost import ModelCost, Peaks
 
 LEAST, MOST = 512, 8192
 # Reading the weights may take this part of a step's matrix products. On two CPU cores with AVX512_BF16 (where it gives
@@ -12,7 +12,7 @@ LEAST, MOST = 512, 8192
 AMORTISED = 128
 
 
-def step_tokens(shape: DecoderShape, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
+def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
     """The step budget at which linear layers are bound by compute, with a margin; `default` where peaks are unknown.
 
     A weight of b bytes is read once a step and serves two operations a token, so reading takes 1 / AMORTISED of
@@ -21,8 +21,8 @@ def step_tokens(shape: DecoderShape, peaks: Peaks | None, max_num_seqs: int, def
     """
     if peaks is None:
         return default
-    operations = peaks.int8_ops_per_s if shape.quantized else None
+    operations = peaks.int8_ops_per_s if cost.quantized else None
     per_byte = (operations or peaks.flops_per_s) / peaks.bytes_per_s
-    tokens = int(AMORTISED * shape.weight_itemsize * per_byte / 2)
+    tokens = int(AMORTISED * cost.weight_itemsize * per_byte / 2)
     rounded = 1 << max(0, tokens - 1).bit_length()
     return max(min(max(rounded, LEAST), MOST), 2 * max_num_seqs)

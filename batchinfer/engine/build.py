@@ -26,14 +26,15 @@ from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import Unavailable
 from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.config import ModelConfig
 from batchinfer.models.decoder import Decoder
+from batchinfer.models.model_cost import model_cost
 from batchinfer.models.outliers import WatchedWeights, warning_of
 from batchinfer.models.rope import rope_table
+from batchinfer.models.spec import ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
-from batchinfer_kernels.cost import DecoderShape, Peaks
+from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -51,7 +52,7 @@ class BuiltEngine:
 class ModelSource:
     """A model that an engine can be built of: what it is, and where its weights come from."""
 
-    config: ModelConfig
+    spec: ModelSpec
     parameters: int  # values in all its tensors
     weights: Callable[[torch.dtype, torch.device], Weights]
 
@@ -88,7 +89,7 @@ def checkpoint_source(path: Path) -> ModelSource:
     """The model of a checkpoint folder. Raises what inspecting a checkpoint raises."""
     checkpoint = inspect_checkpoint(path)
     parameters = sum(math.prod(tensor.info.shape) for tensor in checkpoint.tensors.values())
-    return ModelSource(checkpoint.config, parameters, partial(CheckpointWeights, checkpoint))
+    return ModelSource(checkpoint.spec, parameters, partial(CheckpointWeights, checkpoint))
 
 
 def load_model(config: EngineConfig, source: ModelSource | None = None) -> LoadedModel:
@@ -99,27 +100,28 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     device, dtype = _device(config), getattr(torch, config.dtype)
     threads = _set_threads(config)
     source = source or checkpoint_source(config.model)
-    ops = _ops(config, source.config, device, dtype)
+    ops = _ops(config, source.spec, device, dtype)
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
-    rope = rope_table(source.config, longest, device)
+    rope = rope_table(source.spec.attention, longest, device)
     quantized = config.quantization == "int8"
     weights = WatchedWeights(source.weights(dtype, device))
-    model = Decoder(source.config, weights, ops, rope)
+    model = Decoder(source.spec, weights, ops, rope)
     warning = warning_of(weights.worst) if quantized else None
     if warning is not None:
         _log.warning("%s", warning)
-    shape = source.config.decoder_shape(dtype.itemsize, 1 if quantized else dtype.itemsize)
-    limits, block_size = _scheduler_config(config, shape), config.block_size or DEFAULT_BLOCK_SIZE
-    block_bytes = _block_bytes(source.config, ops, block_size, dtype.itemsize)
-    eos, windows = frozenset(source.config.eos_token_ids), tuple(source.config.windows)
+    cost = model_cost(source.spec, dtype.itemsize, 1 if quantized else dtype.itemsize)
+    limits, block_size = _scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
+    caches = [layer.attention.cache for layer in source.spec.layers]
+    block_bytes = ops.block_bytes(caches, block_size, dtype.itemsize)
+    eos, windows = frozenset(source.spec.eos_token_ids), tuple(source.spec.windows)
     room = CacheRoom(
         blocks=partial(_blocks, config, device, block_bytes, block_size, limits.max_num_seqs),
         allocate=lambda blocks: model.allocate_cache(blocks, block_size, dtype, device),
         longest=longest,
         block_size=block_size,
     )
-    fitted = _fit(ModelRunner(model, ops, [], windows, block_size, Sampler(eos), shape, device), limits, room)
+    fitted = _fit(ModelRunner(model, ops, [], windows, block_size, Sampler(eos), cost, device), limits, room)
     limits, blocks = fitted.limits, fitted.blocks
     info = EngineInfo(
         ops=ops.name,
@@ -131,7 +133,7 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         block_size=block_size,
         blocks=blocks,
         kv_bytes=blocks * block_bytes,
-        weight_bytes=_weight_bytes(source, shape),
+        weight_bytes=_weight_bytes(source, cost),
         quantization=config.quantization,
         deterministic=config.deterministic,
         linear=ops.linear,
@@ -160,33 +162,27 @@ def _blocks(
     return cache_blocks(*sizes, config.kv_memory, free_bytes(device), device.type, needed)
 
 
-def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
+def _ops(config: EngineConfig, model: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:
     """Choose the operators. Raises Unavailable if none here have the arithmetic that the job asks for."""
-    group, arithmetic = model.q_heads // model.kv_heads, (config.quantization, config.deterministic)
-    return choose_ops(device, dtype, group, model.head_dim, *arithmetic, model.kv_heads, config.linear)
+    attention, arithmetic = model.attention, (config.quantization, config.deterministic)
+    sizes = (attention.group, attention.head_dim)
+    return choose_ops(device, dtype, *sizes, *arithmetic, attention.kv_heads, config.linear)
 
 
-def _weight_bytes(source: ModelSource, shape: DecoderShape) -> int:
+def _weight_bytes(source: ModelSource, cost: ModelCost) -> int:
     """Bytes of the loaded weights. A tied head counts once, unless it is quantised beside its embedding."""
-    if not shape.quantized:
-        return source.parameters * shape.itemsize
-    head = shape.hidden * shape.vocab
-    linear = shape.active_parameters + head
-    others = source.parameters - shape.active_parameters - (0 if source.config.tied else head)
-    return linear * shape.weight_itemsize + others * shape.itemsize
+    if not cost.quantized:
+        return source.parameters * cost.itemsize
+    head = source.spec.head.values
+    linear = sum(layer.values for layer in source.spec.linears())
+    others = source.parameters - linear - (0 if source.spec.tied else head)
+    return (linear + head) * cost.weight_itemsize + others * cost.itemsize
 
 
-def _block_bytes(model: ModelConfig, ops: Ops, block_size: int, itemsize: int) -> int:
-    """K and V of one block over all layers, as the operators lay them out."""
-    return (
-        2 * model.layers * math.prod(ops.cache_shape(model.kv_heads, block_size, model.head_dim)) * itemsize
-    )
-
-
-def _scheduler_config(config: EngineConfig, shape: DecoderShape) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, cost: ModelCost) -> SchedulerConfig:
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
-    tokens = config.max_num_batched_tokens or step_tokens(shape, config.peaks, seqs, default)
+    tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
     return SchedulerConfig(seqs, tokens, config.prefix_caching)
 
 

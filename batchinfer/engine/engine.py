@@ -22,14 +22,7 @@ from batchinfer.request import (
     RowError,
     StepSample,
 )
-from batchinfer_kernels.cost import (
-    Peaks,
-    StepShape,
-    decoder_step_costs,
-    model_flops,
-    roofline_seconds,
-    step_total,
-)
+from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds, step_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +239,7 @@ class Engine:
         assert step.result is not None
         shape, pool, began = step.shape, self._scheduler.pool, max(step.began_s, self._ended)
         decodes, recomputed = step.decodes - len(step.dropped), step.recomputed
-        costs = decoder_step_costs(self._runner.shape, shape)
+        costs = self._runner.cost.step(shape)
         return StepSample(
             step=self._steps,
             started_s=began,
@@ -263,7 +256,7 @@ class Engine:
             preemptions=step.scheduled.preemptions,
             blocks_used=pool.used,
             blocks_total=pool.total,
-            flops=model_flops(self._runner.shape, shape),
+            flops=self._runner.cost.model_flops(shape),
             bytes=step_total(costs).bytes,
             roofline_s=roofline_seconds(costs, self._peaks) if self._peaks else None,
         )

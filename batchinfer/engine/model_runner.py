@@ -14,7 +14,7 @@ from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
-from batchinfer_kernels.cost import DecoderShape, StepShape
+from batchinfer_kernels.cost import ModelCost, StepShape
 
 
 class Model(Protocol):
@@ -65,7 +65,7 @@ class ModelRunner:
     windows: tuple[int | None, ...]  # sliding window of each layer; None: full attention
     block_size: int
     sampler: Sampler
-    shape: DecoderShape
+    cost: ModelCost
     device: torch.device
 
     @property

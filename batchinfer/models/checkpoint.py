@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.errors import SecurityRefusal
-from batchinfer.models.config import DtypeName, ModelConfig, load_config
+from batchinfer.models.config import load_config
 from batchinfer.models.config_fields import load_json_object, shown, wrong_checkpoint
 from batchinfer.models.fingerprint import Progress, model_fingerprint
 from batchinfer.models.folder import CheckpointFolder
 from batchinfer.models.safetensors_header import TensorInfo, read_header
+from batchinfer.models.spec import ModelSpec
 from batchinfer.models.tensor_names import EMBEDDING, HEAD, IGNORED_SUFFIX, expected_shapes, prefix_of
+from batchinfer_kernels.arithmetic import Dtype
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-FLOAT_DTYPES: dict[str, DtypeName] = {
+FLOAT_DTYPES: dict[str, Dtype] = {
     "F32": "float32",
     "BF16": "bfloat16",
     "F16": "float16",
@@ -40,7 +42,7 @@ class Checkpoint:
     """A folder that passed every check: its weights fit its configuration and nothing in it leads outside."""
 
     path: Path
-    config: ModelConfig
+    spec: ModelSpec
     files: tuple[Path, ...]  # weight files
     tensors: dict[str, StoredTensor]
     prefix: str  # "model." or ""
@@ -51,11 +53,11 @@ class Checkpoint:
         return sum(tensor.info.nbytes for tensor in self.tensors.values())
 
     @property
-    def dtype(self) -> DtypeName:
+    def dtype(self) -> Dtype:
         """As config.json states it; else that of most of the stored bytes."""
-        if self.config.dtype is not None:
-            return self.config.dtype
-        sizes: Counter[DtypeName] = Counter()
+        if self.spec.dtype is not None:
+            return self.spec.dtype
+        sizes: Counter[Dtype] = Counter()
         for tensor in self.tensors.values():
             sizes[FLOAT_DTYPES[tensor.info.dtype]] += tensor.info.nbytes
         return max(sorted(sizes), key=lambda name: sizes[name])
@@ -80,12 +82,12 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
         raise wrong_checkpoint(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
     folder.refuse_remote_code()
     files, index = _weight_files(folder)
-    config = load_config(folder.path)
+    spec = load_config(folder.path)
     tensors = _stored_tensors(files)
     prefix = prefix_of(tensors)
     _check_index(folder, index, tensors)
-    _check_tensors(folder, config, tensors, prefix)
-    return Checkpoint(folder.path, config, tuple(files), tensors, prefix)
+    _check_tensors(folder, spec, tensors, prefix)
+    return Checkpoint(folder.path, spec, tuple(files), tensors, prefix)
 
 
 def _weight_files(folder: CheckpointFolder) -> tuple[list[Path], dict[str, str]]:
@@ -165,12 +167,12 @@ def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[
 
 
 def _check_tensors(
-    folder: CheckpointFolder, config: ModelConfig, tensors: dict[str, StoredTensor], prefix: str
+    folder: CheckpointFolder, spec: ModelSpec, tensors: dict[str, StoredTensor], prefix: str
 ) -> None:
-    expected = expected_shapes(config, prefix)
+    expected = expected_shapes(spec, prefix)
     found = {name: t.info for name, t in tensors.items() if not name.endswith(IGNORED_SUFFIX)}
     messages = [
-        *_told("missing tensors", _missing(config, expected, found, prefix)),
+        *_told("missing tensors", _missing(spec, expected, found, prefix)),
         *_told("unexpected tensors", [name for name in found if name not in expected]),
         *_told("tensors of a wrong shape", [
             f"{name} {list(info.shape)} instead of {list(expected[name])}"
@@ -182,17 +184,17 @@ def _check_tensors(
         ]),
     ]  # fmt: skip
     if messages:
-        hint = f"config.json describes another model than the weights, or another family than {config.family}"
+        hint = f"config.json describes another model than the weights, or another family than {spec.family}"
         raise wrong_checkpoint(folder.path, *messages, hint=hint)
 
 
 def _missing(
-    config: ModelConfig, expected: dict[str, tuple[int, ...]], found: dict[str, TensorInfo], prefix: str
+    spec: ModelSpec, expected: dict[str, tuple[int, ...]], found: dict[str, TensorInfo], prefix: str
 ) -> list[str]:
     """Tied, the head or the embedding may be absent, not both."""
     missing = [name for name in expected if name not in found]
     tables = {HEAD, prefix + EMBEDDING}
-    if config.tied and not tables <= set(missing):
+    if spec.tied and not tables <= set(missing):
         return [name for name in missing if name not in tables]
     return missing
 

@@ -1,4 +1,4 @@
-"""A Llama-like decoder over a paged KV cache, driven by its configuration and made of `ops`."""
+"""A decoder over a paged KV cache, as its spec describes it, made of `ops`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from batchinfer.models.block import build_layer
 from batchinfer.models.checkpoint import Checkpoint
-from batchinfer.models.config import ModelConfig
 from batchinfer.models.rope import rope_table
-from batchinfer.models.weights import CheckpointWeights, LayerWeights, Weights
-from batchinfer.ops.interface import (
-    AttentionInputs,
-    AttentionPlan,
-    DecoderLayer,
-    LayerCache,
-    LayerParts,
-    Ops,
-    RopeTable,
-)
+from batchinfer.models.spec import ModelSpec
+from batchinfer.models.weights import CheckpointWeights, Weights
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, RopeTable
 
 
 class Decoder:
@@ -28,10 +21,10 @@ class Decoder:
     Holds no sequence state: the KV cache is the caller's. Call under `torch.inference_mode()`.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, rope: RopeTable) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, rope: RopeTable) -> None:
         """Packs the weights a layer at a time. `rope` must cover every position that will be run."""
-        self.config = config
-        self.windows = frozenset(config.windows)
+        self.spec = spec
+        self.windows = frozenset(spec.windows)
         self._ops = ops
         self._rope = rope
         tables = weights.tables()
@@ -39,41 +32,23 @@ class Decoder:
         self._final_norm = tables.final_norm
         self._head = ops.pack_head(tables.head)
         del tables  # or a head that was copied would be there twice while the layers are packed
-        self._layers = [self._packed(weights.layer(i), config.windows[i]) for i in range(config.layers)]
+        self._layers = [
+            build_layer(ops, layer, weights.layer(index), rope) for index, layer in enumerate(spec.layers)
+        ]
 
     @property
     def max_positions(self) -> int:
         """Positions that the rotary table covers: the longest sequence that can be run."""
         return self._rope.cos.shape[0]
 
-    def _packed(self, weights: LayerWeights, window: int | None) -> DecoderLayer:
-        pack, config = self._ops.pack_linear, self.config
-        parts = LayerParts(
-            input_norm=weights.input_norm,
-            qkv=pack(weights.qkv, weights.qkv_bias),
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
-            o=pack(weights.o, weights.o_bias),
-            post_norm=weights.post_norm,
-            gated=self._ops.pack_gated(weights.gate_up, weights.gate_up_bias, config.activation),
-            down=pack(weights.down, weights.down_bias),
-            window=window,
-            rope=self._rope,
-            q_heads=config.q_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            eps=config.rms_eps,
-        )
-        return self._ops.join_layer(parts)
-
     def allocate_cache(
         self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> list[LayerCache]:
         """A zero-filled cache for each layer."""
-        config = self.config
-        sizes = (blocks, config.kv_heads, block_size, config.head_dim)
-        return [self._ops.allocate_cache(*sizes, dtype, device) for _ in range(config.layers)]
+        return [
+            self._ops.allocate_cache(layer.attention.cache, blocks, block_size, dtype, device)
+            for layer in self.spec.layers
+        ]
 
     def forward(
         self,
@@ -107,7 +82,7 @@ class Decoder:
         return self._head.argmax(self._normed(hidden))
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        normed, _ = self._ops.rms_norm(hidden, self._final_norm, self.config.rms_eps)
+        normed, _ = self._ops.rms_norm(hidden, self._final_norm, self.spec.final_norm.eps)
         return normed
 
 
@@ -116,5 +91,5 @@ def load_decoder(
 ) -> Decoder:
     """Load a checked checkpoint in `dtype` onto `device`, for sequences of up to `max_positions` tokens."""
     weights = CheckpointWeights(checkpoint, dtype, device)
-    rope = rope_table(checkpoint.config, max_positions, device)
-    return Decoder(checkpoint.config, weights, ops, rope)
+    rope = rope_table(checkpoint.spec.attention, max_positions, device)
+    return Decoder(checkpoint.spec, weights, ops, rope)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from batchinfer.models.config import ModelConfig
-from batchinfer.models.tensor_names import (
-    BASE_PREFIX,
+from batchinfer.models import tensor_names
+from batchinfer.models.parameters import (
+    BIAS,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    expected_shapes,
-    layer_shapes,
+    Shape,
+    fused,
+    layer_parameters,
+    table_parameters,
 )
-from batchinfer.models.weights import GATE_UP, QKV, LayerWeights, Tables, Weights
+from batchinfer.models.spec import ModelSpec
+from batchinfer.models.weights import LayerWeights, Tables, Weights
 
 _TABLES = -1  # where the layers' seeds start counting
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Values in all tensors; a tied head counts once."""
-    return sum(
-        math.prod(shape) for name, shape in expected_shapes(config, "").items() if _is_own(config, name)
-    )
-
-
-def _is_own(config: ModelConfig, name: str) -> bool:
-    return not (config.tied and name == HEAD)
 
 
 class DummyWeights(Weights):
@@ -47,68 +38,51 @@ class DummyWeights(Weights):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, seed: int = 0
     ) -> None:
-        self._config, self._dtype, self._device, self._seed = config, dtype, torch.device(device), seed
-        self._deviation = config.hidden**-0.5
+        self._spec, self._dtype, self._device, self._seed = spec, dtype, torch.device(device), seed
+        self._deviation = spec.hidden**-0.5
 
     def tables(self) -> Tables:
-        names = [name for name in (EMBEDDING, HEAD, FINAL_NORM) if _is_own(self._config, name)]
-        shapes = expected_shapes(self._config, "")
-        found = self._drawn(_TABLES, {name: shapes[name] for name in names})
+        found = self._drawn(_TABLES, table_parameters(self._spec))
         return Tables(found[EMBEDDING], found.get(HEAD, found[EMBEDDING]), found[FINAL_NORM])
 
     def layer(self, index: int) -> LayerWeights:
-        raw = self.layer_tensors(index)
-        bias = {
-            "qkv_bias": _joined(raw, QKV, "bias"),
-            "o_bias": raw.get("self_attn.o_proj.bias"),
-            "gate_up_bias": _joined(raw, GATE_UP, "bias"),
-            "down_bias": raw.get("mlp.down_proj.bias"),
-        }
-        return LayerWeights(
-            input_norm=raw["input_layernorm.weight"],
-            post_norm=raw["post_attention_layernorm.weight"],
-            qkv=torch.cat([raw[f"{name}.weight"] for name in QKV]),
-            o=raw["self_attn.o_proj.weight"],
-            gate_up=torch.cat([raw[f"{name}.weight"] for name in GATE_UP]),
-            down=raw["mlp.down_proj.weight"],
-            q_norm=raw.get("self_attn.q_norm.weight"),
-            k_norm=raw.get("self_attn.k_norm.weight"),
-            **bias,
-        )
+        drawn = self.layer_tensors(index)
+
+        def joined(parameters: Sequence[str]) -> Tensor:
+            found = [drawn[parameter] for parameter in parameters]
+            return torch.cat(found) if len(found) > 1 else found[0]
+
+        return dict(fused(self._spec.layers[index], joined))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """One layer by Hugging Face's names within a layer, not yet fused."""
-        return self._drawn(index, layer_shapes(self._config))
+        """One layer by its parameters' names, not yet fused."""
+        return self._drawn(index, layer_parameters(self._spec.layers[index]))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by the name that a checkpoint gives it; a tied head is left out."""
-        tables = self.tables()
-        yield BASE_PREFIX + EMBEDDING, tables.embedding
-        if not self._config.tied:
-            yield HEAD, tables.head
-        for index in range(self._config.layers):
-            for name, tensor in self.layer_tensors(index).items():
-                yield f"{BASE_PREFIX}layers.{index}.{name}", tensor
-        yield BASE_PREFIX + FINAL_NORM, tables.final_norm
+        tables, prefix = self.tables(), tensor_names.BASE_PREFIX
+        yield prefix + tensor_names.EMBEDDING, tables.embedding
+        if not self._spec.tied:
+            yield tensor_names.HEAD, tables.head
+        for index in range(len(self._spec.layers)):
+            names = tensor_names.layer_names(self._spec, index, prefix)
+            for parameter, tensor in self.layer_tensors(index).items():
+                yield names[parameter], tensor
+        yield prefix + tensor_names.FINAL_NORM, tables.final_norm
 
-    def _drawn(self, part: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    def _drawn(self, part: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
         generator = torch.Generator(self._device).manual_seed((self._seed << 20) + part - _TABLES)
         return {name: self._tensor(name, shape, generator) for name, shape in shapes.items()}
 
-    def _tensor(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def _tensor(self, name: str, shape: Shape, generator: torch.Generator) -> Tensor:
         place: Any = {"dtype": self._dtype, "device": self._device}
-        if name.endswith(".bias"):
+        if name.endswith(BIAS):
             return torch.zeros(shape, **place)
         if len(shape) == 1:
             return torch.ones(shape, **place)
         return torch.empty(shape, **place).normal_(0.0, self._deviation, generator=generator)
-
-
-def _joined(raw: Mapping[str, Tensor], names: tuple[str, ...], kind: str) -> Tensor | None:
-    found = [raw[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in raw]
-    return torch.cat(found) if found else None
 
 
 def write_checkpoint(folder: Path, config_json: Mapping[str, Any], weights: DummyWeights) -> None:

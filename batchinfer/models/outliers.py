@@ -42,9 +42,9 @@ class WatchedWeights(Weights):
 
     def layer(self, index: int) -> LayerWeights:
         layer = self._weights.layer(index)
-        self._look(f"input norm of layer {index}", layer.input_norm)
-        self._look(f"post-attention norm of layer {index}", layer.post_norm)
-        self._look(f"up projection of layer {index}", layer.gate_up.chunk(2)[1].float().norm(dim=-1))
+        self._look(f"input norm of layer {index}", layer["input_norm"])
+        self._look(f"post-attention norm of layer {index}", layer["post_norm"])
+        self._look(f"up projection of layer {index}", layer["gate_up"].chunk(2)[1].float().norm(dim=-1))
         return layer
 
     def _look(self, where: str, scales: Tensor) -> None:

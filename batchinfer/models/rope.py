@@ -7,19 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from batchinfer.models.config import ModelConfig
 from batchinfer.models.rope_config import RopeConfig
+from batchinfer.models.spec import AttentionSpec
 from batchinfer.ops.interface import RopeTable
 
 
-def rope_table(config: ModelConfig, max_positions: int, device: torch.device | str) -> RopeTable:
+def rope_table(attention: AttentionSpec, max_positions: int, device: torch.device | str) -> RopeTable:
     """cos and sin of positions 0 … max_positions - 1, each (max_positions, head_dim / 2) float32.
 
     Computed on the CPU, so that every device multiplies the same numbers; YaRN's attention factor is in them.
     """
-    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    frequencies = inverse_frequencies(attention.rope, attention.head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None]
-    factor = config.rope.attention_factor
+    factor = attention.rope.attention_factor
     return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import UsageError
-from batchinfer.models.config import ModelConfig, parse_config
+from batchinfer.models.config import parse_config
+from batchinfer.models.spec import ModelSpec
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
@@ -87,7 +88,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def shape_config(name: str) -> ModelConfig:
+def shape_config(name: str) -> ModelSpec:
     """The configuration of a named shape. Raises UsageError for a name that is none."""
     if name not in SHAPES:
         raise UsageError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")

@@ -1,10 +1,12 @@
-"""The tensors that a checkpoint of a configuration must hold, by Hugging Face's names."""
+"""The tensors that a checkpoint must hold, by Hugging Face's names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from batchinfer.models.config import ModelConfig
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.parameters import BIAS, Shape, layer_parameters
+from batchinfer.models.spec import ModelSpec
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -18,38 +20,21 @@ def prefix_of(names: Iterable[str]) -> str:
     return BASE_PREFIX if any(name.startswith(BASE_PREFIX) for name in names) else ""
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name within a layer → shape, (out, in) for weights."""
-    hidden, inner = config.hidden, config.intermediate
-    q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-    linears = {
-        "self_attn.q_proj": (q, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q, config.o_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+def layer_names(spec: ModelSpec, index: int, prefix: str) -> Mapping[str, str]:
+    """Parameter of the layer → the tensor that holds it."""
+    modules, start = FAMILIES[spec.family].modules, f"{prefix}layers.{index}."
+    return {
+        name: start + modules[name.removesuffix(BIAS)] + (BIAS if name.endswith(BIAS) else ".weight")
+        for name in layer_parameters(spec.layers[index])
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, (outputs, inputs, biased) in linears.items():
-        shapes[f"{name}.weight"] = (outputs, inputs)
-        if biased:
-            shapes[f"{name}.bias"] = (outputs,)
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    return shapes
 
 
-def expected_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+def expected_shapes(spec: ModelSpec, prefix: str) -> dict[str, Shape]:
     """Name → shape of every tensor; a tied checkpoint may leave out the head or the embedding."""
-    table = (config.vocab, config.hidden)
-    shapes: dict[str, tuple[int, ...]] = {prefix + EMBEDDING: table, HEAD: table}
-    per_layer = layer_shapes(config)
-    for layer in range(config.layers):
-        shapes.update({f"{prefix}layers.{layer}.{name}": shape for name, shape in per_layer.items()})
-    shapes[prefix + FINAL_NORM] = (config.hidden,)
+    table = (spec.vocab, spec.hidden)
+    shapes: dict[str, Shape] = {prefix + EMBEDDING: table, HEAD: table}
+    for index, layer in enumerate(spec.layers):
+        names = layer_names(spec, index, prefix)
+        shapes.update({names[name]: shape for name, shape in layer_parameters(layer).items()})
+    shapes[prefix + FINAL_NORM] = (spec.final_norm.width,)
     return shapes

@@ -14,28 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from batchinfer.models.checkpoint import Checkpoint
-from batchinfer.models.tensor_names import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
+from batchinfer.models.parameters import fused
+from batchinfer.models.tensor_names import EMBEDDING, FINAL_NORM, HEAD, layer_names
 
-QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One decoder layer: weights (out, in), q above k above v, gate above up."""
-
-    input_norm: Tensor
-    post_norm: Tensor
-    qkv: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+# One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on
+LayerWeights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,41 +59,21 @@ class CheckpointWeights(Weights):
             table = embedding if embedding is not None else found[HEAD]
             return Tables(table, table, found[prefix + FINAL_NORM])
         # transformers ties two stored tables only when they are equal, whatever config.json says
-        same = self._checkpoint.config.tied and torch.equal(embedding, head)
+        same = self._checkpoint.spec.tied and torch.equal(embedding, head)
         return Tables(embedding, embedding if same else head, found[prefix + FINAL_NORM])
 
     def layer(self, index: int) -> LayerWeights:
-        start = f"{self._checkpoint.prefix}layers.{index}."
-        names = [start + name for name in layer_shapes(self._checkpoint.config)]
+        names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefix)
         with _OpenFiles(self._checkpoint) as files:
-            raw = {name.removeprefix(start): files.tensor(name) for name in names}
-            return self._fused(raw)
+
+            def joined(parameters: Sequence[str]) -> Tensor:
+                return self._copied([files.tensor(names[parameter]) for parameter in parameters])
+
+            return dict(fused(self._checkpoint.spec.layers[index], joined))
 
     def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
         with _OpenFiles(self._checkpoint) as files:
             return {name: self._copied([files.tensor(name)]) for name in names}
-
-    def _fused(self, raw: Mapping[str, Tensor]) -> LayerWeights:
-        def joined(*names: str) -> Tensor:
-            return self._copied([raw[name] for name in names])
-
-        def optional(*names: str) -> Tensor | None:
-            return joined(*names) if names[0] in raw else None
-
-        return LayerWeights(
-            input_norm=joined("input_layernorm.weight"),
-            post_norm=joined("post_attention_layernorm.weight"),
-            qkv=joined(*(f"{name}.weight" for name in QKV)),
-            o=joined("self_attn.o_proj.weight"),
-            gate_up=joined(*(f"{name}.weight" for name in GATE_UP)),
-            down=joined("mlp.down_proj.weight"),
-            qkv_bias=optional(*(f"{name}.bias" for name in QKV)),
-            o_bias=optional("self_attn.o_proj.bias"),
-            gate_up_bias=optional(*(f"{name}.bias" for name in GATE_UP)),
-            down_bias=optional("mlp.down_proj.bias"),
-            q_norm=optional("self_attn.q_norm.weight"),
-            k_norm=optional("self_attn.k_norm.weight"),
-        )
 
     def _copied(self, parts: Sequence[Tensor]) -> Tensor:
         """The parts above one another, cast and copied out of the mapped file in one pass."""

@@ -6,6 +6,7 @@ from typing import cast
 
 from torch import Tensor
 
+from batchinfer.models.spec import LayerSpec
 from batchinfer.ops.cpu_linear import CompiledLinear
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, DecoderLayer, LayerCache, LayerParts
 from batchinfer_kernels.cpu.attention_plan import Items
@@ -26,16 +27,31 @@ class ItemPlan(AttentionPlan):
 class CompiledLayer(DecoderLayer):
     """x and residual of a step stay in its plan's room, which each layer overwrites."""
 
-    def __init__(self, compiled: CompiledOperators, parts: LayerParts) -> None:
-        """All linear layers of `parts` are CompiledLinear."""
+    def __init__(self, compiled: CompiledOperators, spec: LayerSpec, parts: LayerParts) -> None:
+        """For what `covers` says. Raises ValueError where weights do not fit one another."""
         self._compiled, self._rope = compiled, parts.rope
-        qkv, o, gated, down = (
-            cast(CompiledLinear, linear).weight for linear in (parts.qkv, parts.o, parts.gated, parts.down)
+        attention, norms = spec.attention, parts.norms
+        linears = {name: cast(CompiledLinear, linear).weight for name, linear in parts.linears.items()}
+        weights = LayerWeights(
+            input_norm=norms["input_norm"],
+            post_norm=norms["post_norm"],
+            q_norm=norms.get("q_norm"),
+            k_norm=norms.get("k_norm"),
+            qkv=linears["qkv"],
+            o=linears["o"],
+            gated=linears["gate_up"],
+            down=linears["down"],
+            window=attention.window,
         )
-        norms = (parts.input_norm, parts.post_norm, parts.q_norm, parts.k_norm)
-        weights = LayerWeights(*norms, qkv, o, gated, down, parts.window)
-        sizes = LayerSizes(parts.q_heads, parts.kv_heads, parts.head_dim, parts.scale, parts.eps)
+        heads = (attention.q_heads, attention.kv_heads, attention.head_dim)
+        sizes = LayerSizes(*heads, attention.scale, spec.input_norm.eps)
         self._layer = PackedLayer(weights, sizes)
+
+    @staticmethod
+    def covers(spec: LayerSpec, parts: LayerParts) -> bool:
+        """Whether the compiled layer can do it: it gates with silu, and its norms have one epsilon."""
+        compiled = all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
+        return compiled and len({norm.eps for norm in spec.norms.values()}) == 1
 
     def __call__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchinfer.models.spec import CacheSpec, LayerSpec
 from batchinfer.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.ops.cpu_linear import CompiledHead, CompiledLinear, OneDnnLinear
 from batchinfer.ops.interface import (
@@ -75,25 +76,21 @@ class CpuOps(TorchOps):
             return self._compiled.pack_codes(*quantize_weight(weight), bias, kind)
         return self._compiled.pack_linear(weight, bias, kind)
 
-    def join_layer(self, parts: LayerParts) -> DecoderLayer:
-        linears = (parts.qkv, parts.o, parts.gated, parts.down)
-        if not all(isinstance(linear, CompiledLinear) for linear in linears):
-            return super().join_layer(parts)
-        return CompiledLayer(self._compiled, parts)
+    def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
+        return CompiledLayer(self._compiled, spec, parts) if CompiledLayer.covers(spec, parts) else None
 
-    def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-        return self._compiled.cache_shape(kv_heads, block_size, head_dim)
+    def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
+        return self._compiled.cache_shape(cache.heads, block_size, cache.dim)
 
     def allocate_cache(
         self,
+        cache: CacheSpec,
         blocks: int,
-        kv_heads: int,
         block_size: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LayerCache:
-        shape = (blocks, *self.cache_shape(kv_heads, block_size, head_dim))
+        shape = (blocks, *self.cache_shape(cache, block_size))
         return LayerCache(zeros_in_huge_pages(shape, dtype), zeros_in_huge_pages(shape, dtype), block_size)
 
     def rms_norm(

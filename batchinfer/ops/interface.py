@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer.models.spec import CacheSpec, LayerSpec
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
@@ -92,27 +94,15 @@ class FixedPlan(AttentionPlan):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """A decoder layer's weights as the operators want them, and its sizes. `eps` is every norm's."""
+    """A decoder layer's weights as the operators want them, by the names that its spec gives them."""
 
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Linear
-    post_norm: Tensor
-    gated: Linear
-    down: Linear
-    window: int | None
+    linears: Mapping[str, Linear]
+    norms: Mapping[str, Tensor]
     rope: RopeTable
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float  # of attention
-    eps: float
 
 
 class DecoderLayer(ABC):
-    """A layer of a Llama-like decoder."""
+    """A layer of a decoder."""
 
     @abstractmethod
     def __call__(
@@ -150,25 +140,28 @@ class Ops(ABC):
         """The layer that makes logits: (T, in) → (T, out) float32, never rounded to the weight's dtype: among logits of
         magnitude 100 bfloat16 tells no two apart that differ by less than a half."""
 
-    def join_layer(self, parts: LayerParts) -> DecoderLayer:
-        """A layer of linear layers that were packed here."""
-        return SeparateLayer(self, parts)
+    def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
+        """A whole layer, of linear layers that were packed here, as one call; None: these operators do not offer it."""
+        return None
 
-    def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-        """Values that one block of K takes, or of V, in one layer."""
-        return kv_heads, block_size, head_dim
+    def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
+        """Values that one block of K takes, or of V, in one layer: (heads, block_size, dim), maybe rounded up."""
+        return cache.heads, block_size, cache.dim
+
+    def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
+        """Bytes of one block of all these layers, with what is rounded up."""
+        return 2 * itemsize * sum(math.prod(self.cache_shape(cache, block_size)) for cache in caches)
 
     def allocate_cache(
         self,
+        cache: CacheSpec,
         blocks: int,
-        kv_heads: int,
         block_size: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LayerCache:
         """A zero-filled cache of one layer."""
-        shape = (blocks, *self.cache_shape(kv_heads, block_size, head_dim))
+        shape = (blocks, *self.cache_shape(cache, block_size))
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return LayerCache(k, v, block_size)
 
@@ -220,35 +213,6 @@ class Ops(ABC):
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """(T, 2 × intermediate) → (T, intermediate). See batchinfer_kernels.gated_activation."""
-
-
-class SeparateLayer(DecoderLayer):
-    """A layer as one operator after the other."""
-
-    def __init__(self, ops: Ops, parts: LayerParts) -> None:
-        self._ops, self._parts = ops, parts
-
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        inputs: AttentionInputs,
-        cache: LayerCache,
-        plan: AttentionPlan,
-    ) -> tuple[Tensor, Tensor]:
-        parts = self._parts
-        x, residual = self._ops.rms_norm(x, parts.input_norm, parts.eps, residual)
-        x = self._attend(x, inputs, cache, plan)
-        x, residual = self._ops.rms_norm(x, parts.post_norm, parts.eps, residual)
-        return parts.down(parts.gated(x)), residual
-
-    def _attend(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
-        parts, heads, kv_heads = self._parts, self._parts.q_heads, self._parts.kv_heads
-        qkv = parts.qkv(x).view(x.shape[0], heads + 2 * kv_heads, parts.head_dim)
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        norms = (parts.q_norm, parts.k_norm)
-        q = self._ops.rope_store(q, k, v, parts.rope, inputs, cache, *norms, parts.eps)
-        return parts.o(self._ops.attention(q, cache, plan, parts.scale, parts.window).flatten(1))
 
 
 class GatedLinear(Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchinfer.plan.plan import Plan
-from batchinfer_kernels.cost import DecoderShape, Peaks, StepShape, decoder_step_costs, step_total
+from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, step_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +14,13 @@ class Forecast:
 
     prefill_tokens: int  # prompt tokens after ideal sharing
     decode_tokens: int  # output tokens, each one run once
-    flops: int | None  # None: no decoder shape
+    flops: int | None  # None: the model is not known
     bytes: int | None
-    seconds: float | None  # at the roofline; None: no shape, or peaks unknown
+    seconds: float | None  # at the roofline; None: no cost, or peaks unknown
     kv_bytes: int | None  # K and V of the largest batch of `max_num_seqs` requests, sharing not counted
 
 
-def forecast(plan: Plan, shape: DecoderShape | None, peaks: Peaks | None, max_num_seqs: int) -> Forecast:
+def forecast(plan: Plan, cost: ModelCost | None, peaks: Peaks | None, max_num_seqs: int) -> Forecast:
     """Forecast a plan on a decoder. Raises ValueError for `max_num_seqs` < 1.
 
     Prefill is taken as one large step, decoding as the fewest steps of `max_num_seqs` rows; a prompt or a context
@@ -30,20 +30,20 @@ def forecast(plan: Plan, shape: DecoderShape | None, peaks: Peaks | None, max_nu
         raise ValueError(f"max_num_seqs is {max_num_seqs}, must be at least 1")
     prefill = plan.prompt_tokens - plan.shared_prefix_tokens
     decode = plan.expected_tokens
-    if shape is None:
+    if cost is None:
         return Forecast(prefill, decode, None, None, None, None)
     if not plan.to_run:
         return Forecast(0, 0, 0, 0, None if peaks is None else 0.0, 0)
     rows = min(max_num_seqs, plan.to_run)
     steps = -(-decode // rows)
-    once = decoder_step_costs(shape, _prefill_step(plan, prefill, shape))
-    each = decoder_step_costs(shape, _decode_step(plan, rows, shape))
+    once = cost.step(_prefill_step(plan, prefill, cost))
+    each = cost.step(_decode_step(plan, rows, cost))
     total = step_total(once) + step_total(each) * steps
     seconds = None
     if peaks is not None:
         bounds = (c.seconds(peaks) for c in once.values()), (c.seconds(peaks) for c in each.values())
         seconds = sum(bounds[0]) + steps * sum(bounds[1])
-    kv_bytes = rows * plan.longest * shape.kv_bytes_per_token
+    kv_bytes = rows * plan.longest * cost.kv_bytes_per_token
     return Forecast(prefill, decode, total.flops, total.bytes, seconds, kv_bytes)
 
 
@@ -58,12 +58,12 @@ def describe(plan: Plan, at_the_limit: str | None) -> str:
     return f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens{limit}"
 
 
-def _prefill_step(plan: Plan, tokens: int, shape: DecoderShape) -> StepShape:
+def _prefill_step(plan: Plan, tokens: int, cost: ModelCost) -> StepShape:
     mean_prompt = plan.prompt_tokens / plan.to_run
     pairs = int(tokens * (mean_prompt + 1) / 2)
-    return StepShape(tokens, plan.to_run, pairs * shape.layers, tokens * shape.layers)
+    return StepShape(tokens, plan.to_run, pairs * cost.layers, tokens * cost.layers)
 
 
-def _decode_step(plan: Plan, rows: int, shape: DecoderShape) -> StepShape:
+def _decode_step(plan: Plan, rows: int, cost: ModelCost) -> StepShape:
     context = int((plan.prompt_tokens + plan.expected_tokens / 2) / plan.to_run)
-    return StepShape(rows, rows, rows * context * shape.layers, rows * context * shape.layers)
+    return StepShape(rows, rows, rows * context * cost.layers, rows * context * cost.layers)

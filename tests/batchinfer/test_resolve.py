@@ -177,8 +177,8 @@ def test_quantised_linear_layers_have_their_own_peak(checkpoint: Checkpoint) -> 
     quantized = replace(SETTING, quantization="int8")
     assert SETTING.peaks == Peaks(2e12, 3e10)
     assert quantized.peaks == Peaks(2e12, 3e10, 4e12)
-    assert SETTING.decoder_shape(checkpoint).weight_itemsize == 2
-    assert quantized.decoder_shape(checkpoint).quantized
+    assert SETTING.model_cost(checkpoint).weight_itemsize == 2
+    assert quantized.model_cost(checkpoint).quantized
     unmeasured = replace(CPU, peak_flops={"bfloat16": 2e12})
     assert replace(quantized, hardware=unmeasured).peaks is None
 
@@ -216,7 +216,7 @@ def test_the_options_reach_an_engine_on_a_gpu(
     setting = resolve(job, checkpoint)
     config = setting.engine_config(job, 100)
     assert (config.device, config.quantization, config.deterministic) == ("cuda", "int8", True)
-    assert setting.decoder_shape(checkpoint).weight_itemsize == 1, "what the plan forecasts is int8's, too"
+    assert setting.model_cost(checkpoint).weight_itemsize == 1, "what the plan forecasts is int8's, too"
 
 
 def test_bits_that_were_promised_are_a_devices_own(checkpoint: Checkpoint) -> None:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from batchinfer_kernels.cost import (
     Cost,
-    DecoderShape,
     Peaks,
     StepShape,
-    decoder_step_costs,
     linear_cost,
-    model_flops,
     quantized_linear_cost,
     roofline_seconds,
     step_total,
 )
+from tests.model_costs import llama_cost
 
 PEAKS = Peaks(1000.0, 100.0)
 INT8 = Peaks(1000.0, 100.0, 4000.0)
-SHAPE = DecoderShape(2, 64, 128, 4, 2, 16, 1000, 2, 2)
-QUANTIZED = replace(SHAPE, weight_itemsize=1)
+SHAPE = llama_cost(2, 64, 128, 4, 2, 16, 1000, 2, 2)
+QUANTIZED = llama_cost(2, 64, 128, 4, 2, 16, 1000, 2, 1)
 STEP = StepShape(tokens=300, sampled=3, pairs=90_000, kv_tokens=600)
 LINEAR = ("qkv", "o", "gate_up", "down", "lm_head")
 
@@ -57,7 +53,7 @@ def test_a_quantised_linear_layer_by_hand() -> None:
 
 
 def test_only_the_linear_layers_of_a_quantised_model_change() -> None:
-    plain, quantized = decoder_step_costs(SHAPE, STEP), decoder_step_costs(QUANTIZED, STEP)
+    plain, quantized = SHAPE.step(STEP), QUANTIZED.step(STEP)
     assert list(plain) == list(quantized)
     for name in plain:
         if name in LINEAR:
@@ -72,14 +68,14 @@ def test_only_the_linear_layers_of_a_quantised_model_change() -> None:
 def test_the_roofline_of_a_quantised_model_uses_the_int8_peak() -> None:
     """With bandwidth no limit: the linear layers at four times the peak, the rest as before."""
     free = Peaks(1e6, 1e30), Peaks(1e6, 1e30, 4e6)
-    costs = decoder_step_costs(QUANTIZED, STEP)
+    costs = QUANTIZED.step(STEP)
     integer = sum(cost.int8_ops for cost in costs.values())
     saved = roofline_seconds(costs, free[0]) - roofline_seconds(costs, free[1])
     assert saved == pytest.approx(integer / 1e6 * 3 / 4)
-    plain = decoder_step_costs(SHAPE, STEP)
+    plain = SHAPE.step(STEP)
     assert roofline_seconds(plain, free[0]) == roofline_seconds(plain, free[1])
 
 
 def test_useful_flops_do_not_depend_on_how_weights_are_stored() -> None:
-    assert model_flops(SHAPE, STEP) == model_flops(QUANTIZED, STEP)
+    assert SHAPE.model_flops(STEP) == QUANTIZED.model_flops(STEP)
     assert (SHAPE.quantized, QUANTIZED.quantized) == (False, True)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from batchinfer.bench.ideal import attended, ideal_costs, ideal_job, prefix_nodes
 from batchinfer.bench.workloads import Row, distinct, make_workload
-from batchinfer_kernels.cost import DecoderShape, StepShape, decoder_step_costs
+from batchinfer_kernels.cost import StepShape
+from tests.model_costs import llama_cost
 
-SHAPE = DecoderShape(2, 64, 128, 4, 2, 16, 512, 2, 2)
+SHAPE = llama_cost(2, 64, 128, 4, 2, 16, 512, 2, 2)
 ROWS = st.lists(
     st.builds(Row, st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple), st.integers(1, 5)),
     min_size=1,
@@ -79,7 +80,7 @@ def test_one_row_alone_costs_its_steps():
     """A prompt of 4 and 3 outputs: a prefill and two decodes, whose costs add up."""
     ideal = ideal_job([Row((1, 2, 3, 4), 3)], [None, None])
     steps = [StepShape(4, 1, 2 * 10, 2 * 4), StepShape(1, 1, 2 * 5, 2 * 5), StepShape(1, 1, 2 * 6, 2 * 6)]
-    added = [decoder_step_costs(SHAPE, step) for step in steps]
+    added = [SHAPE.step(step) for step in steps]
     assert ideal_costs(ideal, SHAPE) == {
         name: cost + added[1][name] + added[2][name] for name, cost in added[0].items()
     }

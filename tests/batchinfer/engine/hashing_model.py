@@ -13,10 +13,10 @@ from batchinfer.engine.decode_graphs import Capture, Captured, DecodeGraphs, Gra
 from batchinfer.engine.sampler import Sampler
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
 from batchinfer.ops.torch_ops import TorchOps
-from batchinfer_kernels.cost import DecoderShape
+from tests.model_costs import llama_cost
 
 VOCAB, EOS = 12, 0
-SHAPE = DecoderShape(
+SHAPE = llama_cost(
     hidden=8,
     layers=1,
     q_heads=1,

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Step
 from batchinfer.engine.sequence import Sequence
-from batchinfer_kernels.cost import DecoderShape, Peaks, StepShape, decoder_step_costs, roofline_seconds
+from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 from tests.batchinfer.engine.driver import sequence
+from tests.model_costs import llama_cost
 
-LLAMA_135M = DecoderShape(30, 576, 1536, 9, 3, 64, 32_000, 2, 2)
-LLAMA_8B = DecoderShape(32, 4096, 14_336, 32, 8, 128, 128_256, 2, 2)
+LLAMA_135M = llama_cost(30, 576, 1536, 9, 3, 64, 32_000, 2, 2)
+LLAMA_8B = llama_cost(32, 4096, 14_336, 32, 8, 128, 128_256, 2, 2)
 CPU = Peaks(430e9, 40e9)  # two cores with AVX512_BF16
 GPU = Peaks(790e12, 4.3e12)
 
@@ -60,7 +61,7 @@ def simulate(
     blocks: int,
     seqs: int = 256,
     budget: int = 2048,
-    shape: DecoderShape = LLAMA_135M,
+    cost: ModelCost = LLAMA_135M,
     peaks: Peaks = CPU,
     overhead_s: float = 0.0,
 ) -> Simulated:
@@ -73,7 +74,7 @@ def simulate(
         scheduler.add(added)
     while left:
         step = scheduler.schedule()
-        costs = decoder_step_costs(shape, step_shape(step.chunks, shape.layers))
+        costs = cost.step(step_shape(step.chunks, cost.layers))
         got.add(step, scheduler, roofline_seconds(costs, peaks) + overhead_s)
         for chunk in step.chunks:
             _advance(chunk, scheduler, left)

@@ -18,6 +18,7 @@ from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
+from batchinfer.models.model_cost import model_cost
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
 from batchinfer.request import Completion, Request, SamplingParams, StepSample
@@ -70,22 +71,21 @@ def checkpoint(family: str, **options: Any) -> Checkpoint:
 
 
 def cpu_ops(model: Checkpoint, quantization: Quantization = "none") -> Ops:
-    config, cpu = model.config, torch.device("cpu")
-    return choose_ops(cpu, torch.float32, config.q_heads // config.kv_heads, config.head_dim, quantization)
+    attention, cpu = model.spec.attention, torch.device("cpu")
+    return choose_ops(cpu, torch.float32, attention.group, attention.head_dim, quantization)
 
 
 def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
     """In float32. What the cache never held is poisoned."""
-    config = model.config
     decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN)
     caches = decoder.allocate_cache(limits.blocks, limits.block_size, torch.float32, device)
     for layer in caches:
         layer.k.fill_(float("nan"))
         layer.v.fill_(float("nan"))
-    sampler = Sampler(frozenset(config.eos_token_ids))
-    shape = config.decoder_shape(4, 4)
-    windows = tuple(config.windows)
-    return ModelRunner(decoder, ops, caches, windows, limits.block_size, sampler, shape, torch.device(device))
+    sampler = Sampler(frozenset(model.spec.eos_token_ids))
+    cost = model_cost(model.spec, 4, 4)
+    windows = model.spec.windows
+    return ModelRunner(decoder, ops, caches, windows, limits.block_size, sampler, cost, torch.device(device))
 
 
 def make_engine(runner: Any, limits: Limits, eos: frozenset[int], **more: Any) -> Engine:

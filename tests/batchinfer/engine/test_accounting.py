@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from batchinfer.request import RequestSample
-from batchinfer_kernels.cost import DecoderShape, StepShape, decoder_step_costs
+from batchinfer_kernels.cost import ModelCost, StepShape
 from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, greedy, make_engine, make_runner
+from tests.model_costs import llama_cost
 
 LAYERS, OUTPUT = 2, 40
+ATTENTION = checkpoint("llama").spec.attention
 PROMPTS = 24
 
 
@@ -41,11 +43,11 @@ def prompts() -> list[list[int]]:
     return [shared[: len(p)] + p[:9] if i % 2 else p for i, p in enumerate(own)]
 
 
-def flops(shape: DecoderShape, ran: set[tuple[bytes, int]], sampled: int) -> int:
+def flops(cost: ModelCost, ran: set[tuple[bytes, int]], sampled: int) -> int:
     """2 × weights a token, the head for each sampled one, and 4 × heads × size for each pair of query and key."""
     pairs = LAYERS * sum(at + 1 for _, at in ran)
-    dense = 2 * shape.active_parameters * len(ran) + 2 * shape.hidden * shape.vocab * sampled
-    return dense + 4 * pairs * shape.q_heads * shape.head_dim
+    dense = 2 * cost.active_parameters * len(ran) + 2 * cost.head_parameters * sampled
+    return dense + 4 * pairs * ATTENTION.q_heads * ATTENTION.head_dim
 
 
 @pytest.mark.parametrize("budget", [11, 64, 300])
@@ -73,17 +75,17 @@ def test_preempted_work_counts_once_and_as_what_it_is(caching: bool, budget: int
     assert prompt + total["cached_tokens"] == sum(lengths.values())
     assert total["cached_tokens"] == sum(r.cached_tokens for r in requests)
     assert (total["cached_tokens"] > 0) == caching
-    assert total["flops"] == flops(counting.shape, once, counting.sampled)
+    assert total["flops"] == flops(counting.cost, once, counting.sampled)
 
 
 def test_a_step_that_only_recomputes_moves_nothing_of_use() -> None:
-    shape = DecoderShape(2, 64, 128, 4, 2, 16, 1000, 2, 2)
-    costs = decoder_step_costs(shape, StepShape(0, 0, 0, 0))
+    model = llama_cost(2, 64, 128, 4, 2, 16, 1000, 2, 2)
+    costs = model.step(StepShape(0, 0, 0, 0))
     assert {(c.flops, c.bytes) for c in costs.values()} == {(0, 0)}
 
 
 def test_the_head_is_not_read_by_a_step_that_samples_nothing() -> None:
-    shape = DecoderShape(2, 64, 128, 4, 2, 16, 1000, 2, 2)
-    costs = decoder_step_costs(shape, StepShape(5, 0, 30, 10))
+    model = llama_cost(2, 64, 128, 4, 2, 16, 1000, 2, 2)
+    costs = model.step(StepShape(5, 0, 30, 10))
     unread = {name for name, cost in costs.items() if not cost.bytes}
     assert unread == {"final_norm", "lm_head", "sample"}

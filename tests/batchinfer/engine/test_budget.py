@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.budget import AMORTISED, LEAST, MOST, step_tokens
-from batchinfer_kernels.cost import Cost, DecoderShape, Peaks, StepShape, decoder_step_costs, step_total
+from batchinfer_kernels.cost import Cost, Peaks, StepShape, step_total
+from tests.model_costs import llama_cost
 
-SHAPE = DecoderShape(30, 576, 1536, 9, 3, 64, 32_000, 2, 2)
+SIZES = (30, 576, 1536, 9, 3, 64, 32_000)
+SHAPE = llama_cost(*SIZES, 2, 2)
 LINEAR = ("qkv", "o", "gate_up", "down")
 
 
@@ -27,7 +27,7 @@ LINEAR = ("qkv", "o", "gate_up", "down")
     ],
 )
 def test_budgets_of_known_hardware(peaks: Peaks, weight: int, tokens: int) -> None:
-    assert step_tokens(replace(SHAPE, weight_itemsize=weight), peaks, 128, 2048) == tokens
+    assert step_tokens(llama_cost(*SIZES, 2, weight), peaks, 128, 2048) == tokens
 
 
 def test_unknown_peaks_leave_the_default() -> None:
@@ -47,11 +47,11 @@ def test_a_full_batch_leaves_room_for_prompts() -> None:
 def test_weights_are_read_in_a_small_part_of_the_time(
     flops: float, bandwidth: float, weight: int, seqs: int
 ) -> None:
-    shape, peaks = replace(SHAPE, weight_itemsize=weight), Peaks(flops, bandwidth)
+    shape, peaks = llama_cost(*SIZES, 2, weight), Peaks(flops, bandwidth)
     tokens = step_tokens(shape, peaks, seqs, 0)
     assert LEAST <= tokens <= max(MOST, 2 * seqs)
     if tokens < MOST:
-        costs = decoder_step_costs(shape, StepShape(tokens, 0, 0, 0))
+        costs = shape.step(StepShape(tokens, 0, 0, 0))
         total = step_total({name: costs.get(name, Cost()) for name in LINEAR})
         reading = shape.active_parameters * weight / bandwidth
         assert reading * (AMORTISED - 1) <= total.flops / flops

@@ -153,7 +153,7 @@ def test_the_fitted_runner_runs():
     device = Device(tokens=70)
     limits = Limits(budget=64, blocks=60, block_size=SIZE)
     requests = greedy([[1, 2, 3], [5] * 40, [7] * 30], 9)
-    eos = frozenset(checkpoint("llama").config.eos_token_ids)
+    eos = frozenset(checkpoint("llama").spec.eos_token_ids)
     wanted = drain(
         make_engine(make_runner(checkpoint("llama"), device.runner.ops, limits), limits, eos), requests
     )

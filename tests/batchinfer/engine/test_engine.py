@@ -19,6 +19,7 @@ from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
+from batchinfer.models.model_cost import model_cost
 from batchinfer.ops.choose import choose_ops
 from batchinfer.request import Completion, Request, SamplingParams
 from tests.batchinfer.engine.driver import Hopeful
@@ -125,17 +126,17 @@ def key_of(row: int) -> bytes:
 def run_engine(folder: Path, setting: Setting, requests: list[Request], recorded: bool = True):
     """(completions by key, logits by key and position, steps): integrity is checked after every step."""
     checkpoint, block_size = inspect_checkpoint(folder), 8
-    heads = checkpoint.config.q_heads // checkpoint.config.kv_heads
-    ops = choose_ops(torch.device("cpu"), torch.float32, heads, checkpoint.config.head_dim)
+    attention = checkpoint.spec.attention
+    ops = choose_ops(torch.device("cpu"), torch.float32, attention.group, attention.head_dim)
     model = load_decoder(checkpoint, ops, torch.float32, torch.device("cpu"), MAX_LEN)
-    shape, windows = checkpoint.config.decoder_shape(4, 4), checkpoint.config.windows
+    cost, windows = model_cost(checkpoint.spec, 4, 4), checkpoint.spec.windows
     caches = model.allocate_cache(setting.blocks, block_size, torch.float32, torch.device("cpu"))
     for layer in caches:  # nothing may read what was never written
         layer.k.fill_(float("nan"))
         layer.v.fill_(float("nan"))
     kind = RecordingSampler if recorded else Sampler
-    sampler = kind(frozenset(checkpoint.config.eos_token_ids))
-    runner = ModelRunner(model, ops, caches, windows, block_size, sampler, shape, torch.device("cpu"))
+    sampler = kind(frozenset(checkpoint.spec.eos_token_ids))
+    runner = ModelRunner(model, ops, caches, windows, block_size, sampler, cost, torch.device("cpu"))
     config = SchedulerConfig(setting.seqs, setting.budget, setting.caching)
     engine = Engine(
         runner,

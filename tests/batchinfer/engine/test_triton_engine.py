@@ -79,17 +79,15 @@ def prompts() -> list[list[int]]:
 
 def triton_ops(variant: str, quantization: Quantization = "none", deterministic: bool = False) -> Ops:
     family, options = VARIANTS[variant]
-    config = checkpoint(family, **options).config
-    sizes = (config.q_heads, config.kv_heads, config.head_dim)
+    attention = checkpoint(family, **options).spec.attention
+    sizes = (attention.q_heads, attention.kv_heads, attention.head_dim)
     return TritonOps(AttentionShape(torch.float32, *sizes, deterministic), quantization)
 
 
 def ran(variant: str, limits: Limits, ops: Ops, device: str) -> Ran:
     family, options = VARIANTS[variant]
     model = checkpoint(family, **options)
-    engine = make_engine(
-        make_runner(model, ops, limits, device), limits, frozenset(model.config.eos_token_ids)
-    )
+    engine = make_engine(make_runner(model, ops, limits, device), limits, frozenset(model.spec.eos_token_ids))
     return drain(engine, greedy(prompts(), OUTPUT))
 
 
@@ -358,7 +356,6 @@ def test_int8_weights_take_a_byte_each(monkeypatch):
     stand_in(monkeypatch.setattr)
     monkeypatch.setattr(build, "_fit", lambda runner, limits, room: Fitted(runner, limits, 1))
     plain, quantised = (build.load_model(gpus_config(q, False)).info.weight_bytes for q in ("none", "int8"))
-    config = checkpoint("llama").config
-    shape = config.decoder_shape(4, 1)
-    linear = shape.active_parameters + config.hidden * config.vocab
+    spec = checkpoint("llama").spec
+    linear = spec.head.values + sum(layer.values for layer in spec.linears())
     assert plain - quantised == 3 * linear

@@ -76,7 +76,8 @@ def test_needs_no_torch(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from batchinfer.models.checkpoint import inspect_checkpoint\n"
-        "c = inspect_checkpoint(Path(sys.argv[1])); c.fingerprint({}); c.config.decoder_shape(4, 4)\n"
+        "from batchinfer.models.model_cost import model_cost\n"
+        "c = inspect_checkpoint(Path(sys.argv[1])); c.fingerprint({}); model_cost(c.spec, 4, 4)\n"
         "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
     )
     out = subprocess.run(
@@ -181,7 +182,7 @@ class TestSecurity:
         shutil.copytree(sound, entry / "blobs")
         for file in (entry / "blobs").iterdir():
             (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-        assert inspect_checkpoint(snapshot).config.family == "llama"
+        assert inspect_checkpoint(snapshot).spec.family == "llama"
         (entry / "refs").mkdir()
         (entry / "refs" / "main").write_text("abc123")
         (snapshot / "extra").symlink_to("../../refs/main")

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from batchinfer.errors import JobFileError
 from batchinfer.models.config import load_config, parse_config
+from batchinfer.models.model_cost import model_cost
+from batchinfer.models.spec import FeedForwardSpec, NormSpec
 from tests.batchinfer.models.raw_config import PATH, raw_config
 
 YARN = {"type": "yarn", "factor": 4.0}
@@ -22,15 +24,17 @@ def parse(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> Any:
 
 def test_defaults_of_each_family() -> None:
     llama = parse(raw_config("llama", head_dim=None, num_key_value_heads=...))
-    assert (llama.head_dim, llama.kv_heads, llama.activation, llama.tied) == (12, 4, "silu", False)
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (False, False, False, False)
-    assert llama.rope.theta == 10_000.0
+    attention, feed_forward = llama.attention, llama.layers[0].feed_forward
+    assert (attention.head_dim, attention.kv_heads, llama.tied) == (12, 4, False)
+    assert feed_forward == FeedForwardSpec(64, "silu", False)
+    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (False, False, None)
+    assert attention.rope.theta == 10_000.0
     mistral = parse(raw_config("mistral", num_attention_heads=8, num_key_value_heads=...))
-    assert (mistral.kv_heads, mistral.windows) == (8, (4096, 4096))
+    assert (mistral.attention.kv_heads, mistral.windows) == (8, (4096, 4096))
     qwen2 = parse(raw_config("qwen2", attention_bias=False))
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.windows) == (True, False, (None, None))
-    qwen3 = parse(raw_config("qwen3"))
-    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+    assert (qwen2.attention.qkv_bias, qwen2.attention.o_bias, qwen2.windows) == (True, False, (None, None))
+    qwen3 = parse(raw_config("qwen3")).attention
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, NormSpec(128, 1e-5), False)
 
 
 @pytest.mark.parametrize(
@@ -59,18 +63,21 @@ def test_qwen_windows_by_layer_number(family: str) -> None:
     assert parse({**raw, "use_sliding_window": False}).windows == (None,) * 4
 
 
-def test_decoder_shape() -> None:
-    shape = parse(raw_config()).decoder_shape(itemsize=2, weight_itemsize=1)
-    assert (shape.layers, shape.hidden, shape.intermediate, shape.vocab) == (2, 48, 64, 260)
-    assert (shape.q_heads, shape.kv_heads, shape.head_dim) == (4, 2, 12)
-    assert shape.kv_bytes_per_token == 2 * 2 * 2 * 12 * 2
+def test_sizes() -> None:
+    spec = parse(raw_config())
+    assert (len(spec.layers), spec.hidden, spec.layers[0].feed_forward.inner, spec.vocab) == (2, 48, 64, 260)
+    attention = spec.attention
+    assert (attention.q_heads, attention.kv_heads, attention.head_dim, attention.group) == (4, 2, 12, 2)
+    cost = model_cost(spec, itemsize=2, weight_itemsize=1)
+    assert cost.kv_bytes_per_token == 2 * 2 * 2 * 12 * 2
+    assert cost.active_parameters == 2 * (48 * (48 + 2 * 24) + 48 * 48 + 3 * 48 * 64)
 
 
 def test_rope_scaling_beside_rope_parameters_wins() -> None:
     raw = raw_config(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5.0})
-    assert (parse(raw).rope.kind, parse(raw).rope.theta) == ("linear", 10_000.0)
+    assert (parse(raw).attention.rope.kind, parse(raw).attention.rope.theta) == ("linear", 10_000.0)
     outside = parse(raw_config(rope_scaling=YARN, original_max_position_embeddings=32, rope_theta=77.0))
-    assert (outside.rope.original_max_positions, outside.rope.theta) == (32, 77.0)
+    assert (outside.attention.rope.original_max_positions, outside.attention.rope.theta) == (32, 77.0)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -192,6 +199,6 @@ def test_any_json_parses_or_is_refused(
         config = parse(raw, generation)
     except JobFileError:
         return
-    assert len(config.windows) == config.layers
-    assert config.head_dim % 2 == 0
+    assert len(config.windows) == len(config.layers)
+    assert config.attention.head_dim % 2 == 0
     assert all(0 <= i < 2**31 for i in config.eos_token_ids)

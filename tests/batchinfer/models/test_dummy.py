@@ -10,9 +10,10 @@ import torch
 from batchinfer.errors import UsageError
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.config import parse_config
-from batchinfer.models.dummy import DummyWeights, parameter_count, write_checkpoint
+from batchinfer.models.dummy import DummyWeights, write_checkpoint
+from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import SHAPES, shape_config
-from batchinfer.models.weights import CheckpointWeights, LayerWeights
+from batchinfer.models.weights import CheckpointWeights
 
 SMALL = {
     "llama": SHAPES["tiny"],
@@ -27,11 +28,6 @@ SMALL = {
 }
 
 
-def tensors(layer: LayerWeights) -> dict[str, torch.Tensor]:
-    found = {name: getattr(layer, name) for name in LayerWeights.__slots__}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_and_read_again_they_are_the_same(tmp_path, name, dtype):
@@ -40,12 +36,12 @@ def test_written_and_read_again_they_are_the_same(tmp_path, name, dtype):
     dummy = DummyWeights(config, dtype, "cpu", seed=3)
     write_checkpoint(tmp_path, SMALL[name], dummy)
     checkpoint = inspect_checkpoint(tmp_path)
-    assert checkpoint.config.hidden == config.hidden
+    assert checkpoint.spec.hidden == config.hidden
     assert checkpoint.dtype == str(dtype).removeprefix("torch.")
     assert checkpoint.weight_bytes == parameter_count(config) * dtype.itemsize
     read = CheckpointWeights(checkpoint, dtype, "cpu")
-    for index in range(config.layers):
-        ours, theirs = tensors(dummy.layer(index)), tensors(read.layer(index))
+    for index in range(len(config.layers)):
+        ours, theirs = dummy.layer(index), read.layer(index)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     for key in ("embedding", "head", "final_norm"):
@@ -60,10 +56,10 @@ def test_a_tied_head_is_the_embedding():
 def test_layers_and_seeds_differ_and_asking_again_does_not():
     config = shape_config("tiny")
     dummy, other = (DummyWeights(config, torch.float32, "cpu", seed) for seed in (0, 1))
-    assert torch.equal(dummy.layer(1).qkv, dummy.layer(1).qkv)
-    assert not torch.equal(dummy.layer(0).qkv, dummy.layer(1).qkv)
-    assert not torch.equal(dummy.layer(0).qkv, other.layer(0).qkv)
-    assert dummy.layer(0).o.std().item() == pytest.approx(config.hidden**-0.5, rel=0.05)
+    assert torch.equal(dummy.layer(1)["qkv"], dummy.layer(1)["qkv"])
+    assert not torch.equal(dummy.layer(0)["qkv"], dummy.layer(1)["qkv"])
+    assert not torch.equal(dummy.layer(0)["qkv"], other.layer(0)["qkv"])
+    assert dummy.layer(0)["o"].std().item() == pytest.approx(config.hidden**-0.5, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +70,12 @@ def test_named_shapes_have_their_makers_sizes(name, millions):
 
 
 def test_the_small_llama_is_the_one_that_peers_were_measured_with():
-    config = shape_config("llama-135m")
-    assert (config.hidden, config.intermediate, config.layers) == (576, 1536, 30)
-    assert (config.q_heads, config.kv_heads, config.head_dim, config.vocab) == (9, 3, 64, 32_000)
-    assert (config.tied, config.rms_eps, config.rope.theta) == (True, 1e-5, 100_000.0)
-    assert math.isclose(shape_config("llama-3.1-8b").rope.factor, 8.0)
+    spec = shape_config("llama-135m")
+    attention = spec.attention
+    assert (spec.hidden, spec.layers[0].feed_forward.inner, len(spec.layers)) == (576, 1536, 30)
+    assert (attention.q_heads, attention.kv_heads, attention.head_dim, spec.vocab) == (9, 3, 64, 32_000)
+    assert (spec.tied, spec.final_norm.eps, attention.rope.theta) == (True, 1e-5, 100_000.0)
+    assert math.isclose(shape_config("llama-3.1-8b").attention.rope.factor, 8.0)
 
 
 def test_an_unknown_shape_is_named():

@@ -29,8 +29,8 @@ def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS
     """Whole prompts in one batch, then in chunks, against transformers one prompt at a time."""
     checkpoint = inspect_checkpoint(folder)
     ops = TorchOps()
-    decoder = load_decoder(checkpoint, ops, torch.float32, "cpu", checkpoint.config.max_positions)
-    prompts = prompts_of(checkpoint.config.vocab, lengths)
+    decoder = load_decoder(checkpoint, ops, torch.float32, "cpu", checkpoint.spec.max_positions)
+    prompts = prompts_of(checkpoint.spec.vocab, lengths)
     with torch.inference_mode():
         wanted = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
     for chunk, block_size in ((None, 16), (64, 8), (7, 16)):
@@ -90,7 +90,7 @@ def test_config_as_transformers_4_wrote_it(tmp_path: Path, family: str) -> None:
     raw["torch_dtype"] = raw.pop("dtype")
     (tmp_path / "config.json").write_text(json.dumps(raw))
     checkpoint = check_logits(tmp_path, model, lengths=(100,))
-    assert checkpoint.config.dtype == "float32"
+    assert checkpoint.spec.dtype == "float32"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,7 +160,7 @@ def test_sliding_windows(
 ) -> None:
     model = make_checkpoint(tmp_path, family, num_hidden_layers=3, **options)
     checkpoint = check_logits(tmp_path, model, lengths=(17, 25, 100, 300))
-    assert checkpoint.config.windows == windows
+    assert checkpoint.spec.windows == windows
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_bfloat16_run_stays_near_float32(tmp_path: Path, family: str) -> None:
     checkpoint = inspect_checkpoint(tmp_path)
     ops = TorchOps()
     decoder = load_decoder(checkpoint, ops, torch.bfloat16, "cpu", 512)
-    prompts = prompts_of(checkpoint.config.vocab, (17, 63))
+    prompts = prompts_of(checkpoint.spec.vocab, (17, 63))
     with torch.inference_mode():
         wanted = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
         cast_parameters(model, torch.bfloat16)

@@ -15,10 +15,10 @@ from tests.checkpoints import BOS, EOS, FAMILIES, IM_START, VOCAB, make_model_fo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_folder(tmp_path: Path, family: str) -> None:
     make_model_folder(tmp_path, family)
-    config = inspect_checkpoint(tmp_path).config
-    assert (config.family, config.vocab) == (family, VOCAB)
-    assert (config.eos_token_ids, config.bos_token_id) == ((EOS,), BOS)
-    assert pickle.loads(pickle.dumps(config)) == config
+    spec = inspect_checkpoint(tmp_path).spec
+    assert (spec.family, spec.vocab) == (family, VOCAB)
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((EOS,), BOS)
+    assert pickle.loads(pickle.dumps(spec)) == spec
 
 
 def test_tokenizer_of_bytes(tmp_path: Path) -> None:

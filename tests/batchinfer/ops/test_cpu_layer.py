@@ -10,42 +10,46 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.models.block import Block, pack_layer
+from batchinfer.models.rope_config import RopeConfig
+from batchinfer.models.spec import AttentionSpec, CacheSpec, FeedForwardSpec, LayerSpec, NormSpec
 from batchinfer.ops.cpu_layer import CompiledLayer
 from batchinfer.ops.cpu_ops import CpuOps
-from batchinfer.ops.interface import AttentionInputs, LayerParts, RopeTable, SeparateLayer
+from batchinfer.ops.interface import AttentionInputs, RopeTable
 from batchinfer.ops.torch_ops import TorchLinear, TorchOps
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 
 HIDDEN, INNER, KV_HEADS, BLOCK, SHARED = 52, 70, 2, 16, 9
 
 
-def layer_parts(ops, dtype, group, dim, biased, normed, window):
-    """Weights of a size that lets values neither vanish nor grow."""
+def layer_spec(group, dim, biased, normed, window, inner=INNER):
+    norm, heads = NormSpec(HIDDEN, 1e-5), (group * KV_HEADS, KV_HEADS, dim)
+    qk_norm = NormSpec(dim, 1e-5) if normed else None
+    attention = AttentionSpec(*heads, dim**-0.5, RopeConfig(), window, qk_norm, biased, biased)
+    return LayerSpec(HIDDEN, norm, attention, norm, FeedForwardSpec(inner, "silu", biased))
 
-    def linear(pack, outputs, inputs, *more):
-        bias = torch.randn(outputs).to(dtype) if biased else None
-        return pack((torch.randn(outputs, inputs) * inputs**-0.5).to(dtype), bias, *more)
 
-    heads = group * KV_HEADS
-    norms = [torch.rand(width).to(dtype) + 0.5 for width in (HIDDEN, HIDDEN, dim, dim)]
-    angles = torch.rand(2048, dim // 2) * 6
-    return LayerParts(
-        input_norm=norms[0],
-        qkv=linear(ops.pack_linear, (heads + 2 * KV_HEADS) * dim, HIDDEN),
-        q_norm=norms[2] if normed else None,
-        k_norm=norms[3] if normed else None,
-        o=linear(ops.pack_linear, HIDDEN, heads * dim),
-        post_norm=norms[1],
-        gated=linear(ops.pack_gated, 2 * INNER, HIDDEN, "silu"),
-        down=linear(ops.pack_linear, HIDDEN, INNER),
-        window=window,
-        rope=RopeTable(angles.cos(), angles.sin()),
-        q_heads=heads,
-        kv_heads=KV_HEADS,
-        head_dim=dim,
-        scale=dim**-0.5,
-        eps=1e-5,
-    )
+def random_weights(spec, dtype):
+    """Of a size that lets values neither vanish nor grow."""
+    found = {name: torch.rand(norm.width).to(dtype) + 0.5 for name, norm in spec.norms.items()}
+    for linear in spec.linears:
+        found[linear.name] = (torch.randn(linear.outputs, linear.inputs) * linear.inputs**-0.5).to(dtype)
+        if linear.biased:
+            found[linear.name + ".bias"] = torch.randn(linear.outputs).to(dtype)
+    return found
+
+
+def layer_parts(ops, spec, dtype):
+    angles = torch.rand(2048, spec.attention.head_dim // 2) * 6
+    return pack_layer(ops, spec, random_weights(spec, dtype), RopeTable(angles.cos(), angles.sin()))
+
+
+def with_linears(parts, **changed):
+    return replace(parts, linears={**parts.linears, **changed})
+
+
+def with_norms(parts, **changed):
+    return replace(parts, norms={**parts.norms, **changed})
 
 
 def step_inputs(lengths):
@@ -64,13 +68,13 @@ def step_inputs(lengths):
     return AttentionInputs(*arrays, queries, contexts), SHARED + sum(blocks)
 
 
-def run(layers, ops, inputs, blocks, parts, x):
+def run(layers, ops, inputs, blocks, spec, x):
     """Every layer of a step, on caches with the same values."""
     generator = torch.Generator().manual_seed(5)
-    plan = ops.plan_attention(inputs, BLOCK, frozenset({parts.window}))
+    plan = ops.plan_attention(inputs, BLOCK, frozenset({spec.attention.window}))
     residual, caches = None, []
     for layer in layers:
-        cache = ops.allocate_cache(blocks, KV_HEADS, BLOCK, parts.head_dim, x.dtype, "cpu")
+        cache = ops.allocate_cache(spec.attention.cache, blocks, BLOCK, x.dtype, "cpu")
         for tensor in (cache.k, cache.v):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
         x, residual = layer(x, residual, inputs, cache, plan)
@@ -104,7 +108,8 @@ def test_equals_the_operators_one_by_one(
 ):
     torch.manual_seed(seed)
     ops = CpuOps(CompiledOperators(), group, quantization)
-    parts = [layer_parts(ops, dtype, group, dim, biased, normed, window) for _ in range(3)]
+    spec = layer_spec(group, dim, biased, normed, window)
+    parts = [layer_parts(ops, spec, dtype) for _ in range(3)]
     if one_table:
         parts = [replace(p, rope=parts[0].rope) for p in parts]
     inputs, blocks = step_inputs(lengths)
@@ -112,11 +117,11 @@ def test_equals_the_operators_one_by_one(
     kept, before = x.clone(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        joined = [ops.join_layer(p) for p in parts]
-        assert all(isinstance(layer, CompiledLayer) for layer in joined)
-        got = run(joined, ops, inputs, blocks, parts[0], x)
+        fused = [ops.fuse(spec, p) for p in parts]
+        assert all(isinstance(layer, CompiledLayer) for layer in fused)
+        got = run(fused, ops, inputs, blocks, spec, x)
         assert torch.equal(x, kept)
-        wanted = run([SeparateLayer(ops, p) for p in parts], ops, inputs, blocks, parts[0], x)
+        wanted = run([Block(ops, spec, p) for p in parts], ops, inputs, blocks, spec, x)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(got[0], wanted[0])
@@ -128,59 +133,65 @@ def test_equals_the_operators_one_by_one(
 def case():
     torch.manual_seed(1)
     ops = CpuOps(CompiledOperators(), 2)
-    parts = layer_parts(ops, torch.float32, 2, 20, False, False, None)
+    spec = layer_spec(2, 20, False, False, None)
+    parts = layer_parts(ops, spec, torch.float32)
     inputs, blocks = step_inputs([(3, 4), (1, 200)])
-    cache = ops.allocate_cache(blocks, KV_HEADS, BLOCK, 20, torch.float32, "cpu")
-    return ops, parts, inputs, cache, ops.plan_attention(inputs, BLOCK, frozenset({None}))
+    cache = ops.allocate_cache(spec.attention.cache, blocks, BLOCK, torch.float32, "cpu")
+    return ops, spec, parts, inputs, cache, ops.plan_attention(inputs, BLOCK, frozenset({None}))
 
 
 def test_takes_tensors_that_no_layer_made(case):
-    ops, parts, inputs, cache, plan = case
+    ops, spec, parts, inputs, cache, plan = case
     x, residual = torch.randn(4, 2 * HIDDEN)[:, ::2], torch.randn(4, HIDDEN)
     kept = residual.clone()
-    got = ops.join_layer(parts)(x, residual, inputs, cache, plan)
-    wanted = SeparateLayer(ops, parts)(x.contiguous(), residual, inputs, cache, plan)
+    got = ops.fuse(spec, parts)(x, residual, inputs, cache, plan)
+    wanted = Block(ops, spec, parts)(x.contiguous(), residual, inputs, cache, plan)
     assert torch.equal(got[0], wanted[0])
     assert torch.equal(got[1], wanted[1])
     assert torch.equal(residual, kept)
 
 
 def test_no_number_reaches_the_output(case):
-    ops, parts, inputs, cache, plan = case
+    ops, spec, parts, inputs, cache, plan = case
     x = torch.randn(4, HIDDEN)
     x[3, 5] = float("nan")
-    got, _ = ops.join_layer(parts)(x, None, inputs, cache, plan)
+    got, _ = ops.fuse(spec, parts)(x, None, inputs, cache, plan)
     assert got[3].isnan().all()
     assert got[:3].isfinite().all()
 
 
 def test_a_layer_with_another_linear_is_run_one_by_one(case):
-    ops, parts, *_ = case
+    ops, spec, parts, *_ = case
     other = TorchLinear(torch.randn(HIDDEN, INNER), None)
-    assert isinstance(ops.join_layer(replace(parts, down=other)), SeparateLayer)
+    assert ops.fuse(spec, with_linears(parts, down=other)) is None
 
 
 def test_what_does_not_fit_is_refused(case):
-    ops, parts, *_ = case
+    ops, spec, parts, *_ = case
     with pytest.raises(ValueError, match=r"down is \(52, 52\), wanted \(52, 70\)"):
-        ops.join_layer(replace(parts, down=ops.pack_linear(torch.randn(HIDDEN, HIDDEN))))
+        ops.fuse(spec, with_linears(parts, down=ops.pack_linear(torch.randn(HIDDEN, HIDDEN))))
     with pytest.raises(ValueError, match=r"q_norm is \(8,\) of torch.float32, wanted \(20,\)"):
-        ops.join_layer(replace(parts, q_norm=torch.ones(8)))
+        ops.fuse(
+            layer_spec(2, 20, False, True, None),
+            with_norms(parts, q_norm=torch.ones(8), k_norm=torch.ones(8)),
+        )
     with pytest.raises(ValueError, match=r"input_norm is .*, wanted \(52,\) of torch.float32"):
-        ops.join_layer(replace(parts, input_norm=torch.ones(HIDDEN - 1)))
+        ops.fuse(spec, with_norms(parts, input_norm=torch.ones(HIDDEN - 1)))
     with pytest.raises(ValueError, match=r"post_norm is .*bfloat16, wanted"):
-        ops.join_layer(replace(parts, post_norm=torch.ones(HIDDEN).bfloat16()))
+        ops.fuse(spec, with_norms(parts, post_norm=torch.ones(HIDDEN).bfloat16()))
     with pytest.raises(ValueError, match=r"o is of torch.bfloat16, the norms of torch.float32"):
-        ops.join_layer(replace(parts, o=ops.pack_linear(torch.randn(HIDDEN, 80).bfloat16())))
+        ops.fuse(spec, with_linears(parts, o=ops.pack_linear(torch.randn(HIDDEN, 80).bfloat16())))
 
 
 def test_a_step_that_does_not_fit_is_refused(case):
-    ops, parts, inputs, cache, plan = case
-    layer, x = ops.join_layer(parts), torch.randn(4, HIDDEN)
+    ops, spec, parts, inputs, cache, plan = case
+    layer, x = ops.fuse(spec, parts), torch.randn(4, HIDDEN)
     with pytest.raises(ValueError, match="the cache's blocks are"):
-        layer(x, None, inputs, ops.allocate_cache(4, 1, BLOCK, 20, torch.float32, "cpu"), plan)
+        layer(x, None, inputs, ops.allocate_cache(CacheSpec(1, 20), 4, BLOCK, torch.float32, "cpu"), plan)
     with pytest.raises(ValueError, match=r"blocks are .*bfloat16, wanted"):
-        layer(x, None, inputs, ops.allocate_cache(4, KV_HEADS, BLOCK, 20, torch.bfloat16, "cpu"), plan)
+        layer(
+            x, None, inputs, ops.allocate_cache(spec.attention.cache, 4, BLOCK, torch.bfloat16, "cpu"), plan
+        )
     with pytest.raises(ValueError, match=r"positions is \(4,\) .* wanted \(5,\)"):
         layer(torch.randn(5, HIDDEN), None, inputs, cache, plan)
     with pytest.raises(ValueError, match=r"x is .*bfloat16, wanted \(T, 52\) of torch.float32"):
@@ -195,16 +206,13 @@ def test_a_step_that_does_not_fit_is_refused(case):
 
 def test_layers_of_several_sizes_follow_one_another(case):
     """Each gets a room of its own size."""
-    ops, parts, inputs, cache, plan = case
-    wide = replace(
-        parts,
-        gated=ops.pack_gated(torch.randn(6 * INNER, HIDDEN), None, "silu"),
-        down=ops.pack_linear(torch.randn(HIDDEN, 3 * INNER)),
-    )
+    ops, spec, parts, inputs, cache, plan = case
+    broad = layer_spec(2, 20, False, False, None, 3 * INNER)
+    wide = layer_parts(ops, broad, torch.float32)
     outcomes = []
-    for made in (ops.join_layer, lambda p: SeparateLayer(ops, p)):
+    for made in (ops.fuse, lambda s, p: Block(ops, s, p)):
         x, residual = torch.ones(4, HIDDEN), None
-        for layer in (made(parts), made(wide), made(parts)):
+        for layer in (made(spec, parts), made(broad, wide), made(spec, parts)):
             x, residual = layer(x, residual, inputs, cache, plan)
         outcomes.append((x.clone(), residual.clone()))
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from batchinfer.errors import Unavailable
+from batchinfer.models.spec import CacheSpec
 from batchinfer.ops import choose
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import NO_TOKEN, AttentionInputs, Linear
@@ -169,7 +170,7 @@ def test_a_plan_made_for_a_graph_takes_over_another_steps(monkeypatch):
     """Attention with the plan of a first step, refilled, is that of the second step, planned alone."""
     monkeypatch.setattr(attention_plan, "LEAST_SHARED_KEYS", 32)
     ops, size, width = TritonOps(SHAPE), 16, 8
-    cache = ops.allocate_cache(48, 2, size, 16, torch.float32, DEVICE)
+    cache = ops.allocate_cache(CacheSpec(2, 16), 48, size, torch.float32, DEVICE)
     (q,) = tensors((6, 4, 16))
     cache.k.copy_(tensors(cache.k.shape)[0])
     cache.v.copy_(tensors(cache.v.shape)[0] * 2)
@@ -195,7 +196,7 @@ def test_a_plan_made_for_a_graph_takes_over_another_steps(monkeypatch):
 
 def test_a_plan_of_other_operators_is_refused():
     (q,) = tensors((1, 4, 16))
-    cache = TorchOps().allocate_cache(1, 2, 16, 16, torch.float32, DEVICE)
+    cache = TorchOps().allocate_cache(CacheSpec(2, 16), 1, 16, torch.float32, DEVICE)
     nothing = torch.zeros(1, dtype=torch.int64)
     inputs = AttentionInputs(nothing, nothing, torch.zeros(1, 1, dtype=torch.int32), [1], [1])
     plan = TorchOps().plan_attention(inputs, 16, frozenset([None]))

@@ -8,9 +8,10 @@ import pytest
 
 from batchinfer.plan.forecast import forecast
 from batchinfer.plan.plan import Plan
-from batchinfer_kernels.cost import DecoderShape, Peaks
+from batchinfer_kernels.cost import Peaks
+from tests.model_costs import llama_cost
 
-SHAPE = DecoderShape(2, 64, 128, 4, 2, 16, 1000, 4, 4)
+SHAPE = llama_cost(2, 64, 128, 4, 2, 16, 1000, 4, 4)
 PEAKS = Peaks(1e9, 1e8)
 
 

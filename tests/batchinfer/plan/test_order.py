@@ -29,7 +29,7 @@ def planned(rows: list[Row]) -> list[Row]:
 
 
 def on_gpu(rows: list[Row]) -> Simulated:
-    return simulate(rows, blocks=20_000, budget=512, shape=LLAMA_8B, peaks=GPU, overhead_s=0.002)
+    return simulate(rows, blocks=20_000, budget=512, cost=LLAMA_8B, peaks=GPU, overhead_s=0.002)
 
 
 def test_the_planned_order_beats_the_given_one_and_total_length_on_a_mix():
@@ -50,7 +50,7 @@ def test_one_long_answer_is_not_waited_for_alone():
 def test_on_a_cpu_no_order_matters_much():
     rows = mixed(128, 1)
     seconds = [
-        simulate(order, blocks=20_000, shape=LLAMA_135M, overhead_s=0.002).seconds
+        simulate(order, blocks=20_000, cost=LLAMA_135M, overhead_s=0.002).seconds
         for order in (rows, planned(rows), sorted(rows, key=lambda row: row.output))
     ]
     assert max(seconds) < 1.02 * min(seconds)

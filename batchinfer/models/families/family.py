@@ -1,0 +1,196 @@
+"""What a family of models is, and what most of their config.json files have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, cast, get_args
+
+from batchinfer.models.config_fields import Fields, shown
+from batchinfer.models.rope_config import parse_rope
+from batchinfer.models.spec import (
+    ActivationName,
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+)
+from batchinfer_kernels.arithmetic import Dtype
+
+ACTIVATIONS: dict[str, ActivationName] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+LayerKind = Literal["full_attention", "sliding_attention"]
+# Parameters (see spec.py) and the modules that hold them, within a layer
+LLAMA_MODULES = {
+    "input_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "o": "self_attn.o_proj",
+    "post_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFiles:
+    """A checkpoint's config.json and generation_config.json; what is wrong in them goes to one list."""
+
+    config: Fields
+    generation: Fields
+
+    @property
+    def mistakes(self) -> list[str]:
+        return self.config.mistakes
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A `model_type`: its `architectures`, the causal model's first, how its configuration is read, and the names of
+    its tensors: `modules` maps a layer's parameters to the modules that hold them."""
+
+    model_type: str
+    architectures: tuple[str, ...]
+    parse: Callable[[ConfigFiles], ModelSpec]
+    modules: Mapping[str, str] = field(default_factory=lambda: LLAMA_MODULES)
+
+
+def attention(
+    fields: Fields,
+    *,
+    absent_kv_heads: int | None = None,
+    absent_head_dim: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+) -> AttentionSpec:
+    """As Llama names its sizes. Of the KV heads null means all heads, and absent `absent_kv_heads` (None: all, too); a
+    head is as wide as stated, or as `absent_head_dim`, or hidden / heads."""
+    q_heads = fields.integer("num_attention_heads")
+    stated = "num_key_value_heads" in fields.raw or absent_kv_heads is None
+    kv_heads = fields.integer("num_key_value_heads", q_heads if stated else absent_kv_heads)
+    head_dim = _head_dim(fields, q_heads, absent_head_dim)
+    return AttentionSpec(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=parse_rope(fields.raw, max_positions(fields), fields.mistakes),
+        qk_norm=NormSpec(head_dim, rms_eps(fields)) if qk_norm else None,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+    )
+
+
+def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
+    if absent is not None and "head_dim" not in fields.raw:
+        return absent
+    stated = fields.optional_integer("head_dim", high=2**16)
+    if stated is not None:
+        return stated
+    hidden = fields.raw.get("hidden_size")
+    return max(1, hidden // q_heads) if isinstance(hidden, int) else 1
+
+
+def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
+    """As Llama names it."""
+    return FeedForwardSpec(fields.integer("intermediate_size"), activation(fields), biased)
+
+
+def activation(fields: Fields) -> ActivationName:
+    """Of `hidden_act`."""
+    name = fields.text("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        fields.mistakes.append(
+            f"{fields.name}: hidden_act {shown(name)} is not supported; {', '.join(ACTIVATIONS)} are"
+        )
+    return ACTIVATIONS.get(name, "silu")
+
+
+def rms_eps(fields: Fields) -> float:
+    """Of every RMSNorm."""
+    return fields.number("rms_norm_eps", 1e-6)
+
+
+def max_positions(fields: Fields) -> int:
+    """The longest context that the model was made for."""
+    return fields.integer("max_position_embeddings", high=2**31 - 1)
+
+
+def layer_count(fields: Fields) -> int:
+    """How many layers there are."""
+    return fields.integer("num_hidden_layers", high=10_000)
+
+
+def hidden_size(fields: Fields) -> int:
+    """Values of a token between two layers."""
+    return fields.integer("hidden_size")
+
+
+def layer_kinds(fields: Fields, layers: int) -> list[LayerKind] | None:
+    """`layer_types`, checked; None where there are none, or wrong ones."""
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        return None
+    known = get_args(LayerKind)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        fields.mistakes.append(
+            f"{fields.name}: layer_types is {shown(kinds)}; wanted {layers} times one of {', '.join(known)}"
+        )
+        return None
+    return kinds
+
+
+def model(
+    family: str,
+    files: ConfigFiles,
+    layers: tuple[LayerSpec, ...],
+    *,
+    absent_eos: tuple[int, ...] = (),
+) -> ModelSpec:
+    """What stands around the layers. `absent_eos`: what transformers assumes where nothing is stated."""
+    fields = files.config
+    hidden = hidden_size(fields)
+    return ModelSpec(
+        family=family,
+        hidden=hidden,
+        vocab=fields.integer("vocab_size"),
+        layers=layers,
+        final_norm=NormSpec(hidden, rms_eps(fields)),
+        tied=fields.boolean("tie_word_embeddings", False),
+        max_positions=max_positions(fields),
+        eos_token_ids=_eos_token_ids(files, absent_eos),
+        bos_token_id=fields.optional_integer("bos_token_id", low=0),
+        dtype=stated_dtype(fields),
+    )
+
+
+def _eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...]:
+    """All of generation_config.json's; else config.json's; else what the family's configuration assumes."""
+    found = files.generation.token_ids("eos_token_id")
+    if found is None:
+        found = files.config.token_ids("eos_token_id")
+    if found is None and "eos_token_id" not in files.config.raw:
+        found = absent
+    return tuple(dict.fromkeys(found or ()))
+
+
+def stated_dtype(fields: Fields) -> Dtype | None:
+    """As config.json states it; None where it does not, or where it is one that nothing runs in."""
+    stated = fields.raw.get("dtype") or fields.raw.get("torch_dtype")
+    name = stated.removeprefix("torch.") if isinstance(stated, str) else None
+    return cast(Dtype, name) if name in get_args(Dtype) else None

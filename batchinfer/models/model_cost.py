@@ -1,0 +1,82 @@
+"""What a step of a model costs, derived from its spec. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from batchinfer.models.spec import LayerSpec, LinearSpec, ModelSpec
+from batchinfer_kernels.cost import (
+    Cost,
+    ModelCost,
+    OperatorCost,
+    attention_cost,
+    embedding_cost,
+    gated_activation_cost,
+    linear_cost,
+    quantized_linear_cost,
+    rms_norm_cost,
+    rope_store_cost,
+    sample_cost,
+)
+
+
+def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCost:
+    """`itemsize`: bytes of an activation and of a cached value; `weight_itemsize`: of a weight of a linear layer;
+    1: int8."""
+    attention, layers = spec.attention, len(spec.layers)
+    summed: dict[str, OperatorCost] = {}
+    for layer, times in Counter(spec.layers).items():
+        for operator in _layer_operators(layer, itemsize, weight_itemsize):
+            known = summed.get(operator.name, OperatorCost(operator.name))
+            summed[operator.name] = known + operator * times
+    sizes = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
+    once = (
+        OperatorCost("embedding", token=embedding_cost(1, spec.hidden, itemsize)),
+        OperatorCost(
+            "attention",
+            token=attention_cost(1, 0, 0, *sizes) * layers,
+            pair=attention_cost(0, 1, 0, *sizes),
+            kv_token=attention_cost(0, 0, 1, *sizes),
+        ),
+        _sampled("final_norm", lambda n: rms_norm_cost(n, spec.hidden, itemsize, residual=True)),
+        _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize)),
+        _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize)),
+    )
+    return ModelCost(
+        operators=(*summed.values(), *once),
+        layers=layers,
+        active_parameters=sum(linear.values for linear in spec.linears()),
+        head_parameters=spec.head.values,
+        kv_bytes_per_token=itemsize * sum(layer.attention.cache.values for layer in spec.layers),
+        itemsize=itemsize,
+        weight_itemsize=weight_itemsize,
+    )
+
+
+def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
+    attention, inner = layer.attention, layer.feed_forward.inner
+    heads = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
+    normed = attention.qk_norm is not None
+    yield _token("rms_norm", lambda n: rms_norm_cost(n, layer.hidden, itemsize, residual=True) * 2)
+    for linear in layer.linears:
+        yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
+    yield _token("rope_store", lambda n: rope_store_cost(n, *heads, normed=normed))
+    yield _token("activation", lambda n: gated_activation_cost(n, inner, itemsize))
+
+
+def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
+    sizes = (linear.inputs, linear.outputs, itemsize)
+    if weight_itemsize == 1:
+        return lambda n: quantized_linear_cost(n, *sizes)
+    return lambda n: linear_cost(n, *sizes, weight_itemsize)
+
+
+def _token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
+    """Of an operator that every token passes: its cost is linear in their number."""
+    return OperatorCost(name, step=cost(0), token=cost(1) - cost(0))
+
+
+def _sampled(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
+    """Of one that sees nothing but the sampled rows."""
+    return OperatorCost(name, step=cost(0), sampled=cost(1) - cost(0), only_sampled=True)

@@ -1,0 +1,55 @@
+"""The parameters of a model, derived from its spec: names, shapes, and how they are fused. No torch.
+
+A weight goes by its part's name ("q"), a bias by that and ".bias", a norm by its own ("input_norm").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from batchinfer.models.spec import LayerSpec, ModelSpec
+
+BIAS = ".bias"
+EMBEDDING, HEAD, FINAL_NORM = "embedding", "head", "final_norm"
+Shape = tuple[int, ...]
+Joined = TypeVar("Joined")
+
+
+def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
+    """Parameter → shape, (out, in) for weights."""
+    shapes: dict[str, Shape] = {name: (norm.width,) for name, norm in layer.norms.items()}
+    for linear in layer.linears:
+        for part, outputs in linear.parts:
+            shapes[part] = (outputs, linear.inputs)
+            if linear.biased:
+                shapes[part + BIAS] = (outputs,)
+    return shapes
+
+
+def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
+    """The same of what stands before and after the layers; a head that is the embedding is left out."""
+    table = (spec.vocab, spec.hidden)
+    shapes: dict[str, Shape] = {EMBEDDING: table, FINAL_NORM: (spec.final_norm.width,)}
+    return shapes if spec.tied else {EMBEDDING: table, HEAD: table, FINAL_NORM: shapes[FINAL_NORM]}
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Values in all tensors; a tied head counts once."""
+    shapes = [*table_parameters(spec).values()]
+    for layer in spec.layers:
+        shapes += layer_parameters(layer).values()
+    return sum(map(math.prod, shapes))
+
+
+def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterator[tuple[str, Joined]]:
+    """What the operators take: each linear layer's weight and bias, by its name, its parts above one another; and each
+    norm. `joined` makes one of the parameters that it is given."""
+    for name in layer.norms:
+        yield name, joined([name])
+    for linear in layer.linears:
+        parts = [part for part, _ in linear.parts]
+        yield linear.name, joined(parts)
+        if linear.biased:
+            yield linear.name + BIAS, joined([part + BIAS for part in parts])

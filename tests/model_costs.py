@@ -1,0 +1,34 @@
+"""What the steps of a Llama of given sizes cost."""
+
+from __future__ import annotations
+
+from batchinfer.models.model_cost import model_cost
+from batchinfer.models.rope_config import RopeConfig
+from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer_kernels.cost import ModelCost
+
+
+def llama_spec(
+    layers: int, hidden: int, intermediate: int, q_heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> ModelSpec:
+    """Its head is a weight of its own."""
+    norm = NormSpec(hidden, 1e-6)
+    attention = AttentionSpec(q_heads, kv_heads, head_dim, head_dim**-0.5, RopeConfig())
+    layer = LayerSpec(hidden, norm, attention, norm, FeedForwardSpec(intermediate, "silu"))
+    return ModelSpec("llama", hidden, vocab, (layer,) * layers, norm, False, 4096, (2,), 1, None)
+
+
+def llama_cost(
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    itemsize: int,
+    weight_itemsize: int,
+) -> ModelCost:
+    """itemsize: bytes of an activation; weight_itemsize: of a weight, 1: int8."""
+    spec = llama_spec(layers, hidden, intermediate, q_heads, kv_heads, head_dim, vocab)
+    return model_cost(spec, itemsize, weight_itemsize)
