@@ -80,7 +80,7 @@ def fit(
 
 
 def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
-    names = ("model", "ops", "windows", "block_size", "sampler", "shape", "device")
+    names = ("model", "ops", "windows", "block_size", "sampler", "cost", "device")
     return DeviceRunner(caches=caches, **{name: getattr(runner, name) for name in names})
 
 

@@ -167,7 +167,7 @@ def test_peaks_are_measured_before_and_after():
     report = run_bench(options, lambda line: None, measure)
     assert asked == [("cpu", ("bfloat16", "int8"))] * 2
     assert report.peaks == Peaks(2e11, 2e10, 4e11)
-    assert report.info.max_num_batched_tokens == step_tokens(report.shape, report.peaks, 256, 2048)
+    assert report.info.max_num_batched_tokens == step_tokens(report.cost, report.peaks, 256, 2048)
 
 
 def test_a_limit_that_is_named_is_kept():
