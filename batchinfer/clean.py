@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.data.cleaning import CHEAP, Cleaned, Keep, clean_store
-from batchinfer.data.find_state import find_state
-from batchinfer.data.state import StateFolder, state_of
-from batchinfer.data.uses import stored_keep
+from batchinfer.data.results.cleaning import CHEAP, Cleaned, Keep, clean_store
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.uses import stored_keep
+from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.errors import InputMissing, Locked, StorageError
 from batchinfer.job import Job
 from batchinfer.report.units import count

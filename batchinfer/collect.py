@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from batchinfer.data.completion_store import CompletionStore
+from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.error_budget import Budget
 from batchinfer.launch.messages import Progress as EngineProgress
 from batchinfer.plan.plan import Window

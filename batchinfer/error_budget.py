@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from batchinfer.data.error_summary import ErrorSummary
-from batchinfer.data.join import ErrorCounts
+from batchinfer.data.results.error_summary import ErrorSummary
+from batchinfer.data.results.join import ErrorCounts
 
 
 @dataclass(frozen=True, slots=True)

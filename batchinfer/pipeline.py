@@ -13,23 +13,25 @@ from typing import Any
 
 from batchinfer.clean import clean_after_run
 from batchinfer.collect import Collector
-from batchinfer.data.completion_store import CompletionStore
-from batchinfer.data.durable import storage
-from batchinfer.data.error_summary import summarise_all_errors, summarise_errors
-from batchinfer.data.files import InputFile, list_inputs
-from batchinfer.data.index import Index
-from batchinfer.data.ingest import INGEST_FORMAT, IngestOptions, ingest
-from batchinfer.data.ingest import Progress as IngestProgress
-from batchinfer.data.join import ErrorCounts, count_errors, used_rows
-from batchinfer.data.manifest import Manifest, PublishSpec, is_published, read_manifest
-from batchinfer.data.openai_output import LINE_BYTES, asked, write_openai
-from batchinfer.data.output_file import OutputFile, Protected
-from batchinfer.data.publisher import publish
-from batchinfer.data.remembered import PARTIAL, published_inputs, read_strings, remember_inputs, write_strings
-from batchinfer.data.row_names import name_rows
-from batchinfer.data.state import StateFolder, state_of
-from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.data.uses import User, uses_of, write_uses
+from batchinfer.data.index.index import Index
+from batchinfer.data.index.ingest import INGEST_FORMAT, IngestOptions, ingest
+from batchinfer.data.index.ingest import Progress as IngestProgress
+from batchinfer.data.index.row_names import name_rows
+from batchinfer.data.input.files import InputFile, list_inputs
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.data.results.error_summary import summarise_all_errors, summarise_errors
+from batchinfer.data.results.join import ErrorCounts, count_errors, used_rows
+from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published, read_manifest
+from batchinfer.data.results.openai import LINE_BYTES, asked, write_openai
+from batchinfer.data.results.output_file import OutputFile, Protected
+from batchinfer.data.results.partial import PARTIAL
+from batchinfer.data.results.published_inputs import published_inputs, remember_inputs
+from batchinfer.data.results.publisher import publish
+from batchinfer.data.results.uses import User, uses_of, write_uses
+from batchinfer.data.storage.durable import storage
+from batchinfer.data.storage.remembered import read_strings, write_strings
+from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import (

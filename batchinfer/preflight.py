@@ -15,19 +15,19 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from batchinfer.data.columns import Columns, choose_columns
-from batchinfer.data.error_summary import summarise_errors
-from batchinfer.data.files import list_inputs
-from batchinfer.data.index import MARKER, Index
-from batchinfer.data.ingest import IngestOptions, ingest
-from batchinfer.data.join import ErrorCounts
-from batchinfer.data.manifest import check_destination
-from batchinfer.data.prompt_mode import check_chat_template, choose_mode
-from batchinfer.data.reader import Reader, Sample
-from batchinfer.data.sampling_fields import CHECKS
-from batchinfer.data.sql_input import query_columns
-from batchinfer.data.state import StateFolder
-from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.data.index.index import MARKER, Index
+from batchinfer.data.index.ingest import IngestOptions, ingest
+from batchinfer.data.input.files import list_inputs
+from batchinfer.data.input.reader import Reader, Sample
+from batchinfer.data.input.sql import query_columns
+from batchinfer.data.prompts.columns import Columns, choose_columns
+from batchinfer.data.prompts.mode import check_chat_template, choose_mode
+from batchinfer.data.prompts.sampling_fields import CHECKS
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.results.error_summary import summarise_errors
+from batchinfer.data.results.join import ErrorCounts
+from batchinfer.data.results.manifest import check_destination
+from batchinfer.data.storage.state import StateFolder
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import ErrorBudgetExceeded, Unavailable
 from batchinfer.job import Job

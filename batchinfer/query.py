@@ -15,14 +15,14 @@ from typing import Any
 import duckdb
 
 from batchinfer.answer import check_format, format_for, shown
-from batchinfer.data.duck import Watched, interruptible, literal, parquet
-from batchinfer.data.durable import FileOps, refuse_existing, write_new
-from batchinfer.data.find_state import find_state
-from batchinfer.data.index import MARKER, Index
-from batchinfer.data.manifest import is_whole, read_manifest
-from batchinfer.data.partial import partial_reader, write_partial
-from batchinfer.data.remembered import PARTIAL, read_strings
-from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.data.index.index import MARKER, Index
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.manifest import is_whole, read_manifest
+from batchinfer.data.results.partial import PARTIAL, partial_reader, write_partial
+from batchinfer.data.storage.duck import Watched, interruptible, literal, parquet
+from batchinfer.data.storage.durable import FileOps, refuse_existing, write_new
+from batchinfer.data.storage.remembered import read_strings
 from batchinfer.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
 from batchinfer.report.columns import ROWS, RUN, SCHEMAS
 from batchinfer.report.folder import report_folder, tables

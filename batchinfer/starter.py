@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.data.durable import FileOps, storage, write_new
+from batchinfer.data.storage.durable import FileOps, storage, write_new
 from batchinfer.errors import UsageError
 from batchinfer.job.template import ORDERS, QUESTIONS, init_files
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.bench.options import BenchOptions
-from batchinfer.data.durable import refuse_existing
-from batchinfer.data.find_state import find_state
-from batchinfer.data.index import Index
-from batchinfer.data.rebatch import parquet_batches
-from batchinfer.data.state import state_of
-from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.data.verify import Problem, verify_result, verify_store
+from batchinfer.data.index.index import Index
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.verify import Problem, verify_result, verify_store
+from batchinfer.data.storage.durable import refuse_existing
+from batchinfer.data.storage.rebatch import parquet_batches
+from batchinfer.data.storage.state import state_of
 from batchinfer.job import Job
 from batchinfer.preflight import check_input, check_setup, first_index, rehearse
 from batchinfer.report.doctor import Fact, doctor

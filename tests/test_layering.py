@@ -23,7 +23,8 @@ HEAVY = (*TORCH, "batchinfer_kernels.cpu", "batchinfer.engine", "batchinfer.mode
 TEXT = ("tokenizers", "transformers", "jinja2")
 FILES = ("pyarrow", "duckdb")
 JOB = ("batchinfer.job", "batchinfer.data", "batchinfer.plan")
-ABOVE = ("batchinfer.cli", "batchinfer.pipeline", "batchinfer.launch")
+# from the ground up: each may import those before it
+DATA_ROOMS = tuple(f"batchinfer.data.{room}" for room in ("storage", "input", "prompts", "index", "results"))
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,14 @@ RULES = (
         "the scheduler and the KV cache's book-keeping are pure ints",
     ),
     Rule(("batchinfer.launch",), ("batchinfer.pipeline",), "launch is called from above"),
+    *(
+        Rule(
+            (room,),
+            DATA_ROOMS[at + 1 :],
+            f"the rooms of data import downwards only: {' <- '.join(DATA_ROOMS)}",
+        )
+        for at, room in enumerate(DATA_ROOMS[:-1])
+    ),
 )
 # the one exception to "only ... may import" rules is named with it
 ONLY = {
@@ -93,7 +102,7 @@ ONLY = {
 # the GPU suite is a command of its own: it runs where what `batchinfer` needs is not installed
 MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__", "batchinfer.bench.gpu_suite.__main__")
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
-CHILDREN = ("batchinfer.data.render_worker", "batchinfer.launch.worker", "batchinfer.spawning")
+CHILDREN = ("batchinfer.data.prompts.render_worker", "batchinfer.launch.worker", "batchinfer.spawning")
 # models/checkpoint.py inspects a checkpoint before anything loads, in the parent
 TORCH_FREE = ("batchinfer.models.checkpoint", "batchinfer.models.model_cost")
 
@@ -187,6 +196,12 @@ def test_only_the_command_line_prints_and_exits() -> None:
     assert found == []
 
 
+def test_every_module_of_data_is_in_a_room() -> None:
+    names = {module for module, _, _ in modules() if under(module, "batchinfer.data")} - {"batchinfer.data"}
+    assert [name for name in names if not any(under(name, room) for room in DATA_ROOMS)] == []
+    assert {room for room in DATA_ROOMS if room in names} == set(DATA_ROOMS)
+
+
 def test_the_walk_finds_both_packages() -> None:
     names = {module for module, _, _ in modules()}
     assert {"batchinfer.errors", "batchinfer.report.meter", "batchinfer_kernels.cost"} <= names
@@ -210,10 +225,10 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
     [
         ("batchinfer.plan.planner", "import torch"),
         ("batchinfer.plan.planner", "def f():\n    from torch import Tensor"),
-        ("batchinfer.data.reader", "from batchinfer.engine import core"),
-        ("batchinfer.data.reader", "from ..engine.core import Engine"),
-        ("batchinfer.data.reader", "from .. import engine"),
-        ("batchinfer.data.reader", "import torch.nn.functional as F"),
+        ("batchinfer.data.input.reader", "from batchinfer.engine import core"),
+        ("batchinfer.data.input.reader", "from ...engine.core import Engine"),
+        ("batchinfer.data.input.reader", "from ... import engine"),
+        ("batchinfer.data.input.reader", "import torch.nn.functional as F"),
         ("batchinfer.report.meter", "from batchinfer.engine import core"),
         ("batchinfer.job", "import torch"),
         ("batchinfer.request", "if TYPE_CHECKING:\n    import torch"),
@@ -230,7 +245,12 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
         ("batchinfer.pipeline", "import ray"),
         ("batchinfer.launch.local", "import batchinfer.pipeline"),
         ("batchinfer.report.summary", "import batchinfer.cli"),
-        ("batchinfer.data.store", "import pickle"),
+        ("batchinfer.data.results.manifest", "import pickle"),
+        ("batchinfer.data.storage.durable", "from batchinfer.data.input.files import list_inputs"),
+        ("batchinfer.data.storage.durable", "from ..input.files import list_inputs"),
+        ("batchinfer.data.input.protocol", "if TYPE_CHECKING:\n    from batchinfer.data.prompts import keys"),
+        ("batchinfer.data.prompts.keys", "from batchinfer.data.index.index import Index"),
+        ("batchinfer.data.index.index", "from batchinfer.data.results.join import used_rows"),
     ],
 )
 def test_a_violation_is_caught(module: str, source: str) -> None:
@@ -244,7 +264,9 @@ def test_a_violation_is_caught(module: str, source: str) -> None:
         ("batchinfer.engine.model_runner", "import torch\nfrom batchinfer.models import decoder"),
         ("batchinfer.report.meter", "from batchinfer_kernels.cost import Cost"),
         ("batchinfer.plan.planner", "import duckdb, numpy, pyarrow"),
-        ("batchinfer.data.reader", "from .state import StateFolder\nimport torchlike"),
+        ("batchinfer.data.results.join", "from batchinfer.data.index.index import Index"),
+        ("batchinfer.data.index.ingest", "from batchinfer.data.storage.durable import FileOps"),
+        ("batchinfer.data.input.reader", "from .rows import RowBatch\nimport torchlike"),
         ("batchinfer.cli", "from batchinfer import pipeline"),
     ],
 )
@@ -262,9 +284,9 @@ def test_a_relative_import_in_a_package_is_resolved() -> None:
     ["print(1)", "import sys\nsys.exit(3)", "raise SystemExit(1)", "sys.stderr.write('x')", "exit()"],
 )
 def test_speaking_is_caught(source: str) -> None:
-    assert voice_faults(source, "batchinfer.data.reader")
+    assert voice_faults(source, "batchinfer.data.input.reader")
     assert voice_faults(source, "batchinfer.cli") == []
-    assert voice_faults("stream.write('x'); table.print()", "batchinfer.data.reader") == []
+    assert voice_faults("stream.write('x'); table.print()", "batchinfer.data.input.reader") == []
 
 
 def test_a_child_process_may_end_itself_but_not_print() -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from batchinfer.bench.workloads import Row
-from batchinfer.data.durable import FileOps
-from batchinfer.data.index import Layout
-from batchinfer.data.index_writer import IndexWriter
-from batchinfer.data.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
-from batchinfer.data.prepare import Prepared
-from batchinfer.data.rows import RowBatch
-from batchinfer.data.token_store import TokenStore
+from batchinfer.data.index.index import Layout
+from batchinfer.data.index.token_store import TokenStore
+from batchinfer.data.index.writer import IndexWriter
+from batchinfer.data.input.rows import RowBatch
+from batchinfer.data.prompts.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
+from batchinfer.data.prompts.prepare import Prepared
+from batchinfer.data.storage.durable import FileOps
 from batchinfer.launch.feed import Prompts
 from batchinfer.plan.plan import Plan
 from batchinfer.request import SamplingParams

@@ -150,7 +150,7 @@ MaxLength = Annotated[
     Right("a whole number from 1 to 2,147,483,647, or auto"),
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=512)]
-# The limits on stops are those of a row's own `stop` (data/sampling_fields.py).
+# The limits on stops are those of a row's own `stop` (data/prompts/sampling_fields.py).
 Stops = Annotated[
     tuple[StopText, ...],
     Field(max_length=16),

@@ -57,8 +57,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _stop_streams(spec: WorkerSpec) -> StopStreams | None:
     if spec.tokenizer is None:
         return None
-    from batchinfer.data.stop_strings import stop_streams
-    from batchinfer.data.tokenizer import Tokenizer
+    from batchinfer.data.prompts.stop_strings import stop_streams
+    from batchinfer.data.prompts.tokenizer import Tokenizer
 
     return stop_streams(Tokenizer.load(spec.tokenizer).rust)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.data.rebatch import parquet_batches, rebatch
+from batchinfer.data.storage.rebatch import parquet_batches, rebatch
 
 PLAN_SCHEMA = pa.schema(
     [

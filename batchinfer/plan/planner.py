@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.duck import connection, naming_errors, parquet
-from batchinfer.data.durable import storage
+from batchinfer.data.storage.duck import connection, naming_errors, parquet
+from batchinfer.data.storage.durable import storage
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
 
 LADDER = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -67,7 +67,7 @@ def limit_cpu_time() -> None:
 
 def render_with_little_cpu_time(*arguments: Any) -> None:
     """A render worker with such a limit in the first LIMITED_MOST starts, which the file LIMITED_STARTS counts."""
-    from batchinfer.data.render_worker import serve
+    from batchinfer.data.prompts.render_worker import serve
 
     if _starts() < int(os.environ["LIMITED_MOST"]):
         limit_cpu_time()
@@ -76,7 +76,7 @@ def render_with_little_cpu_time(*arguments: Any) -> None:
 
 def render_and_die_in_the_reply(*arguments: Any) -> None:
     """A render worker whose first start, counted in the same way, ends halfway through its first reply."""
-    from batchinfer.data.render_worker import serve
+    from batchinfer.data.prompts.render_worker import serve
 
     if not _starts():
         break_the_next_message()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from batchinfer.data.result_rows import RESULT_SCHEMA
-from batchinfer.data.sampling_fields import override
+from batchinfer.data.prompts.sampling_fields import override
+from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from batchinfer.errors import Mistake
 from batchinfer.job import EngineSpec, InputSpec, Job, ModelSpec, PromptSpec, SamplingSpec, load_job
 from batchinfer.job.check import RESULT_COLUMNS

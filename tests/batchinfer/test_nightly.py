@@ -20,8 +20,8 @@ import pytest
 
 from batchinfer import cli
 from batchinfer.clean import clean_job, clean_result
-from batchinfer.data.completion_store import CompletionStore
-from batchinfer.data.find_state import find_state
+from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.data.results.find_state import find_state
 from batchinfer.errors import InputMissing, JobFileError, Locked
 from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.data.duck import connection
+from batchinfer.data.storage.duck import connection
 from batchinfer.engine.build import BuiltEngine
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.engine import StepOutput

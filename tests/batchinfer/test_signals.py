@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.manifest import MANIFEST_NAME, Manifest, ResultFile
+from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest, ResultFile
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment
 

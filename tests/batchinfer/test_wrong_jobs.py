@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 from batchinfer import pipeline
-from batchinfer.data.manifest import MANIFEST_NAME, Manifest
+from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest
 from batchinfer.report.hardware import nvidia_gpus
 from tests.batchinfer.wrong_jobs import (
     NO_ENGINE,

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow as pa
 
-from batchinfer.data.durable import sha256_of
 from batchinfer.data.input.ipc_sizes import BadMessage, batch_sizes
 from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.input.typed_rows import BATCH_ROWS, declared_schema, row_batch, sliced
-from batchinfer.data.rows import RowBatch
+from batchinfer.data.storage.durable import sha256_of
 from batchinfer.errors import InputCorrupt, OutOfMemory, StorageError
 from batchinfer.memory import available_memory
 
 if TYPE_CHECKING:
-    from batchinfer.data.files import InputFile
+    from batchinfer.data.input.files import InputFile
 
 _MAGIC = b"ARROW1"
 _STREAM_AT = 8  # in a file: its magic, padded

@@ -19,12 +19,12 @@ import pyarrow as pa
 
 from batchinfer.data.input.lines import HashingFile, Head, split_lines, unpacked_chunks
 from batchinfer.data.input.protocol import Format, ReadOptions
-from batchinfer.data.rows import RowBatch, RowProblem, Values, row_error
+from batchinfer.data.input.rows import RowBatch, RowProblem, Values, row_error
 from batchinfer.errors import InputCorrupt, StorageError
 from batchinfer.request import RowError
 
 if TYPE_CHECKING:
-    from batchinfer.data.files import InputFile
+    from batchinfer.data.input.files import InputFile
 
 _BATCH_ROWS = 512
 _BATCH_BYTES = 1 << 20

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from batchinfer.data.input.json_text import parse_row
 from batchinfer.data.input.lines import MAGIC, HashingFile, Head, split_lines, unpacked_chunks
 from batchinfer.data.input.protocol import Format, ReadOptions
-from batchinfer.data.json_text import parse_row
-from batchinfer.data.rows import RowBatch, RowProblem, Values, row_error
+from batchinfer.data.input.rows import RowBatch, RowProblem, Values, row_error
 from batchinfer.errors import StorageError
 from batchinfer.request import RowError
 
 if TYPE_CHECKING:
-    from batchinfer.data.files import InputFile
+    from batchinfer.data.input.files import InputFile
 
 PACKED_MAGIC = tuple(MAGIC)
 _BATCH_ROWS = 512

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.durable import sha256_of
 from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.input.typed_rows import BATCH_ROWS, declared_schema, row_batch, sliced
-from batchinfer.data.rows import RowBatch
+from batchinfer.data.storage.durable import sha256_of
 from batchinfer.errors import InputCorrupt, StorageError
 
 if TYPE_CHECKING:
-    from batchinfer.data.files import InputFile
+    from batchinfer.data.input.files import InputFile
 
 # A page must be unpacked whole. Columns of text reach 50-fold; no honest one of this size reaches 1000-fold.
 _BOMB_BYTES = 256 << 20

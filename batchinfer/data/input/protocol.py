@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
-from batchinfer.data.rows import RowBatch
+from batchinfer.data.input.rows import RowBatch
 
 if TYPE_CHECKING:
-    from batchinfer.data.files import InputFile
+    from batchinfer.data.input.files import InputFile
 
 PACKED = (".gz", ".zst", ".zstd")  # what may follow the suffix of a format of lines
 

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.data.rows import RowBatch, Values, row_error
+from batchinfer.data.input.rows import RowBatch, Values, row_error
 from batchinfer.errors import InputCorrupt
 from batchinfer.request import RowError
 
 if TYPE_CHECKING:
-    from batchinfer.data.files import InputFile
+    from batchinfer.data.input.files import InputFile
 
 BATCH_ROWS = 512
 _SLICE_BYTES = 4 << 20  # of one RowBatch, as long as it has more than one row

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from batchinfer.data.index import Index
-from batchinfer.data.ingest import IngestOptions, ingest
-from batchinfer.data.tokenizer import Tokenizer as LoadedTokenizer
+from batchinfer.data.index.index import Index
+from batchinfer.data.index.ingest import IngestOptions, ingest
+from batchinfer.data.prompts.tokenizer import Tokenizer as LoadedTokenizer
 from batchinfer.job import InputSpec, Job, ModelSpec, OutputSpec, PromptSpec, SamplingSpec
 
 CHATML = (

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.data.completion_store import CompletionStore
+from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import LADDER, plan_job
 from tests.batchinfer.data.small_index import (

@@ -1,0 +1,160 @@
+"""A job's index: which row is which piece of work. Written by ingest, complete once index.json is there.
+
+index/part-*.parquet        one row for every input row, in order
+tokens/tokens.bin           the prompts
+passthrough/part-*.parquet  the output.columns, row by row beside the index
+index.json                  the marker, written last
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.index.token_store import TokenStore
+from batchinfer.data.input.files import InputFile
+from batchinfer.data.prompts.keys import PREFIX_COLUMNS
+from batchinfer.data.storage.durable import FileOps, write_json
+from batchinfer.errors import StorageError
+
+INDEX_FORMAT = 2
+MARKER = "index.json"
+ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of other input has no such column
+INDEX_SCHEMA = pa.schema(
+    [
+        ("row_id", pa.int64()),
+        ("file", pa.string()),
+        ("row_index", pa.int64()),
+        ("custom_id", pa.string()),
+        ("key", pa.binary(32)),
+        ("token_offset", pa.int64()),
+        ("token_count", pa.int32()),
+        ("params", pa.string()),  # `SamplingParams.to_json()`
+        ("greedy", pa.bool_()),
+        ("expected_tokens", pa.int32()),
+        *((name, pa.int64()) for name in PREFIX_COLUMNS),
+        ("error_code", pa.string()),
+        ("error_class", pa.string()),
+        ("error_message", pa.string()),
+        ("retryable", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the pieces of an index lie."""
+
+    folder: Path
+
+    @property
+    def index(self) -> Path:
+        return self.folder / "index"
+
+    @property
+    def passthrough(self) -> Path:
+        return self.folder / "passthrough"
+
+    @property
+    def tokens(self) -> Path:
+        return self.folder / "tokens" / "tokens.bin"
+
+    @property
+    def marker(self) -> Path:
+        return self.folder / MARKER
+
+
+@dataclass(frozen=True)
+class Index:
+    """A complete index. Open it with `Index.open(folder)`."""
+
+    folder: Path
+    identity: str
+    rows: int
+    error_rows: int
+    total_tokens: int
+    inputs: tuple[InputFile, ...]
+    sha256: dict[str, str]  # by path; a file that `limit` left unfinished has none
+
+    @classmethod
+    def open(cls, folder: Path) -> Index:
+        """Raises StorageError when the folder holds no complete index, or one of a newer format."""
+        marker = Layout(folder).marker
+        try:
+            value = json.loads(marker.read_text("utf-8"))
+            return cls._from_json(folder, value)
+        except FileNotFoundError:
+            raise StorageError(f"{folder}: no complete index here; run the job again") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{marker}: unreadable ({error}); remove {folder}") from None
+
+    @classmethod
+    def _from_json(cls, folder: Path, value: dict[str, Any]) -> Index:
+        if value["format"] > INDEX_FORMAT:
+            raise StorageError(
+                f"{folder}: index format {value['format']}, this version knows up to {INDEX_FORMAT}; remove the folder"
+            )
+        names = ("path", "name", "format", "size", "mtime_ns")
+        inputs = tuple(InputFile(**{n: entry[n] for n in names}) for entry in value["inputs"])
+        digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
+        counts = (value["rows"], value["error_rows"], value["total_tokens"])
+        return cls(folder, value["identity"], *counts, inputs, digests)
+
+    @classmethod
+    def find(cls, folder: Path, identity: str) -> Index | None:
+        """The index in `folder` if it is complete and of this identity, else None."""
+        if not Layout(folder).marker.exists():
+            return None
+        found = cls.open(folder)
+        return found if found.identity == identity else None
+
+    def write_marker(self, ops: FileOps) -> None:
+        """Make the index complete: everything else must be on disk by now. Raises StorageError."""
+        value = {
+            "format": INDEX_FORMAT,
+            "identity": self.identity,
+            "rows": self.rows,
+            "error_rows": self.error_rows,
+            "total_tokens": self.total_tokens,
+            "inputs": [{**f.to_json(), "sha256": self.sha256.get(f.path)} for f in self.inputs],
+        }
+        write_json(Layout(self.folder).marker, value, ops)
+
+    @property
+    def index_dir(self) -> Path:
+        return Layout(self.folder).index
+
+    @cached_property
+    def index_parts(self) -> Sequence[Path]:
+        """Index parts in row order."""
+        return sorted(self.index_dir.glob("part-*.parquet"))
+
+    @cached_property
+    def passthrough_parts(self) -> Sequence[Path]:
+        """Parts with row_id and the passthrough columns, in row order; empty when the job carries none."""
+        return sorted(Layout(self.folder).passthrough.glob("part-*.parquet"))
+
+    @cached_property
+    def passthrough_schema(self) -> pa.Schema:
+        """Types of the passthrough columns, without row_id."""
+        if not self.passthrough_parts:
+            return pa.schema([])
+        found = pq.read_schema(self.passthrough_parts[0]).remove_metadata()
+        return pa.schema([field for field in found if field.name != "row_id"])
+
+    @cached_property
+    def tokens(self) -> TokenStore:
+        """The prompts."""
+        return TokenStore(Layout(self.folder).tokens)
+
+    def inputs_unchanged(self) -> None:
+        """Raises InputCorrupt when an input file changed since it was read, InputMissing when it is gone."""
+        for file in self.inputs:
+            file.check_unchanged()

@@ -1,0 +1,271 @@
+"""The ingest half of a job: input files in, a complete index out, in bounded memory.
+
+    reader ─▶ render workers (templates, tokenizer) ─▶ token store, index ─▶ marker
+
+A complete index of the same identity is used again; anything less is thrown away and made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
+from batchinfer.data.index.index import Index, Layout
+from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
+from batchinfer.data.index.token_store import TokenStore
+from batchinfer.data.index.writer import IndexWriter
+from batchinfer.data.input.files import InputFile, list_inputs
+from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, openai_defaults
+from batchinfer.data.input.reader import Reader, Sample
+from batchinfer.data.input.rows import RowBatch, Values
+from batchinfer.data.input.sql import materialise
+from batchinfer.data.prompts.builder import Mode, PromptPlan
+from batchinfer.data.prompts.columns import Columns, choose_columns
+from batchinfer.data.prompts.mode import choose_mode
+from batchinfer.data.prompts.prepare import Limits
+from batchinfer.data.prompts.render_pool import RenderPool
+from batchinfer.data.prompts.render_worker import WorkerSpec
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.storage.durable import FileOps, sha256_of, storage
+from batchinfer.request import RowError, SamplingParams
+
+if TYPE_CHECKING:
+    from batchinfer.job import Job
+
+INGEST_FORMAT = 3  # raise it when equal input would give another index
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """What the job file does not say. `context` is the digest that enters every key; `vocab_size` is the model's.
+
+    `now` is what a chat template's `strftime_now` tells; `workers` None: as many as there are cores, at most two.
+    """
+
+    context: bytes
+    max_model_len: int
+    vocab_size: int
+    now: datetime
+    workers: int | None = None
+    row_timeout_s: float = 10.0
+    sample: Sample | None = None  # only the first rows of each file, to look at them
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far ingest got; bytes are those of the input files as they lie on disk."""
+
+    rows: int
+    bytes_read: int
+    bytes_total: int
+
+
+def ingest(
+    job: Job,
+    tokenizer: Tokenizer,
+    options: IngestOptions,
+    scratch: Path,
+    progress: Callable[[Progress], None] | None = None,
+    ops: FileOps | None = None,
+) -> Index:
+    """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's.
+
+    Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
+    StorageError (74). A bad row raises nothing: it is an error row of the index.
+    """
+    files = _files(job, scratch)
+    identity = _identity(job, options, tokenizer, files)
+    folder = scratch / identity[:16]
+    found = Index.find(folder, identity)
+    if found is not None:
+        return found
+    return _Ingest(job, options, tokenizer, files, identity, folder, ops or FileOps()).run(
+        progress or _silent
+    )
+
+
+def _files(job: Job, scratch: Path) -> list[InputFile]:
+    """A query runs anew at every start: an interrupted job must not publish yesterday's rows as today's."""
+    if job.input.sql is None:
+        return list_inputs(job.input.path or "", job.source.parent, job.input.format)
+    memory = None if job.input.sql_memory == "auto" else job.input.sql_memory
+    queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet", memory)
+    return [replace(queried, mtime_ns=0)]  # when the query ran says nothing about its rows
+
+
+def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
+    """sha256 over all that shapes the index. The rows of a query count by their content."""
+    value = {
+        "format": INGEST_FORMAT,
+        "job": json.loads(job.identity_json()),
+        "context": options.context.hex(),
+        "limits": [options.max_model_len, options.vocab_size],
+        "tokenizer": tokenizer.fingerprint,
+        "inputs": [
+            f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files
+        ],
+        "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
+    }
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _silent(_: Progress) -> None:
+    """For callers who watch no progress."""
+
+
+class _Ingest:
+    """One run of ingest."""
+
+    def __init__(
+        self,
+        job: Job,
+        options: IngestOptions,
+        tokenizer: Tokenizer,
+        files: Sequence[InputFile],
+        identity: str,
+        folder: Path,
+        ops: FileOps,
+    ) -> None:
+        self._job = job
+        self._options = options
+        self._tokenizer = tokenizer
+        self._files = files
+        self._identity = identity
+        self._layout = Layout(folder)
+        self._ops = ops
+
+    def run(self, progress: Callable[[Progress], None]) -> Index:
+        self._start_over()
+        reader = Reader.open(self._inputs(), self._job.input.max_line_bytes, self._options.sample)
+        schema = reader.schema()
+        mode = choose_mode(self._job, self._tokenizer, reader.shape)
+        columns = choose_columns(self._job, mode, schema)
+        carried = self._carried(schema)
+        try:
+            writer = self._write(reader, columns, mode, carried, progress)
+            if reader.complete:
+                columns.check_all_seen(failed=writer.error_rows)
+            if carried is not None:
+                carried.finish(self._layout.passthrough)
+        finally:
+            if carried is not None:
+                carried.close()
+        return self._finish(writer, reader)
+
+    def _start_over(self) -> None:
+        with storage(self._layout.folder, "prepare"):
+            if self._layout.folder.exists():
+                self._ops.remove_tree(self._layout.folder)
+            for folder in (self._layout.index, self._layout.tokens.parent):
+                self._ops.mkdir(folder)
+            if self._job.output.columns:
+                self._ops.mkdir(self._layout.passthrough)
+                self._ops.mkdir(self._spool)
+
+    @property
+    def _spool(self) -> Path:
+        return self._layout.folder / "spool"
+
+    def _inputs(self) -> Sequence[InputFile]:
+        if not self._job.input.sql:
+            return self._files
+        kept = self._layout.folder / "sql.parquet"
+        with storage(kept, "keep the rows of the query"):
+            self._ops.rename(Path(self._files[0].path), kept)
+        return [replace(self._files[0], path=str(kept), mtime_ns=kept.stat().st_mtime_ns)]
+
+    def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
+        names = self._job.output.columns
+        if not names:
+            return None
+        if schema is None:
+            return JsonSpool(names, self._spool, self._ops)
+        typed = pa.schema([(name, schema.field(name).type) for name in names])
+        return TypedColumns(typed, self._layout.passthrough, self._ops)
+
+    def _write(
+        self,
+        reader: Reader,
+        columns: Columns,
+        mode: Mode,
+        carried: JsonSpool | TypedColumns | None,
+        progress: Callable[[Progress], None],
+    ) -> IndexWriter:
+        spec = self._worker_spec(columns, mode, reader.values_are_text)
+        writer = IndexWriter(self._layout, self._options.max_model_len, mode == "openai", self._ops)
+        batches = reader.batches(columns.read, self._job.input.limit)
+        with writer, RenderPool(spec, self._options.workers) as pool:
+            for (batch, alive, ids), done in pool.map(_tagged(batches, columns)):
+                if carried is not None:
+                    carried.append(writer.rows, batch)
+                writer.append(batch, ids, alive, done)
+                progress(Progress(writer.rows, batch.bytes_read, reader.bytes_total))
+            writer.commit()
+        return writer
+
+    def _worker_spec(self, columns: Columns, mode: Mode, values_are_text: bool) -> WorkerSpec:
+        prompt, options = self._job.prompt, self._options
+        plan = PromptPlan(
+            mode=mode,
+            params=self._job.sampling.params(),
+            system=prompt.system if prompt else None,
+            user=prompt.user if prompt else None,
+            column=columns.prompt,
+            overrides=columns.overrides,
+            values_are_text=values_are_text,
+            by_url=self._by_url(),
+            now=options.now,
+        )
+        truncate = prompt.truncate if prompt else "error"
+        own = self._job.model.max_model_len is not None
+        limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own)
+        model, definition = self._job.model.path, self._tokenizer.definition
+        return WorkerSpec(model, definition, plan, limits, str(self._job.source), options.row_timeout_s)
+
+    def _by_url(self) -> dict[str, SamplingParams]:
+        given, length = self._job.sampling.given(), self._options.max_model_len
+        return {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
+
+    def _finish(self, writer: IndexWriter, reader: Reader) -> Index:
+        spill, parts = self._layout.folder / "spill", writer.parts
+        errors = writer.error_rows
+        if self._job.input.unique_ids:
+            errors += refuse_repeated_ids(parts, spill, self._ops)
+        number_equal_samples(parts, TokenStore(self._layout.tokens), self._options.context, spill, self._ops)
+        for rest in (spill, self._spool):
+            if rest.exists():
+                shutil.rmtree(rest)
+        index = Index(
+            self._layout.folder,
+            self._identity,
+            writer.rows,
+            errors,
+            writer.total_tokens,
+            reader.files,
+            dict(reader.sha256),
+        )
+        index.write_marker(self._ops)
+        return index
+
+
+Tag = tuple[RowBatch, list[int], list[str | None]]
+
+
+def _tagged(batches: Iterator[RowBatch], columns: Columns) -> Iterator[tuple[Tag, list[Values]]]:
+    """Each batch with the rows that workers are to prepare, cut to the columns that they need."""
+    for batch in batches:
+        alive = [i for i, row in enumerate(batch.rows) if not isinstance(row, RowError)]
+        rows: list[Any] = [batch.rows[i] for i in alive]
+        ids: list[str | None] = [None] * len(batch.rows)
+        for position, row in zip(alive, rows, strict=True):
+            ids[position] = columns.custom_id(row)
+        yield (batch, alive, ids), [columns.needed(row) for row in rows]

@@ -1,0 +1,33 @@
+"""Which input rows some work keys stand for, in words that a user can look up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.data.storage.duck import connection, naming_errors, parquet
+
+NAMED = 8  # rows named one by one; of the rest the number
+
+
+def name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, most: int = NAMED) -> str:
+    """`in.jsonl row 3 (id p3), in.jsonl row 7 and 12 more rows`, in input order. Raises StorageError, OutOfMemory."""
+    if not index_parts or not keys:
+        return "no rows"
+    with connection(spill, "256MiB", 1) as database, naming_errors(spill):
+        database.register("wanted", pa.table({"key": pa.array(keys, pa.binary())}))
+        found = database.execute(
+            f"SELECT file, row_index, custom_id, count(*) OVER () FROM {parquet(index_parts)} "
+            f"WHERE key IN (SELECT key FROM wanted) ORDER BY row_id LIMIT {most}"
+        ).fetchall()
+    names = [_name(*row[:3]) for row in found]
+    more = found[0][3] - len(found) if found else 0
+    rest = f" and {more:,} more row{'s' * (more != 1)}" if more else ""
+    return ", ".join(names) + rest
+
+
+def _name(file: str, row_index: int, custom_id: Any) -> str:
+    return f"{file} row {row_index}" + (f" (id {custom_id})" if custom_id is not None else "")

@@ -1,0 +1,46 @@
+"""OpenAI batch files: one request a line, with custom_id, method, url and body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.data.input.rows import RowProblem, Values, kind_of
+from batchinfer.request import SamplingParams
+
+CHAT_URL = "/v1/chat/completions"
+TEXT_URL = "/v1/completions"
+_KEYS = {"custom_id", "method", "url", "body"}
+TEXT_MAX_TOKENS = 16  # of /v1/completions, in OpenAI's API reference
+
+
+def looks_like_openai(row: Values) -> bool:
+    """Whether a row has the four keys of a batch request."""
+    return set(row) >= _KEYS and isinstance(row["body"], dict)
+
+
+def openai_defaults(url: str, given: Mapping[str, Any], max_model_len: int) -> SamplingParams:
+    """Parameters of a request that says nothing: what the job file says (`given`), the rest as OpenAI's API does.
+
+    Its reference gives temperature 1, top_p 1, penalties 0 and no stop. A chat's answer has no limit but the model's
+    context, a text completion's has 16 tokens.
+    """
+    most = max_model_len if url == CHAT_URL else TEXT_MAX_TOKENS
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": most, **given})
+
+
+def openai_request(row: Values) -> tuple[str, Values]:
+    """(url, body) of a batch request. Raises RowProblem naming the field that is wrong."""
+    missing = sorted(_KEYS - set(row))
+    if missing:
+        raise RowProblem("bad_request", f"the request lacks {', '.join(missing)}")
+    unknown = sorted(set(row) - _KEYS)
+    if unknown:
+        raise RowProblem("unknown_field", f"a batch request has no field {unknown[0][:100]!r}")
+    if row["method"] != "POST":
+        raise RowProblem("bad_request", "method must be POST")
+    if row["url"] not in (CHAT_URL, TEXT_URL):
+        raise RowProblem("bad_request", f"url must be {CHAT_URL} or {TEXT_URL}")
+    if not isinstance(row["body"], dict):
+        raise RowProblem("bad_request", f"body must be an object, not {kind_of(row['body'])}")
+    return row["url"], row["body"]

@@ -1,0 +1,333 @@
+"""A row becomes a prompt: templates over its columns, messages, text, token ids, or an OpenAI request.
+
+Runs in a process of its own (render_worker.py), because a template may hang or ask for all memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from decimal import Decimal
+from typing import Any, Literal
+
+import jinja2
+from jinja2 import nodes
+
+from batchinfer.data.input.json_text import parse_value
+from batchinfer.data.input.openai import CHAT_URL, openai_request
+from batchinfer.data.input.rows import RowProblem, Values, kind_of
+from batchinfer.data.prompts.chat_shapes import ChatShapes
+from batchinfer.data.prompts.chat_template import (
+    ChatTemplate,
+    Message,
+    NullRendered,
+    row_environment,
+    variables,
+)
+from batchinfer.data.prompts.sampling_fields import from_text, override, override_openai
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.request import SamplingParams
+
+Mode = Literal["template", "messages", "text", "token_ids", "openai"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TEXT_BYTES = 4 << 20
+ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """How this job turns rows into prompts; small and picklable, it travels to the worker once.
+
+    `column` names the column of the modes messages, text and token_ids; `overrides` are pairs of a
+    sampling parameter and the column that sets it. OpenAI requests have the parameters `by_url`, not `params`.
+    """
+
+    mode: Mode
+    params: SamplingParams
+    system: str | None = None
+    user: str | None = None
+    column: str | None = None
+    overrides: tuple[tuple[str, str], ...] = ()
+    values_are_text: bool = False  # as CSV has them: numbers, messages and token ids are parsed
+    by_url: Mapping[str, SamplingParams] = field(default_factory=dict)
+    now: datetime = datetime(1970, 1, 1)
+    max_text_bytes: int = MAX_TEXT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt before tokenising: `text`, or `token_ids` as given.
+
+    `add_special` asks the tokenizer for its own BOS. `masks` maps stand-ins in `text` to special-token literals
+    that the row's content holds and that are to be encoded as plain text.
+    """
+
+    params: SamplingParams
+    text: str | None = None
+    token_ids: Sequence[int] = ()
+    add_special: bool = False
+    masks: dict[str, str] | None = None
+
+
+def template_columns(source: str | None) -> set[str]:
+    """The variables that a template reads. Raises jinja2.TemplateSyntaxError."""
+    if source is None:
+        return set()
+    environment = row_environment()
+    return variables(environment, environment.parse(source))
+
+
+class PromptBuilder:
+    """Builds one Draft a row. Raises RowProblem for the row's faults; a hang or a crash is the worker's matter."""
+
+    def __init__(self, plan: PromptPlan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._specials = tokenizer.special_pattern if tokenizer.specials else None
+        self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None
+        self._user = _RowTemplate("prompt.user", plan.user) if plan.user is not None else None
+        source = tokenizer.chat_template
+        self._chat = _Chat(ChatTemplate(source, tokenizer.named, plan.now)) if source is not None else None
+        self._build: Callable[[Values], Draft] = {
+            "template": self._from_templates,
+            "messages": self._from_messages,
+            "text": self._from_text,
+            "token_ids": self._from_token_ids,
+            "openai": self._from_openai,
+        }[plan.mode]
+
+    def build(self, values: Values) -> Draft:
+        """The row's prompt and parameters."""
+        draft = self._build(values)
+        if draft.text is not None and len(draft.text.encode("utf-8", "replace")) > self._plan.max_text_bytes:
+            limit = self._plan.max_text_bytes
+            raise RowProblem(
+                "text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy"
+            )
+        return draft
+
+    def _params(self, values: Values) -> SamplingParams:
+        given = {name: values.get(column) for name, column in self._plan.overrides}
+        if self._plan.values_are_text:
+            given = {name: from_text(name, value) for name, value in given.items()}
+        return override(self._plan.params, given, dict(self._plan.overrides))
+
+    def _from_templates(self, values: Values) -> Draft:
+        messages: list[Message] = []
+        for role, template in (("system", self._system), ("user", self._user)):
+            if template is not None:
+                messages.append({"role": role, "content": template.render(values)})
+        return self._chat_draft(messages, self._params(values))
+
+    def _from_messages(self, values: Values) -> Draft:
+        messages = check_messages(self._column(values))
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": self._system.render(values)})
+        return self._chat_draft(messages, self._params(values))
+
+    def _from_text(self, values: Values) -> Draft:
+        return Draft(self._params(values), check_text(self._column(values)), add_special=True)
+
+    def _from_token_ids(self, values: Values) -> Draft:
+        return Draft(self._params(values), token_ids=check_token_ids(self._column(values)))
+
+    def _from_openai(self, values: Values) -> Draft:
+        url, body = openai_request(values)
+        name = "messages" if url == CHAT_URL else "prompt"
+        params = override_openai(self._plan.by_url[url], body, name)
+        if url == CHAT_URL:
+            return self._chat_draft(check_messages(body.get(name)), params)
+        prompt = body.get(name)
+        if isinstance(prompt, list):
+            return Draft(params, token_ids=check_token_ids(prompt))
+        return Draft(params, check_text(prompt), add_special=True)
+
+    def _column(self, values: Values) -> Any:
+        name = str(self._plan.column)
+        if name not in values:
+            raise RowProblem("prompt_missing", f"the row has no column {name!r}")
+        value = values[name]
+        if self._plan.values_are_text and self._plan.mode != "text" and isinstance(value, str):
+            return parse_value(value)
+        return value
+
+    def _chat_draft(self, messages: list[Message], params: SamplingParams) -> Draft:
+        if self._chat is None:
+            raise RowProblem("no_chat_template", "the checkpoint has no chat template; use prompt.text")
+        masks: dict[str, str] = {}
+        if self._specials is not None and _holds(self._specials.search, messages):
+            masks = self._masks(messages)
+            messages = _replaced(
+                messages, {literal: mask for mask, literal in masks.items()}, self._specials.sub
+            )
+        return Draft(params, self._chat.render(messages), masks=masks or None)
+
+    def _masks(self, messages: list[Message]) -> dict[str, str]:
+        """Stand-ins that no content can hold: they are named after the digest of all contents."""
+        digest = hashlib.sha256(repr(messages).encode("utf-8", "replace")).hexdigest()[:24]
+        pattern = self._specials
+        found = sorted({m for text in _texts(messages) for m in pattern.findall(text)}) if pattern else []
+        return {f"\ue0f4{digest}.{number}\ue0f5": literal for number, literal in enumerate(found)}
+
+
+class _RowTemplate:
+    """One of the job's templates, compiled once; a template without any expression is a constant."""
+
+    def __init__(self, where: str, source: str) -> None:
+        self._where = where
+        self._source = source
+        environment = row_environment()
+        tree = environment.parse(source)
+        self._names = sorted(variables(environment, tree))
+        self._constant = _constant_text(tree)
+        self._template = environment.from_string(source)
+        self._whole_row = ROW_VARIABLE in self._names
+
+    def render(self, values: Values) -> str:
+        if self._constant is not None:
+            return self._constant
+        try:
+            return self._render(values)
+        except NullRendered:
+            raise RowProblem("null_in_template", self._null_message(values)) from None
+        except MemoryError:
+            raise RowProblem(
+                "template_memory", f"{self._where} asks for too much memory", "resource"
+            ) from None
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; it costs this row
+            raise RowProblem("template_error", f"{self._where}: {self._explained(error, values)}") from None
+
+    def _render(self, values: Values) -> str:
+        if self._whole_row and ROW_VARIABLE not in values:
+            values = {**values, ROW_VARIABLE: values}
+        return self._template.render(values)
+
+    def _explained(self, error: Exception, values: Values) -> str:
+        missing = [n for n in self._names if n not in values and n != ROW_VARIABLE]
+        if isinstance(error, jinja2.UndefinedError) and missing:
+            return f"the row has no column {missing[0]!r}"
+        return f"{type(error).__name__} while rendering"  # its text could quote the row
+
+    def _null_message(self, values: Values) -> str:
+        nulls = [n for n in self._names if n in values and values[n] is None]
+        name = nulls[0] if nulls else "column"
+        shown = f"column {name!r} is null" if nulls else "a value is null"
+        return f"{self._where}: {shown}; give a default: {{{{ {name} or '' }}}}"
+
+
+class _Chat:
+    """The checkpoint's chat template with its refusals made row problems."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._shapes = ChatShapes(template)
+        self._literals = {c.value for c in template.tree().find_all(nodes.Const) if isinstance(c.value, str)}
+
+    def render(self, messages: list[Message]) -> str:
+        try:
+            return self._shapes.render(messages)
+        except MemoryError:
+            raise RowProblem(
+                "template_memory", "the chat template asks for too much memory", "resource"
+            ) from None
+        except Exception as error:  # noqa: BLE001 - a checkpoint's template may raise anything
+            # A sentence that stands in the template itself is safe to show; others may quote the messages.
+            known = str(error) if str(error) in self._literals else type(error).__name__
+            raise RowProblem("template_error", f"the checkpoint's chat template refused: {known}") from None
+
+
+def check_messages(value: Any) -> list[Message]:
+    """Messages with text contents; lists of text parts are joined. Raises RowProblem."""
+    if value is None:
+        raise RowProblem("prompt_missing", "messages is null or missing")
+    if not isinstance(value, list):
+        raise RowProblem("prompt_type", f"messages must be a list, not {kind_of(value)}")
+    if not value:
+        raise RowProblem("empty_messages", "messages is an empty list")
+    return [_checked(number, message) for number, message in enumerate(value)]
+
+
+def _checked(number: int, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise RowProblem("prompt_type", f"messages[{number}] must be an object, not {kind_of(message)}")
+    kept = {name: item for name, item in message.items() if item is not None}
+    if kept.get("role") not in ROLES:
+        raise RowProblem("unknown_role", f"messages[{number}].role must be one of {', '.join(ROLES)}")
+    kept["content"] = _content(number, kept.get("content"), calls="tool_calls" in kept)
+    return kept
+
+
+def _content(number: int, content: Any, calls: bool) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and calls:
+        return ""
+    if isinstance(content, list):
+        return "".join(_part(number, part) for part in content)
+    raise RowProblem("prompt_type", f"messages[{number}].content must be text, not {kind_of(content)}")
+
+
+def _part(number: int, part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise RowProblem("unsupported_content", f"messages[{number}].content: only parts of type text work")
+    return text
+
+
+def check_text(value: Any) -> str:
+    """A non-empty text. Raises RowProblem."""
+    if value is None:
+        raise RowProblem("prompt_missing", "the prompt is null or missing")
+    if not isinstance(value, str):
+        raise RowProblem("prompt_type", f"the prompt must be text, not {kind_of(value)}")
+    return value
+
+
+def check_token_ids(value: Any) -> list[int]:
+    """A list of whole numbers >= 0; the upper end is checked against the vocabulary later. Raises RowProblem."""
+    if value is None:
+        raise RowProblem("prompt_missing", "the token ids are null or missing")
+    if not isinstance(value, list):
+        raise RowProblem("prompt_type", f"token ids must be a list, not {kind_of(value)}")
+    for position, number in enumerate(value):
+        if not isinstance(number, int | Decimal) or isinstance(number, bool) or number != int(number):
+            raise RowProblem(
+                "prompt_type", f"token id {position} must be a whole number, not {kind_of(number)}"
+            )
+        if not 0 <= number < 2**31:
+            raise RowProblem("token_id_out_of_range", f"token id {position} is {str(number)[:40]}")
+    return [int(number) for number in value]
+
+
+def _constant_text(tree: nodes.Template) -> str | None:
+    """The text of a template that prints nothing but itself."""
+    pieces: list[str] = []
+    for statement in tree.body:
+        if not isinstance(statement, nodes.Output):
+            return None
+        for node in statement.nodes:
+            if not isinstance(node, nodes.TemplateData):
+                return None
+            pieces.append(node.data)
+    return "".join(pieces)
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for item in value.values() for text in _texts(item)]
+    return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
+
+
+def _holds(search: Callable[[str], Any], messages: list[Message]) -> bool:
+    return any(search(text) is not None for text in _texts(messages))
+
+
+def _replaced(value: Any, masks: Mapping[str, str], substitute: Callable[..., str]) -> Any:
+    """The same messages with each special-token literal replaced by its mask."""
+    if isinstance(value, str):
+        return substitute(lambda match: masks[match.group(0)], value)
+    if isinstance(value, Mapping):
+        return {name: _replaced(item, masks, substitute) for name, item in value.items()}
+    return [_replaced(item, masks, substitute) for item in value] if isinstance(value, list) else value

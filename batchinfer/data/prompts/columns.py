@@ -1,0 +1,163 @@
+"""Which input columns a job reads, what for, and whether the input has them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from jinja2 import nodes
+
+from batchinfer.data.input.rows import Values
+from batchinfer.data.prompts.builder import ROW_VARIABLE, Mode, template_columns
+from batchinfer.data.prompts.chat_template import row_environment
+from batchinfer.errors import JobFileError, Mistake
+
+if TYPE_CHECKING:
+    from batchinfer.job import Job
+
+_MOST_KNOWN = 200  # names remembered for a message
+
+
+@dataclass(slots=True)
+class Columns:
+    """`send` are the columns that workers get (None: all), `read` those to decode (None: all, or no choice).
+
+    `overrides` are pairs of a sampling parameter and the column that sets it for a row. `wanted` are keys of the job
+    and the columns that they name; `variables` are those that a template cannot do without. What the input declares
+    no columns for is `unseen` until a row has it.
+    """
+
+    job: str
+    prompt: str | None
+    id: str | None
+    send: tuple[str, ...] | None
+    read: tuple[str, ...] | None
+    overrides: tuple[tuple[str, str], ...]
+    wanted: tuple[tuple[str, str], ...]
+    variables: tuple[str, ...]
+    unseen: set[str]
+    known: dict[str, None] = field(default_factory=dict)  # names seen, in order
+    rows: int = 0
+
+    def needed(self, row: Values) -> Values:
+        """The row cut down to what the workers need."""
+        self.note(row)
+        if self.send is None:
+            return row
+        return {name: row[name] for name in self.send if name in row}
+
+    def note(self, row: Values) -> None:
+        """Remember which columns there are."""
+        self.rows += 1
+        if self.unseen:
+            self.unseen.difference_update(row)
+        if len(self.known) < _MOST_KNOWN and not row.keys() <= self.known.keys():
+            self.known.update(dict.fromkeys(row))
+
+    def custom_id(self, row: Values) -> str | None:
+        """The row's id as text; null stays null."""
+        value = row.get(self.id) if self.id is not None else None
+        if value is None or isinstance(value, str):
+            return value
+        return json.dumps(value, ensure_ascii=False, default=str)
+
+    @property
+    def missing(self) -> bool:
+        """Whether a column that the job names stood in no row so far."""
+        return any(name in self.unseen for _, name in self.wanted)
+
+    def check_all_seen(self, failed: int = 0) -> None:
+        """Raises JobFileError when rows were read and a column that the job names stood in none of them.
+
+        A template may do without a column in rows that do not come to it: that alone is wrong only when all rows
+        `failed`. Beside another mistake it is told as well, so that a user hears of both at once.
+        """
+        lacking = [named for named in self.wanted if named[1] in self.unseen]
+        if lacking or failed >= self.rows:
+            lacking += [("prompt", name) for name in self.variables if name in self.unseen]
+        if lacking and self.rows:
+            raise JobFileError(self.job, [_missing(where, name, list(self.known)) for where, name in lacking])
+
+
+def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
+    """What to read for this job. Raises JobFileError for columns that a typed input lacks."""
+    prompt = job.prompt
+    column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
+    identifier = "custom_id" if mode == "openai" else job.input.id
+    used = template_columns(prompt.system) | template_columns(prompt.user) if prompt else set()
+    _refuse_parameters(job, mode)
+    wanted = tuple(_wanted(job, mode, column))
+    variables = _needed_variables(job, used)
+    parameters = {name for _, name in job.sampling.from_columns}
+    whole = mode == "openai" or ROW_VARIABLE in used
+    send = None if whole else tuple(sorted({*used, *parameters, *([column] if column else [])}))
+    read = None
+    unseen = {*variables, *(name for _, name in wanted)}
+    if schema is not None:
+        _check_schema(job, schema, wanted, variables)
+        kept = {*(send or schema.names), *job.output.columns, identifier}
+        read, unseen = tuple(name for name in schema.names if name in kept), set()
+    known = dict.fromkeys(schema.names if schema is not None else ())
+    overrides = job.sampling.from_columns
+    return Columns(
+        str(job.source), column, identifier, send, read, overrides, wanted, variables, unseen, known
+    )
+
+
+def _refuse_parameters(job: Job, mode: Mode) -> None:
+    if mode == "openai" and job.sampling.from_columns:
+        message = "is not for OpenAI batch files: the body of each request holds its parameters"
+        raise JobFileError(str(job.source), [Mistake("sampling.from_columns", message, hint="take it out")])
+
+
+def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str]]:
+    """The job's keys that name columns, each with a column."""
+    if job.input.id is not None and mode != "openai":
+        yield "input.id", job.input.id
+    if column is not None:
+        yield f"prompt.{mode}", column
+    yield from (("sampling.from_columns", name) for _, name in job.sampling.from_columns)
+    yield from (("output.columns", name) for name in job.output.columns)
+
+
+def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:
+    """The columns that the templates print, unless they ask whether one is there."""
+    if job.prompt is None or _asks_whether_defined(job.prompt.system, job.prompt.user):
+        return ()
+    return tuple(sorted(used - {ROW_VARIABLE}))
+
+
+def _check_schema(
+    job: Job, schema: pa.Schema, wanted: Sequence[tuple[str, str]], variables: Sequence[str]
+) -> None:
+    names = list(schema.names)
+    named = [*wanted, *(("prompt", name) for name in variables)]
+    missing = [_missing(where, name, names) for where, name in named if name not in names]
+    if missing:
+        raise JobFileError(str(job.source), missing)
+
+
+def _asks_whether_defined(*sources: str | None) -> bool:
+    """A template that asks whether a column is there may do without it."""
+    for source in sources:
+        tree: Any = row_environment().parse(source or "")
+        tests = {test.name for test in tree.find_all(nodes.Test)}
+        filters = {item.name for item in tree.find_all(nodes.Filter)}
+        if (
+            tests & {"defined", "undefined"}
+            or filters & {"default", "d"}
+            or list(tree.find_all(nodes.Assign))
+        ):
+            return True
+    return False
+
+
+def _missing(where: str, name: str, known: Sequence[str]) -> Mistake:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else None
+    shown = ", ".join(known[:20]) + (", …" if len(known) > 20 else "")
+    return Mistake(where, f"the input has no column {name!r}; it has: {shown or 'none'}", hint=hint)

@@ -1,0 +1,49 @@
+"""A few render workers in a row: batches go out as workers are free and come back in the order they went."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from batchinfer.cpus import usable_cpus
+from batchinfer.data.input.rows import Values
+from batchinfer.data.prompts.prepare import Prepared
+from batchinfer.data.prompts.render_worker import RenderWorker, WorkerSpec
+
+Tag = TypeVar("Tag")
+
+
+class RenderPool:
+    """Use as a context manager; at most `workers` batches are under way."""
+
+    def __init__(self, spec: WorkerSpec, workers: int | None = None) -> None:
+        count = workers or min(2, usable_cpus())
+        self._free = deque(RenderWorker(spec) for _ in range(count))
+        self._all = tuple(self._free)
+
+    def __enter__(self) -> RenderPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._all:
+            worker.close()
+
+    def map(self, batches: Iterable[tuple[Tag, Sequence[Values]]]) -> Iterator[tuple[Tag, Prepared]]:
+        """(tag, rows) in, (tag, prepared rows) out, in order."""
+        under_way: deque[tuple[Tag, RenderWorker]] = deque()
+        for tag, rows in batches:
+            done = None if self._free else self._oldest(under_way)
+            worker = self._free.popleft()
+            worker.submit(rows)
+            under_way.append((tag, worker))
+            if done is not None:  # only now, so that the worker is busy while the caller looks at it
+                yield done
+        while under_way:
+            yield self._oldest(under_way)
+
+    def _oldest(self, under_way: deque[tuple[Tag, RenderWorker]]) -> tuple[Tag, Prepared]:
+        tag, worker = under_way.popleft()
+        prepared = worker.result()
+        self._free.append(worker)
+        return tag, prepared

@@ -1,0 +1,170 @@
+"""A row's own sampling parameters: checked, and laid over the job's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+from batchinfer.data.input.rows import RowProblem, kind_of
+from batchinfer.request import SamplingParams
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_STOP_TOKENS = 64
+
+# What OpenAI requests may carry without changing the answer here.
+_HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_RENAMED = {"max_completion_tokens": "max_tokens"}
+# Fields that are accepted only with the value that asks for nothing.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False, 0),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+}
+
+
+def override(
+    params: SamplingParams, given: Mapping[str, Any], columns: Mapping[str, str] | None = None
+) -> SamplingParams:
+    """`params` with the non-null values of `given` laid over.
+
+    Raises RowProblem naming the parameter, and the column that `columns` has for it where its name is another.
+    """
+    labels = {name: _label(name, column) for name, column in (columns or {}).items()}
+    found = {
+        name: CHECKS[name](labels.get(name, name), value)
+        for name, value in given.items()
+        if value is not None
+    }
+    result = replace(params, **found) if found else params
+    if result.min_tokens > result.max_tokens:
+        raise _bad("min_tokens", f"{result.min_tokens} is more than max_tokens {result.max_tokens}")
+    return result
+
+
+def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_field: str) -> SamplingParams:
+    """As `override`, for the body of an OpenAI request. Unknown fields and streaming are refused."""
+    given: dict[str, Any] = {}
+    for field, value in body.items():
+        name = _RENAMED.get(field, field)
+        if value is None or field == prompt_field or field in _HARMLESS:
+            continue
+        if field == "n":
+            _check_n(value)
+        elif field in ("stream", "stream_options"):
+            _check_stream(field, value)
+        elif name in CHECKS:
+            given[name] = value
+        elif not (field in _NOTHING and value in _NOTHING[field]):
+            raise RowProblem(
+                "unknown_field", f"body.{field[:100]}: this field, or its value, is not supported"
+            )
+    return override(params, given)
+
+
+def from_text(name: str, value: Any) -> Any:
+    """The value of a parameter that a file without types holds: a number, true, a list; a stop text stays as it is."""
+    if not isinstance(value, str) or name == "stop":
+        return value
+    try:
+        return json.loads(value.lower())
+    except (ValueError, RecursionError):
+        return value  # the parameter's check says what it should be
+
+
+def _label(name: str, column: str) -> str:
+    return name if name == column else f"{name} (column {column[:100]})"
+
+
+def _check_n(value: object) -> None:
+    if value != 1 or isinstance(value, bool):
+        raise RowProblem("n_over_limit", "n is over the limit of 1; repeat the request for more samples")
+
+
+def _check_stream(field: str, value: object) -> None:
+    if value is not False:
+        raise RowProblem("stream", f"body.{field}: a batch is not streamed; remove the field")
+
+
+def _bad(name: str, message: str) -> RowProblem:
+    return RowProblem("bad_parameter", f"{name}: {message}")
+
+
+def _integer(low: int, high: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        whole = not isinstance(value, bool) and isinstance(value, int | float | Decimal) and _is_whole(value)
+        if not whole or not low <= value <= high:
+            raise _bad(name, f"must be a whole number from {low} to {high}, not {_shown(value)}")
+        return int(value)
+
+    return check
+
+
+def _is_whole(value: int | float | Decimal) -> bool:
+    return math.isfinite(value) and value == int(value)
+
+
+def _number(low: float, high: float, above: bool = False) -> Callable[[str, Any], float]:
+    def check(name: str, value: Any) -> float:
+        numeric = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+        if not numeric or not math.isfinite(value) or not low <= value <= high or (above and value == low):
+            least = "more than" if above else "at least"
+            raise _bad(name, f"must be a number, {least} {low:g} and at most {high:g}, not {_shown(value)}")
+        return float(value)
+
+    return check
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
+        raise _bad(name, f"must be text or a list of texts, not {kind_of(value)}")
+    if len(stops) > MAX_STOPS:
+        raise RowProblem("too_many_stops", f"{name}: {len(stops)} stop strings; the limit is {MAX_STOPS}")
+    if any(not 0 < len(s) <= MAX_STOP_CHARS for s in stops):
+        raise _bad(name, f"each stop string has 1 to {MAX_STOP_CHARS} characters")
+    return tuple(stops)
+
+
+def _stop_tokens(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise _bad(name, f"must be a list of token ids, not {kind_of(value)}")
+    if len(value) > MAX_STOP_TOKENS:
+        raise RowProblem("too_many_stops", f"{name}: {len(value)} ids; the limit is {MAX_STOP_TOKENS}")
+    return tuple(_integer(0, 2**31 - 1)(name, v) for v in value)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _bad(name, f"must be true or false, not {kind_of(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    return str(value)[:40] if number else kind_of(value)
+
+
+CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "max_tokens": _integer(1, 2**31 - 1),
+    "min_tokens": _integer(0, 2**31 - 1),
+    "temperature": _number(0, 100),
+    "top_p": _number(0, 1, above=True),
+    "top_k": _integer(0, 2**31 - 1),
+    "min_p": _number(0, 1),
+    "seed": _integer(-(2**63), 2**63 - 1),
+    "stop": _stops,
+    "stop_token_ids": _stop_tokens,
+    "ignore_eos": _boolean,
+    "repetition_penalty": _number(0, 100, above=True),
+    "presence_penalty": _number(-100, 100),
+    "frequency_penalty": _number(-100, 100),
+}

@@ -1,0 +1,140 @@
+"""`--to-openai FILE`: a published result as the output file of an OpenAI batch.
+
+One line per input row, in input order. What a row asked of whom (`url`, `model`) stands in the input alone, which is
+read again beside the result. Ids are derived from the row, and `created` is 0 unless a time is given: equal results
+give equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.data.input.files import InputFile
+from batchinfer.data.input.openai import CHAT_URL
+from batchinfer.data.input.reader import Reader
+from batchinfer.data.input.rows import Values
+from batchinfer.data.results.manifest import Manifest, read_manifest
+from batchinfer.data.results.output_file import OutputFile
+from batchinfer.data.storage.rebatch import parquet_batches
+from batchinfer.errors import InputCorrupt, UsageError
+from batchinfer.request import RowError
+
+LINE_BYTES = 400  # no answer's line is shorter: what must be free at least for the rows of a job
+_COLUMNS = [
+    "row_id",
+    "custom_id",
+    "status",
+    "generated_text",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "error_code",
+    "error_message",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a row of the input names. None where it names none, or could not be read."""
+
+    url: str | None
+    model: str | None
+
+
+def asked(files: Sequence[InputFile], max_line_bytes: int, limit: int | None = None) -> Iterator[Asked]:
+    """What every row of the input asks, in order. Raises InputCorrupt when a file has changed."""
+    for batch in Reader.open(files, max_line_bytes).batches(limit=limit):
+        yield from (_asked(row) for row in batch.rows)
+
+
+def _asked(row: Values | RowError) -> Asked:
+    values: Values = {} if isinstance(row, RowError) else row
+    body = values.get("body")
+    return Asked(_text(values.get("url")), _text(body.get("model")) if isinstance(body, dict) else None)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def write_openai(
+    result: Path, out: OutputFile, rows: Iterable[Asked], *, model: str, created: int = 0
+) -> int:
+    """Write the batch output file `out` durably; the number of lines.
+
+    `rows` has an entry for each row of the result, in order. `model` is what an answer names whose request named
+    none; `created` is Unix time. Raises UsageError when nothing is published, InputCorrupt when the input has changed,
+    OutputConflict, StorageError.
+    """
+    manifest = read_manifest(result)
+    if manifest is None:
+        raise UsageError(f"{result}: no published result there")
+    origin = Origin(manifest.job, model, created)
+    lines = 0
+    with out.writing() as file:
+        for text in _lines(result, manifest, iter(rows), origin):
+            file.write(text.encode())
+            lines += 1
+    return lines
+
+
+def _lines(result: Path, manifest: Manifest, rows: Iterator[Asked], origin: Origin) -> Iterator[str]:
+    """Raises InputCorrupt when there are fewer `rows` than the result has."""
+    for batch in parquet_batches([result / item.name for item in manifest.files], 1024, _COLUMNS):
+        for row in batch.to_pylist():
+            request = next(rows, None)
+            if request is None:
+                raise InputCorrupt("the input has lost rows since it was read; run the job again")
+            yield json.dumps(batch_line(row, request, origin), ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What all lines of a file have in common."""
+
+    job: str
+    model: str
+    created: int
+
+
+def batch_line(row: dict[str, Any], request: Asked, origin: Origin) -> dict[str, Any]:
+    """One line: `response` for an answer, `error` for an error row, the other one null."""
+    seed = f"{origin.job}\0{row['row_id']}\0{row['custom_id']}"
+    line: dict[str, Any] = {"id": _id("batch_req_", seed), "custom_id": row["custom_id"]}
+    if row["status"] == "error":
+        error = {"code": row["error_code"], "message": row["error_message"]}
+        return {**line, "response": None, "error": error}
+    body = _body(row, request, origin, seed)
+    response = {"status_code": 200, "request_id": _id("req_", seed), "body": body}
+    return {**line, "response": response, "error": None}
+
+
+def _body(row: dict[str, Any], request: Asked, origin: Origin, seed: str) -> dict[str, Any]:
+    prompt, output = row["prompt_tokens"], row["completion_tokens"]
+    chat = request.url == CHAT_URL
+    return {
+        "id": _id("chatcmpl-" if chat else "cmpl-", seed),
+        "object": "chat.completion" if chat else "text_completion",
+        "created": origin.created,
+        "model": request.model or origin.model,
+        "choices": [_choice(row, chat)],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
+        "system_fingerprint": None,
+    }
+
+
+def _choice(row: dict[str, Any], chat: bool) -> dict[str, Any]:
+    end = {"logprobs": None, "finish_reason": row["finish_reason"]}
+    if chat:
+        message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
+        return {"index": 0, "message": message, **end}
+    return {"index": 0, "text": row["generated_text"], **end}
+
+
+def _id(prefix: str, seed: str) -> str:
+    return prefix + hashlib.sha256((prefix + seed).encode()).hexdigest()[:24]

@@ -1,0 +1,55 @@
+"""Partial results: the finished rows of a job that is still running, or was stopped.
+
+Needs no lock and changes nothing. What a running job adds meanwhile is not seen; when it publishes and
+purges its index in the middle of a read, that is a loud error.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchinfer.data.results.completion_store import read_records, write_table
+from batchinfer.data.results.result_rows import DecodeBatch, IndexView, result_schema, result_tables
+from batchinfer.data.storage.duck import Watched
+from batchinfer.data.storage.durable import Digest, FileOps
+
+PARTIAL = "partial.json"  # beside an index: the model and the store that its partial results are made of
+
+
+def partial_reader(
+    index: IndexView,
+    completions: Path,
+    decode_batch: DecodeBatch,
+    spill: Path,
+    *,
+    memory_limit: str | None = None,
+    threads: int = 2,
+    watched: Watched = nullcontext,
+) -> pa.RecordBatchReader:
+    """The rows that are finished (error rows of the input included), in input order, in the result's schema.
+
+    A stream that DuckDB can query: `duckdb.from_arrow(reader)`. `completions` is the store's folder, `spill` a folder
+    for sorting outside of the state folder; `watched`: see `duck.connection`. Raises StorageError, OutOfMemory,
+    InputCorrupt.
+    """
+    records, _ = read_records(completions) if completions.is_dir() else ({}, ())
+    tables = result_tables(
+        index,
+        sorted(records),
+        decode_batch,
+        spill,
+        partial=True,
+        memory_limit=memory_limit,
+        threads=threads,
+        watched=watched,
+    )
+    schema = result_schema(index.passthrough_schema)
+    return pa.RecordBatchReader.from_batches(schema, (b for table in tables for b in table.to_batches()))
+
+
+def write_partial(reader: pa.RecordBatchReader, path: Path, ops: FileOps | None = None) -> Digest:
+    """Write a stream of finished rows to one Parquet file, durably. Raises StorageError."""
+    return write_table(path, reader, ops or FileOps())

@@ -1,0 +1,38 @@
+"""Which inputs a published result came from: while none of them has changed, a rerun has nothing to do.
+
+Only ever a shortcut: a file that is missing or damaged costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchinfer.data.input.files import InputFile
+from batchinfer.data.storage.durable import FileOps, write_json
+from batchinfer.data.storage.remembered import read_json
+
+
+def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
+    """What identified these files when they were published, if size and time of none has changed since."""
+    value = read_json(path)
+    if not isinstance(value, list):
+        return None
+    known = {_same(entry.get("file")): entry.get("identity") for entry in value if isinstance(entry, dict)}
+    found = [known.get(_same(file.to_json())) for file in files]
+    return None if None in found or len(found) != len(value) else [dict(f) for f in found if f is not None]
+
+
+def remember_inputs(
+    path: Path, files: Sequence[InputFile], identities: Sequence[dict[str, Any]], ops: FileOps | None = None
+) -> None:
+    """Raises StorageError."""
+    pairs = zip(files, identities, strict=True)
+    write_json(path, [{"file": file.to_json(), "identity": entry} for file, entry in pairs], ops or FileOps())
+
+
+def _same(value: object) -> str:
+    """Equal text for equal values."""
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,334 @@
+"""Reading: what is accepted, what costs one row, what stops the job, and where it is said to be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.data.input.files import list_inputs
+from batchinfer.data.input.json_text import parse_row
+from batchinfer.data.input.reader import Reader, Sample
+from batchinfer.data.input.rows import RowProblem
+from batchinfer.data.input.sql import materialise
+from batchinfer.errors import BatchInferError, InputCorrupt, InputMissing, JobFileError
+from batchinfer.request import RowError
+
+GOOD = b'{"a": 1}'
+
+
+def read(path: Path | str, cap: int = 1 << 24, form: str = "auto") -> list[Any]:
+    """All rows of a path, an error as its code."""
+    files = list_inputs(str(path), Path("/"), form)
+    batches = Reader.open(files, cap).batches()
+    return [row.code if isinstance(row, RowError) else row for batch in batches for row in batch.rows]
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def zst(data: bytes) -> bytes:
+    return bytes(pa.compress(data, "zstd", asbytes=True))
+
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        (b"", []),
+        (b"\n\n  \r\n", []),
+        (GOOD, [{"a": 1}]),
+        (b"\xef\xbb\xbf" + GOOD + b"\r\n" + GOOD, [{"a": 1}] * 2),
+        (GOOD + b"\n\n\n" + GOOD + b"\n", [{"a": 1}] * 2),
+        (b'{"a": "x\\u0000y", "id": "../../etc"}', [{"a": "x\0y", "id": "../../etc"}]),
+        (b'{"a": "x\x00y"}', [{"a": "x\0y"}]),
+        (b'{"a": 123456789012345678901234567890}', [{"a": 123456789012345678901234567890}]),
+        (b'{"a": "\\ud83d\\ude00"}', [{"a": "😀"}]),
+    ],
+)
+def test_accepted(tmp_path: Path, data: bytes, rows: list[Any]) -> None:
+    assert read(write(tmp_path / "x.jsonl", data)) == rows
+    assert read(write(tmp_path / "x.jsonl.gz", gzip.compress(data))) == rows
+    assert read(write(tmp_path / "x.jsonl.zst", zst(data))) == rows
+
+
+def test_compressed_files_of_several_members(tmp_path: Path) -> None:
+    data = gzip.compress(GOOD + b"\n{") + gzip.compress(b'"a": 2}\n')
+    assert read(write(tmp_path / "x.jsonl.gz", data)) == [{"a": 1}, {"a": 2}]
+    assert read(write(tmp_path / "x.jsonl.zst", zst(GOOD + b"\n") * 2)) == [{"a": 1}] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (b'{"a": "\xff"}', "bad_utf8"),
+        (b'{"a": "\xed\xa0\x80"}', "bad_utf8"),
+        (b'{"a": "\\ud800"}', "lone_surrogate"),
+        (b'{"\\udfff": 1}', "lone_surrogate"),
+        (b"{", "bad_json"),
+        (b'{"a": 1} x', "bad_json"),
+        (b"{'a': 1}", "bad_json"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "bad_json"),
+        (b'{"a": NaN}', "nan"),
+        (b'{"a": [-Infinity]}', "nan"),
+        (b'{"a": 1e999}', "nan"),
+        (b'{"a": 1, "a": 2}', "duplicate_keys"),
+        (b'{"a": {"b": 1, "b": 1}}', "duplicate_keys"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nesting"),
+        (b"[" * 100_000, "nesting"),
+        (b'{"a": "' + b"x" * 2000 + b'"}', "line_too_long"),
+        (b"[1]", "not_an_object"),
+        (b"null", "not_an_object"),
+        (b'"text"', "not_an_object"),
+    ],
+)
+def test_a_bad_row_costs_one_row(tmp_path: Path, line: bytes, code: str) -> None:
+    path = write(tmp_path / "x.jsonl", b"\n".join([GOOD, line, GOOD]))
+    cap = 1000 if code == "line_too_long" else 1 << 24
+    assert read(path, cap) == [{"a": 1}, code, {"a": 1}]
+
+
+def test_brackets_in_text_are_no_nesting(tmp_path: Path) -> None:
+    assert parse_row(json.dumps({"a": '[{\\"' * 100}).encode()) == {"a": '[{\\"' * 100}
+    assert parse_row(b'{"a": ' + b"[" * 63 + b"]" * 63 + b"}")["a"]
+
+
+def test_messages_name_file_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", GOOD + b"\n\n" + b'{"secret words": oops}')
+    files = list_inputs(str(path), tmp_path)
+    errors = [r for b in Reader.open(files).batches() for r in b.rows if isinstance(r, RowError)]
+    assert "x.jsonl line 3" in errors[0].message
+    assert "secret" not in errors[0].message
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def parquet_bytes(table: pa.Table, **kind: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, write_page_checksum=True, **kind)
+    return bytes(sink.getvalue())
+
+
+TABLE = pa.table({"a": list(range(1000)), "t": [f"text {i}" for i in range(1000)]})
+LONG = b"\n".join([GOOD] * 5000)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("cut.jsonl.gz", gzip.compress(os.urandom(1000).hex().encode() + LONG)[:-100], "damaged gzip"),
+        ("crc.jsonl.gz", flipped(gzip.compress(LONG), -6), "damaged gzip"),
+        ("cut.jsonl.zst", zst(LONG)[:-3], "damaged zstd"),
+        ("no.jsonl.gz", GOOD, "the content is not gzip"),
+        ("bom.jsonl", GOOD.decode().encode("utf-16"), "UTF-16"),
+        ("le.jsonl", GOOD.decode().encode("utf-16-le"), "UTF-16"),
+        ("be.jsonl", GOOD.decode().encode("utf-16-be"), "UTF-16"),
+        ("no.parquet", GOOD * 10, "Parquet"),
+        ("empty.parquet", b"", "Parquet"),
+        ("cut.parquet", parquet_bytes(TABLE)[:-20], "Parquet"),
+        ("page.parquet", flipped(parquet_bytes(TABLE, compression="none"), 1500), "damaged after row 0"),
+    ],
+)
+def test_a_damaged_file_stops_the_job(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    path = write(tmp_path / name, data)
+    with pytest.raises(InputCorrupt, match=words) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == 65
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", LONG)
+    batches = Reader.open(list_inputs(str(path), tmp_path)).batches()
+    next(batches)
+    with path.open("ab") as file:
+        file.write(GOOD)
+    with pytest.raises(InputCorrupt, match="changed while it was read"):
+        list(batches)
+
+
+def test_schemas_must_agree(tmp_path: Path) -> None:
+    write(tmp_path / "d" / "a.parquet", parquet_bytes(TABLE))
+    write(tmp_path / "d" / "b.parquet", parquet_bytes(TABLE.select(["t", "a"])))
+    assert len(read(tmp_path / "d")) == 2000
+    write(tmp_path / "d" / "c.parquet", parquet_bytes(TABLE.select(["t"])))
+    with pytest.raises(InputCorrupt, match=r"c\.parquet: column 'a'"):
+        read(tmp_path / "d")
+
+
+def test_one_format_a_job(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", GOOD)
+    write(tmp_path / "b.parquet", parquet_bytes(TABLE))
+    with pytest.raises(InputCorrupt, match="one format"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "*.jsonl", "empty"])
+def test_missing_input(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty" / "notes.txt", b"x")
+    with pytest.raises(InputMissing) as caught:
+        read(tmp_path / name)
+    assert caught.value.exit_code == 66
+
+
+def test_folders_are_sorted_and_hidden_files_skipped(tmp_path: Path) -> None:
+    for number, name in enumerate(["b.jsonl", "a/z.jsonl.gz", ".hidden.jsonl", ".h/x.jsonl", "c.txt"]):
+        row = json.dumps({"n": number}).encode()
+        write(tmp_path / name, gzip.compress(row) if name.endswith("gz") else row)
+    assert [r["n"] for r in read(tmp_path)] == [1, 0]
+    assert [r["n"] for r in read(f"{tmp_path}/**/*.jsonl*")] == [1, 0]
+    assert [f.name for f in list_inputs(str(tmp_path), tmp_path)] == ["a/z.jsonl.gz", "b.jsonl"]
+
+
+def test_a_huge_line_costs_one_row_and_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(GOOD + b'\n{"a": "')
+        for _ in range(300):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n' + GOOD)
+    code = (
+        "import sys, resource; from pathlib import Path\n"
+        "from tests.batchinfer.data.input.test_reader import read\n"
+        "start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert read(sys.argv[1]) == [{'a': 1}, 'line_too_long', {'a': 1}]\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100 << 10  # KiB
+
+
+def test_a_small_file_that_decodes_to_gigabytes(tmp_path: Path) -> None:
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * (1 << 20)]))
+    path = write(tmp_path / "x.parquet", parquet_bytes(pa.table({"a": values}), compression="zstd"))
+    assert path.stat().st_size < 10_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    batches = Reader.open(list_inputs(str(path), tmp_path)).batches()
+    assert sum(len(batch.rows) for batch in batches) == 3000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+
+
+def test_a_page_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"a": ["\0" * (300 << 20)]})
+    data = parquet_bytes(table, compression="zstd", use_dictionary=False, write_statistics=False)
+    with pytest.raises(InputCorrupt, match="decompression bomb"):
+        read(write(tmp_path / "x.parquet", data))
+
+
+def test_parquet_text_that_is_not_utf8_costs_one_row(tmp_path: Path) -> None:
+    raw = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary())
+    table = pa.table({"t": pa.Array.from_buffers(pa.string(), 3, raw.buffers())})
+    assert read(write(tmp_path / "x.parquet", parquet_bytes(table))) == [
+        {"t": "good"},
+        "bad_utf8",
+        {"t": "fine"},
+    ]
+
+
+def test_sql_runs_beside_the_job_file(tmp_path: Path) -> None:
+    write(tmp_path / "x.parquet", parquet_bytes(TABLE))
+    sql = "select a, a::hugeint * 10::hugeint ** 20 as big from 'x.parquet' order by a desc -- last first\n;"
+    file = materialise(sql, tmp_path / "job.yaml", tmp_path / "scratch" / "sql.parquet")
+    reader = Reader.open([file])
+    rows = [row for batch in reader.batches() for row in batch.rows]
+    assert [r["a"] for r in rows] == list(range(999, -1, -1))  # type: ignore[call-overload,index]
+    assert file.name == "sql"
+
+
+@pytest.mark.parametrize(
+    "sql", ["select nothing from nowhere", "selec 1", "select 1; select 2", "copy (select 1) to 'x.csv'"]
+)
+def test_a_failing_query_is_a_mistake_in_the_job(tmp_path: Path, sql: str) -> None:
+    with pytest.raises(JobFileError, match=r"input\.sql") as caught:
+        materialise(sql, tmp_path / "job.yaml", tmp_path / "scratch" / "sql.parquet")
+    assert caught.value.exit_code == 78
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_row_or_a_row_problem(data: bytes) -> None:
+    try:
+        message = str(len(parse_row(data)))
+    except RowProblem as problem:
+        message = problem.error.message
+    assert len(message.encode()) <= 2048
+
+
+@given(
+    st.lists(st.binary(max_size=60).filter(lambda b: b"\n" not in b), max_size=8),
+    st.sampled_from(["plain", "gz", "zst"]),
+)
+def test_good_rows_around_bad_ones_survive(tmp_path_factory: Any, lines: list[bytes], kind: str) -> None:
+    marked = [json.dumps({"n": n}).encode() for n in range(len(lines) + 1)]
+    data = marked[0] + b"".join(
+        b"\n" + line + b"\n" + mark for line, mark in zip(lines, marked[1:], strict=True)
+    )
+    path = tmp_path_factory.mktemp("fuzz") / "x.jsonl"
+    path.write_bytes({"gz": gzip.compress, "zst": zst, "plain": bytes}[kind](data))
+    rows = [row["n"] for row in read(path) if isinstance(row, dict) and "n" in row]
+    assert rows == list(range(len(lines) + 1))
+
+
+@given(st.binary(max_size=200))
+def test_any_file_is_rows_or_an_error_of_ours(tmp_path_factory: Any, data: bytes) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    for name in ("x.jsonl", "x.jsonl.gz", "x.jsonl.zst", "x.parquet"):
+        code = 65
+        try:
+            read(write(folder / name, data))
+        except BatchInferError as error:
+            code = error.exit_code
+        assert code == 65
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "csv with newlines in quotes"])
+def test_a_sample_of_long_lines_holds_whole_rows_only(tmp_path: Path, form: str) -> None:
+    """Lines longer than what is read at a time: the one that the sample's end cuts is left out."""
+    text = "x" * 400_000
+    if form == "jsonl":
+        path = write(
+            tmp_path / "in.jsonl", b"".join(json.dumps({"a": text}).encode() + b"\n" for _ in range(60))
+        )
+    else:
+        value = "\n".join([text[:200_000]] * 2) if "quotes" in form else text
+        path = write(tmp_path / "in.csv", b"a\n" + f'"{value}"\n'.encode() * 60)
+    reader = Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512))
+    rows = [row for batch in reader.batches() for row in batch.rows]
+    assert [row for row in rows if isinstance(row, RowError)] == []
+    assert 10 < len(rows) < 60
+    assert not reader.complete
+    assert reader.sha256 == {}
+
+
+def test_a_sample_of_a_short_file_is_all_of_it(tmp_path: Path) -> None:
+    """Its last line needs no newline."""
+    path = write(tmp_path / "in.jsonl", GOOD + b"\n" + GOOD)
+    reader = Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512))
+    assert [row for batch in reader.batches() for row in batch.rows] == [{"a": 1}] * 2
+    assert reader.complete
+
+
+def test_a_row_longer_than_a_sample_tells_the_shape(tmp_path: Path) -> None:
+    request = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": ["x" * 500]},
+    }
+    path = write(tmp_path / "in.jsonl", json.dumps(request).encode() + b"\n")
+    assert Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512, 100)).shape() == "openai"

@@ -1,0 +1,106 @@
+"""The keys under which answers are stored: a later version must find them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.data.input.openai import CHAT_URL, openai_defaults
+from batchinfer.data.prompts.keys import token_bytes, work_key
+from tests.batchinfer.data.ingest_kit import checkpoint, make_job, rows_of, run, write_lines
+
+CONTEXT = bytes(range(32))
+OWN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+       "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty")  # fmt: skip
+
+# Each of these digests stands for stored answers, so none may ever change: a new option is absent from the key at its
+# default. New rows are added at the end.
+ROWS: list[tuple[dict[str, Any], str]] = [
+    ({}, "af83b9d7e434ef6c8d3bc0d6b3bf3ec3135ac37ee88f2a0d7d27d5ab7b7e35d4"),
+    ({"ids": [5]}, "0c982f2ba5cc5b45225d4a1fd2b766a36c23d285ed9984e18902a80a0701fb60"),
+    ({"ids": list(range(300))}, "5463a48eb503364c48399756fbc92953a5cc76ecc7e21dc8e388b2f734f7d0bd"),
+    ({"max_tokens": 8}, "b4909146d415aa4bb7f7a5c9a18bb989a91aeb2129a59b7d6f4197f8b78d2ed0"),
+    (
+        {"max_tokens": 256, "temperature": 0, "top_p": 1, "stop": []},
+        "af83b9d7e434ef6c8d3bc0d6b3bf3ec3135ac37ee88f2a0d7d27d5ab7b7e35d4",
+    ),
+    ({"top_k": 5, "seed": 9}, "af83b9d7e434ef6c8d3bc0d6b3bf3ec3135ac37ee88f2a0d7d27d5ab7b7e35d4"),
+    (
+        {"min_tokens": 2, "ignore_eos": True},
+        "801c67fd4f2875b341676f34ae9c236ae5a8ee61a1a8476aabe48020cc5698f3",
+    ),
+    ({"stop": ["\n", "END"]}, "7ae679cc6a92eb60c8330f764330979379484e246ac1791f5f5d60811e2e72f7"),
+    ({"stop": "grün 漢"}, "a69cd36e9dac48bc644baf780cb0ac8065cfd160c5117c50741a4012e4252f61"),
+    ({"stop_token_ids": [7, 3]}, "ce212c689adebb491d47e2b047a62db410f6f1673e6e6aad3d7fe5ce4df440e9"),
+    ({"repetition_penalty": 1.1}, "817b4f63e5a1cbd830aaf4910a3eb988df25dc2e8c7294d80fc44488a9abe3a4"),
+    (
+        {"presence_penalty": 0.5, "frequency_penalty": -0.25},
+        "6da720324d707c7c817bc03f65d9b350ecd29d362f91a71e73c4c1429a058a3c",
+    ),
+    ({"temperature": 1}, "023aedc9a68b8c7aa351dfd68e09bba37a3a1718629991943b88e6492ad9c783"),
+    (
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05},
+        "461ddf0260395d18486d194f84f413b776db6526d28893a0b73979794daf0c75",
+    ),
+    ({"temperature": 0.7, "seed": -3}, "6acedac3e591c00d6e7e07680d880f23880bb948cc7173a4230ce46cb3b0fe2a"),
+    ({"temperature": 1}, "7a05ee4db9c2e89f380a86ba8727d147465590ba1c443f0a84b9d98a32e8067b"),
+]
+REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": [5, 6]}, "a0952c284e0535bab6dcb3c0a8e2dfd1d88e1c22544541da6e49b07cbd252460"),
+    (
+        {"prompt": [5, 6], "temperature": 0},
+        "63ea9d35641b91667e85b81f2d3aaeb2bd941cabb4ac9ff83e163b164baac924",
+    ),
+    (
+        {"prompt": [5, 6], "max_tokens": 3, "stop": "x"},
+        "29867145cd71b0bf0754c18afa6e01f3c6a261c94f516df1cc6bfe2a6251eea6",
+    ),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    checkpoint(tmp_path / "model")
+    return tmp_path
+
+
+def keys_of(folder: Path, rows: list[dict[str, Any]], **job: Any) -> list[str]:
+    path = str(write_lines(folder / "rows.jsonl", rows))
+    made = make_job(folder, path=path, **job)
+    return [row["key"].hex() for row in rows_of(run(made, context=CONTEXT))]
+
+
+def test_rows_keep_their_keys(folder: Path) -> None:
+    rows = [{"ids": [1, 2, 3], **row} for row, _ in ROWS]
+    found = keys_of(folder, rows, prompt={"token_ids": "ids"}, sampling={"from_columns": OWN})
+    assert found == [key for _, key in ROWS]
+
+
+def test_openai_requests_keep_their_keys(folder: Path) -> None:
+    frame = {"method": "POST", "url": "/v1/completions"}
+    rows = [{"custom_id": str(n), **frame, "body": body} for n, (body, _) in enumerate(REQUESTS)]
+    assert keys_of(folder, rows, prompt=None, format="openai") == [key for _, key in REQUESTS]
+
+
+def test_an_openai_chat_keeps_its_key() -> None:
+    params = openai_defaults(CHAT_URL, {}, 512).canonical().to_json()
+    key = work_key(CONTEXT, params, token_bytes([1, 2, 3]))  # type: ignore[arg-type]
+    assert key.hex() == "04ffbee0b2fddf571314396108585c88f0b5215193529421298fcbd962ed35b0"
+
+
+def test_parts_of_a_key_do_not_run_together() -> None:
+    assert work_key(b"ab", "c", b"") != work_key(b"a", "bc", b"")
+    assert work_key(b"a", "", b"bc") != work_key(b"a", "b", b"c")
+    assert len({work_key(b"a", "b", b"c", k) for k in range(3)}) == 3
+
+
+def test_greedy_is_a_column(folder: Path) -> None:
+    rows = [{"t": 0}, {"t": -0.0}, {"t": 0.5}, {"t": "hot"}, {"t": None}]
+    path = str(write_lines(folder / "rows.jsonl", [{"ids": [1], **row} for row in rows]))
+    own = {"temperature": 0.1, "stop": ('"temperature":0.0,',), "from_columns": {"temperature": "t"}}
+    index = run(make_job(folder, prompt={"token_ids": "ids"}, path=path, sampling=own))
+    found = rows_of(index)
+    assert [row["greedy"] for row in found] == [True, True, False, None, False]
+    assert found[0]["key"] == found[1]["key"], "zero below zero is greedy, too"

@@ -1,0 +1,80 @@
+"""A small write-commit-publish job that can be killed at any file operation.
+
+    python -m tests.batchinfer.data.results.crash_job ROOT LAST STEP
+
+runs the job for every STEP-th operation number below LAST in a folder ROOT/<n>: a forked child dies at operation n,
+another one runs the job again undisturbed.
+
+Run as a script of its own: it forks, so it must not hold threads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.data.results.manifest import Manifest, PublishSpec
+from batchinfer.data.results.publisher import publish
+from batchinfer.data.storage.durable import FileOps
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.plan.planner import plan_job
+from tests.batchinfer.data.small_index import SmallIndex, answer, decode, mixed_rows, write_index
+from tests.batchinfer.data.storage.failing_ops import FailingOps
+
+Prepare = Callable[[Path], object]
+Run = Callable[[Path, FileOps], object]
+ROWS, COMMIT, PER_FILE = 24, 7, 10
+SPEC = PublishSpec("crash", "0" * 64, ({"path": "in.jsonl", "bytes": 1, "sha256": "ab"},), 1, PER_FILE)
+
+
+def prepare(folder: Path) -> SmallIndex:
+    """An index, and an older result in place, so that publishing has to exchange."""
+    older = write_index(folder / "older", mixed_rows(5))
+    run_job(folder, older, FileOps())
+    return write_index(folder / "newer", mixed_rows(ROWS))
+
+
+def run_job(folder: Path, index: SmallIndex, ops: FileOps) -> Manifest:
+    state = StateFolder(folder / "res", ops=ops)
+    with state.lock(), CompletionStore(state.completions, rows=COMMIT, ops=ops) as store:
+        plan = plan_job(index.folder / "index", store.parts(), index.folder / "plan", threads=1)
+        for window in plan.windows(COMMIT):
+            store.append(answer(key) for key in window.keys)
+            store.maybe_commit()
+        store.commit()
+        return publish(index, store.parts(), SPEC, decode, state, threads=1)
+
+
+def in_child(work: object) -> int:
+    """Run `work()` in a forked child; its exit status as os.waitpid gives it."""
+    pid = os.fork()
+    if pid == 0:
+        work()  # type: ignore[operator]
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def kill_each(numbers: range, root: Path, prepare: Prepare, run: Run, check: Prepare | None = None) -> None:
+    """For each operation number, in ROOT/<n>: prepare, run until it dies there, `check` what that left, run again."""
+    for number in numbers:
+        folder = root / str(number)
+        if in_child(lambda: prepare(folder)):  # noqa: B023 — called at once
+            raise SystemExit(f"operation {number}: prepare failed")
+        status = in_child(lambda: run(folder, FailingOps(number)))  # noqa: B023
+        print(number, "killed" if os.WIFSIGNALED(status) else "ended", flush=True)
+        if check and in_child(lambda: check(folder)):  # noqa: B023
+            raise SystemExit(f"operation {number}: the check failed")
+        if in_child(lambda: run(folder, FileOps())):  # noqa: B023
+            raise SystemExit(f"operation {number}: the rerun failed")
+
+
+if __name__ == "__main__":
+    kill_each(
+        range(0, int(sys.argv[2]), int(sys.argv[3])),
+        Path(sys.argv[1]),
+        prepare,
+        lambda folder, ops: run_job(folder, SmallIndex(folder / "newer", ROWS), ops),
+    )

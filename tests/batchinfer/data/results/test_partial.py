@@ -1,0 +1,82 @@
+"""Partial results: what is finished so far, in input order, without a lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.data.results.partial import partial_reader, write_partial
+from batchinfer.data.results.result_rows import RESULT_SCHEMA
+from batchinfer.data.storage.duck import interruptible
+from batchinfer.errors import Interrupted
+from batchinfer.launch.interrupts import Interrupts
+from tests.batchinfer.data.small_index import answer, decode, keys_in, mixed_rows, write_index
+
+
+def test_finished_rows_while_a_run_holds_the_store(tmp_path: Path) -> None:
+    rows = mixed_rows(30)
+    index = write_index(tmp_path / "x", rows)
+    keys = keys_in(rows)
+    with CompletionStore(tmp_path / "c") as store:
+        store.append(answer(key) for key in keys[5:12])
+        store.commit()
+        store.append([answer(keys[0])])  # not committed: not seen
+        with partial_reader(index, store.path, decode, tmp_path / "spill") as reader:
+            table = duckdb.from_arrow(reader).to_arrow_table()
+    wanted = [row["row_id"] for row in rows if row.get("key") is None or row["key"] in keys[5:12]]
+    assert table["row_id"].to_pylist() == wanted
+
+
+def test_a_signal_ends_the_join_of_a_users_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in a database of its own, which is watched together with the user's."""
+    databases: list[Any] = []
+    late: list[bool] = []
+
+    def endless(database: Any, parts: Any) -> None:
+        databases.append(database)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        database.execute(
+            "SELECT count(*) FROM range(9999999) a, range(9999999) b WHERE a.range * b.range = -1"
+        )
+
+    def give_up() -> None:
+        late.append(True)
+        databases[0].interrupt()
+
+    rows = mixed_rows(30)
+    index = write_index(tmp_path / "x", rows)
+    with CompletionStore(tmp_path / "c") as store:
+        store.append(answer(key) for key in keys_in(rows))
+        store.commit()
+    monkeypatch.setattr("batchinfer.data.results.join._load_chosen", endless)
+    watchdog = threading.Timer(20.0, give_up)
+    watchdog.start()
+    interrupts = Interrupts()
+    with (
+        pytest.raises(Interrupted),
+        interrupts.installed(),
+        interrupts.retold(),
+        duckdb.connect() as users,
+        interruptible(users) as watched,
+    ):
+        partial_reader(index, tmp_path / "c", decode, tmp_path / "spill", watched=watched).read_all()
+    watchdog.cancel()
+    assert late == [], "it was not the signal that ended the join"
+
+
+def test_before_anything_ran_only_error_rows_are_there(tmp_path: Path) -> None:
+    index = write_index(tmp_path / "x", mixed_rows(14))
+    out = tmp_path / "partial.parquet"
+    with partial_reader(index, tmp_path / "none", decode, tmp_path / "spill") as reader:
+        write_partial(reader, out)
+    table = pq.read_table(out)
+    assert table.schema.equals(RESULT_SCHEMA)
+    assert table["status"].to_pylist() == ["error", "error"]
