@@ -177,6 +177,11 @@ def penalise_cost(tokens: int, distinct: int, said: int, itemsize: int) -> Cost:
     return Cost(3 * distinct + 3 * said, 4 * tokens + 2 * distinct * itemsize)
 
 
+def mask_cost(rows: int, vocab: int, masked: int, itemsize: int) -> Cost:
+    """A bit of every token is read, and the logits of the `masked` tokens of all rows are written. No arithmetic."""
+    return Cost(0, rows * (-(-vocab // 32) * 4 + 4) + masked * itemsize)
+
+
 def log_probabilities_cost(rows: int, vocab: int, most: int, itemsize: int) -> Cost:
     """The maximum and a log-softmax (4 a logit); the sort that it takes in torch is left out. Logits and chosen ids are
     read, and of each row 1 + `most` numbers and `most` ids written."""

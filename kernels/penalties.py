@@ -49,22 +49,26 @@ def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
     are passed over. Raises ValueError when shapes or dtypes do not fit.
     """
     penalties.check(logits)
-    for i, row in enumerate(penalties.rows.tolist()):
-        start, prompt, length = (
-            int(t[i]) for t in (penalties.starts, penalties.prompt_lens, penalties.lengths)
-        )
+    # histories differ in length; joined to one array, they took 3 to 10 times as long as one after the other
+    columns = (penalties.rows, penalties.starts, penalties.prompt_lens, penalties.lengths)
+    for i, (row, start, prompt, length) in enumerate(zip(*(t.tolist() for t in columns), strict=True)):
         ids = penalties.tokens[start : start + length].long()
-        values = logits[row].float()
-        _penalise(values, ids[:prompt], ids[prompt:], penalties, i)
-        banned = penalties.banned[i].long()
-        values[banned[(banned >= 0) & (banned < len(values))]] = float("-inf")
-        logits[row] = values.to(logits.dtype)
+        _penalise(logits[row], ids[:prompt], ids[prompt:], penalties, i)
+    wanted = (penalties.banned >= 0) & (penalties.banned < logits.shape[1])
+    at, column = wanted.nonzero(as_tuple=True)
+    logits[penalties.rows[at].long(), penalties.banned[at, column].long()] = float("-inf")
 
 
-def _penalise(values: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
-    """values: (vocab,) float32."""
-    prompt, answer = (ids[(ids >= 0) & (ids < len(values))] for ids in (prompt, answer))
-    seen, factor = torch.unique(torch.cat((prompt, answer))), penalties.repetition[i]
-    values[seen] = torch.where(values[seen] > 0, values[seen] / factor, values[seen] * factor)
-    said, counts = torch.unique(answer, return_counts=True)
-    values[said] -= penalties.presence[i] + penalties.frequency[i] * counts.float()
+def _penalise(logits: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
+    """logits: (vocab,). Reads and writes only those of tokens that the row holds."""
+    factor = penalties.repetition[i]
+    said, counts = torch.unique(_known(answer, logits), return_counts=True)
+    seen = torch.unique(torch.cat((said, _known(prompt, logits)))) if factor != 1.0 else said
+    values = logits[seen].float()
+    values = torch.where(values > 0, values / factor, values * factor)
+    values[torch.searchsorted(seen, said)] -= penalties.presence[i] + penalties.frequency[i] * counts.float()
+    logits[seen] = values.to(logits.dtype)
+
+
+def _known(ids: Tensor, logits: Tensor) -> Tensor:
+    return ids[(ids >= 0) & (ids < len(logits))]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch, host_batch
 from batchinfer.engine.decode_graphs import DecodeGraphs
-from batchinfer.engine.device_sampler import DeviceSampler, Pending
 from batchinfer.engine.model_runner import Launched, ModelRunner
+from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
@@ -117,8 +117,7 @@ class DeviceRunner(ModelRunner):
     def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
         if self.sampler.takes_argmax(sequences):
             return self.model.argmax(hidden)
-        sampler = DeviceSampler(self.ops, self.sampler.eos_token_ids)
-        return sampler.sample(self.model.logits(hidden), sequences, self.pending)
+        return self.sampler.sample(self.ops, self.model.logits(hidden), sequences, self.pending)
 
 
 def _awaited(chunks: list[Chunk], host: HostBatch, pending: Pending) -> Iterator[tuple[int, int]]:

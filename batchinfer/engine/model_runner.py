@@ -93,7 +93,7 @@ class ModelRunner:
     def _next_tokens(self, hidden: Tensor, sequences: list[Sequence]) -> list[int]:
         if self.sampler.takes_argmax(sequences):
             return self.model.argmax(hidden).tolist()
-        return self.sampler.sample(self.model.logits(hidden), sequences)
+        return self.sampler.sample(self.ops, self.model.logits(hidden), sequences).tolist()
 
     def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
         """The least work and memory traffic of these chunks, which sample `sampled` tokens."""

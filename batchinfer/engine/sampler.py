@@ -1,110 +1,150 @@
-"""From logits to token ids."""
+"""From logits to token ids, on any device: the arguments of all rows are built once a step and copied together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.engine.draws import uniforms
+from batchinfer.engine.pending import Pending
 from batchinfer.engine.sequence import Sequence
-from batchinfer.ops.interface import NO_TOKEN
+from batchinfer.engine.staging import upload
+from batchinfer.ops.interface import Ops
+from batchinfer.request import Request
+from batchinfer_kernels.mask import mask_words
+from batchinfer_kernels.penalties import Penalties
+from batchinfer_kernels.sample import RowSampling
 
-# Drawing needs about 40 bytes a logit; 32 rows of a vocabulary of 150,000 are 190 MB, which the KV cache leaves free.
-ROWS_AT_ONCE = 32
-MIN_TEMPERATURE = 1e-30  # a float32 holds it; one that float32 rounds to 0 would divide 0 by 0
+
+class TokenMask(Protocol):
+    """Says which tokens a row may get next, for example those that a grammar allows."""
+
+    def masks(self, request: Request) -> bool:
+        """Whether rows of this request are masked. If so, each of their steps waits for the token before."""
+
+    def fill(self, sequence: Sequence, bits: NDArray[np.int32]) -> None:
+        """Clear the bits of the tokens that may not come next; all are set before, and one has to stay set.
+
+        bits: (ceil(vocab / 32),); see batchinfer_kernels.mask. Called while a GPU computes the step.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Order of the steps: penalties, bans below min_tokens, temperature, top-k, top-p, min-p, draw.
+    """Order of the steps: penalties, bans below min_tokens, mask, temperature, top-k, top-p, min-p, draw.
 
-    As in transformers, top-p renormalises what top-k left, and min-p compares with the likeliest token.
+    As in transformers, top-p renormalises what top-k left, and min-p compares with the most likely token.
     """
 
     eos_token_ids: frozenset[int]
+    mask: TokenMask | None = None
+
+    def masks(self, request: Request) -> bool:
+        """Whether the tokens of this request are masked."""
+        return self.mask is not None and self.mask.masks(request)
 
     def takes_argmax(self, sequences: list[Sequence]) -> bool:
         """Whether each row's next token is the argmax of its logits, so that the logits need not be written."""
         return all(
-            s.request.params.greedy
-            and not s.request.params.penalised
-            and s.output_length >= s.request.params.min_tokens
-            for s in sequences
+            s.request.params.greedy and not _reshaped(s) and not self.masks(s.request) for s in sequences
         )
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """The next token of each row. logits: (n, vocab) float32. NO_TOKEN where a row's logits are not finite."""
-        self._reshape(logits, sequences)
-        best, chosen = logits.max(-1)
-        drawn = [i for i, s in enumerate(sequences) if not s.request.params.greedy]
-        for start in range(0, len(drawn), ROWS_AT_ONCE):
-            some = drawn[start : start + ROWS_AT_ONCE]
-            rows = torch.tensor(some, device=logits.device)
-            chosen[rows] = draw(logits[rows], [sequences[i] for i in some])
-        return torch.where(best.isfinite(), chosen, NO_TOKEN).tolist()
+    def sample(
+        self, ops: Ops, logits: Tensor, sequences: list[Sequence], pending: Pending | None = None
+    ) -> Tensor:
+        """The next token of each row, (n,) int64; NO_TOKEN where a row's logits are not finite.
 
-    def _reshape(self, logits: Tensor, sequences: list[Sequence]) -> None:
-        for row, sequence in enumerate(sequences):
-            params = sequence.request.params
-            if params.penalised:
-                penalise(logits[row], sequence)
-            if sequence.output_length < params.min_tokens:
-                banned = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
-                logits[row, sorted(b for b in banned if b < logits.shape[1])] = float("-inf")
+        logits: (n, vocab) float32, which are changed. `pending`: last tokens that only the device knows.
+        """
+        shaped = [i for i, s in enumerate(sequences) if _reshaped(s)]
+        if shaped:
+            ops.penalise(logits, self._penalties(shaped, sequences, pending or Pending(), logits.device))
+        masked = [i for i, s in enumerate(sequences) if self.masks(s.request)]
+        if masked:
+            ops.mask(logits, *self._bits(masked, sequences, logits))
+        return ops.sample(logits, _row_sampling(sequences, logits.device))
+
+    def _bits(self, rows: list[int], sequences: list[Sequence], logits: Tensor) -> list[Tensor]:
+        assert self.mask is not None
+        bits = np.full((len(rows), mask_words(logits.shape[1])), -1, np.int32)
+        for row, words in zip(rows, bits, strict=True):
+            self.mask.fill(sequences[row], words)
+        return upload([np.array(rows, np.int32), bits], logits.device)
+
+    def _penalties(
+        self, rows: list[int], sequences: list[Sequence], pending: Pending, device: torch.device
+    ) -> Penalties:
+        chosen = [sequences[i] for i in rows]
+        params = [s.request.params for s in chosen]
+        held = [np.frombuffer(s.tokens, np.int32) if s.request.params.penalised else _NONE for s in chosen]
+        lengths = np.array([len(ids) for ids in held], np.int32)
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        prompts = np.minimum([s.prompt_length for s in chosen], lengths).astype(np.int32)
+        floats = [
+            np.array([getattr(p, name) for p in params], np.float32)
+            for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        ]
+        indices, tokens = np.array(rows, np.int32), np.concatenate([*held, _NONE])
+        parts: list[NDArray[Any]] = [indices, tokens, starts, prompts, lengths, *floats, self._banned(chosen)]
+        penalties = Penalties(*upload(parts, device))
+        self._fill_in(penalties, chosen, (starts + lengths - 1).tolist(), pending)
+        return penalties
+
+    def _fill_in(
+        self, penalties: Penalties, sequences: list[Sequence], last: list[int], pending: Pending
+    ) -> None:
+        """The last token of a row may be known on the device alone."""
+        waiting = [
+            (place, pending.rows[s])
+            for place, s in zip(last, sequences, strict=True)
+            if s.pending and s.request.params.penalised
+        ]
+        if waiting:
+            places, sources = (list(part) for part in zip(*waiting, strict=True))
+            device = penalties.tokens.device
+            (index,) = upload([np.array(places, np.int64)], device)
+            penalties.tokens.index_copy_(0, index, pending.of(sources, device).to(torch.int32))
+
+    def _banned(self, sequences: list[Sequence]) -> NDArray[np.int32]:
+        """(n, most) int32, padded with -1: what may not end a row yet."""
+        banned = [self._bans_of(s) for s in sequences]
+        table = np.full((len(banned), max(map(len, banned))), -1, np.int32)
+        for row, ids in enumerate(banned):
+            table[row, : len(ids)] = ids
+        return table
+
+    def _bans_of(self, sequence: Sequence) -> list[int]:
+        if not _bans(sequence):
+            return []
+        params = sequence.request.params
+        return sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids))
 
 
-def penalise(logits: Tensor, sequence: Sequence) -> None:
-    """Repetition (Keskar et al., 2019) over prompt and output, presence and frequency over the output; in place."""
-    params, ids = sequence.request.params, np.frombuffer(sequence.tokens, np.int32)
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(ids)).long().to(logits.device)
-        values = logits[seen]
-        factor = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / factor, values * factor)
-    if sequence.output_length:
-        unique, counts = np.unique(ids[sequence.prompt_length :], return_counts=True)
-        penalty = params.presence_penalty + params.frequency_penalty * counts.astype(np.float32)
-        where = torch.from_numpy(unique).long().to(logits.device)
-        logits[where] -= torch.from_numpy(penalty.astype(np.float32)).to(logits.device)
+_NONE = np.empty(0, np.int32)
 
 
-def draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Sampled token ids (n,) int64 by inversion: the first token whose cumulated probability exceeds the draw."""
+def _reshaped(sequence: Sequence) -> bool:
+    return sequence.request.params.penalised or _bans(sequence)
+
+
+def _bans(sequence: Sequence) -> bool:
+    return sequence.output_length < sequence.request.params.min_tokens
+
+
+def _row_sampling(sequences: list[Sequence], device: torch.device) -> RowSampling:
     params = [s.request.params for s in sequences]
-    # the greatest logit becomes 0 first, so that no temperature, however small, divides a score to infinity
-    scale = torch.tensor([max(p.temperature, MIN_TEMPERATURE) for p in params], device=logits.device)
-    below = logits - logits.amax(-1, keepdim=True)
-    probabilities = (below / scale[:, None]).softmax(-1).double()
-    if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
-        keep_top(probabilities, [p.top_k for p in params], [p.top_p for p in params])
-    floor = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=logits.device)
-    least = floor * probabilities.amax(-1)
-    probabilities.masked_fill_(probabilities < least[:, None], 0.0)
-    cumulated = probabilities.cumsum(-1)
-    u = uniforms([s.request.key for s in sequences], [s.output_length for s in sequences])
-    total = cumulated[:, -1]
-    target = torch.from_numpy(u).to(logits.device) * total
-    target = torch.minimum(
-        target, torch.nextafter(total, torch.zeros_like(total))
-    )  # u × total may round to total
-    return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]
-
-
-def keep_top(probabilities: Tensor, top_k: list[int], top_p: list[float]) -> None:
-    """Zero what lies outside top-k, then what lies outside the nucleus of the rest (Holtzman et al., 2020); in place.
-
-    Ties are broken by token id. The token that crosses top_p is kept.
-    """
-    device, vocab = probabilities.device, probabilities.shape[1]
-    ordered, order = probabilities.sort(stable=True, dim=-1, descending=True)
-    most = torch.tensor([k if k > 0 else vocab for k in top_k], device=device)
-    ordered.masked_fill_(torch.arange(vocab, device=device)[None] >= most[:, None], 0.0)
-    before = ordered.cumsum(-1) - ordered
-    mass = torch.tensor(top_p, dtype=torch.float64, device=device) * ordered.sum(-1)
-    outside = (before >= mass[:, None]) & (torch.tensor(top_p, device=device)[:, None] < 1.0)
-    outside[:, 0] = False
-    ordered.masked_fill_(outside, 0.0)
-    probabilities.scatter_(-1, order, ordered)
+    keys = np.frombuffer(b"".join(s.request.key[:16] for s in sequences), "<i4").reshape(-1, 4)
+    positions = np.array([s.output_length for s in sequences], np.int32)
+    parts: list[NDArray[Any]] = [
+        np.array([p.temperature for p in params], np.float32),
+        np.array([max(p.top_k, 0) for p in params], np.int32),
+        np.array([p.top_p for p in params], np.float64),
+        np.array([p.min_p for p in params], np.float64),
+        keys.astype(np.int32),
+        positions,
+    ]
+    return RowSampling(*upload(parts, device))

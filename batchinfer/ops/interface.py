@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.sample import RowSampling, sample_reference
@@ -209,6 +210,10 @@ class Ops(ABC):
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
         """Changes logits (n, vocab). See batchinfer_kernels.penalties."""
         penalise_reference(logits, penalties)
+
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Changes logits (n, vocab). See batchinfer_kernels.mask."""
+        mask_reference(logits, rows, bits)
 
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:

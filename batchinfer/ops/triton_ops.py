@@ -30,6 +30,7 @@ from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
 from batchinfer_kernels.gpu.gated_activation import gated_activation
+from batchinfer_kernels.gpu.mask import mask
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.gpu.rms_norm import rms_norm
@@ -174,3 +175,6 @@ class TritonOps(Ops):
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
         penalise(logits, penalties)
+
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        mask(logits, rows, bits)

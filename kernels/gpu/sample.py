@@ -221,7 +221,7 @@ def _weigh_kept(
 
 @triton.jit
 def _uniform(key_ptr, position):
-    """See batchinfer_kernels.sample.uniform_reference; float64."""
+    """See batchinfer_kernels.philox.uniforms; float64."""
     k0, k1 = tl.load(key_ptr).to(tl.uint32, bitcast=True), tl.load(key_ptr + 1).to(tl.uint32, bitcast=True)
     seed = k0.to(tl.uint64) | (k1.to(tl.uint64) << 32)
     none = tl.zeros((), tl.int32)

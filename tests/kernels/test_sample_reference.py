@@ -1,4 +1,4 @@
-"""The references for sampling choose what the engine's sampler chooses."""
+"""The batched operators of sampling choose what is chosen row by row."""
 
 from __future__ import annotations
 
@@ -6,87 +6,123 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Request, SamplingParams
+from batchinfer_kernels import sample as module
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
+from batchinfer_kernels.mask import mask_reference, mask_words
 from batchinfer_kernels.penalties import Penalties, penalise_reference
-from batchinfer_kernels.sample import NO_TOKEN, RowSampling, sample_reference
-
-ROWS, VOCAB = 200, 60
-
-
-def sequences(seed: int) -> list[Sequence]:
-    """Rows with parameters of all kinds, some tokens said before."""
-    random, found = np.random.default_rng(seed), []
-    for row in range(ROWS):
-        params = SamplingParams(
-            max_tokens=99,
-            min_tokens=int(random.integers(0, 6)),
-            temperature=float(random.choice([0.0, 0.5, 1.0, 3.0])),
-            top_k=int(random.choice([0, 1, 7, 100])),
-            top_p=float(random.choice([1.0, 0.2, 0.9])),
-            min_p=float(random.choice([0.0, 0.1, 1.0])),
-            stop_token_ids=(3, 70),
-            repetition_penalty=float(random.choice([1.0, 0.8, 1.9])),
-            presence_penalty=float(random.choice([0.0, -0.5, 1.5])),
-            frequency_penalty=float(random.choice([0.0, 0.3])),
-        )
-        prompt = random.integers(0, VOCAB, random.integers(1, 9)).astype(np.int32)
-        sequence = Sequence.of(Request(random.bytes(32), prompt, params), 1000, None, 0.0)
-        sequence.tokens.extend(random.integers(0, VOCAB, row % 9).tolist())
-        found.append(sequence)
-    return found
+from batchinfer_kernels.philox import philox, uniforms
+from batchinfer_kernels.sample import NO_TOKEN, sample_reference
+from tests.kernels import row_by_row
+from tests.kernels.gpu.sampling_cases import row_sampling
 
 
-def ints(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def penalties_of(rows: list[Sequence], eos: list[int]) -> Penalties:
-    params = [s.request.params for s in rows]
-    starts = np.cumsum([0, *(len(s.tokens) for s in rows)])[:-1]
-    banned = [
-        [*p.stop_token_ids, *eos] if s.output_length < p.min_tokens else [-1] * (2 + len(eos))
-        for s, p in zip(rows, params, strict=True)
+def test_philox_known_answers():
+    """Vectors of the Random123 distribution (kat_vectors, philox4x32 10)."""
+    counter = [[0] * 4, [0xFFFFFFFF] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]]
+    key = [[0, 0], [0xFFFFFFFF] * 2, [0xA4093822, 0x299F31D0]]
+    wanted = [
+        [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8],
+        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
     ]
-    return Penalties(
-        ints(list(range(len(rows)))),
-        ints([token for s in rows for token in s.tokens]),
-        torch.from_numpy(starts),
-        ints([s.prompt_length for s in rows]),
-        ints([len(s.tokens) for s in rows]),
-        torch.tensor([p.repetition_penalty for p in params]),
-        torch.tensor([p.presence_penalty for p in params]),
-        torch.tensor([p.frequency_penalty for p in params]),
-        torch.tensor(banned, dtype=torch.int32),
-    )
+    assert philox(torch.tensor(counter), torch.tensor(key)).tolist() == wanted
 
 
-def sampling_of(rows: list[Sequence]) -> RowSampling:
-    params = [s.request.params for s in rows]
-    words = np.stack([np.frombuffer(s.request.key[:16], "<i4") for s in rows])
-    return RowSampling(
-        torch.tensor([p.temperature for p in params]),
-        ints([p.top_k for p in params]),
-        torch.tensor([p.top_p for p in params], dtype=torch.float64),
-        torch.tensor([p.min_p for p in params], dtype=torch.float64),
-        torch.from_numpy(words.copy()),
-        ints([s.output_length for s in rows]),
-    )
+def test_uniforms_depend_on_key_and_position_alone():
+    keys = torch.randint(-(2**31), 2**31, (8, 4), generator=torch.Generator().manual_seed(0)).int()
+    positions = torch.tensor([0, 1, 77, 2**31 - 1, 0, 1, 2, 3], dtype=torch.int32)
+    together = uniforms(keys, positions)
+    alone = [row_by_row.uniform(k, p) for k, p in zip(keys.tolist(), positions.tolist(), strict=True)]
+    assert together.tolist() == alone
+    many = uniforms(keys[:1].expand(20_000, 4), torch.arange(20_000, dtype=torch.int32))
+    assert len(many.unique()) == 20_000
+    assert 0 <= many.min() < many.max() < 1
+    assert abs(float(many.mean()) - 0.5) < 0.01
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_all_steps_are_those_of_the_engine(seed):
-    rows = sequences(seed)
-    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+def kinds_of(seed: int, rows: int) -> list[dict[str, float]]:
+    random = np.random.default_rng(seed)
+    return [
+        {
+            "temperature": random.choice([0.0, 0.3, 1.0, 3.0]),
+            "top_k": int(random.choice([0, 1, 7, 60, 5000])),
+            "top_p": random.choice([1.0, 0.2, 0.9, 0.999]),
+            "min_p": random.choice([0.0, 0.0, 0.1, 1.0]),
+        }
+        for _ in range(rows)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("candidates", [(1024, 16384), (8, 50), (1, 2)])
+def test_tokens_are_those_chosen_row_by_row(seed, candidates, monkeypatch):
+    """More rows than are drawn at once, and nuclei larger than what is sorted first; ties everywhere in some rows."""
+    monkeypatch.setattr(module, "CANDIDATES", candidates)
+    logits = torch.randn(70, 130, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[::5] = logits[::5].round()
     logits[5, 7] = float("nan")
-    theirs = logits.clone()
-    wanted = Sampler(frozenset({1, 2})).sample(theirs, rows)
-    penalise_reference(logits, penalties_of(rows, [1, 2]))
-    torch.testing.assert_close(logits, theirs, atol=0, rtol=0, equal_nan=True)
-    assert sample_reference(logits, sampling_of(rows)).tolist() == wanted
+    logits[6, 7:] = float("-inf")
+    sampling = row_sampling(kinds_of(seed, 70), seed=seed)
+    wanted = row_by_row.sample(logits, sampling)
+    assert torch.equal(sample_reference(logits, sampling), wanted)
     assert wanted[5] == NO_TOKEN
+    for row in range(70):
+        one = torch.tensor([row])
+        assert torch.equal(sample_reference(logits[one], sampling.rows(one)), wanted[one]), "alone"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_penalties_are_those_of_each_row(seed, dtype):
+    random = np.random.default_rng(seed)
+    n, vocab = 40, 50
+    lengths, rows = random.integers(0, 30, n), random.permutation(n + 5)[:n]
+    floats = (
+        random.choice([1.0, 0.8, 1.9], n),
+        random.choice([0.0, -0.5, 1.5], n),
+        random.choice([0.0, 0.3], n),
+    )
+    penalties = Penalties(
+        torch.tensor(rows, dtype=torch.int32),
+        torch.tensor(random.integers(-1, vocab + 3, lengths.sum()), dtype=torch.int32),
+        torch.tensor(np.cumsum(lengths) - lengths),
+        torch.tensor(random.integers(0, lengths + 1), dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        *(torch.tensor(column, dtype=torch.float32) for column in floats),
+        torch.tensor(random.integers(-3, vocab + 3, (n, 3)), dtype=torch.int32),
+    )
+    got = (torch.randn(n + 5, vocab, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+    wanted = got.clone()
+    penalise_reference(got, penalties)
+    row_by_row.penalise(wanted, penalties)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100])
+def test_masks_by_hand(vocab):
+    random = np.random.default_rng(vocab)
+    allowed = random.random((3, vocab)) < 0.5
+    bits = np.zeros((3, mask_words(vocab)), np.uint32)
+    for row, token in zip(*np.nonzero(allowed), strict=True):
+        bits[row, token // 32] |= np.uint32(1) << np.uint32(token % 32)
+    logits = torch.randn(5, vocab)
+    got = logits.clone()
+    rows = [4, 0, 3]
+    mask_reference(got, torch.tensor(rows, dtype=torch.int32), torch.from_numpy(bits.view(np.int32)))
+    wanted = logits.clone()
+    wanted[rows] = wanted[rows].masked_fill(~torch.from_numpy(allowed), float("-inf"))
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "dtype"),
+    [(2, (1, 2), torch.int32), (1, (1, 1), torch.int32), (1, (1, 2), torch.int64)],
+)
+def test_masks_that_do_not_fit_are_refused(rows, shape, dtype):
+    with pytest.raises(ValueError, match="bits"):
+        mask_reference(
+            torch.zeros(3, 40), torch.zeros(rows, dtype=torch.int32), torch.zeros(shape, dtype=dtype)
+        )
 
 
 def test_log_probabilities_by_hand():

@@ -14,9 +14,11 @@ from batchinfer.engine.build import LoadedModel, load_model
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.pending import Pending
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.sequence import Sequence
+from batchinfer.ops.interface import Ops
 from batchinfer.request import Request, SamplingParams, StepSample
 from batchinfer_kernels.arithmetic import Dtype, Quantization
 from tests.batchinfer.engine.driver import Hopeful
@@ -42,11 +44,13 @@ class ForcedSampler(Sampler):
     def takes_argmax(self, sequences: list[Sequence]) -> bool:
         return False
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    def sample(
+        self, ops: Ops, logits: Tensor, sequences: list[Sequence], pending: Pending | None = None
+    ) -> Tensor:
         places = [(number_of(s.request.key), s.output_length) for s in sequences]
         for place, row in zip(places, logits, strict=True):
             self.seen[place] = row.clone()
-        return [self.rows[number].answer[at] for number, at in places]
+        return torch.tensor([self.rows[number].answer[at] for number, at in places])
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Forced:
 
     def __init__(self, loaded: LoadedModel, rows: Seq[Row], way: Way) -> None:
         self.rows, self.way = rows, way
-        self.sampler = ForcedSampler(frozenset(), rows)
+        self.sampler = ForcedSampler(frozenset(), rows=rows)
         limits = replace(
             loaded.limits,
             max_num_seqs=way.seqs,

@@ -14,6 +14,7 @@ import torch
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.pending import Pending
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
@@ -21,6 +22,7 @@ from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.models.model_cost import model_cost
 from batchinfer.ops.choose import choose_ops
+from batchinfer.ops.interface import Ops
 from batchinfer.request import Completion, Request, SamplingParams
 from tests.batchinfer.engine.driver import Hopeful
 from tests.checkpoints import EOS, kept_folder, make_checkpoint
@@ -85,10 +87,12 @@ class RecordingSampler(Sampler):
     def takes_argmax(self, sequences: list[Sequence]) -> bool:
         return False
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    def sample(
+        self, ops: Ops, logits: torch.Tensor, sequences: list[Sequence], pending: Pending | None = None
+    ) -> torch.Tensor:
         for row, sequence in enumerate(sequences):
             self.seen[sequence.request.key, sequence.output_length] = logits[row].clone()
-        return super().sample(logits, sequences)
+        return super().sample(ops, logits, sequences, pending)
 
 
 def prompts() -> list[list[int]]:

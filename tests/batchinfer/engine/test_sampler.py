@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from batchinfer.engine.draws import philox, uniforms
-from batchinfer.engine.sampler import Sampler, keep_top
+from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import NO_TOKEN
+from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.request import Request, SamplingParams
 
 
-def make(key: int, prompt: list[int], output: list[int], **params) -> Sequence:
+def make(key: int, prompt: list[int], output: list[int], most: int = 99, **params) -> Sequence:
     request = Request(
         np.random.default_rng(key).bytes(32),
         np.array(prompt, np.int32),
-        SamplingParams(max_tokens=99, **params),
+        SamplingParams(max_tokens=most, **params),
     )
     sequence = Sequence.of(request, 1000, None, 0.0)
     sequence.tokens.extend(output)
     return sequence
 
 
-def test_philox_known_answers():
-    """Vectors of the Random123 distribution (kat_vectors, philox4x32 10)."""
-    counter = np.array(
-        [[0] * 4, [0xFFFFFFFF] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], np.uint32
-    )
-    key = np.array([[0, 0], [0xFFFFFFFF] * 2, [0xA4093822, 0x299F31D0]], np.uint32)
-    wanted = [
-        [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8],
-        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-    ]
-    assert philox(counter, key).tolist() == wanted
+def chosen(logits: torch.Tensor, rows: list[Sequence], *eos: int) -> list[int]:
+    return Sampler(frozenset(eos)).sample(TorchOps(), logits, rows).tolist()
 
 
-def test_uniforms_depend_on_key_position_and_sample_alone():
-    keys = [bytes([i]) * 32 for i in range(5)]
-    together = uniforms(keys, [0, 1, 2, 3, 4])
-    alone = [uniforms([k], [i])[0] for i, k in enumerate(keys)]
-    assert together.tolist() == alone
-    assert (
-        len({*uniforms([keys[0]] * 50, list(range(50))), *uniforms([keys[0]] * 50, list(range(50)), 1)})
-        == 100
-    )
-    many = uniforms([keys[0]] * 20_000, list(range(20_000)))
-    assert 0 <= many.min() < many.max() < 1
-    assert abs(many.mean() - 0.5) < 0.01
+def reshaped(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    """The logits after penalties and bans."""
+    got = logits.clone()
+    chosen(got, [sequence])
+    return got
 
 
 @pytest.mark.parametrize(
@@ -76,7 +61,7 @@ def test_sampled_frequencies_follow_transformers_warpers(params):
         warpers.append(hf.MinPLogitsWarper(params["min_p"]))
     wanted = warpers(torch.zeros(1, 1, dtype=torch.long), logits[None].clone()).softmax(-1)[0]
     rows = [make(i, [1], [], **params) for i in range(4000)]
-    tokens = Sampler(frozenset()).sample(logits.expand(4000, -1).clone(), rows)
+    tokens = chosen(logits.expand(4000, -1).clone(), rows)
     seen = torch.bincount(torch.tensor(tokens), minlength=12) / 4000
     assert (seen[wanted == 0] == 0).all()
     torch.testing.assert_close(seen, wanted, atol=0.03, rtol=0)
@@ -87,9 +72,8 @@ def test_a_row_draws_the_same_token_in_any_company():
     logits = torch.randn(40, 50)
     kinds = [{"temperature": 0.8}, {"temperature": 1.1, "top_p": 0.7}, {}, {"temperature": 2.0, "top_k": 3}]
     rows = [make(i, [1, 2], [3] * (i % 4), **kinds[i % 4]) for i in range(40)]
-    sampler = Sampler(frozenset())
-    together = sampler.sample(logits.clone(), rows)
-    alone = [sampler.sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(40)]
+    together = chosen(logits.clone(), rows)
+    alone = [chosen(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(40)]
     assert together == alone
 
 
@@ -98,12 +82,10 @@ def test_penalties_equal_transformers_and_their_definitions():
     logits = torch.randn(1, 20)
     sequence = make(0, [1, 2, 2], [3, 3, 4], repetition_penalty=1.7)
     wanted = hf.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[1, 2, 2, 3, 3, 4]]), logits.clone())
-    got = logits.clone()
-    Sampler(frozenset())._reshape(got, [sequence])
+    got = reshaped(logits, sequence)
     torch.testing.assert_close(got, wanted)
     sequence = make(0, [1, 2, 2], [3, 3, 4], presence_penalty=0.5, frequency_penalty=0.25)
-    got = logits.clone()
-    Sampler(frozenset())._reshape(got, [sequence])
+    got = reshaped(logits, sequence)
     lowered = (logits - got)[0]
     assert lowered[3].item() == pytest.approx(0.5 + 2 * 0.25)
     assert lowered[4].item() == pytest.approx(0.5 + 0.25)
@@ -113,11 +95,10 @@ def test_penalties_equal_transformers_and_their_definitions():
 def test_min_tokens_bans_eos_and_stop_tokens_until_reached():
     logits = torch.zeros(1, 6)
     logits[0, 5], logits[0, 4], logits[0, 1] = 9.0, 8.0, 1.0
-    sampler = Sampler(frozenset({5}))
     early = make(0, [1], [2], min_tokens=2, stop_token_ids=(4,))
-    assert sampler.sample(logits.clone(), [early]) == [1]
+    assert chosen(logits.clone(), [early], 5) == [1]
     late = make(0, [1], [2, 2], min_tokens=2, stop_token_ids=(4,))
-    assert sampler.sample(logits.clone(), [late]) == [5]
+    assert chosen(logits.clone(), [late], 5) == [5]
 
 
 def test_rows_without_finite_logits_are_told_apart():
@@ -125,13 +106,7 @@ def test_rows_without_finite_logits_are_told_apart():
     logits[1] = float("nan")
     logits[2, 0] = float("inf")
     rows = [make(i, [1], [], temperature=t) for i, t in enumerate((0.0, 1.0, 0.0))]
-    assert Sampler(frozenset()).sample(logits, rows) == [0, NO_TOKEN, NO_TOKEN]
-
-
-def test_nucleus_always_keeps_the_argmax():
-    probabilities = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
-    keep_top(probabilities, [0], [1e-9])
-    assert probabilities.tolist() == [[0.0, 0.5, 0.0]]
+    assert chosen(logits, rows) == [0, NO_TOKEN, NO_TOKEN]
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-37, 1e-46, 5e-324])
@@ -140,4 +115,49 @@ def test_the_smallest_temperatures_draw_the_argmax(temperature):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 10
     wanted = logits.argmax(-1).tolist()
     rows = [make(i, [1], [], temperature=temperature) for i in range(3)]
-    assert Sampler(frozenset()).sample(logits, rows) == wanted
+    assert chosen(logits, rows) == wanted
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Allows the multiples of a row's max_tokens beyond its last token, where max_tokens is odd."""
+
+    def masks(self, request: Request) -> bool:
+        return request.params.max_tokens % 2 == 1
+
+    def fill(self, sequence: Sequence, bits: np.ndarray) -> None:
+        for token in range(32 * len(bits)):
+            if token % sequence.request.params.max_tokens or token <= sequence.tokens[-1]:
+                bits[token // 32] &= ~np.int32(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masked_rows_get_allowed_tokens_alone(temperature):
+    logits = torch.randn(60, 71, generator=torch.Generator().manual_seed(3))
+    rows = [make(i, [i % 5], [], temperature=temperature, most=3 + i % 3) for i in range(60)]
+    sampler = Sampler(frozenset(), Multiples())
+    assert not sampler.takes_argmax(rows)
+    assert sampler.takes_argmax([make(0, [1], [], most=4)])
+    got = sampler.sample(TorchOps(), logits.clone(), rows).tolist()
+    free = chosen(logits.clone(), rows)
+    for token, unmasked, row, scores in zip(got, free, rows, logits, strict=True):
+        most = row.request.params.max_tokens
+        if most % 2 == 0:
+            assert token == unmasked
+            continue
+        allowed = [t for t in range(71) if t % most == 0 and t > row.tokens[-1]]
+        assert token in allowed
+        if temperature == 0:
+            assert token == max(allowed, key=lambda t: float(scores[t]))
+
+
+def test_a_mask_of_every_token_changes_nothing():
+    logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(4))
+    rows = [make(i, [1], [2], temperature=1.0, top_p=0.9) for i in range(8)]
+
+    class All(Multiples):
+        def fill(self, sequence: Sequence, bits: np.ndarray) -> None:
+            assert (bits == -1).all()
+
+    got = Sampler(frozenset(), All()).sample(TorchOps(), logits.clone(), rows).tolist()
+    assert got == chosen(logits, rows)

@@ -158,7 +158,7 @@ def forced(ops: Ops, limits: Limits, device: str) -> dict[Place, Tensor]:
     """Logits of answers that are given, so that they can be compared wherever another token would have won."""
     rng = random.Random(12)
     rows = [Row(prompt, [rng.randrange(250) for _ in range(FORCED)]) for prompt in prompts()]
-    sampler = ForcedSampler(frozenset(), rows)
+    sampler = ForcedSampler(frozenset(), rows=rows)
     runner = replace(make_runner(checkpoint("llama"), ops, limits, device), sampler=sampler)
     drain(make_engine(runner, limits, frozenset()), greedy(prompts(), FORCED, ignore_eos=True))
     return {place: logits.cpu() for place, logits in sampler.seen.items()}

@@ -1,4 +1,4 @@
-"""The penalty kernel changes logits as its reference and the engine's sampler do, to the bit."""
+"""The penalty kernel changes logits as its reference does, to the bit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Request, SamplingParams
 from batchinfer_kernels.gpu import penalties as module
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.penalties import Penalties, penalise_reference
@@ -98,22 +95,6 @@ def test_equals_the_reference_on_many_rows(device, seed):
         some_logits(9, 4000, 3.0, device, seed),
         case(histories, banned, random.permutation(9).tolist(), device),
     )
-
-
-def test_equals_the_sampler_of_the_engine(device):
-    params = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    kind = SamplingParams(max_tokens=99, min_tokens=9, stop_token_ids=(4, 2), **params)
-    sequence = Sequence.of(Request(bytes(32), np.array([1, 2, 2, 7], np.int32), kind), 1000, None, 0.0)
-    sequence.tokens.extend([3, 3, 4, 7])
-    logits = some_logits(1, 30, 3.0)
-    wanted = logits.clone()
-    Sampler(frozenset({11}))._reshape(wanted, [sequence])
-    one = case([([1, 2, 2, 7], [3, 3, 4, 7])], [[4, 2, 11]], [0], "cpu")
-    values = zip(("repetition", "presence", "frequency"), params.values(), strict=True)
-    penalties = moved(replace(one, **{name: torch.tensor([value]) for name, value in values}), device)
-    got = logits.to(device)
-    penalise(got, penalties)
-    assert torch.equal(got.cpu(), wanted)
 
 
 def test_nothing_to_do(device):

@@ -1,4 +1,4 @@
-"""The sampling kernel draws the tokens that its reference and the engine's sampler draw."""
+"""The sampling kernel draws the tokens that its reference draws."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer.engine.draws import uniforms
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Request, SamplingParams
 from batchinfer_kernels.gpu import sample as module
 from batchinfer_kernels.gpu.sample import sample
-from batchinfer_kernels.sample import (
-    NO_TOKEN,
-    RowSampling,
-    kept_reference,
-    sample_reference,
-    uniform_reference,
-)
+from batchinfer_kernels.sample import NO_TOKEN, RowSampling, sample_reference
+from tests.kernels import row_by_row
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.poison import poisoned
 from tests.kernels.gpu.sampling_cases import KINDS, row_sampling, some_logits
@@ -51,11 +42,11 @@ def on_cpu(sampling: RowSampling) -> RowSampling:
 
 def border_distance(logits: Tensor, sampling: RowSampling, row: int, token: int) -> float:
     """How far the draw is from the part of [0, 1) that this token has."""
-    kept = kept_reference(logits, sampling, row)
+    kept = row_by_row.kept(logits, sampling, row)
     if not kept[token]:
         return 1.0
     ends = (kept.cumsum(-1) / kept.sum())[token], (kept.cumsum(-1) - kept)[token] / kept.sum()
-    u = uniform_reference(sampling.keys[row].tolist(), int(sampling.positions[row]))
+    u = row_by_row.uniform(sampling.keys[row].tolist(), int(sampling.positions[row]))
     return min(abs(float(end) - u) for end in ends)
 
 
@@ -104,38 +95,6 @@ def test_equals_the_reference_on_many_rows(device, seed, dtype):
     vocab = int(random.choice([2, 255, 4096, 4097, 20_000]))
     for spread in (0.2, 2.0, 10.0):
         check(some_logits(24, vocab, spread, device, seed).to(dtype), row_sampling(kinds, device, seed))
-
-
-def make(row: int, position: int, kind: dict[str, float]) -> Sequence:
-    params = SamplingParams(max_tokens=99, **kind)
-    request = Request(np.random.default_rng(row).bytes(32), np.array([1], np.int32), params)
-    sequence = Sequence.of(request, 1000, None, 0.0)
-    sequence.tokens.extend([2] * position)
-    return sequence
-
-
-def test_equals_the_sampler_of_the_engine(device):
-    kinds = [KINDS[i % len(KINDS)] for i in range(48)]
-    sequences = [make(row, row % 5, kind) for row, kind in enumerate(kinds)]
-    sampling = row_sampling(kinds, device)
-    words = np.stack([np.frombuffer(s.request.key[:16], "<i4") for s in sequences])
-    positions = torch.tensor([s.output_length for s in sequences], dtype=torch.int32)
-    sampling = replace(
-        sampling, keys=torch.from_numpy(words.copy()).to(device), positions=positions.to(device)
-    )
-    logits = some_logits(48, 999, 2.0, device)
-    wanted = Sampler(frozenset()).sample(logits.cpu().clone(), sequences)
-    assert sample(logits, sampling).tolist() == wanted
-
-
-def test_draws_are_those_of_the_engine():
-    keys = [np.random.default_rng(i).bytes(32) for i in range(20)]
-    positions = [0, 1, 77, 2**31 - 1] * 5
-    mine = [
-        uniform_reference(np.frombuffer(k[:16], "<i4").tolist(), p)
-        for k, p in zip(keys, positions, strict=True)
-    ]
-    assert mine == uniforms(keys, positions).tolist()
 
 
 def test_a_row_does_not_depend_on_the_others(device):

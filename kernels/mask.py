@@ -1,0 +1,37 @@
+"""Masks of tokens: a bit for each token of the vocabulary says whether a row may get it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BITS = 32  # tokens of a word; token t is bit t % 32, from the lowest, of word t // 32
+
+
+def mask_words(vocab: int) -> int:
+    """Words that the mask of a row takes."""
+    return -(-vocab // BITS)
+
+
+def check_mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Raises ValueError when shapes or dtypes do not fit."""
+    if logits.dim() != 2 or rows.dim() != 1 or rows.dtype != torch.int32 or bits.dtype != torch.int32:
+        raise ValueError(f"logits are {tuple(logits.shape)}, rows {rows.dtype}, bits {bits.dtype}")
+    if bits.shape != (len(rows), mask_words(logits.shape[1])) or not bits.is_contiguous():
+        raise ValueError(
+            f"bits are {tuple(bits.shape)} for {len(rows)} rows of {logits.shape[1]} logits, expected "
+            f"{(len(rows), mask_words(logits.shape[1]))}, contiguous"
+        )
+
+
+def mask_reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Set the logits of tokens whose bit is 0 to -inf, in place.
+
+    logits: (any, vocab); rows: (n,) int32, which of them are masked; bits: (n, ceil(vocab / 32)) int32. Raises
+    ValueError when shapes or dtypes do not fit.
+    """
+    check_mask(logits, rows, bits)
+    shifts = torch.arange(BITS, dtype=torch.int32, device=bits.device)
+    for row, words in zip(rows.tolist(), bits, strict=True):
+        allowed = (words[:, None] >> shifts).bitwise_and_(1).view(-1)[: logits.shape[1]].bool()
+        logits[row].masked_fill_(~allowed, float("-inf"))

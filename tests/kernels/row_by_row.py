@@ -1,0 +1,99 @@
+"""Sampling written for one row at a time, as plainly as possible: what the batched operators are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.penalties import Penalties
+from batchinfer_kernels.sample import MIN_TEMPERATURE, NO_TOKEN, RowSampling
+
+_MULTIPLIERS, _WEYL, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF
+
+
+def uniform(key: list[int], position: int) -> float:
+    """One uniform in [0, 1) with 53 bits: Philox-4x32-10 (Salmon et al., SC 2011).
+
+    key: four words, of which the first two are the generator's key and the others the upper half of its counter, whose
+    lower half is (position, 0).
+    """
+    words = [word & _WORD for word in key]
+    counter, (k0, k1) = [position & _WORD, 0, words[2], words[3]], words[:2]
+    for _ in range(10):
+        first, second = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
+        counter = [
+            (second >> 32) ^ counter[1] ^ k0,
+            second & _WORD,
+            (first >> 32) ^ counter[3] ^ k1,
+            first & _WORD,
+        ]
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return float((counter[0] >> 5) * (1 << 26) + (counter[1] >> 6)) / float(1 << 53)
+
+
+def sample(logits: Tensor, sampling: RowSampling) -> Tensor:
+    """The token of each row, (rows,) int64."""
+    best, chosen = logits.max(-1)
+    for row in range(logits.shape[0]):
+        if sampling.temperature[row] > 0 and best[row].isfinite():
+            chosen[row] = _draw(logits[row].float(), sampling, row)
+    return torch.where(best.isfinite(), chosen, NO_TOKEN)
+
+
+def kept(logits: Tensor, sampling: RowSampling, row: int) -> Tensor:
+    """Probabilities (vocab,) float64 of one row, 0 where filtered; not normalised."""
+    scale = max(float(sampling.temperature[row]), MIN_TEMPERATURE)
+    probabilities = ((logits - logits.max()) / scale).softmax(-1).double()
+    top_k, top_p, min_p = int(sampling.top_k[row]), float(sampling.top_p[row]), float(sampling.min_p[row])
+    if top_k > 0 or top_p < 1.0:
+        probabilities = _filtered(probabilities, top_k, top_p)
+    return probabilities.masked_fill(probabilities < min_p * probabilities.max(), 0.0)
+
+
+def _filtered(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+    ordered, order = probabilities.sort(stable=True, descending=True)
+    if top_k > 0:
+        ordered[top_k:] = 0.0
+    if top_p < 1.0:
+        before = ordered.cumsum(-1) - ordered
+        outside = before >= top_p * ordered.sum()
+        outside[0] = False
+        ordered[outside] = 0.0
+    return torch.zeros_like(probabilities).scatter(-1, order, ordered)
+
+
+def _draw(logits: Tensor, sampling: RowSampling, row: int) -> int:
+    cumulated = kept(logits, sampling, row).cumsum(-1)
+    total = cumulated[-1]
+    target = uniform(sampling.keys[row].tolist(), int(sampling.positions[row])) * total
+    # u × total may round to total
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return int(torch.searchsorted(cumulated, target[None], right=True))
+
+
+def penalise(logits: Tensor, penalties: Penalties) -> None:
+    """Changes logits (rows, vocab) in place.
+
+    Repetition (Keskar et al., 2019) over prompt and answer: a positive logit is divided, another multiplied. Then
+    presence + frequency × count over the answer is subtracted, in float32. Then bans. Token ids beyond the vocabulary
+    are passed over. Raises ValueError when shapes or dtypes do not fit.
+    """
+    for i, row in enumerate(penalties.rows.tolist()):
+        start, prompt, length = (
+            int(t[i]) for t in (penalties.starts, penalties.prompt_lens, penalties.lengths)
+        )
+        ids = penalties.tokens[start : start + length].long()
+        values = logits[row].float()
+        _penalise(values, ids[:prompt], ids[prompt:], penalties, i)
+        banned = penalties.banned[i].long()
+        values[banned[(banned >= 0) & (banned < len(values))]] = float("-inf")
+        logits[row] = values.to(logits.dtype)
+
+
+def _penalise(values: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
+    """values: (vocab,) float32."""
+    prompt, answer = (ids[(ids >= 0) & (ids < len(values))] for ids in (prompt, answer))
+    seen, factor = torch.unique(torch.cat((prompt, answer))), penalties.repetition[i]
+    values[seen] = torch.where(values[seen] > 0, values[seen] / factor, values[seen] * factor)
+    said, counts = torch.unique(answer, return_counts=True)
+    values[said] -= penalties.presence[i] + penalties.frequency[i] * counts.float()
