@@ -14,10 +14,10 @@ from typing import Any
 from batchinfer.clean import clean_after_run
 from batchinfer.collect import Collector
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import INGEST_FORMAT, IngestOptions, ingest
-from batchinfer.data.index.ingest import Progress as IngestProgress
+from batchinfer.data.index.ingest import INGEST_FORMAT, IngestOptions, IngestProgress, ingest
 from batchinfer.data.index.row_names import name_rows
-from batchinfer.data.input.files import InputFile, list_inputs
+from batchinfer.data.input.files import list_inputs
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.error_summary import summarise_all_errors, summarise_errors

@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchinfer.data.index.index import MARKER, Index
 from batchinfer.data.index.ingest import IngestOptions, ingest
 from batchinfer.data.input.files import list_inputs
-from batchinfer.data.input.reader import Reader, Sample
+from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.sql import query_columns
 from batchinfer.data.prompts.columns import Columns, choose_columns
 from batchinfer.data.prompts.mode import check_chat_template, choose_mode
@@ -135,7 +135,7 @@ def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
         vocab_size=setup.checkpoint.spec.vocab,
         now=datetime.now().astimezone(),
         workers=1,
-        sample=Sample(rows),
+        sample=SampleSize(rows),
     )
     return ingest(job, setup.tokenizer, options, scratch)
 

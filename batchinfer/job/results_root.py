@@ -19,6 +19,18 @@ from batchinfer.job.variables import HOLE
 
 _AROUND = "-_. "  # what joins a date to the rest of a name
 _NAME_LENGTH = 60  # characters of a job's name that a folder is called after
+_TRIAL = "-first-"
+
+
+def trial_results(root: Path, limit: int) -> Path:
+    """The result folder of a trial over the first `limit` rows."""
+    return root.with_name(f"{root.name}{_TRIAL}{limit}")
+
+
+def root_of_trial(results: Path) -> Path | None:
+    """The root beside which `trial_results` gave that folder; None for a name that it does not give."""
+    found = re.fullmatch(rf"(.+){_TRIAL}\d+", results.name)
+    return results.with_name(found[1]) if found else None
 
 
 def results_root(text: str, folder: Path, job: str) -> Path:

@@ -38,7 +38,7 @@ from batchinfer.job.field_types import (
     Whole,
 )
 from batchinfer.job.file import read_job_file
-from batchinfer.job.results_root import results_root
+from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
 from batchinfer.request import SamplingParams
@@ -331,7 +331,7 @@ class Job(Spec):
 
     def first_rows(self, limit: int) -> Job:
         """A trial: the same job over its first `limit` rows, with a result folder of its own beside the root."""
-        path = self._root.with_name(f"{self._root.name}-first-{limit}")
+        path = trial_results(self._root, limit)
         fewest = limit if self.input.limit is None else min(limit, self.input.limit)
         return self.model_copy(
             update={

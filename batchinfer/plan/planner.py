@@ -13,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.data.prompts.keys import PREFIX_COLUMNS, PREFIX_LENGTHS
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
 
-LADDER = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # What ends last must start first, and an output token takes a step where a prompt token takes a share of one. Sorted by
 # outputs alone, though, rows of one cohort read together and answer together, which leaves the device to one of
 # the two. Simulated over the scheduler with the operators' declared costs (15 settings each: 128 and 700 rows of
@@ -57,14 +57,14 @@ def plan_job(
     index = sorted(index_dir.glob("part-*.parquet"))
     with connection(out_dir / "spill", memory_limit, threads) as database:
         _load_work(database, index, completion_parts, retry_errors)
-        saved = sum(_group_level(database, level) for level in range(len(LADDER)))
+        saved = sum(_group_level(database, level) for level in range(len(PREFIX_LENGTHS)))
         path = out_dir / "plan.parquet"
         _write(database, path)
         return Plan(path=path, shared_prefix_tokens=saved, **_counts(database))
 
 
 def _load_work(database: Any, index: Sequence[Path], completions: Sequence[Path], retry_errors: bool) -> None:
-    prefixes = ", ".join(f"p{n} BIGINT" for n in LADDER)
+    prefixes = ", ".join(f"{name} BIGINT" for name in PREFIX_COLUMNS)
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
         f"expected_tokens INTEGER, total INTEGER, effort BIGINT, users INTEGER, {prefixes})"
@@ -82,7 +82,7 @@ def _load_work(database: Any, index: Sequence[Path], completions: Sequence[Path]
 
 def _distinct_sql(index: Sequence[Path]) -> str:
     # equal keys mean equal tokens and parameters: only the offset differs, and the smallest is as good as any
-    same = ", ".join(f"min(p{n})" for n in LADDER)
+    same = ", ".join(f"min({name})" for name in PREFIX_COLUMNS)
     return (
         "SELECT key, min(token_offset), min(token_count), min(params), min(expected_tokens), "
         "min(token_count) + min(expected_tokens), "
@@ -95,13 +95,13 @@ def _group_level(database: Any, level: int) -> int:
     """Find the groups of one ladder level; prompt tokens saved by sharing between this level and the one
     below.
     """
-    tokens = LADDER[level]
+    name = PREFIX_COLUMNS[level]
     database.execute(
-        f"CREATE TEMP TABLE g{tokens} AS SELECT p{tokens} AS id, max(effort) AS effort, count(*) AS members "
-        f"FROM work WHERE p{tokens} IS NOT NULL GROUP BY p{tokens} HAVING count(*) > 1"
+        f"CREATE TEMP TABLE groups_{name} AS SELECT {name} AS id, max(effort) AS effort, count(*) AS members "
+        f"FROM work WHERE {name} IS NOT NULL GROUP BY {name} HAVING count(*) > 1"
     )
-    step = tokens - (LADDER[level - 1] if level else 0)
-    saved = database.execute(f"SELECT coalesce(sum(members - 1), 0) FROM g{tokens}").fetchall()
+    step = PREFIX_LENGTHS[level] - (PREFIX_LENGTHS[level - 1] if level else 0)
+    saved = database.execute(f"SELECT coalesce(sum(members - 1), 0) FROM groups_{name}").fetchall()
     return int(saved[0][0]) * step
 
 
@@ -122,11 +122,14 @@ def _write(database: Any, path: Path) -> None:
 
 
 def _ordered_sql() -> str:
-    joins = " ".join(f"LEFT JOIN g{n} ON work.p{n} = g{n}.id" for n in LADDER)
-    trie = ", ".join(f"coalesce(g{n}.effort, work.effort) DESC, g{n}.id NULLS LAST" for n in LADDER)
-    deepest_first = LADDER[::-1]
-    group = ", ".join(f"g{n}.id" for n in deepest_first)
-    depth = " ".join(f"WHEN g{n}.id IS NOT NULL THEN {n}" for n in deepest_first)
+    joins = " ".join(f"LEFT JOIN groups_{name} ON work.{name} = groups_{name}.id" for name in PREFIX_COLUMNS)
+    trie = ", ".join(
+        f"coalesce(groups_{name}.effort, work.effort) DESC, groups_{name}.id NULLS LAST"
+        for name in PREFIX_COLUMNS
+    )
+    deepest_first = tuple(zip(PREFIX_COLUMNS, PREFIX_LENGTHS, strict=True))[::-1]
+    group = ", ".join(f"groups_{name}.id" for name, _ in deepest_first)
+    depth = " ".join(f"WHEN groups_{name}.id IS NOT NULL THEN {length}" for name, length in deepest_first)
     return (
         "SELECT key, token_offset, token_count, params, expected_tokens, "
         "ceil(log2(greatest(total, 1)))::INTEGER AS bucket, "

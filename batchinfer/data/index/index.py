@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.index.token_store import TokenStore
-from batchinfer.data.input.files import InputFile
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.keys import PREFIX_COLUMNS
 from batchinfer.data.storage.durable import FileOps, write_json
 from batchinfer.errors import StorageError

@@ -23,9 +23,10 @@ from batchinfer.data.index.index import Index, Layout
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter
-from batchinfer.data.input.files import InputFile, list_inputs
+from batchinfer.data.input.files import list_inputs
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, openai_defaults
-from batchinfer.data.input.reader import Reader, Sample
+from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.rows import RowBatch, Values
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.prompts.builder import Mode, PromptPlan
@@ -33,7 +34,7 @@ from batchinfer.data.prompts.columns import Columns, choose_columns
 from batchinfer.data.prompts.mode import choose_mode
 from batchinfer.data.prompts.prepare import Limits
 from batchinfer.data.prompts.render_pool import RenderPool
-from batchinfer.data.prompts.render_worker import WorkerSpec
+from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.storage.durable import FileOps, sha256_of, storage
 from batchinfer.request import RowError, SamplingParams
@@ -57,11 +58,11 @@ class IngestOptions:
     now: datetime
     workers: int | None = None
     row_timeout_s: float = 10.0
-    sample: Sample | None = None  # only the first rows of each file, to look at them
+    sample: SampleSize | None = None  # only the first rows of each file, to look at them
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class IngestProgress:
     """How far ingest got; bytes are those of the input files as they lie on disk."""
 
     rows: int
@@ -74,7 +75,7 @@ def ingest(
     tokenizer: Tokenizer,
     options: IngestOptions,
     scratch: Path,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[IngestProgress], None] | None = None,
     ops: FileOps | None = None,
 ) -> Index:
     """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's.
@@ -118,7 +119,7 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _silent(_: Progress) -> None:
+def _silent(_: IngestProgress) -> None:
     """For callers who watch no progress."""
 
 
@@ -143,7 +144,7 @@ class _Ingest:
         self._layout = Layout(folder)
         self._ops = ops
 
-    def run(self, progress: Callable[[Progress], None]) -> Index:
+    def run(self, progress: Callable[[IngestProgress], None]) -> Index:
         self._start_over()
         reader = Reader.open(self._inputs(), self._job.input.max_line_bytes, self._options.sample)
         schema = reader.schema()
@@ -198,7 +199,7 @@ class _Ingest:
         columns: Columns,
         mode: Mode,
         carried: JsonSpool | TypedColumns | None,
-        progress: Callable[[Progress], None],
+        progress: Callable[[IngestProgress], None],
     ) -> IndexWriter:
         spec = self._worker_spec(columns, mode, reader.values_are_text)
         writer = IndexWriter(self._layout, self._options.max_model_len, mode == "openai", self._ops)
@@ -208,11 +209,11 @@ class _Ingest:
                 if carried is not None:
                     carried.append(writer.rows, batch)
                 writer.append(batch, ids, alive, done)
-                progress(Progress(writer.rows, batch.bytes_read, reader.bytes_total))
+                progress(IngestProgress(writer.rows, batch.bytes_read, reader.bytes_total))
             writer.commit()
         return writer
 
-    def _worker_spec(self, columns: Columns, mode: Mode, values_are_text: bool) -> WorkerSpec:
+    def _worker_spec(self, columns: Columns, mode: Mode, values_are_text: bool) -> RenderSpec:
         prompt, options = self._job.prompt, self._options
         plan = PromptPlan(
             mode=mode,
@@ -229,7 +230,7 @@ class _Ingest:
         own = self._job.model.max_model_len is not None
         limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own)
         model, definition = self._job.model.path, self._tokenizer.definition
-        return WorkerSpec(model, definition, plan, limits, str(self._job.source), options.row_timeout_s)
+        return RenderSpec(model, definition, plan, limits, str(self._job.source), options.row_timeout_s)
 
     def _by_url(self) -> dict[str, SamplingParams]:
         given, length = self._job.sampling.given(), self._options.max_model_len

@@ -10,25 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import pyarrow as pa
 
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.ipc_sizes import BadMessage, batch_sizes
-from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
 from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.input.typed_rows import BATCH_ROWS, declared_schema, row_batch, sliced
+from batchinfer.data.input.typed_rows import declared_schema, refuse_bomb, row_batch, sliced
 from batchinfer.data.storage.durable import sha256_of
 from batchinfer.errors import InputCorrupt, OutOfMemory, StorageError
 from batchinfer.memory import available_memory
 
-if TYPE_CHECKING:
-    from batchinfer.data.input.files import InputFile
-
 _MAGIC = b"ARROW1"
 _STREAM_AT = 8  # in a file: its magic, padded
-_BOMB_BYTES = 256 << 20
-_BOMB_RATIO = 1000  # as for Parquet
 _SHARE = 2  # of the available memory that one record batch may take
 _UNREADABLE = (
     pa.types.is_list_view,
@@ -104,11 +100,7 @@ class ArrowReader:
         raw.seek(start)
 
     def _check_size(self, number: int, packed: int, unpacked: int, allowed: int) -> None:
-        if unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed:
-            raise InputCorrupt(
-                f"{self._file.path}: record batch {number}: {packed} bytes would unpack to {unpacked}; "
-                "that looks like a decompression bomb"
-            )
+        refuse_bomb(f"{self._file.path}: record batch {number}", packed, unpacked)
         if unpacked > allowed:
             raise OutOfMemory(
                 f"{self._file.path}: record batch {number} takes {unpacked / 2**30:.2f} GiB of memory at once and "
@@ -166,5 +158,10 @@ def _holds_unreadable(kind: pa.DataType) -> bool:
 
 
 FORMAT = Format(
-    "arrow", (".arrow", ".feather", ".ipc", ".arrows"), False, (_MAGIC, b"\xff\xff\xff\xff"), ArrowReader
+    "arrow",
+    "Arrow",
+    (".arrow", ".feather", ".ipc", ".arrows"),
+    False,
+    (_MAGIC, b"\xff\xff\xff\xff"),
+    ArrowReader,
 )

@@ -13,22 +13,24 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from batchinfer.data.input.lines import HashingFile, Head, split_lines, unpacked_chunks
-from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.lines import (
+    BATCH_BYTES,
+    HashingFile,
+    WholeLines,
+    split_lines,
+    unpacked_chunks,
+    unpacked_name,
+)
+from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
 from batchinfer.data.input.rows import RowBatch, RowProblem, Values, row_error
 from batchinfer.errors import InputCorrupt, StorageError
 from batchinfer.request import RowError
 
-if TYPE_CHECKING:
-    from batchinfer.data.input.files import InputFile
-
-_BATCH_ROWS = 512
-_BATCH_BYTES = 1 << 20
-_TABS = re.compile(r"\.(tsv|tab)(\.gz|\.zst|\.zstd)?$", re.IGNORECASE)
+_TABS = (".tsv", ".tab")
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 _OTHERWISE = "input.sql with read_csv reads files without a header and other dialects"
 
@@ -59,30 +61,30 @@ class CsvReader:
         self._file.check_unchanged()
 
     @contextmanager
-    def _opened(self) -> Iterator[_Table | None]:
+    def _opened(self) -> Iterator[_OpenTable | None]:
         """The header's names and the records below it; None for an empty file."""
         try:
             with open(self._file.path, "rb") as raw:
                 hashing = HashingFile(raw)
-                head = Head(unpacked_chunks(self._file.path, raw, hashing), self._options.sample_bytes)
+                head = WholeLines(unpacked_chunks(self._file.path, raw, hashing), self._options.sample_bytes)
                 cap = self._options.max_line_bytes
-                lines = _Lines(split_lines(head, cap), cap)
+                lines = _RereadLines(split_lines(head, cap), cap)
                 if lines.skip_blank():
                     records = _Records(self._file, lines, self._delimiter(lines), head)
-                    yield _Table(_names(self._file, records.header()), records, head, hashing)
+                    yield _OpenTable(_names(self._file, records.header()), records, head, hashing)
                 else:
                     self.sha256 = "" if head.cut else hashing.hexdigest()
                     yield None
         except OSError as error:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
 
-    def _delimiter(self, lines: _Lines) -> str:
-        if _TABS.search(self._file.path):
+    def _delimiter(self, lines: _RereadLines) -> str:
+        if unpacked_name(self._file.path).endswith(_TABS):
             return "\t"
         head = _QUOTED.sub("", lines.peek())
         return next((mark for mark in (",", ";", "\t") if mark in head), ",")
 
-    def _grouped(self, table: _Table) -> Iterator[RowBatch]:
+    def _grouped(self, table: _OpenTable) -> Iterator[RowBatch]:
         wanted = self._options.columns
         kept = [(at, name) for at, name in enumerate(table.names) if wanted is None or name in wanted]
         rows: list[Values | RowError] = []
@@ -90,7 +92,7 @@ class CsvReader:
         for number, fields, size in table.records:
             rows.append(self._row(number, fields, len(table.names), kept))
             held += size
-            if len(rows) >= _BATCH_ROWS or held >= _BATCH_BYTES:
+            if len(rows) >= BATCH_ROWS or held >= BATCH_BYTES:
                 yield self._batch(rows, first, kept, table.hashing)
                 first, rows, held = first + len(rows), [], 0
         if rows:
@@ -122,12 +124,12 @@ class CsvReader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _OpenTable:
     """An open file: its header and what reads the records below it."""
 
     names: Fields
     records: _Records
-    head: Head
+    head: WholeLines
     hashing: HashingFile
 
 
@@ -135,7 +137,7 @@ class _TooLong(Exception):
     """Raised out of csv's own loop: a line or a quoted field is over the limit."""
 
 
-class _Lines:
+class _RereadLines:
     """Feeds the parser line by line and can go back: what was taken for a broken record is read again."""
 
     def __init__(self, numbered: Iterator[tuple[int, bytes | int]], cap: int) -> None:
@@ -147,7 +149,7 @@ class _Lines:
         self.first = self.size = 0  # of the record at work: its line number and its bytes so far
         self.utf8 = True
 
-    def __iter__(self) -> _Lines:
+    def __iter__(self) -> _RereadLines:
         return self
 
     def __next__(self) -> str:
@@ -206,7 +208,7 @@ class _Lines:
 class _Records:
     """(line number, fields or what is wrong with them, bytes) of each record; blank lines are skipped."""
 
-    def __init__(self, file: InputFile, lines: _Lines, delimiter: str, head: Head) -> None:
+    def __init__(self, file: InputFile, lines: _RereadLines, delimiter: str, head: WholeLines) -> None:
         csv.field_size_limit(
             sys.maxsize
         )  # the limit is ours, on a whole record; csv knows only one for all readers
@@ -276,4 +278,4 @@ def _names(file: InputFile, header: Fields) -> Fields:
     return names
 
 
-FORMAT = Format("csv", (".csv", ".tsv", ".tab"), True, (), CsvReader, values_are_text=True)
+FORMAT = Format("csv", "CSV", (".csv", *_TABS), True, (), CsvReader, values_are_text=True)

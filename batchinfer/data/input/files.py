@@ -1,4 +1,4 @@
-"""Which files a job reads, how they are named in the results, and whether they are still the same."""
+"""Which files a job reads, and how they are named in the results."""
 
 from __future__ import annotations
 
@@ -7,40 +7,11 @@ import glob
 import os
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from batchinfer.data.input.registry import format_of, known_suffixes, named_by
+from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.registry import format_of, known_suffixes, named_by, packed_formats
 from batchinfer.errors import InputCorrupt, InputMissing, StorageError
-
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """An input file as it was when it was listed. `name` is what the results call it, `format` a format's name."""
-
-    path: str
-    name: str
-    format: str
-    size: int
-    mtime_ns: int
-
-    def check_unchanged(self) -> None:
-        """Raises InputCorrupt when size or time differ from those at listing, InputMissing when it is gone."""
-        try:
-            now = os.stat(self.path)
-        except FileNotFoundError:
-            raise InputMissing(
-                f"{self.path}: the file was there when the job began and is gone now"
-            ) from None
-        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
-            raise InputCorrupt(
-                f"{self.path}: the file changed while it was read ({self.size} bytes before, {now.st_size} now); "
-                "run the job again when nothing writes to it"
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "auto") -> list[InputFile]:
@@ -68,7 +39,7 @@ def _expand(entry: str) -> list[str]:
         if not found:
             raise InputMissing(
                 f"{entry}: no input file in this folder; known suffixes are {known_suffixes()} "
-                "(JSON lines and CSV also with .gz, .zst)"
+                f"({packed_formats()})"
             )
         return found
     if os.path.lexists(entry):

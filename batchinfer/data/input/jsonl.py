@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.json_text import parse_row
-from batchinfer.data.input.lines import MAGIC, HashingFile, Head, split_lines, unpacked_chunks
-from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.lines import (
+    BATCH_BYTES,
+    MAGIC,
+    HashingFile,
+    WholeLines,
+    split_lines,
+    unpacked_chunks,
+)
+from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
 from batchinfer.data.input.rows import RowBatch, RowProblem, Values, row_error
 from batchinfer.errors import StorageError
 from batchinfer.request import RowError
 
-if TYPE_CHECKING:
-    from batchinfer.data.input.files import InputFile
-
 PACKED_MAGIC = tuple(MAGIC)
-_BATCH_ROWS = 512
-_BATCH_BYTES = 1 << 20  # of lines: what one batch may hold beyond its last line
 
 
 class JsonlReader:
@@ -36,7 +38,7 @@ class JsonlReader:
         try:
             with open(self._file.path, "rb") as raw:
                 hashing = HashingFile(raw)
-                head = Head(unpacked_chunks(self._file.path, raw, hashing), self._options.sample_bytes)
+                head = WholeLines(unpacked_chunks(self._file.path, raw, hashing), self._options.sample_bytes)
                 yield from self._grouped(split_lines(head, self._options.max_line_bytes), hashing)
                 self.sha256 = "" if head.cut else hashing.hexdigest()
         except OSError as error:
@@ -53,7 +55,7 @@ class JsonlReader:
                     continue
                 held += len(line)
             rows.append(self._row(number, line))
-            if len(rows) >= _BATCH_ROWS or held >= _BATCH_BYTES:
+            if len(rows) >= BATCH_ROWS or held >= BATCH_BYTES:
                 yield RowBatch(self._file.name, first, rows, None, hashing.bytes_read)
                 first, rows, held = first + len(rows), [], 0
         if rows:
@@ -70,4 +72,4 @@ class JsonlReader:
             return row_error(error.code, f"{self._file.name} line {number}: {error.message}")
 
 
-FORMAT = Format("jsonl", (".jsonl", ".ndjson", ".json"), True, (), JsonlReader)
+FORMAT = Format("jsonl", "JSON lines", (".jsonl", ".ndjson", ".json"), True, (), JsonlReader)

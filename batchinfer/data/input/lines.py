@@ -14,7 +14,12 @@ from batchinfer.errors import InputCorrupt
 _CHUNK = 1 << 18
 _BOM = b"\xef\xbb\xbf"
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+CODECS = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+}  # by what may follow the suffix of a format of lines
+BATCH_BYTES = 1 << 20  # of lines: what one batch may hold beyond its last line
 
 
 class HashingFile(io.RawIOBase):
@@ -81,7 +86,7 @@ def _codec(path: str, head: bytes) -> str | None:
     for magic, codec in MAGIC.items():
         if head.startswith(magic):
             return codec
-    promised = next((codec for suffix, codec in _SUFFIX.items() if path.lower().endswith(suffix)), None)
+    promised = next((codec for suffix, codec in CODECS.items() if path.lower().endswith(suffix)), None)
     if promised and head:
         raise InputCorrupt(f"{path}: the name says {promised}, the content is not {promised}")
     return None
@@ -97,7 +102,13 @@ def _refuse_utf16(path: str, head: bytes) -> None:
         )
 
 
-class Head:
+def unpacked_name(name: str) -> str:
+    """In small letters, without what tells how the file is packed."""
+    small = name.lower()
+    return next((small.removesuffix(ending) for ending in CODECS if small.endswith(ending)), small)
+
+
+class WholeLines:
     """The first chunks, about `most` bytes in all and whole lines only; `cut` tells whether something is left out."""
 
     def __init__(self, chunks: Iterator[bytes], most: int | None) -> None:

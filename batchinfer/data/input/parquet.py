@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
 from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.input.typed_rows import BATCH_ROWS, declared_schema, row_batch, sliced
+from batchinfer.data.input.typed_rows import declared_schema, refuse_bomb, row_batch, sliced
 from batchinfer.data.storage.durable import sha256_of
 from batchinfer.errors import InputCorrupt, StorageError
 
-if TYPE_CHECKING:
-    from batchinfer.data.input.files import InputFile
-
 # A page must be unpacked whole. Columns of text reach 50-fold; no honest one of this size reaches 1000-fold.
-_BOMB_BYTES = 256 << 20
-_BOMB_RATIO = 1000
 _WIDE_DICTIONARY = 128 << 10  # a dictionary value of this size, repeated in 512 rows, is 64 MiB
 
 
@@ -81,12 +76,8 @@ class ParquetReader:
         for group in range(metadata.num_row_groups):
             for index in range(metadata.num_columns):
                 chunk = metadata.row_group(group).column(index)
-                unpacked, packed = chunk.total_uncompressed_size, max(chunk.total_compressed_size, 1)
-                if unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed:
-                    raise InputCorrupt(
-                        f"{self._file.path}: row group {group}, column {chunk.path_in_schema}: {packed} bytes would "
-                        f"unpack to {unpacked}; that looks like a decompression bomb"
-                    )
+                place = f"{self._file.path}: row group {group}, column {chunk.path_in_schema}"
+                refuse_bomb(place, max(chunk.total_compressed_size, 1), chunk.total_uncompressed_size)
 
 
 def _wide_dictionaries(parquet: pq.ParquetFile) -> list[str]:
@@ -102,4 +93,4 @@ def _wide_dictionaries(parquet: pq.ParquetFile) -> list[str]:
     return sorted(found)
 
 
-FORMAT = Format("parquet", (".parquet", ".pq"), False, (b"PAR1",), ParquetReader)
+FORMAT = Format("parquet", "Parquet", (".parquet", ".pq"), False, (b"PAR1",), ParquetReader)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 
+from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.lines import unpacked_name
 from batchinfer.data.input.rows import RowBatch
 
-if TYPE_CHECKING:
-    from batchinfer.data.input.files import InputFile
-
-PACKED = (".gz", ".zst", ".zstd")  # what may follow the suffix of a format of lines
+BATCH_ROWS = 512  # of one RowBatch at most
 
 
 class FormatReader(Protocol):
@@ -48,6 +47,7 @@ class Format:
     """A format: what `input.format` calls it, what its files are called and begin with, and its reader."""
 
     name: str
+    title: str  # for people
     suffixes: tuple[str, ...]
     packed: bool  # whether .gz and .zst may follow the suffix
     magic: tuple[bytes, ...]
@@ -56,5 +56,4 @@ class Format:
 
     def names(self, name: str) -> bool:
         """Whether a file of that name is in this format."""
-        endings = [suffix + packed for suffix in self.suffixes for packed in ("", *(PACKED * self.packed))]
-        return name.lower().endswith(tuple(endings))
+        return (unpacked_name(name) if self.packed else name.lower()).endswith(self.suffixes)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-from batchinfer.data.input.files import InputFile
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import looks_like_openai
 from batchinfer.data.input.protocol import FormatReader, ReadOptions
 from batchinfer.data.input.registry import by_name
@@ -20,7 +20,7 @@ Shape = Literal["table", "openai"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleSize:
     """Of each file its first rows alone, and of a file of lines about so many bytes."""
 
     rows: int
@@ -37,12 +37,12 @@ class Reader:
     files: tuple[InputFile, ...]
     max_line_bytes: int
     sha256: dict[str, str]
-    sample: Sample | None = None
+    sample: SampleSize | None = None
     complete: bool = False
 
     @classmethod
     def open(
-        cls, files: Sequence[InputFile], max_line_bytes: int = 16 << 20, sample: Sample | None = None
+        cls, files: Sequence[InputFile], max_line_bytes: int = 16 << 20, sample: SampleSize | None = None
     ) -> Reader:
         """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
         reader = cls(tuple(files), max_line_bytes, {}, sample)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 from batchinfer.data.input import arrow, csv_table, jsonl, parquet
+from batchinfer.data.input.lines import CODECS
 from batchinfer.data.input.protocol import Format
 from batchinfer.errors import InputCorrupt
 
 FORMATS: tuple[Format, ...] = (jsonl.FORMAT, parquet.FORMAT, csv_table.FORMAT, arrow.FORMAT)
 OPENAI = "openai"  # JSON lines that hold requests
-_READ = "read are JSON lines (.jsonl), Parquet (.parquet), CSV (.csv, .tsv) and Arrow (.arrow, .feather)"
 # What a file begins with → what it is, and what to do with it
 _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"PK\x03\x04", "a zip archive, as Excel workbooks are", "unpack it, or save the sheet as CSV"),
@@ -26,6 +26,16 @@ _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"<", "XML or HTML", "convert it to JSON lines or CSV"),
 )  # fmt: skip
 _HEAD = 512
+
+
+def all_formats() -> str:
+    """For people: `JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet, .pq), …`."""
+    return ", ".join(f"{one.title} ({', '.join(one.suffixes)})" for one in FORMATS)
+
+
+def packed_formats() -> str:
+    """For people: the formats whose files may be packed, and how: `JSON lines and CSV also with .gz, .zst`."""
+    return f"{' and '.join(one.title for one in FORMATS if one.packed)} also with {', '.join(CODECS)}"
 
 
 def by_name(name: str) -> Format:
@@ -89,4 +99,4 @@ def _sniffed(path: str, head: bytes) -> str:
 
 
 def _unknown(path: str, what: str, advice: str) -> InputCorrupt:
-    return InputCorrupt(f"{path}: is {what}; {advice} ({_READ})")
+    return InputCorrupt(f"{path}: is {what}; {advice} (read are {all_formats()})")

@@ -7,7 +7,7 @@ from pathlib import Path
 import duckdb
 
 from batchinfer.cpus import usable_cpus
-from batchinfer.data.input.files import InputFile
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.storage.duck import interruptible
 from batchinfer.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, StorageError
 from batchinfer.memory import available_memory

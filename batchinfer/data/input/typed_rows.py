@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.rows import RowBatch, Values, row_error
 from batchinfer.errors import InputCorrupt
 from batchinfer.request import RowError
 
-if TYPE_CHECKING:
-    from batchinfer.data.input.files import InputFile
-
-BATCH_ROWS = 512
 _SLICE_BYTES = 4 << 20  # of one RowBatch, as long as it has more than one row
+_BOMB_BYTES = 256 << 20
+_BOMB_RATIO = 1000
+
+
+def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
+    """Raises InputCorrupt where few bytes say that they unpack to very many."""
+    if unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed:
+        raise InputCorrupt(
+            f"{place}: {packed} bytes would unpack to {unpacked}; that looks like a decompression bomb"
+        )
 
 
 def declared_schema(schema: pa.Schema) -> pa.Schema:

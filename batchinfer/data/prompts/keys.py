@@ -9,7 +9,7 @@ import numpy as np
 from batchinfer.request import TokenIds
 
 PREFIX_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-PREFIX_COLUMNS = tuple(f"p{n}" for n in PREFIX_LENGTHS)
+PREFIX_COLUMNS = tuple(f"p{n}" for n in PREFIX_LENGTHS)  # what an index calls the hashes of that many tokens
 
 
 def work_key(context: bytes, params_json: str, tokens: bytes, occurrence: int = 0) -> bytes:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from batchinfer.cpus import usable_cpus
 from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.prepare import Prepared
-from batchinfer.data.prompts.render_worker import RenderWorker, WorkerSpec
+from batchinfer.data.prompts.render_worker import RenderSpec, RenderWorker
 
 Tag = TypeVar("Tag")
 
@@ -17,7 +17,7 @@ Tag = TypeVar("Tag")
 class RenderPool:
     """Use as a context manager; at most `workers` batches are under way."""
 
-    def __init__(self, spec: WorkerSpec, workers: int | None = None) -> None:
+    def __init__(self, spec: RenderSpec, workers: int | None = None) -> None:
         count = workers or min(2, usable_cpus())
         self._free = deque(RenderWorker(spec) for _ in range(count))
         self._all = tuple(self._free)

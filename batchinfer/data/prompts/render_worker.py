@@ -39,7 +39,7 @@ _HANGS_IN_A_ROW = 8  # then it is the template, not the rows: at 10 s each the j
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSpec:
+class RenderSpec:
     """What a worker needs. `row_timeout_s` is for one row, `bulk_timeout_s` for tokenising a whole batch.
 
     `memory_bytes` is what the worker may take beyond what it has after start-up.
@@ -58,7 +58,7 @@ class WorkerSpec:
 class RenderWorker:
     """One worker process. `submit` a batch, then take its `result`; one batch at a time."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: RenderSpec) -> None:
         self._spec = spec
         self._rows: Sequence[Values] = ()
         self._known: dict[int, RowError] = {}
@@ -205,7 +205,7 @@ def _unpacked(data: bytes) -> Prepared:
     )
 
 
-def serve(spec: WorkerSpec, shared: int, pipe: Connection[Any, Any]) -> None:
+def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:
     """The worker's whole life: batches in, replies out, until the parent closes the pipe or dies.
 
     `shared` is the descriptor of the file through which the parent sees the row that is at work.

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchinfer.data.results.manifest import read_manifest
-from batchinfer.data.storage.state import StateFolder
-from batchinfer.job.results_root import folder_name, results_root
+from batchinfer.data.storage.state import STATE_PREFIX, StateFolder
+from batchinfer.job.results_root import folder_name, results_root, root_of_trial
 from batchinfer.job.variables import HOLE
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
-_TRIAL = re.compile(r"(.+)-first-\d+")
-_PREFIX = ".batchinfer-"
 
 
 def find_state(results: Path) -> StateFolder:
@@ -31,13 +29,13 @@ def find_state(results: Path) -> StateFolder:
 def _roots(results: Path) -> Iterator[Path]:
     """Where the root of this result may be, likeliest first."""
     yield results
-    if trial := _TRIAL.fullmatch(results.name):
-        yield results.with_name(trial[1])
+    if (root := root_of_trial(results)) is not None:
+        yield root
     for date in dict.fromkeys(_DATE.findall(str(results))):
         yield results_root(str(results).replace(date, HOLE), results.parent, "")
     if results.parent.is_dir():  # an output.path that is nothing but its date has the job's name for its root
-        for state in sorted(results.parent.glob(f"{_PREFIX}*/results")):
-            root = results.with_name(state.parent.name.removeprefix(_PREFIX))
+        for state in sorted(results.parent.glob(f"{STATE_PREFIX}*/results")):
+            root = results.with_name(state.parent.name.removeprefix(STATE_PREFIX))
             if StateFolder(results, root=root).path.is_dir():
                 yield root
     if manifest := read_manifest(results):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.data.input.files import InputFile
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import CHAT_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values

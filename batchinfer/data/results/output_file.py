@@ -28,13 +28,12 @@ from batchinfer.data.storage.durable import (
     write_json,
 )
 from batchinfer.data.storage.remembered import read_json
-from batchinfer.data.storage.state import StateFolder
+from batchinfer.data.storage.state import STATE_PREFIX, StateFolder
 from batchinfer.errors import OutputConflict, StorageError
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-_STATE_PREFIX = ".batchinfer-"
 _PROBE_BYTES = 4096  # one block: a full disk refuses it
 _LOOKS = 3  # at a file that another run of the job replaces meanwhile
 
@@ -89,7 +88,7 @@ def _same(path: Path, other: Path) -> bool:
 
 def _others_folder(path: Path) -> str | None:
     for parent in path.parents:
-        if parent.name.startswith(_STATE_PREFIX):
+        if parent.name.startswith(STATE_PREFIX):
             return f"lies in a state folder of batchinfer ({parent})"
         if (parent / MANIFEST_NAME).exists():
             return f"lies in a result folder ({parent})"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from batchinfer.data.input.files import InputFile
+from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.storage.durable import FileOps, write_json
 from batchinfer.data.storage.remembered import read_json
 

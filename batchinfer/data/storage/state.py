@@ -45,6 +45,7 @@ from batchinfer.job import Job
 STATE_FORMAT = 1
 KEEP_GENERATIONS_S = 3600.0
 KEEP_IDLE_S = 86400.0  # a result's own part of the state, after its last run
+STATE_PREFIX = ".batchinfer-"  # of the folder's name; the root's follows
 _RESULTS = "results"
 _SHARED = "cache.path"
 _NAME_BYTES = 200  # file systems take names of 255
@@ -63,7 +64,7 @@ class StateFolder:
     ) -> None:
         self.results = results.absolute()
         self.root = root.absolute() if root else self.results
-        self.job = self.root.parent / f".batchinfer-{self.root.name}"
+        self.job = self.root.parent / f"{STATE_PREFIX}{self.root.name}"
         self.path = self.job if self.root == self.results else self.job / _RESULTS / self._name()
         self.ops = ops or FileOps()
         self._own_store = self.job / "completions"

@@ -12,29 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.plan.planner import LADDER
+from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA
+from batchinfer.data.prompts.keys import PREFIX_COLUMNS, prefix_hashes, token_bytes
 from batchinfer.request import Completion, RowError, SamplingParams
 
-INDEX_SCHEMA = pa.schema(
-    [
-        ("row_id", pa.int64()),
-        ("file", pa.string()),
-        ("row_index", pa.int64()),
-        ("custom_id", pa.string()),
-        ("key", pa.binary(32)),
-        ("token_offset", pa.int64()),
-        ("token_count", pa.int32()),
-        ("params", pa.string()),
-        ("greedy", pa.bool_()),
-        ("expected_tokens", pa.int32()),
-        *((f"p{n}", pa.int64()) for n in LADDER),
-        ("error_code", pa.string()),
-        ("error_class", pa.string()),
-        ("error_message", pa.string()),
-        ("retryable", pa.bool_()),
-        ("endpoint", pa.string()),
-    ]
-)
 PARAMS = SamplingParams(max_tokens=8).to_json()
 
 
@@ -45,7 +26,8 @@ def key_of(tokens: Sequence[int], expected: int) -> bytes:
 def good_row(
     row_id: int, tokens: Sequence[int], expected: int = 8, offset: int = 0, **more: Any
 ) -> dict[str, Any]:
-    prefixes = {f"p{n}": _prefix_hash(tokens, n) for n in LADDER}
+    hashes = prefix_hashes(token_bytes(np.asarray(tokens, np.int32)))
+    prefixes = {**dict.fromkeys(PREFIX_COLUMNS), **dict(zip(PREFIX_COLUMNS, hashes, strict=False))}
     return {
         "row_id": row_id,
         "file": "in.jsonl",
@@ -66,13 +48,6 @@ def bad_row(row_id: int, retryable: bool = False) -> dict[str, Any]:
     place = {"row_id": row_id, "file": "in.jsonl", "row_index": row_id}
     error = {"error_code": "bad_json", "error_class": "input", "error_message": "not JSON"}
     return {**place, **error, "retryable": retryable}
-
-
-def _prefix_hash(tokens: Sequence[int], count: int) -> int | None:
-    if len(tokens) <= count:
-        return None
-    data = np.asarray(tokens[:count], np.int32).tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 @dataclass(frozen=True)
@@ -100,7 +75,7 @@ def write_index(
 ) -> SmallIndex:
     (folder / "index").mkdir(parents=True)
     (folder / "passthrough").mkdir()
-    table = pa.Table.from_pylist(list(rows), schema=INDEX_SCHEMA)
+    table = pa.Table.from_pylist(list(rows), schema=INDEX_SCHEMA.append(ENDPOINT))
     values = pa.table({"row_id": table["row_id"]})
     for name in passthrough.column_names if passthrough else []:
         values = values.append_column(passthrough.schema.field(name), passthrough[name])

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.data.prompts.keys import PREFIX_LENGTHS
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.plan.plan import Plan
-from batchinfer.plan.planner import LADDER, plan_job
+from batchinfer.plan.planner import plan_job
 from tests.batchinfer.data.small_index import (
     answer,
     bad_row,
@@ -164,7 +165,7 @@ def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
 
 
 def _assert_groups_contiguous(rows: list[dict[str, Any]]) -> None:
-    for level in LADDER:
+    for level in PREFIX_LENGTHS:
         runs = [group for group, _ in groupby(rows, key=lambda row: row[f"p{level}"]) if group is not None]
         assert len(runs) == len(set(runs)), f"a group of p{level} is torn apart"
 
@@ -172,7 +173,7 @@ def _assert_groups_contiguous(rows: list[dict[str, Any]]) -> None:
 def _shared(rows: list[dict[str, Any]]) -> int:
     """Tokens run without sharing, less the tokens of the trie's nodes."""
     total, below = 0, 0
-    for level in LADDER:
+    for level in PREFIX_LENGTHS:
         values = [row[f"p{level}"] for row in rows if row[f"p{level}"] is not None]
         total += (len(values) - len(set(values))) * (level - below)
         below = level

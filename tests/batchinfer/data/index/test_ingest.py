@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.index.index import INDEX_FORMAT, Index
-from batchinfer.data.index.ingest import Progress, ingest
+from batchinfer.data.index.ingest import IngestProgress, ingest
 from batchinfer.data.prompts import render_worker
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.errors import InputCorrupt, JobFileError, StorageError, Unavailable
@@ -520,9 +520,9 @@ def test_a_complete_index_is_used_again(folder: Path) -> None:
     path = write_lines(folder / "rows.jsonl", [{"text": "a"}])
     job = make_job(folder, prompt=USER, path=str(path))
     tokenizer = Tokenizer.load(job.model.path)
-    seen: list[Progress] = []
+    seen: list[IngestProgress] = []
     first = ingest(job, tokenizer, options(), folder / "scratch", seen.append)
-    assert seen[-1] == Progress(1, path.stat().st_size, path.stat().st_size)
+    assert seen[-1] == IngestProgress(1, path.stat().st_size, path.stat().st_size)
     assert (
         ingest(job, tokenizer, options(), folder / "scratch", seen.append)
         == first

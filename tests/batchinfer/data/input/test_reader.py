@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.json_text import parse_row
-from batchinfer.data.input.reader import Reader, Sample
+from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.input.sql import materialise
 from batchinfer.errors import BatchInferError, InputCorrupt, InputMissing, JobFileError
@@ -307,7 +307,7 @@ def test_a_sample_of_long_lines_holds_whole_rows_only(tmp_path: Path, form: str)
     else:
         value = "\n".join([text[:200_000]] * 2) if "quotes" in form else text
         path = write(tmp_path / "in.csv", b"a\n" + f'"{value}"\n'.encode() * 60)
-    reader = Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512))
+    reader = Reader.open(list_inputs(str(path), tmp_path), sample=SampleSize(512))
     rows = [row for batch in reader.batches() for row in batch.rows]
     assert [row for row in rows if isinstance(row, RowError)] == []
     assert 10 < len(rows) < 60
@@ -318,7 +318,7 @@ def test_a_sample_of_long_lines_holds_whole_rows_only(tmp_path: Path, form: str)
 def test_a_sample_of_a_short_file_is_all_of_it(tmp_path: Path) -> None:
     """Its last line needs no newline."""
     path = write(tmp_path / "in.jsonl", GOOD + b"\n" + GOOD)
-    reader = Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512))
+    reader = Reader.open(list_inputs(str(path), tmp_path), sample=SampleSize(512))
     assert [row for batch in reader.batches() for row in batch.rows] == [{"a": 1}] * 2
     assert reader.complete
 
@@ -331,4 +331,4 @@ def test_a_row_longer_than_a_sample_tells_the_shape(tmp_path: Path) -> None:
         "body": {"messages": ["x" * 500]},
     }
     path = write(tmp_path / "in.jsonl", json.dumps(request).encode() + b"\n")
-    assert Reader.open(list_inputs(str(path), tmp_path), sample=Sample(512, 100)).shape() == "openai"
+    assert Reader.open(list_inputs(str(path), tmp_path), sample=SampleSize(512, 100)).shape() == "openai"
