@@ -4,6 +4,8 @@ Triton 3.6 to 3.9 hold a bfloat16 tensor as uint16 and compute on these bits as 
 operation on such a tensor is done in float32 and rounded to the nearest even. Triton 3.6 and 3.7 also lose the carry of
 a mantissa that is rounded up to float8, and round a fused multiply-add twice. A product of tiles goes through the BLAS,
 whose sums depend on some CPUs on where a row lies; a tensor core's do not, so here they are taken in float64.
+
+Three quarters of the interpreter's time went to work whose result nothing uses; it is not done here.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ def switch_on() -> None:
         import triton
 
         triton.knobs.runtime.interpret = True
+        _patch_the_language_once()
+        _leave_out_unread_checks()
+        _keep_shapes()
         _mend_fma()
         _mend_dot()
         _mend_bfloat16()
@@ -98,6 +103,90 @@ def to_float8(values: np.ndarray) -> np.ndarray:
 
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
     return rounded.view(torch.uint8).numpy().reshape(values.shape)
+
+
+def _patch_the_language_once() -> None:
+    """Triton replaces the functions of its language by the interpreter's for every launch and at every call of a device
+    function, by looking at each of their names: a third of the time. Here the first call of a kernel does that for
+    good, since nothing but the interpreter runs kernels in this process."""
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    class Kept:
+        def restore(self) -> None:
+            """What was replaced stays so."""
+
+    def once(kernel: Any) -> Kept:
+        if kernel not in patched:
+            patch(kernel)
+            patched.add(kernel)
+        return Kept()
+
+    interpreter._patch_lang = once
+
+
+def _leave_out_unread_checks() -> None:
+    """Every sum and product of integers is computed in 64 bits as well, to be compared with the largest and the
+    smallest number, for an assertion that is left out unless `debug` is on."""
+    from dataclasses import replace
+
+    from triton.runtime.interpreter import interpreter_builder
+
+    if not interpreter_builder.options.debug:
+        interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+def _keep_shapes() -> None:
+    """Every value has its shape as a tuple of constants of Triton's own, which have types of their own, and so has its
+    type: they are made once for each shape. Values of one shape are not broadcast."""
+    from functools import cache
+    from math import prod
+
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    @cache
+    def described(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(prod(shape)), tl.core.tuple([tl.constexpr(s) for s in shape])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = described(tuple(type.shape.values) if type.is_block() else ())
+
+    kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
+    make_block_type = tl.core.block_type.__init__
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[s.value if isinstance(s, tl.constexpr) else s for s in shape])
+        if key not in kinds:
+            make_block_type(self, element_ty, shape)
+            kinds[key] = dict(vars(self))
+        vars(self).update(kinds[key])
+
+    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self: Any, x: Any, y: Any) -> Any:
+        if x.type.is_block() and y.type.is_block() and x.type.shape.values == y.type.shape.values:
+            return x, y
+        return broadcast(self, x, y)
+
+    tl.core.tensor.__init__ = tensor
+    tl.core.block_type.__init__ = block_type
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    interpreter._get_np_dtype = _kept_by_name(interpreter._get_np_dtype)
+
+
+def _kept_by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """NumPy's type for one of Triton's, which Triton looks up in a table that it makes anew each time."""
+    found: dict[str, Any] = {}
+
+    def kept(kind: Any) -> Any:
+        if kind.name not in found:
+            found[kind.name] = find(kind)
+        return found[kind.name]
+
+    return kept
 
 
 def _mend_fma() -> None:
