@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import Plan
 
-MAX_ROWS = 48  # as MOST_ROWS in operators.c
+MAX_ROWS = 48  # as MOST_ROWS in operators.h
 TO_THE_END = -1
 # Keeping a row's state costs about as much as passing over half a tile.
 LEAST_SHARED_TILES = 2

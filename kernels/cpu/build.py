@@ -1,4 +1,4 @@
-"""Compiles operators.c for this very CPU, once, with the system's compiler."""
+"""Compiles the C operators for this very CPU, once, with the system's compiler: a process for each source file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("operators.c")
+FOLDER = Path(__file__).parent
+# The two dtypes take the same time: together, on two cores, half of what one file with both takes.
+SOURCES = tuple(FOLDER / name for name in ("float32.c", "bfloat16.c", "shared.c"))
 # Not -ffast-math: it would assume that no NaN exists, which is how broken weights show, older compilers would make the
 # whole process flush denormals, and sums in another order for other numbers of rows would make a row's bits depend on
 # its neighbours. No contraction but where the code says so (`fused` in vector.h), for the same reason.
@@ -23,7 +26,6 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=off",
     "-std=gnu11",
-    "-shared",
     "-fPIC",
 )
 TIMEOUT_S = 120
@@ -62,19 +64,25 @@ def _compile(compiler: str, library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
+            units = [(compiler, "-c", str(s), "-o", str(o)) for s, o in zip(SOURCES, objects, strict=True)]
+            with ThreadPoolExecutor(len(units)) as pool:
+                list(pool.map(_call, units))
             built = Path(folder) / library.name
-            done = subprocess.run(
-                [compiler, *FLAGS, str(SOURCE), "-o", str(built), "-lm"],
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-            if done.returncode != 0:
-                raise NoCompiler(f"{compiler} cannot build the operators: {done.stderr.strip()[:500]}")
+            _call((compiler, "-shared", *map(str, objects), "-o", str(built), "-lm"))
             os.replace(built, library)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoCompiler(f"{compiler} cannot build the operators: {error}") from error
+
+
+def _call(command: tuple[str, ...]) -> None:
+    """Run the compiler with our flags and these arguments."""
+    compiler, *arguments = command
+    done = subprocess.run(
+        [compiler, *FLAGS, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode != 0:
+        raise NoCompiler(f"{compiler} cannot build the operators: {done.stderr.strip()[:500]}")
 
 
 def _fingerprint(compiler: str) -> str:
@@ -85,7 +93,7 @@ def _fingerprint(compiler: str) -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoCompiler(f"{compiler} does not run: {error}") from error
-    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    sources = [path.read_text() for path in (*SOURCES, *sorted(FOLDER.glob("*.h")))]
     parts = (*sources, *FLAGS, compiler, version, platform.machine(), _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

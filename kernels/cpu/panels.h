@@ -26,13 +26,7 @@ INLINE int64_t output_of(int64_t panel, int64_t column, int64_t outputs, int gat
 }
 
 /* How many columns all panels of a weight have. */
-int64_t packed_columns(int64_t outputs, int64_t gated) { return panels_of(outputs, gated) * PANEL; }
-
-/* The output in each of these columns, -1 where there is none. */
-void packed_order(int64_t outputs, int64_t gated, int64_t *order) {
-    for (int64_t i = 0; i < packed_columns(outputs, gated); i++)
-        order[i] = output_of(i / PANEL, i % PANEL, outputs, gated);
-}
+INLINE int64_t columns_of(int64_t outputs, int gated) { return panels_of(outputs, gated) * PANEL; }
 
 #define CHUNK_BYTES (256 << 10) /* of x: a quarter of an L2 of 1 MiB. From 96 to 4,096 rows made no difference above 3% */
 
@@ -86,15 +80,6 @@ static void put_greatest(vf results[ROWS][COLUMNS], uint64_t *greatest, int64_t 
         while (best > least &&
                !__atomic_compare_exchange_n(greatest + r, &least, best, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             ;
-    }
-}
-
-/* The columns that `ranked` hid in each of n integers; -1 for a result that is not finite. */
-void ranked_columns(const uint64_t *greatest, int64_t *columns, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t bits = greatest[i] >> 32, plain = bits >> 31 ? bits & 0x7fffffffu : ~bits;
-        int finite = (plain & 0x7f800000u) != 0x7f800000u;
-        columns[i] = finite ? (int64_t)(uint32_t)~(uint32_t)greatest[i] : -1;
     }
 }
 

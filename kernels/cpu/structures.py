@@ -1,4 +1,4 @@
-"""The structures that operators.c takes; pointers are addresses of tensors, None for none."""
+"""The structures that the C operators take; pointers are addresses of tensors, None for none."""
 
 from __future__ import annotations
 

@@ -1,0 +1,25 @@
+/* The operators of a decoder for float32. */
+#include "operators.h"
+
+#define REAL float
+#define PAIR 1 /* values a word */
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define LOADV load_f32
+#define STOREV store_f32
+#define ROUNDV round_f32
+#define DOT dot_f32
+#define EXP2 exp2_bounded
+#define NAME(base) base##_f32
+#include "pointwise.h"
+#include "linear.h"
+#include "quantized_linear.h"
+#include "attention.h"
+#include "layer.h"
+
+/* For whoever builds the structures elsewhere: their sizes, and the most that a head and an item may have. */
+void sizes(int64_t *found) {
+    int64_t all[] = {sizeof(Weight),          sizeof(Heads_f32), sizeof(Plan), sizeof(Attention_f32), sizeof(Layer_f32),
+                     sizeof(LayerStep_f32), MAX_DIM,           MOST_ROWS};
+    memcpy(found, all, sizeof all);
+}

@@ -1,0 +1,12 @@
+/* What every unit of the operators includes. Each dtype is a unit of its own, so that two compilers work side by side;
+ * shared.c has what knows no dtype. Everything is computed in float. Semantics are those of the torch references beside
+ * this folder. */
+#include "vector.h"
+#include "panels.h"
+#include "plan.h"
+
+#define MAX_DIM 256
+#define MOST_ROWS 48 /* queries of one KV head that pass over a tile of keys together: with it they fit an L1 of 32 KiB */
+#define PASSED INT32_MAX
+#define AHEAD 4 /* tokens between fetching the places of K and V and writing them */
+#define SLACK 8.0f /* powers of two by which a weight of attention may exceed 1 */

@@ -1,0 +1,37 @@
+/* What is the same for every dtype: how weights are packed, and what this build can do. */
+#include "operators.h"
+
+int64_t lanes(void) { return LANES; }
+
+int64_t packed_columns(int64_t outputs, int64_t gated) { return columns_of(outputs, gated); }
+
+/* The output in each of these columns, -1 where there is none. */
+void packed_order(int64_t outputs, int64_t gated, int64_t *order) {
+    for (int64_t i = 0; i < columns_of(outputs, gated); i++)
+        order[i] = output_of(i / PANEL, i % PANEL, outputs, gated);
+}
+
+/* The columns that `ranked` hid in each of n integers; -1 for a result that is not finite. */
+void ranked_columns(const uint64_t *greatest, int64_t *columns, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = greatest[i] >> 32, plain = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+        int finite = (plain & 0x7f800000u) != 0x7f800000u;
+        columns[i] = finite ? (int64_t)(uint32_t)~(uint32_t)greatest[i] : -1;
+    }
+}
+
+/* Codes of a weight, packed, and what its sums start at. Codes come as (outputs, inputs) int8. */
+void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts) {
+    int64_t words = (inputs + 3) / 4, panels = panels_of(outputs, gated);
+    memset(starts, 0, columns_of(outputs, gated) * sizeof *starts);
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t i = 0; i < words; i++)
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t output = output_of(panel, column, outputs, gated), rest = inputs - i * 4;
+                int8_t word[4] = {0};
+                if (output >= 0) memcpy(word, weight + output * inputs + i * 4, rest < 4 ? rest : 4);
+                memcpy(packed + ((panel * words + i) * PANEL + column) * 4, word, 4);
+                for (int j = 0; j < 4; j++) starts[panel * PANEL + column] -= 128 * word[j];
+            }
+}
