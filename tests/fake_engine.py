@@ -1,4 +1,7 @@
-"""An engine without a model: the answer is a function of the prompt. For tests of everything around an engine."""
+"""An engine without a model: the answer is a function of the prompt. For tests of everything around an engine.
+
+It imports no torch, which takes ten times as long as all else that its process does: hundreds of tests start it.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,33 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.engine.build import BuiltEngine
 from batchinfer.engine.config import EngineConfig, EngineInfo
-from batchinfer.engine.engine import Engine, StepOutput
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.request import Completion, Request, RequestSample, RowError, StepSample
 from tests.batchinfer.child_tasks import break_the_next_message
 
 BATCH = 512
+
+
+@dataclass
+class FakeOutput:
+    """As batchinfer.engine.engine.StepOutput."""
+
+    completions: list[Completion]
+    requests: list[RequestSample]
+    sample: StepSample
+
+
+@dataclass(frozen=True)
+class BuiltFake:
+    """As batchinfer.engine.build.BuiltEngine."""
+
+    engine: FakeEngine
+    info: EngineInfo
 
 
 def answer(request: Request) -> np.ndarray:
@@ -82,7 +101,7 @@ class FakeEngine:
             _die()
         self._waiting.clear()
 
-    def step(self) -> StepOutput:
+    def step(self) -> FakeOutput:
         if self._steps == self._die_at:
             if self._raises:
                 raise getattr(builtins, self._raises)("the fake engine was asked to raise it")
@@ -95,12 +114,12 @@ class FakeEngine:
         if self._log is not None:
             with open(self._log, "a") as log:
                 log.writelines(f"{request.key.hex()}\n" for request in taken)
-        output = StepOutput([self._complete(r) for r in taken], [self._sample(r) for r in taken])
+        completions = [self._complete(r) for r in taken]
         tokens = sum(len(r.prompt) for r in taken)
-        sampled = sum(len(c.token_ids) for c in output.completions)
-        output.sample = _step(self._steps, tokens, sampled, len(self._waiting))
+        sampled = sum(len(c.token_ids) for c in completions)
+        sample = _step(self._steps, tokens, sampled, len(self._waiting))
         self._steps += 1
-        return output
+        return FakeOutput(completions, [self._sample(r) for r in taken], sample)
 
     def _complete(self, request: Request) -> Completion:
         if self._fail_every and int.from_bytes(request.key[:4], "big") % self._fail_every == 0:
@@ -136,8 +155,7 @@ def _step(step: int, tokens: int, sampled: int, waiting: int) -> StepSample:
     )
 
 
-def build(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltEngine:
+def build(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltFake:
     """Takes the place of `batchinfer.engine.build.build_engine`."""
     info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0, 0.0)
-    engine: Engine = FakeEngine()  # type: ignore[assignment]
-    return BuiltEngine(engine, info)
+    return BuiltFake(FakeEngine(), info)
