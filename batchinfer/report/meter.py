@@ -8,7 +8,7 @@ from types import TracebackType
 
 from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
 from batchinfer.report.folder import table_path
-from batchinfer.report.percentiles import UNKNOWN, Spread, spread, weighted_spread
+from batchinfer.report.percentiles import UNKNOWN, Spread, opened, spread, weighted_spread
 from batchinfer.report.spool import BUFFER_ROWS, Spool
 from batchinfer.request import RequestSample, StepSample
 from batchinfer_kernels.cost import Peaks
@@ -135,16 +135,17 @@ class Meter:
     def finish(self) -> Measured:
         """Complete both tables and read the percentiles from them. Raises OSError when the disk fails."""
         steps, requests = self._steps.finish(), self._requests.finish()
-        return Measured(
-            totals=self.totals,
-            queue=spread(requests, "queue_s"),
-            ttft=spread(requests, "ttft_s"),
-            tpot=spread(requests, "tpot_s"),
-            itl=weighted_spread(steps, "interval_s", "decode_tokens"),
-            latency=spread(requests, "latency_s"),
-            steps_path=steps,
-            requests_path=requests,
-        )
+        with opened() as database:
+            return Measured(
+                totals=self.totals,
+                queue=spread(database, requests, "queue_s"),
+                ttft=spread(database, requests, "ttft_s"),
+                tpot=spread(database, requests, "tpot_s"),
+                itl=weighted_spread(database, steps, "interval_s", "decode_tokens"),
+                latency=spread(database, requests, "latency_s"),
+                steps_path=steps,
+                requests_path=requests,
+            )
 
     def _interval(self, sample: StepSample) -> float | None:
         """Seconds from the end of the step before to the end of this one; None in an engine's first step."""

@@ -1,0 +1,109 @@
+"""`python -m tests.gpu_suite`: progress to stderr, a table to stdout, a record to a folder.
+
+argparse and not typer: this runs where `batchinfer` itself, with what its commands need, is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.gpu_suite.shares import with_shares
+from tests.gpu_suite.suite import ENTRIES, Suite, peaks_of
+from tests.gpu_suite.table import table
+
+ROOT = Path(__file__).parents[2]
+RECORDS, REHEARSALS = Path("docs/measurements"), Path("results/gpu-suite")
+MINUTES = 9.0
+USAGE, FAILED = 2, 1
+
+
+def main() -> int:
+    """0 when all went well, 1 when anything failed or was not reached, 2 when it cannot run here."""
+    options = _options()
+    if not options.rehearse and (missing := _missing()) is not None:
+        sys.stderr.write(f"gpu-suite: {missing}\n")
+        return USAGE
+    names = [entry.name for entry in ENTRIES] if options.sections is None else options.sections
+    entries = tuple(entry for entry in ENTRIES if entry.name in names)
+    folder = options.out or ROOT / (REHEARSALS if options.rehearse else RECORDS)
+    keeper = Keeper(folder)
+    suite = Suite(ROOT, options.rehearse, options.minutes, _notice, keeper.keep, entries)
+    record = suite.run()
+    sys.stdout.write(f"{table(with_shares(record, peaks_of(record)))}\nrecord: {keeper.path}\n")
+    return FAILED if record["failed"] else 0
+
+
+class Keeper:
+    """Writes the record to one file, again whenever it has grown: what was measured outlasts whatever comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.path: Path | None = None
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Raises OSError."""
+        if self.path is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.path = self._folder / f"{record_name(record)}.json"
+        text = json.dumps(with_shares(record, peaks_of(record)), indent=1, ensure_ascii=False)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(text + "\n", "utf-8")
+        os.replace(temporary, self.path)
+
+
+def record_name(record: dict[str, Any]) -> str:
+    """Date, time (UTC) and GPU: `2026-11-21-1730-nvidia-h100-80gb-hbm3`."""
+    at = str(record["measured_at"])
+    gpu = "rehearsal" if record["rehearsal"] else (record["gpu"] or {}).get("name", "unknown gpu")
+    return f"{at[:10]}-{at[11:13]}{at[14:16]}-{re.sub('[^a-z0-9]+', '-', str(gpu).lower()).strip('-')}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu_suite",
+        description="Tests the GPU kernels on this machine's GPU, measures them and the engine, and writes a record.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"for the record; {RECORDS}, or {REHEARSALS} of a rehearsal",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"for everything together; {MINUTES:.0f} if not given"
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="everything on the CPU, on tiny shapes, in Triton's interpreter",
+    )
+    names = [entry.name for entry in ENTRIES]
+    parser.add_argument(
+        "--sections", nargs="+", choices=names, metavar="NAME", help=f"only some of {', '.join(names)}"
+    )
+    return parser.parse_args()
+
+
+def _missing() -> str | None:
+    """Why nothing can be measured here; None where it can. Torch, slow to import, is asked in a process of its own by
+    each section, and here only for this."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU here; --rehearse runs everything on the CPU and times nothing"
+    return None
+
+
+def _notice(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""A mixed workload beside transformers' continuous batching, in turns, with the same weights on the same device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from batchinfer.bench.report import Series
+from batchinfer.bench.runs import timed_run
+from batchinfer.models.dummy import DummyWeights
+from batchinfer.models.shapes import SHAPES
+from tests.gpu_suite.case import WrongResult
+from tests.gpu_suite.continuous import ContinuousPeer
+from tests.gpu_suite.loaded import dtype_of, loaded_model, model_name, source
+from tests.gpu_suite.order import plan_in_memory
+from tests.gpu_suite.section import Section
+from tests.gpu_suite.workloads import MOST_TURNS, suite_workload, told
+
+WORKLOAD = "mixed"
+TINY_CACHE = {"num_blocks": 8, "max_batch_tokens": 64}
+AIM = 3.0  # times as fast as continuous batching
+
+
+def run(section: Section) -> None:
+    """One result; its turns are as many as the time allows, up to five."""
+    section.parts([(WORKLOAD, partial(_against, section))])
+
+
+def _against(section: Section) -> dict[str, Any]:
+    setting, series = section.setting, Series()
+    loaded, workload = loaded_model(setting), suite_workload(section, WORKLOAD)
+    dtype, config = dtype_of(setting), source(setting).config
+    weights = DummyWeights(config, getattr(torch, dtype), setting.device)
+    cache = TINY_CACHE if setting.rehearsal else None
+    peer = ContinuousPeer(SHAPES[model_name(setting)], weights, setting.device, dtype, cache)
+    try:
+        timed_run(loaded, workload.rows, planner=plan_in_memory)
+        turn_s = peer.run(workload.rows).wall_s
+        for turn in range(1 if setting.rehearsal else MOST_TURNS):
+            if turn and section.left_s < 1.2 * turn_s:
+                break
+            series.ours.append(timed_run(loaded, workload.rows, planner=plan_in_memory))
+            series.peer.append(peer.run(workload.rows))
+            turn_s = series.ours[-1].wall_s + series.peer[-1].wall_s
+    finally:
+        peer.close()
+    equal = series.ours[0].answers == series.peer[0].answers
+    if (
+        setting.rehearsal and not equal
+    ):  # in float32; what bfloat16 rounds decides between almost equal logits
+        raise WrongResult(f"{peer.name} gives other answers")
+    return told(section, workload, series, peer.name) | {"aim": AIM}

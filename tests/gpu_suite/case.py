@@ -1,0 +1,104 @@
+"""One kernel at one size: checked first, then timed beside what does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.cost import Cost
+from tests.gpu_suite.clock import Call, Clock
+from tests.gpu_suite.section import Section
+
+# ‖ours - right‖ / ‖right‖, where operands and results are of this dtype: a few roundings each
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+class WrongResult(Exception):
+    """A kernel computed something else: nothing of it is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`others` do the same work. `error` is how far `ours` is from right, a fraction; it is made for each check."""
+
+    kernel: str
+    size: str
+    cost: Cost
+    dtype: str  # whose peak the FLOPs are held against
+    ours: Call
+    error: Callable[[], float]
+    tolerance: float
+    others: Mapping[str, Call] = field(default_factory=dict)
+    target: float | None = None  # share of its bound that it is meant to reach
+    # How many times as fast as which of `others` it is meant to be
+    aim: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}, {self.size}"
+
+
+def distance(ours: Tensor, right: Tensor) -> float:
+    """‖ours - right‖ / ‖right‖ in float64; NaN where either has one."""
+    wide = right.double()
+    norm = torch.linalg.vector_norm(wide)
+    return float(torch.linalg.vector_norm(ours.double() - wide) / norm)
+
+
+def different(ours: Tensor, right: Tensor) -> float:
+    """The share of values that are not equal."""
+    return float((ours != right).double().mean())
+
+
+def measured(section: Section, case: Case) -> dict[str, Any]:
+    """Raises WrongResult. A comparison that raises is told as a failure of its own and left out."""
+    error = case.error()
+    if not error <= case.tolerance:
+        raise WrongResult(f"{case.name}: off by {error:.3g}, where {case.tolerance:.3g} would do")
+    others = {name: call for name, call in case.others.items() if _works(section, case, name, call)}
+    return {
+        "kind": "kernel",
+        "kernel": case.kernel,
+        "size": case.size,
+        "dtype": case.dtype,
+        "flops": case.cost.flops,
+        "bytes": case.cost.bytes,
+        "int8_ops": case.cost.int8_ops,
+        "error": error,
+        "tolerance": case.tolerance,
+        "target": case.target,
+        "aim": dict(case.aim),
+        **_timed(section, case, others),
+    }
+
+
+def _works(section: Section, case: Case, name: str, call: Call) -> bool:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - another's kernel: told, and ours is measured all the same
+        section.failure(f"{case.name}: {name}", error)
+        return False
+    return True
+
+
+def _timed(section: Section, case: Case, others: Mapping[str, Call]) -> dict[str, Any]:
+    """In a rehearsal everything has run by now, and no time means anything."""
+    if section.setting.rehearsal:
+        case.ours()
+        return {"ours": None, "others": dict.fromkeys(others)}
+    times = the_clock(section.setting.device).times({"": case.ours, **others})
+    return {
+        "ours": times.pop("").to_json(),
+        "others": {name: found.to_json() for name, found in times.items()},
+    }
+
+
+@cache
+def the_clock(device: torch.device) -> Clock:
+    """One for all cases: it holds a large buffer."""
+    return Clock(device)

@@ -1,0 +1,95 @@
+"""How long calls take on the device: CUDA events around each, with a cold cache, in turns with what it is compared to.
+
+Before each timed call the cache is flushed by reading a buffer several times its size (writing one would leave lines
+that have to be written back while the call is timed), and the device is kept waiting until the host has queued the
+whole call, so that what is timed is the device's work and not Python. The host's time is told beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+COLD_BYTES = 512 * 2**20  # four times the largest L2 of a GPU that there is so far (126 MB, B200)
+LEAST_TURNS, MOST_TURNS = 5, 20
+TIMED_S = 0.25  # of device time for a call; the turns are as many as fit
+QUEUE_MARGIN = 2.0  # times the host's time for a call
+SLEEP_CYCLES = 20_000_000  # ten milliseconds or so, for finding out how long a cycle is
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one call. `host_s` is what the host takes to queue it once."""
+
+    median_s: float
+    min_s: float
+    runs: int
+    host_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"median_s": self.median_s, "min_s": self.min_s, "runs": self.runs, "host_s": self.host_s}
+
+
+class Clock:
+    """Times calls on the present GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cold = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device=device)
+        _keep_busy(SLEEP_CYCLES)
+        cycles_s = self._device_s(lambda: _keep_busy(SLEEP_CYCLES))
+        self._cycles_per_s = SLEEP_CYCLES / cycles_s
+
+    def times(self, calls: Mapping[str, Call]) -> dict[str, Times]:
+        """Medians over turns in which each call runs once. What the first runs do (compiling) does not count."""
+        hosts = {name: self._host_s(call) for name, call in calls.items()}
+        longest = max(self._cold_s(call, hosts[name]) for name, call in calls.items())
+        turns = round(min(max(TIMED_S / longest, LEAST_TURNS), MOST_TURNS))
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(turns):
+            for name, call in calls.items():
+                found[name].append(self._cold_s(call, hosts[name]))
+        return {
+            name: Times(statistics.median(runs), min(runs), len(runs), hosts[name])
+            for name, runs in found.items()
+        }
+
+    def _host_s(self, call: Call) -> float:
+        for _ in range(2):  # compiles, and fills the allocator's pool
+            call()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        taken = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return taken
+
+    def _cold_s(self, call: Call, host_s: float) -> float:
+        self._cold.sum()
+        _keep_busy(round((QUEUE_MARGIN * host_s + 1e-4) * self._cycles_per_s))
+        return self._device_s(call)
+
+    @staticmethod
+    def _device_s(call: Call) -> float:
+        start, end = _event(), _event()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def _event() -> Any:
+    event: Callable[..., Any] = torch.cuda.Event
+    return event(enable_timing=True)
+
+
+def _keep_busy(cycles: int) -> None:
+    """A kernel that does nothing for so long; what torch's own tests use."""
+    sleep: Callable[[int], None] = torch.cuda._sleep
+    sleep(cycles)

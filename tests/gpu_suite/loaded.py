@@ -1,0 +1,127 @@
+"""The model that the engine's sections run: Llama 3.1 8B on dummy weights, loaded once for all of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from batchinfer.engine.build import LoadedModel, ModelSource, load_model
+from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.decode_graphs import Captured
+from batchinfer.engine.device_fit import CacheRoom, fit
+from batchinfer.errors import Unavailable
+from batchinfer.models.decoder import Decoder
+from batchinfer.models.dummy import DummyWeights, parameter_count
+from batchinfer.models.rope import rope_table
+from batchinfer.models.shapes import shape_config
+from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.cost import Peaks
+from tests.gpu_suite.section import BANDWIDTH, Setting
+
+MODEL, TINY_MODEL = "llama-3.1-8b", "tiny"
+DTYPE: Dtype = "bfloat16"
+TINY_DTYPE: Dtype = "float32"  # tokens are to be the same as others'
+# Tokens of the longest row of any section: the sweep's longest prompt. 1,280 is the longest of `mixed`.
+LONGEST, TINY_LONGEST = 8192 + 2, 48
+# Of the memory that is left once the weights are loaded: the other half is for what we are compared to
+KV_MEMORY = 0.5
+
+
+def model_name(setting: Setting) -> str:
+    return TINY_MODEL if setting.rehearsal else MODEL
+
+
+def dtype_of(setting: Setting) -> Dtype:
+    return TINY_DTYPE if setting.rehearsal else DTYPE
+
+
+def peaks(setting: Setting) -> Peaks:
+    """Of the model's dtype. In a rehearsal plain ones: nothing is told that depends on them.
+
+    Raises Unavailable where they were not measured.
+    """
+    if setting.rehearsal:
+        return Peaks(1.0, 1.0)
+    if not {DTYPE, BANDWIDTH} <= set(setting.peaks):
+        raise Unavailable("the peaks of this GPU were not measured, and without them no step is sized")
+    return Peaks(setting.peaks[DTYPE], setting.peaks[BANDWIDTH])
+
+
+def loaded_model(setting: Setting) -> LoadedModel:
+    """The same for all sections of a process."""
+    return _loaded(setting.rehearsal, peaks(setting))
+
+
+def source(setting: Setting) -> ModelSource:
+    """Dummy weights by the model's name."""
+    config = shape_config(model_name(setting))
+    return ModelSource(config, parameter_count(config), lambda *place: DummyWeights(config, *place))
+
+
+@cache
+def _loaded(rehearsal: bool, found: Peaks) -> LoadedModel:
+    setting = Setting(rehearsal, 0.0, "")
+    gc.collect()
+    if not rehearsal:
+        torch.cuda.empty_cache()  # of what kernels were measured on
+    longest = TINY_LONGEST if rehearsal else LONGEST
+    config = EngineConfig(
+        model=Path(model_name(setting)),
+        dtype=dtype_of(setting),
+        device="cpu" if rehearsal else "cuda",
+        max_model_len=longest,
+        longest=longest,
+        max_num_seqs=2 if rehearsal else None,
+        max_num_batched_tokens=16 if rehearsal else None,
+        kv_memory=2**20 if rehearsal else KV_MEMORY,
+        peaks=found,
+    )
+    loaded = load_model(config, source(setting))
+    return _interpreted(loaded, setting) if rehearsal else loaded
+
+
+def _interpreted(loaded: LoadedModel, setting: Setting) -> LoadedModel:
+    """The same model as a GPU would run it: Triton's operators, one step looked ahead, decode steps captured."""
+    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+    model, info, device = source(setting), loaded.info, torch.device("cpu")
+    config, dtype = model.config, getattr(torch, dtype_of(setting))
+    ops = TritonOps(AttentionShape(dtype, config.q_heads, config.kv_heads, config.head_dim))
+    rope = rope_table(config, TINY_LONGEST, device)
+    decoder = Decoder(config, model.weights(dtype, device), ops, rope)
+    room = CacheRoom(
+        blocks=lambda needed: info.blocks,
+        allocate=lambda blocks: decoder.allocate_cache(blocks, info.block_size, dtype, device),
+        longest=TINY_LONGEST,
+        block_size=info.block_size,
+    )
+    runner = replace(loaded.runner, model=decoder, ops=ops, caches=[])
+    fitted = fit(runner, loaded.limits, room, _NoMeter(), _captured_by_name)
+    return replace(loaded, runner=fitted.runner, limits=fitted.limits, info=replace(info, ops=ops.name))
+
+
+class _NoMeter:
+    """Of a device without memory of its own."""
+
+    def restart(self) -> None:
+        """Nothing is counted."""
+
+    def peak(self) -> int:
+        return 0
+
+
+def _captured_by_name(run: Callable[[], Tensor]) -> Captured:
+    """A graph for a device that has none: what was captured is called again, and reads what it read then."""
+    result = run().clone()
+
+    def replay() -> None:
+        result.copy_(run())
+
+    return Captured(result, replay)

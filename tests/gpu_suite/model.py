@@ -1,0 +1,104 @@
+"""Decode and prefill of the 8B shape by the engine: what a step takes against what its operators must take."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from batchinfer.bench.runs import Run, timed_run
+from batchinfer.bench.workloads import Row
+from batchinfer_kernels.cost import Cost, DecoderShape, StepShape, decoder_step_costs
+from tests.gpu_suite.case import WrongResult
+from tests.gpu_suite.loaded import dtype_of, loaded_model
+from tests.gpu_suite.order import plan_in_memory
+from tests.gpu_suite.section import Section
+
+# (sequences, prompt); the first one has a target. Prompts are short enough that running them leaves time for the rest.
+DECODES = ((64, 1024), (128, 1024), (256, 512), (16, 1024), (1, 1024))
+PREFILLS = (8192, 2048, 512)
+DECODE_STEPS, WARM_STEPS = 40, 8
+PREFILL_RUNS = 5
+MBU_TARGET = 0.8  # of decode at a batch of 64
+
+
+def run(section: Section) -> None:
+    """A result a size."""
+    decodes, prefills = (((2, 5),), (9,)) if section.setting.rehearsal else (DECODES, PREFILLS)
+    parts = [
+        (f"decode {count} × {prompt}", partial(decode, section, count, prompt)) for count, prompt in decodes
+    ]
+    parts += [(f"prefill {tokens}", partial(prefill, section, tokens)) for tokens in prefills]
+    section.parts(parts)
+
+
+def decode(section: Section, count: int, prompt: int) -> dict[str, Any]:
+    """Steps that run one token of each sequence and nothing else; the first ones, which compile and capture, do not
+    count. Raises WrongResult where there are none, as then something else was measured.
+    """
+    loaded, wanted = loaded_model(section.setting), 3 if section.setting.rehearsal else DECODE_STEPS
+    # The first row to be read goes on answering until the last one is
+    reading = -(-count * prompt // max(1, loaded.info.max_num_batched_tokens - count))
+    ran = _run(section, _rows(count, prompt, wanted + WARM_STEPS + reading))
+    own = [n for n, step in enumerate(ran.steps) if step.prefill_tokens == 0 and step.decode_tokens == count]
+    own = own[-wanted:]
+    if len(own) < wanted:
+        raise WrongResult(
+            f"{len(own)} of {len(ran.steps)} steps decode all {count} sequences and do nothing else"
+        )
+    shapes = [ran.shapes[n] for n in own]
+    seconds = [ran.steps[n].duration_s for n in own]
+    found = _costs(loaded.runner.shape, [shapes[len(shapes) // 2]])
+    target = MBU_TARGET if (count, prompt) == DECODES[0] else None
+    size = f"{count} sequences at {prompt}"
+    return _result(section, "decode", size, seconds, found) | {"tokens": count, "mbu_target": target}
+
+
+def prefill(section: Section, tokens: int) -> dict[str, Any]:
+    """One prompt, in as many steps as its engine cuts it into."""
+    loaded = loaded_model(section.setting)
+    runs = [
+        _run(section, _rows(1, tokens, 1)) for _ in range(2 if section.setting.rehearsal else PREFILL_RUNS)
+    ]
+    seconds = [sum(step.duration_s for step in ran.steps) for ran in runs[1:]]  # the first one compiles
+    found = _costs(loaded.runner.shape, runs[-1].shapes)
+    return _result(section, "prefill", f"{tokens} tokens", seconds, found) | {"tokens": tokens}
+
+
+def _run(section: Section, rows: Sequence[Row]) -> Run:
+    return timed_run(loaded_model(section.setting), rows, planner=plan_in_memory)
+
+
+def _rows(count: int, prompt: int, outputs: int) -> list[Row]:
+    """Rows that share nothing."""
+    r = random.Random(count * prompt)
+    return [Row(tuple(r.randrange(300, 500) for _ in range(prompt)), outputs) for _ in range(count)]
+
+
+def _costs(shape: DecoderShape, steps: Sequence[StepShape]) -> dict[str, Cost]:
+    """Operator → its cost over these steps."""
+    total: dict[str, Cost] = {}
+    for step in steps:
+        for name, cost in decoder_step_costs(shape, step).items():
+            total[name] = total.get(name, Cost()) + cost
+    return total
+
+
+def _result(
+    section: Section, phase: str, size: str, seconds: Sequence[float], costs: dict[str, Cost]
+) -> dict[str, Any]:
+    times = None
+    if not section.setting.rehearsal:
+        times = {"median_s": statistics.median(seconds), "min_s": min(seconds), "runs": len(seconds)}
+    operators = {name: [cost.flops, cost.bytes, cost.int8_ops] for name, cost in costs.items()}
+    dtype = dtype_of(section.setting)
+    return {
+        "kind": "step",
+        "phase": phase,
+        "size": size,
+        "dtype": dtype,
+        "ours": times,
+        "operators": operators,
+    }

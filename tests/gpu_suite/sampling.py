@@ -1,0 +1,175 @@
+"""Sampling from the logits of a batch: greedy, with every filter, and log-probabilities, at Llama 3's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.cost import log_probabilities_cost, penalise_cost, sample_cost
+from batchinfer_kernels.gpu.log_probabilities import log_probabilities
+from batchinfer_kernels.gpu.penalties import penalise
+from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.log_probabilities import log_probabilities_reference
+from batchinfer_kernels.penalties import Penalties, penalise_reference
+from batchinfer_kernels.sample import RowSampling, sample_reference
+from tests.gpu_suite.case import Case, different, distance, measured
+from tests.gpu_suite.section import Section
+
+ROWS, VOCAB = 256, 128_256
+TINY_ROWS, TINY_VOCAB = 3, 300
+SPREAD = 3.0  # of logits; some hundred tokens then make 95% of the mass
+MOST = 5  # log-probabilities a row
+SAID = 512  # tokens of a prompt and an answer that penalties look at
+# Of rows whose token may differ from the reference's: at a filter's edge float32 sums decide, which it rounds otherwise
+TOLERATED_ROWS = 0.02
+FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top-k, top-p, min-p
+    "temperature": (0.8, 0, 1.0, 0.0),
+    "top-p 0.95": (0.8, 0, 0.95, 0.0),
+    "top-k 50, top-p 0.95": (0.8, 50, 0.95, 0.0),
+    "min-p 0.05": (0.8, 0, 1.0, 0.05),
+}
+
+
+def run(section: Section) -> None:
+    """A result a case."""
+    makers: dict[str, Callable[[Section], Case]] = {"greedy": greedy_case}
+    makers |= {name: partial(filtered_case, name=name) for name in FILTERS}
+    makers |= {"log-probabilities": log_probabilities_case, "penalties": penalties_case}
+    section.parts((name, partial(_measured, section, make)) for name, make in makers.items())
+
+
+def _measured(section: Section, make: Callable[[Section], Case]) -> dict[str, object]:
+    return measured(section, make(section))
+
+
+def greedy_case(section: Section) -> Case:
+    logits = _logits(section)
+    ours, theirs = partial(sample, logits), partial(torch.argmax, logits, -1)
+    return _case("greedy", logits, ours, theirs, lambda: different(ours(), theirs()), 0.0, 0)
+
+
+def filtered_case(section: Section, name: str) -> Case:
+    """Beside torch, which sorts. Its draws are others, so that the answer is held against the reference."""
+    logits = _logits(section)
+    temperature, top_k, top_p, min_p = FILTERS[name]
+    sampling = _sampling(logits, temperature, top_k, top_p, min_p)
+    ours = partial(sample, logits, sampling)
+    theirs = partial(_sorted_sample, logits, temperature, top_k, top_p, min_p)
+
+    def error() -> float:
+        return different(ours(), sample_reference(logits, sampling))
+
+    return _case(name, logits, ours, theirs, error, TOLERATED_ROWS, len(logits))
+
+
+def log_probabilities_case(section: Section) -> Case:
+    logits = _logits(section)
+    chosen = logits.argmax(-1)
+    ours = partial(log_probabilities, logits, chosen, MOST)
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        found = logits.log_softmax(-1)
+        return found.gather(1, chosen[:, None]), found.topk(MOST, -1).values
+
+    def error() -> float:
+        right = log_probabilities_reference(logits, chosen, MOST)
+        return max(distance(mine, other) for mine, other in zip(ours()[:2], right[:2], strict=True))
+
+    rows, vocab = logits.shape
+    cost = log_probabilities_cost(rows, vocab, MOST, logits.element_size())
+    size = f"{rows} × {vocab}, the {MOST} likeliest"
+    return Case("log-probabilities", size, cost, "float32", ours, error, 1e-5, {"torch": theirs})
+
+
+def penalties_case(section: Section) -> Case:
+    """In place: repeated, logits only go further down, which costs the same."""
+    logits = _logits(section)
+    said = min(SAID, logits.shape[1] // 4)
+    penalties, right = _penalties(logits, said), logits.clone()
+    counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    ours = partial(penalise, logits, penalties, counts)
+
+    def error() -> float:
+        penalise_reference(right, penalties)
+        ours()
+        return distance(logits, right)
+
+    rows = len(logits)
+    cost = penalise_cost(rows * said, rows * said, rows * said // 2, logits.element_size())
+    return Case("penalties", f"{rows} × {said} tokens", cost, "float32", ours, error, 1e-6)
+
+
+def _case(
+    name: str,
+    logits: Tensor,
+    ours: Callable[[], Tensor],
+    theirs: Callable[[], Tensor],
+    error: Callable[[], float],
+    tolerance: float,
+    drawn: int,
+) -> Case:
+    rows, vocab = logits.shape
+    cost = sample_cost(rows, vocab, logits.element_size(), drawn)
+    size = f"{name}, {rows} × {vocab}"
+    return Case("sampling", size, cost, "float32", ours, error, tolerance, {"torch": theirs})
+
+
+def _logits(section: Section) -> Tensor:
+    rows, vocab = (TINY_ROWS, TINY_VOCAB) if section.setting.rehearsal else (ROWS, VOCAB)
+    generator = torch.Generator(section.setting.device).manual_seed(0)
+    return torch.randn(rows, vocab, generator=generator, device=section.setting.device) * SPREAD
+
+
+def _sampling(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> RowSampling:
+    rows, place = len(logits), logits.device
+    words = torch.randint(-(2**31), 2**31, (rows, 4), dtype=torch.int64, device=place).to(torch.int32)
+    return RowSampling(
+        torch.full((rows,), temperature, device=place),
+        torch.full((rows,), top_k, dtype=torch.int32, device=place),
+        torch.full((rows,), top_p, dtype=torch.float64, device=place),
+        torch.full((rows,), min_p, dtype=torch.float64, device=place),
+        words,
+        torch.arange(rows, dtype=torch.int32, device=place),
+    )
+
+
+def _penalties(logits: Tensor, said: int) -> Penalties:
+    """For every row `said` distinct tokens, of which the second half is its answer."""
+    (rows, vocab), place = logits.shape, logits.device
+    row = torch.arange(rows, device=place)
+    tokens = (
+        row[:, None] * 37 + torch.arange(said, device=place) * 97
+    ) % vocab  # 97: a prime, no factor of vocab
+    lengths = torch.full((rows,), said, dtype=torch.int32, device=place)
+    repetition, presence, frequency = (torch.full((rows,), x, device=place) for x in (1.05, 0.1, 0.1))
+    return Penalties(
+        rows=row.to(torch.int32),
+        tokens=tokens.flatten().to(torch.int32),
+        starts=row * said,
+        prompt_lens=lengths // 2,
+        lengths=lengths,
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+        banned=torch.full((rows, 1), -1, dtype=torch.int32, device=place),
+    )
+
+
+def _sorted_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """As it is usually written in torch: sort where a filter needs it, cumulate, mask, and draw without waiting for
+    the device (an exponential race)."""
+    probabilities = (logits / temperature).softmax(-1)
+    if top_k > 0 or top_p < 1.0:
+        ordered, order = probabilities.sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.masked_fill(before > top_p, 0.0)
+        if top_k > 0:
+            ordered[:, top_k:] = 0.0
+        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+    if min_p > 0:
+        least = probabilities.amax(-1, keepdim=True) * min_p
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    return (probabilities / torch.empty_like(probabilities).exponential_(1.0)).argmax(-1)

@@ -1,0 +1,79 @@
+"""A section of the suite: what it is given, what it tells, and how its parts fail alone."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Told = Callable[[str, dict[str, Any]], None]  # kind of message, and what it says
+Part = tuple[str, Callable[[], dict[str, Any]]]  # what it is called, and what gives its result
+BANDWIDTH = "bytes_per_s"  # beside the dtypes in `Setting.peaks`
+
+
+class NoTimeLeft(Exception):
+    """The section's time is over; what it has told so far stands."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every section is given. It travels to the process that measures."""
+
+    rehearsal: bool  # tiny shapes on the CPU, in Triton's interpreter: nothing is timed
+    seconds: float  # how long the section may take
+    root: str  # the checkout
+    peaks: dict[str, float] = field(
+        default_factory=dict
+    )  # FLOP/s by dtype, and BANDWIDTH; empty: not measured
+
+    @cached_property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu" if self.rehearsal else "cuda")
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.rehearsal else "cuda"
+
+
+class Section:
+    """Tells what comes of a section's parts, one after the other, until its time is over."""
+
+    def __init__(self, setting: Setting, tell: Told) -> None:
+        self.setting, self._tell = setting, tell
+        self._ends = time.monotonic() + setting.seconds
+
+    @property
+    def left_s(self) -> float:
+        return self._ends - time.monotonic()
+
+    def result(self, result: dict[str, Any]) -> None:
+        self._tell("result", result)
+
+    def failure(self, what: str, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        self._tell(
+            "failure", {"what": what, "message": f"{type(error).__name__}: {error}", "traceback": text}
+        )
+
+    def parts(self, parts: Iterable[Part]) -> None:
+        """Run each part; one that raises is told as a failure, and the others go on.
+
+        Raises NoTimeLeft, which names the parts that were not reached.
+        """
+        waiting = list(parts)
+        while waiting:
+            if self.left_s <= 0:
+                raise NoTimeLeft(f"not reached: {', '.join(name for name, _ in waiting)}")
+            name, make = waiting.pop(0)
+            try:
+                self.result(make())
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and the others go on
+                self.failure(name, error)

@@ -1,0 +1,116 @@
+"""The record for people: short, a line a result, what failed last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.gpu_suite.section import BANDWIDTH
+
+WIDTH = 58  # of the first column
+
+
+def table(record: dict[str, Any]) -> str:
+    """Ends without a line break. A rehearsal's has neither times nor rates nor shares."""
+    lines = [*_head(record)]
+    for section in record["sections"]:
+        lines.append(f"{section['name']}: {section['status']}, {section['seconds']:.0f} s")
+        lines += [f"  {line}" for result in section["results"] for line in _lines(result)]
+    return "\n".join([*lines, *_faults(record)])
+
+
+def _head(record: dict[str, Any]) -> Iterator[str]:
+    versions = record["versions"]
+    yield f"torch {versions['torch']}, triton {versions['triton']}, transformers {versions['transformers']}"
+    if record["rehearsal"]:
+        yield "a rehearsal in Triton's interpreter, on tiny shapes: what runs and what is right, no times"
+        return
+    gpu = record["gpu"]
+    yield "unknown GPU" if gpu is None else f"{gpu['name']}, driver {gpu['driver_version']}"
+    rates = [
+        f"{value / 1e12:,.0f} TFLOP/s {name}" for name, value in record["peaks"].items() if name != BANDWIDTH
+    ]
+    if BANDWIDTH in record["peaks"]:
+        rates.append(f"{record['peaks'][BANDWIDTH] / 1e12:.2f} TB/s")
+    yield f"peaks of this run: {', '.join(rates) or 'not measured'}"
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    kind = result["kind"]
+    if kind == "tests":
+        yield f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
+        yield from (f"failed: {name}" for name in result["failed_tests"])
+    elif kind == "kernel":
+        yield _row(f"{result['kernel']}, {result['size']}", _kernel(result))
+    elif kind == "step":
+        yield _row(f"{result['phase']}, {result['size']}", _step(result))
+    elif kind == "workload":
+        yield _row(
+            f"{result['workload']}, {result['rows']} rows, {result['ops']} operators", _workload(result)
+        )
+
+
+def _row(name: str, rest: str) -> str:
+    return f"{name:<{WIDTH}} {rest}"
+
+
+def _kernel(result: dict[str, Any]) -> str:
+    if result["ours"] is None:
+        beside = f", beside {' and '.join(result['others'])}" if result["others"] else ""
+        return f"right to {result['error']:.1g}{beside}"
+    parts = [_time(result["ours"]["median_s"])]
+    if "share" in result:
+        parts.append(f"{_percent(result['share'])} of its {result['bound_by']} bound{_aim(result['target'])}")
+    for name, times in result["times_as_fast"].items():
+        aim = f" (aim {result['aim'][name]:.0f}×)" if name in result["aim"] else ""
+        parts.append(f"{times:.2f}× {name}{aim}")
+    return ", ".join(parts)
+
+
+def _aim(target: float | None) -> str:
+    return "" if target is None else f" (aim {_percent(target)})"
+
+
+def _step(result: dict[str, Any]) -> str:
+    if result["ours"] is None:
+        return "ran"
+    parts = [_time(result["ours"]["median_s"])]
+    if "mbu" in result:
+        parts += [
+            f"MBU {_percent(result['mbu'])}{_aim(result.get('mbu_target'))}",
+            f"MFU {_percent(result['mfu'])}",
+        ]
+        parts += [
+            f"roofline {_percent(result['roofline_efficiency'])}",
+            f"{result['tokens_per_s']:,.0f} tokens/s",
+        ]
+    return ", ".join(parts)
+
+
+def _workload(result: dict[str, Any]) -> str:
+    if "wall_s" not in result:
+        return f"ran in {result['steps']} steps"
+    parts = [f"{result['wall_s']['median']:.2f} s", f"{result['output_tokens_per_s']:,.0f} output tokens/s"]
+    parts += [f"roofline {_percent(result['roofline_efficiency'])}", f"MFU {_percent(result['mfu'])}"]
+    if "against" in result:
+        other = result["against"]
+        parts.append(
+            f"{1 / other['relative']:.2f}× {other['name']} {other['version']} (aim {result['aim']:.0f}×)"
+        )
+    return ", ".join(parts)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f} µs" if seconds < 1e-2 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _faults(record: dict[str, Any]) -> Iterator[str]:
+    for section in record["sections"]:
+        for failure in section["failures"]:
+            yield f"FAILED {section['name']}: {failure['what']}: {failure['message'].splitlines()[0]}"
+        if section["out_of_time"]:
+            yield f"OUT OF TIME {section['name']}: {section['out_of_time']}"

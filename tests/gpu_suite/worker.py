@@ -1,0 +1,109 @@
+"""The process that measures: a section that hangs, or spoils the device for whatever follows, ends with it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from batchinfer.spawning import receiving
+from tests.gpu_suite.section import NoTimeLeft, Section, Setting
+from tests.kernels.gpu import interpreter
+
+END_S = 5.0  # after which a process that was told to leave is ended
+GRACE_S = 3.0  # a section ends itself when its time is over; one that is still there so much later is ended
+
+
+def serve(channel: Connection, rehearsal: bool) -> None:
+    """Runs sections until it is told None. What runs here is the child."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be fetched, nor waited for
+    if rehearsal:  # before triton is imported
+        interpreter.switch_on()
+    while (task := channel.recv()) is not None:
+        module, setting = task
+        channel.send(("end", _run(module, Section(setting, lambda *told: channel.send(told)))))
+
+
+def _run(module: str, section: Section) -> dict[str, Any]:
+    began = time.monotonic()
+    out_of_time = None
+    try:
+        importlib.import_module(module).run(section)
+    except NoTimeLeft as end:
+        out_of_time = str(end)
+    except Exception as error:  # noqa: BLE001 - told to the parent, which goes on with the other sections
+        section.failure(module.rpartition(".")[2], error)
+    return {"seconds": time.monotonic() - began, "out_of_time": out_of_time}
+
+
+class Worker:
+    """Starts a process when there is something to run, keeps it while all goes well, and replaces it otherwise."""
+
+    def __init__(self, rehearsal: bool) -> None:
+        self._rehearsal = rehearsal
+        self._process: Any = None
+        self._channel: Any = None
+
+    def run(
+        self, module: str, setting: Setting, tell: Callable[[str, dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        """Run a section; `tell` hears of results and failures as they come. Returns its seconds and, if its time ran
+        out, what it did not reach."""
+        began = time.monotonic()
+        self._start()
+        self._channel.send((module, setting))
+        failed = False
+        while (left := setting.seconds + GRACE_S - (time.monotonic() - began)) > 0:
+            if not self._channel.poll(left):
+                break
+            try:
+                with receiving():
+                    kind, said = self._channel.recv()
+            except EOFError:
+                tell("failure", _fatal(f"the process ended with code {self._ended()}"))
+                return {"seconds": time.monotonic() - began, "out_of_time": None}
+            if kind == "end":
+                if failed:  # an error on the device outlasts what caused it
+                    self.close()
+                return dict(said)
+            failed |= kind == "failure"
+            tell(kind, said)
+        self._ended()
+        seconds = time.monotonic() - began
+        return {"seconds": seconds, "out_of_time": f"ended after {seconds:.0f} s"}
+
+    def close(self) -> None:
+        """Let the process leave, or end it."""
+        if self._process is None:
+            return
+        if self._process.is_alive():
+            self._channel.send(None)
+            self._process.join(END_S)
+        self._ended()
+
+    def _start(self) -> None:
+        if self._process is not None:
+            if self._process.is_alive():
+                return
+            self._ended()
+        context = get_context("spawn")
+        self._channel, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, self._rehearsal), daemon=False)
+        self._process.start()
+        theirs.close()
+
+    def _ended(self) -> int | None:
+        """End the process if it is still there; its exit code."""
+        process, self._process = self._process, None
+        process.kill()
+        process.join()
+        self._channel.close()
+        return None if process.exitcode is None else int(process.exitcode)
+
+
+def _fatal(message: str) -> dict[str, Any]:
+    return {"what": "process", "message": message, "traceback": None}

@@ -1,0 +1,200 @@
+"""What the GPU suite does on a GPU, on tiny shapes and with a clock of the host: all of it but the device itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no triton", allow_module_level=True)
+
+from batchinfer.bench.workloads import Row, Workload, make_workload
+from batchinfer.engine.config import EngineConfig
+from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
+from tests.gpu_suite import (
+    against,
+    attention,
+    case,
+    continuous,
+    loaded,
+    matmul,
+    model,
+    peaks,
+    pointwise,
+    sampling,
+    workloads,
+)
+from tests.gpu_suite.clock import Times
+from tests.gpu_suite.section import Section, Setting
+from tests.gpu_suite.shares import with_shares
+from tests.gpu_suite.table import table
+
+ROOT = Path(__file__).parents[1]
+PEAKS = {"bfloat16": 1e11, "float32": 1e11, "int8": 2e11, "float8_e4m3fn": 2e11, "bytes_per_s": 1e10}
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="there is a GPU: make gpu-suite does the same on it"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # masked lanes are computed too, by NumPy
+]
+
+
+class HostClock:
+    """Once each."""
+
+    def times(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Times]:
+        found = {}
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            taken = time.perf_counter() - began
+            found[name] = Times(taken, taken, 1, taken)
+        return found
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU in the place of the GPU, and small sizes in the place of large ones."""
+    sizes: list[tuple[Any, dict[str, Any]]] = [
+        (
+            attention,
+            {"LLAMA_8B": attention.TINY, "DECODES": ((3, 20), (2, 33), (1, 17)), "MIXED": (3, 9, 40)},
+        ),
+        (attention, {"PREFILLS": ((1, 20, 20), (1, 5, 20)), "PREFIX": (4, 256, 3), "CODED": (2, 17)}),
+        (matmul, {"GATE_UP": matmul.Layer("g", 160, 96), "DOWN": matmul.Layer("d", 160, 48)}),
+        (matmul, {"DECODE": 4, "WIDE_DECODE": 20, "PREFILL": 17}),
+        (pointwise, {"TOKENS": 5, "FEW": 2, "HIDDEN": 64, "INTERMEDIATE": 100}),
+        (sampling, {"ROWS": 3, "VOCAB": 300, "FILTERS": {"top-p 0.95": sampling.FILTERS["top-p 0.95"]}}),
+        (peaks, {"SIZE": 128}),
+        (model, {"DECODES": ((3, 10), (1, 4)), "PREFILLS": (9,), "PREFILL_RUNS": 2}),
+        (loaded, {"MODEL": "tiny", "DTYPE": "float32", "LONGEST": 1280, "KV_MEMORY": 2**23}),
+    ]
+    for module, values in sizes:
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    for module in (case, peaks):
+        monkeypatch.setattr(module, "the_clock", lambda device: HostClock())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        peaks,
+        "measure_peaks",
+        lambda kind, dtypes: measure_peaks("cpu", ("float32",), size=64, stream_bytes=2**16),
+    )
+    monkeypatch.setattr(loaded, "EngineConfig", small_engine)
+    monkeypatch.setattr(workloads, "make_workload", short_workload)
+    monkeypatch.setattr(against, "ContinuousPeer", small_peer)
+    loaded._loaded.cache_clear()
+    yield
+    loaded._loaded.cache_clear()
+
+
+def small_peaks(device: str, dtypes: tuple[str, ...]) -> MeasuredPeaks:
+    assert device == "cuda"
+    return measure_peaks("cpu", ("float32",), size=64, stream_bytes=2**16)
+
+
+def small_engine(**given: Any) -> EngineConfig:
+    return EngineConfig(
+        **{**given, "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 16, "threads": 1}
+    )
+
+
+def short_workload(name: str, vocab: int, rows: int | None = None) -> Workload:
+    return Workload(name, tuple(Row(row.prompt[:20], 4) for row in make_workload(name, vocab, 4).rows))
+
+
+def small_peer(*given: Any) -> continuous.ContinuousPeer:
+    *same, _ = given
+    return continuous.ContinuousPeer(*same, against.TINY_CACHE)
+
+
+class OnTheCpu(Setting):
+    """As on a GPU, but there."""
+
+    device = torch.device("cpu")  # type: ignore[assignment]
+
+
+def told(module: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Results with their shares, and failures, of a section."""
+    results: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    setting = OnTheCpu(False, 100.0, str(ROOT), PEAKS)
+    module.run(Section(setting, lambda kind, said: (results if kind == "result" else failures).append(said)))
+    return with_shares(record(results), PEAKS)["sections"][0]["results"], failures
+
+
+def record(results: list[dict[str, Any]]) -> dict[str, Any]:
+    section = {"name": "x", "status": "ok", "seconds": 1.0, "failures": [], "out_of_time": None}
+    versions = dict.fromkeys(("torch", "triton", "transformers"), "1")
+    return {
+        "rehearsal": False,
+        "versions": versions,
+        "gpu": None,
+        "sections": [{**section, "results": results}],
+    }
+
+
+@pytest.mark.parametrize("module", [attention, matmul, pointwise, sampling], ids=lambda m: m.__name__)
+def test_kernels_are_checked_and_timed(module):
+    results, failures = told(module)
+    assert failures == []
+    assert len({(result["kernel"], result["size"]) for result in results}) == len(results)
+    for result in results:
+        assert result["error"] <= result["tolerance"]
+        assert result["share"] > 0
+        assert result["bound_s"] == pytest.approx(result["share"] * result["ours"]["median_s"])
+        assert result["bound_by"] in ("memory", "compute")
+        assert set(result["aim"]) <= set(result["times_as_fast"])
+    assert len(table(with_shares(record(results), PEAKS)).splitlines()) == len(results) + 4
+
+
+def test_peaks_of_every_dtype_are_told():
+    results, failures = told(peaks)
+    assert failures == []
+    assert {name for result in results for name in result["peaks"]} == {
+        "float32",
+        "int8",
+        "float8_e4m3fn",
+        "bytes_per_s",
+    }
+    assert all(value > 0 for result in results for value in result["peaks"].values())
+
+
+def test_steps_are_held_against_their_operators():
+    results, failures = told(model)
+    assert failures == []
+    assert [result["size"] for result in results] == ["3 sequences at 10", "1 sequences at 4", "9 tokens"]
+    assert [result.get("mbu_target") for result in results] == [0.8, None, None]
+    for result in results:
+        assert 0 < result["mbu"] <= result["roofline_efficiency"] * (1 + 1e-9)
+        assert result["tokens_per_s"] == result["tokens"] / result["ours"]["median_s"]
+    assert results[0]["ours"]["runs"] == model.DECODE_STEPS
+
+
+def test_workloads_run_and_are_compared():
+    results, failures = told(workloads)
+    assert failures == []
+    assert [result["workload"] for result in results] == list(workloads.NAMES)
+    assert all(len(result["wall_s"]["runs"]) == workloads.MOST_TURNS for result in results)
+    (other,), failures = told(against)
+    assert failures == []
+    assert other["against"]["name"] == "transformers"
+    assert other["against"]["equal_rows"] == 1.0
+    assert f"× transformers {other['against']['version']} (aim 3×)" in table(
+        record([other]) | {"peaks": PEAKS}
+    )
+
+
+def test_without_peaks_no_model_is_run():
+    failures: list[Any] = []
+    setting = OnTheCpu(False, 100.0, str(ROOT))
+    model.run(Section(setting, lambda kind, said: failures.append((kind, said["message"]))))
+    assert {kind for kind, _ in failures} == {"failure"}
+    assert all("peaks of this GPU were not measured" in message for _, message in failures)
