@@ -39,7 +39,7 @@ test-gpu:
 	@$(ON_GPU) $$python -c '$(FINDS_GPU)' && $$python -m pytest $(GPU_TESTS)
 
 gpu-suite:
-	@$(ON_GPU) $$python -m batchinfer.bench.gpu_suite $(SUITE)
+	@$(ON_GPU) $$python -m tests.gpu_suite $(SUITE)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -99,8 +99,7 @@ ONLY = {
     "pickle": (),
     "marshal": (),
 }
-# the GPU suite is a command of its own: it runs where what `batchinfer` needs is not installed
-MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__", "batchinfer.bench.gpu_suite.__main__")
+MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
 CHILDREN = ("batchinfer.data.prompts.render_worker", "batchinfer.launch.worker", "batchinfer.spawning")
 # models/checkpoint.py inspects a checkpoint before anything loads, in the parent

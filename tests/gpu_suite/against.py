@@ -31,8 +31,8 @@ def run(section: Section) -> None:
 def _against(section: Section) -> dict[str, Any]:
     setting, series = section.setting, Series()
     loaded, workload = loaded_model(setting), suite_workload(section, WORKLOAD)
-    dtype, config = dtype_of(setting), source(setting).config
-    weights = DummyWeights(config, getattr(torch, dtype), setting.device)
+    dtype, spec = dtype_of(setting), source(setting).spec
+    weights = DummyWeights(spec, getattr(torch, dtype), setting.device)
     cache = TINY_CACHE if setting.rehearsal else None
     peer = ContinuousPeer(SHAPES[model_name(setting)], weights, setting.device, dtype, cache)
     try:

@@ -17,7 +17,8 @@ from batchinfer.engine.decode_graphs import Captured
 from batchinfer.engine.device_fit import CacheRoom, fit
 from batchinfer.errors import Unavailable
 from batchinfer.models.decoder import Decoder
-from batchinfer.models.dummy import DummyWeights, parameter_count
+from batchinfer.models.dummy import DummyWeights
+from batchinfer.models.parameters import parameter_count
 from batchinfer.models.rope import rope_table
 from batchinfer.models.shapes import shape_config
 from batchinfer_kernels.arithmetic import Dtype
@@ -60,8 +61,8 @@ def loaded_model(setting: Setting) -> LoadedModel:
 
 def source(setting: Setting) -> ModelSource:
     """Dummy weights by the model's name."""
-    config = shape_config(model_name(setting))
-    return ModelSource(config, parameter_count(config), lambda *place: DummyWeights(config, *place))
+    spec = shape_config(model_name(setting))
+    return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
 
 
 @cache
@@ -92,10 +93,10 @@ def _interpreted(loaded: LoadedModel, setting: Setting) -> LoadedModel:
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
     model, info, device = source(setting), loaded.info, torch.device("cpu")
-    config, dtype = model.config, getattr(torch, dtype_of(setting))
-    ops = TritonOps(AttentionShape(dtype, config.q_heads, config.kv_heads, config.head_dim))
-    rope = rope_table(config, TINY_LONGEST, device)
-    decoder = Decoder(config, model.weights(dtype, device), ops, rope)
+    attention, dtype = model.spec.attention, getattr(torch, dtype_of(setting))
+    ops = TritonOps(AttentionShape(dtype, attention.q_heads, attention.kv_heads, attention.head_dim))
+    rope = rope_table(attention, TINY_LONGEST, device)
+    decoder = Decoder(model.spec, model.weights(dtype, device), ops, rope)
     room = CacheRoom(
         blocks=lambda needed: info.blocks,
         allocate=lambda blocks: decoder.allocate_cache(blocks, info.block_size, dtype, device),

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchinfer.bench.runs import Run, timed_run
 from batchinfer.bench.workloads import Row
-from batchinfer_kernels.cost import Cost, DecoderShape, StepShape, decoder_step_costs
+from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 from tests.gpu_suite.case import WrongResult
 from tests.gpu_suite.loaded import dtype_of, loaded_model
 from tests.gpu_suite.order import plan_in_memory
@@ -50,7 +50,7 @@ def decode(section: Section, count: int, prompt: int) -> dict[str, Any]:
         )
     shapes = [ran.shapes[n] for n in own]
     seconds = [ran.steps[n].duration_s for n in own]
-    found = _costs(loaded.runner.shape, [shapes[len(shapes) // 2]])
+    found = _costs(loaded.runner.cost, [shapes[len(shapes) // 2]])
     target = MBU_TARGET if (count, prompt) == DECODES[0] else None
     size = f"{count} sequences at {prompt}"
     return _result(section, "decode", size, seconds, found) | {"tokens": count, "mbu_target": target}
@@ -63,7 +63,7 @@ def prefill(section: Section, tokens: int) -> dict[str, Any]:
         _run(section, _rows(1, tokens, 1)) for _ in range(2 if section.setting.rehearsal else PREFILL_RUNS)
     ]
     seconds = [sum(step.duration_s for step in ran.steps) for ran in runs[1:]]  # the first one compiles
-    found = _costs(loaded.runner.shape, runs[-1].shapes)
+    found = _costs(loaded.runner.cost, runs[-1].shapes)
     return _result(section, "prefill", f"{tokens} tokens", seconds, found) | {"tokens": tokens}
 
 
@@ -77,11 +77,11 @@ def _rows(count: int, prompt: int, outputs: int) -> list[Row]:
     return [Row(tuple(r.randrange(300, 500) for _ in range(prompt)), outputs) for _ in range(count)]
 
 
-def _costs(shape: DecoderShape, steps: Sequence[StepShape]) -> dict[str, Cost]:
+def _costs(model: ModelCost, steps: Sequence[StepShape]) -> dict[str, Cost]:
     """Operator → its cost over these steps."""
     total: dict[str, Cost] = {}
     for step in steps:
-        for name, cost in decoder_step_costs(shape, step).items():
+        for name, cost in model.step(step).items():
             total[name] = total.get(name, Cost()) + cost
     return total
 

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from batchinfer.bench.planning import Planned, prepared_rows, row_keys
 from batchinfer.bench.workloads import Row
-from batchinfer.data.keys import PREFIX_LENGTHS
-from batchinfer.data.prepare import Prepared
+from batchinfer.data.prompts.keys import PREFIX_LENGTHS
+from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
 from batchinfer.request import TokenIds
 

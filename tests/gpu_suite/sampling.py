@@ -80,7 +80,7 @@ def log_probabilities_case(section: Section) -> Case:
 
     rows, vocab = logits.shape
     cost = log_probabilities_cost(rows, vocab, MOST, logits.element_size())
-    size = f"{rows} × {vocab}, the {MOST} likeliest"
+    size = f"{rows} × {vocab}, top {MOST}"
     return Case("log-probabilities", size, cost, "float32", ours, error, 1e-5, {"torch": theirs})
 
 

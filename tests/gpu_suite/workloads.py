@@ -58,4 +58,4 @@ def told(section: Section, workload: Workload, series: Series, peer: str | None 
         return {**result, "rows": len(workload.rows), "steps": len(series.ours[0].steps)}
     ideal = ideal_job(workload.rows, loaded.runner.windows)
     whole = WorkloadResult(workload, ideal, series)
-    return {**result, **whole.to_json(loaded.runner.shape, peaks(section.setting), peer)}
+    return {**result, **whole.to_json(loaded.runner.cost, peaks(section.setting), peer)}
