@@ -28,14 +28,7 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     return torch.cat((turned.to(x.dtype), rest), -1)
 
 
-def check_rotary_shapes(q: Tensor, k: Tensor, v: Tensor, half: int, slots: Tensor) -> None:
-    """`half`: pairs that are rotated, all of a head. Raises ValueError when shapes do not fit."""
-    check_partial_rotary(q, k, v, half, slots)
-    if q.shape[2] != 2 * half:
-        raise ValueError(f"heads of {q.shape[2]} are rotated in {half} pairs")
-
-
-def check_partial_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> None:
+def check_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> None:
     """`pairs`: how many are rotated, at most D/2. Raises ValueError when shapes do not fit."""
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit")
@@ -68,7 +61,7 @@ def check_caches(
 
 def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor) -> None:
     """Raises ValueError when shapes do not fit."""
-    check_partial_rotary(q, k, v, cos.shape[1], slots)
+    check_rotary(q, k, v, cos.shape[1], slots)
     if cos.shape[0] != q.shape[0]:
         raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")
 

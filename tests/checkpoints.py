@@ -12,10 +12,16 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -29,6 +35,19 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+}
+# What a family's checkpoints are made with, so that all that it adds to a Llama shows
+SPECIAL: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "granite": {
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.5,
+    },
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -116,9 +135,7 @@ def make_checkpoint(
         "eos_token_id": EOS,
         "pad_token_id": None,
     }
-    if family == "mistral":
-        sizes["sliding_window"] = None
-    config = config_class(**{**sizes, **overrides})
+    config = config_class(**{**sizes, **SPECIAL.get(family, {}), **overrides})
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = model_class(config).eval()

@@ -13,7 +13,7 @@ def llama_spec(
 ) -> ModelSpec:
     """Its head is a weight of its own."""
     norm = NormSpec(hidden, 1e-6)
-    attention = AttentionSpec(q_heads, kv_heads, head_dim, head_dim**-0.5, RopeConfig())
+    attention = AttentionSpec(q_heads, kv_heads, head_dim, head_dim**-0.5, RopeConfig(), head_dim)
     layer = LayerSpec(hidden, norm, attention, norm, FeedForwardSpec(intermediate, "silu"))
     return ModelSpec("llama", hidden, vocab, (layer,) * layers, norm, False, 4096, (2,), 1, None)
 

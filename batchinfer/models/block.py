@@ -23,6 +23,7 @@ class Block(DecoderLayer):
 
     def __init__(self, ops: Ops, spec: LayerSpec, parts: LayerParts) -> None:
         self._ops, self._spec, self._parts = ops, spec, parts
+        self._norms = spec.norms
 
     def __call__(
         self,
@@ -33,24 +34,46 @@ class Block(DecoderLayer):
         plan: AttentionPlan,
     ) -> tuple[Tensor, Tensor]:
         linears = self._parts.linears
-        x, residual = self._normed("input_norm", x, residual)
+        x, residual = self._before("input_norm", x, residual)
         x = linears["o"](self._attend(linears["qkv"](x), inputs, cache, plan))
-        x, residual = self._normed("post_norm", x, residual)
-        return linears["down"](linears["gate_up"](x)), residual
+        x, residual = self._before("post_norm", self._after("attention_norm", x), residual)
+        x = linears["down"](linears["gate_up"](x))
+        return self._after("feed_forward_norm", x), residual
 
-    def _normed(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual)"""
-        return self._ops.rms_norm(x, self._parts.norms[name], self._spec.norms[name].eps, residual)
+    def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What goes into a half of the layer, and x + residual."""
+        if name in self._norms:
+            return self._ops.rms_norm(x, self._parts.norms[name], self._norms[name].eps, residual)
+        total = x if residual is None else x + residual
+        return total, total
+
+    def _after(self, name: str, x: Tensor) -> Tensor:
+        """What comes out of it, to be added."""
+        if name in self._norms:
+            x, _ = self._ops.rms_norm(x, self._parts.norms[name], self._norms[name].eps)
+        return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
 
     def _attend(self, qkv: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
         """(T, q, k and v above one another) → (T, q)"""
         spec, norms = self._spec.attention, self._parts.norms
         heads, kv_heads = spec.q_heads, spec.kv_heads
+        if not spec.norms_heads:
+            self._norm_whole(qkv)
         qkv = qkv.view(-1, heads + 2 * kv_heads, spec.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        normed = () if spec.qk_norm is None else (norms["q_norm"], norms["k_norm"], spec.qk_norm.eps)
-        q = self._ops.rope_store(q, k, v, self._parts.rope, inputs, cache, *normed)
+        each = (norms["q_norm"], norms["k_norm"], self._norms["q_norm"].eps) if spec.norms_heads else ()
+        q = self._ops.rope_store(q, k, v, self._parts.rope, inputs, cache, *each)
         return self._ops.attention(q, cache, plan, spec.scale, spec.window).flatten(1)
+
+    def _norm_whole(self, qkv: Tensor) -> None:
+        """Norms q and k over all their heads, in place."""
+        spec, start = self._spec.attention, 0
+        for name, width in (("q_norm", spec.q_width), ("k_norm", spec.kv_width)):
+            if name in self._norms:
+                part = qkv[:, start : start + width]
+                weight, eps = self._parts.norms[name], self._norms[name].eps
+                part.copy_(self._ops.rms_norm(part.contiguous(), weight, eps)[0])
+            start += width
 
 
 def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable) -> DecoderLayer:

@@ -68,6 +68,8 @@ class Decoder:
                 f"a context of {max(inputs.context_lens)} tokens, and {self.max_positions} positions"
             )
         x = self._ops.embedding(token_ids, self._embedding)
+        if self.spec.embedding_multiplier != 1:
+            x = x * self.spec.embedding_multiplier
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = layer(x, residual, inputs, cache, plan)
@@ -75,7 +77,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
-        return self._head(self._normed(hidden))
+        logits = self._head(self._normed(hidden))
+        return logits if self.spec.logit_multiplier == 1 else logits * self.spec.logit_multiplier
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """hidden: as for `logits` → (n,) int64, the argmax of the logits; NO_TOKEN where they are no finite numbers."""

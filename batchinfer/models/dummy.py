@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,12 @@ class DummyWeights(Weights):
             yield tensor_names.HEAD, tables.head
         for index in range(len(self._spec.layers)):
             names = tensor_names.layer_names(self._spec, index, prefix)
+            stored: dict[str, list[tuple[int, Tensor]]] = {}
             for parameter, tensor in self.layer_tensors(index).items():
-                yield names[parameter], tensor
+                place = names[parameter]
+                stored.setdefault(place.tensor, []).append(((place.rows or (0,))[0], tensor))
+            for name, parts in stored.items():
+                yield name, torch.cat([tensor for _, tensor in sorted(parts, key=itemgetter(0))])
         yield prefix + tensor_names.FINAL_NORM, tables.final_norm
 
     def _drawn(self, part: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:

@@ -57,12 +57,23 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
 def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
     attention, inner = layer.attention, layer.feed_forward.inner
     heads = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
-    normed = attention.qk_norm is not None
-    yield _token("rms_norm", lambda n: rms_norm_cost(n, layer.hidden, itemsize, residual=True) * 2)
+    rotary_dim, normed = attention.rotary_dim, attention.norms_heads
+    yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
     for linear in layer.linears:
         yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
-    yield _token("rope_store", lambda n: rope_store_cost(n, *heads, normed=normed))
+    yield _token("rope_store", lambda n: rope_store_cost(n, *heads, rotary_dim=rotary_dim, normed=normed))
     yield _token("activation", lambda n: gated_activation_cost(n, inner, itemsize))
+
+
+def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
+    """Those of the hidden state, which add the residual where they stand before a half of the layer, and those of q and
+    k where they are no heads' norms, which `rope_store` has."""
+    found = Cost()
+    for name, norm in layer.norms.items():
+        if not (layer.attention.norms_heads and name in ("q_norm", "k_norm")):
+            residual = name in ("input_norm", "post_norm")
+            found += rms_norm_cost(tokens, norm.width, itemsize, residual=residual)
+    return found
 
 
 def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:

@@ -13,11 +13,11 @@ from batchinfer.ops.interface import RopeTable
 
 
 def rope_table(attention: AttentionSpec, max_positions: int, device: torch.device | str) -> RopeTable:
-    """cos and sin of positions 0 … max_positions - 1, each (max_positions, head_dim / 2) float32.
+    """cos and sin of positions 0 … max_positions - 1, each (max_positions, rotary_dim / 2) float32.
 
     Computed on the CPU, so that every device multiplies the same numbers; YaRN's attention factor is in them.
     """
-    frequencies = inverse_frequencies(attention.rope, attention.head_dim)
+    frequencies = inverse_frequencies(attention.rope, attention.rotary_dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None]
     factor = attention.rope.attention_factor
     return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))

@@ -29,16 +29,38 @@ class RopeConfig:
     attention_factor: float = 1.0  # multiplies cos and sin
 
 
-def parse_rope(raw: Mapping[str, Any], max_positions: int, mistakes: list[str]) -> RopeConfig:
-    """Read `rope_scaling` or `rope_parameters` of config.json (the former wins, as in transformers)."""
-    source = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+def _stated(raw: Mapping[str, Any]) -> Any:
+    """`rope_scaling` or `rope_parameters` of config.json (the former wins, as in transformers)."""
+    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+
+
+def rotary_part(raw: Mapping[str, Any], head_dim: int, mistakes: list[str]) -> int:
+    """How many values of a head are rotated."""
+    source = _stated(raw)
+    stated = source.get("partial_rotary_factor") if isinstance(source, Mapping) else None
+    if stated is None:
+        stated = raw.get("partial_rotary_factor")
+    factor = 1.0 if stated is None else stated
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor <= 1:
+        mistakes.append(
+            f"config.json: partial_rotary_factor is {shown(factor)}; wanted a number above 0 and up to 1"
+        )
+        return head_dim
+    return int(head_dim * factor)
+
+
+def parse_rope(
+    raw: Mapping[str, Any], max_positions: int, mistakes: list[str], partial: bool = False
+) -> RopeConfig:
+    """Read the rope parameters of config.json. `partial`: part of a head may be rotated (see `rotary_part`)."""
+    source = _stated(raw)
     if not isinstance(source, Mapping):
         mistakes.append(f"config.json: the rope parameters are {shown(source)}; wanted an object")
         return RopeConfig()
     rope = {"rope_theta": raw.get("rope_theta"), **source}
     kind = rope.get("rope_type", rope.get("type", "default"))
     before = len(mistakes)
-    _check_supported(kind, rope, raw, mistakes)
+    _check_supported(kind, rope, raw, mistakes, partial)
     if len(mistakes) > before:
         return RopeConfig()
     if raw.get("original_max_position_embeddings") is not None:  # beside the rope parameters: it wins
@@ -47,14 +69,14 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int, mistakes: list[str]) 
 
 
 def _check_supported(
-    kind: object, rope: Mapping[str, Any], raw: Mapping[str, Any], mistakes: list[str]
+    kind: object, rope: Mapping[str, Any], raw: Mapping[str, Any], mistakes: list[str], may_be_partial: bool
 ) -> None:
     if kind not in ROPE_KINDS:
         mistakes.append(f"config.json: rope type {shown(kind)} is not supported; {', '.join(ROPE_KINDS)} are")
     if any(isinstance(value, Mapping) for value in rope.values()):
         mistakes.append("config.json: rope parameters per layer type are not supported; one set is")
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial is not None and partial != 1:
+    if not may_be_partial and partial is not None and partial != 1:
         mistakes.append(f"config.json: partial_rotary_factor {shown(partial)} is not supported; only 1 is")
 
 

@@ -63,8 +63,9 @@ class CacheSpec:
 class AttentionSpec:
     """Grouped-query attention: q, k and v of the layer's input, rotated, and a projection back.
 
-    `window`: how many keys a query sees, its own included; None: all. `scale` multiplies scores. `qk_norm` is applied
-    to each head of q and k before the rotation.
+    `scale` multiplies scores. Of each head the first `rotary_dim` values are rotated. `window`: how many keys a query
+    sees, its own included; None: all. `q_norm` and `k_norm` come before the rotation: of each head where they are as
+    wide as a head, else of all heads together.
     """
 
     q_heads: int
@@ -72,8 +73,10 @@ class AttentionSpec:
     head_dim: int
     scale: float
     rope: RopeConfig
+    rotary_dim: int
     window: int | None = None
-    qk_norm: NormSpec | None = None
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
     qkv_bias: bool = False
     o_bias: bool = False
 
@@ -91,6 +94,11 @@ class AttentionSpec:
         return self.kv_heads * self.head_dim
 
     @property
+    def norms_heads(self) -> bool:
+        """Whether each head of q and k has its norm."""
+        return self.q_norm is not None and self.q_norm.width == self.head_dim
+
+    @property
     def cache(self) -> CacheSpec:
         return CacheSpec(self.kv_heads, self.head_dim)
 
@@ -106,13 +114,18 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A decoder layer: h += attention(input_norm(h)); h += feed_forward(post_norm(h))."""
+    """A decoder layer: h += m * attention_norm(attention(input_norm(h))); then
+    h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
+    """
 
     hidden: int
-    input_norm: NormSpec
+    input_norm: NormSpec | None
     attention: AttentionSpec
-    post_norm: NormSpec
+    post_norm: NormSpec | None
     feed_forward: FeedForwardSpec
+    attention_norm: NormSpec | None = None
+    feed_forward_norm: NormSpec | None = None
+    residual_multiplier: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -129,15 +142,21 @@ class LayerSpec:
     @property
     def norms(self) -> dict[str, NormSpec]:
         """By the name of their parameter."""
-        found = {"input_norm": self.input_norm, "post_norm": self.post_norm}
-        if self.attention.qk_norm is not None:
-            found["q_norm"] = found["k_norm"] = self.attention.qk_norm
-        return found
+        found = {
+            "input_norm": self.input_norm,
+            "attention_norm": self.attention_norm,
+            "post_norm": self.post_norm,
+            "feed_forward_norm": self.feed_forward_norm,
+            "q_norm": self.attention.q_norm,
+            "k_norm": self.attention.k_norm,
+        }
+        return {name: norm for name, norm in found.items() if norm is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder: an embedding, layers, a norm, and a head that makes logits. Sizes are counts of values."""
+    """A decoder: an embedding, layers, a norm, and a head that makes logits. Sizes are counts of values. Embeddings and
+    logits are multiplied with their multipliers."""
 
     family: str
     hidden: int
@@ -149,6 +168,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: Dtype | None  # as config.json states it
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
 
     @property
     def attention(self) -> AttentionSpec:

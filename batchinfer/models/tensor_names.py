@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.parameters import BIAS, Shape, layer_parameters
@@ -20,13 +21,26 @@ def prefix_of(names: Iterable[str]) -> str:
     return BASE_PREFIX if any(name.startswith(BASE_PREFIX) for name in names) else ""
 
 
-def layer_names(spec: ModelSpec, index: int, prefix: str) -> Mapping[str, str]:
-    """Parameter of the layer → the tensor that holds it."""
-    modules, start = FAMILIES[spec.family].modules, f"{prefix}layers.{index}."
-    return {
-        name: start + modules[name.removesuffix(BIAS)] + (BIAS if name.endswith(BIAS) else ".weight")
-        for name in layer_parameters(spec.layers[index])
-    }
+@dataclass(frozen=True, slots=True)
+class StoredParameter:
+    """A tensor of a checkpoint and which of its rows are the parameter; None: all."""
+
+    tensor: str
+    rows: tuple[int, int] | None = None
+
+
+def layer_names(spec: ModelSpec, index: int, prefix: str) -> dict[str, StoredParameter]:
+    """Parameter of the layer → where it is stored."""
+    layer = spec.layers[index]
+    modules, start = FAMILIES[spec.family].modules(layer), f"{prefix}layers.{index}."
+    found = {}
+    for name in layer_parameters(layer):
+        module, suffix = modules[name.removesuffix(BIAS)], BIAS if name.endswith(BIAS) else ".weight"
+        if isinstance(module, str):
+            found[name] = StoredParameter(start + module + suffix)
+        else:
+            found[name] = StoredParameter(start + module.module + suffix, (module.start, module.stop))
+    return found
 
 
 def expected_shapes(spec: ModelSpec, prefix: str) -> dict[str, Shape]:
@@ -35,6 +49,10 @@ def expected_shapes(spec: ModelSpec, prefix: str) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {prefix + EMBEDDING: table, HEAD: table}
     for index, layer in enumerate(spec.layers):
         names = layer_names(spec, index, prefix)
-        shapes.update({names[name]: shape for name, shape in layer_parameters(layer).items()})
+        for parameter, shape in layer_parameters(layer).items():
+            stored = names[parameter]
+            rows = shape[0] if stored.rows is None else stored.rows[1]
+            known = shapes.get(stored.tensor, (0,))
+            shapes[stored.tensor] = (max(rows, known[0]), *shape[1:])
     shapes[prefix + FINAL_NORM] = (spec.final_norm.width,)
     return shapes

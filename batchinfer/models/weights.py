@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.models.parameters import fused
-from batchinfer.models.tensor_names import EMBEDDING, FINAL_NORM, HEAD, layer_names
+from batchinfer.models.tensor_names import EMBEDDING, FINAL_NORM, HEAD, StoredParameter, layer_names
 
 # One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on
 LayerWeights = Mapping[str, Tensor]
@@ -67,7 +67,7 @@ class CheckpointWeights(Weights):
         with _OpenFiles(self._checkpoint) as files:
 
             def joined(parameters: Sequence[str]) -> Tensor:
-                return self._copied([files.tensor(names[parameter]) for parameter in parameters])
+                return self._copied([files.parameter(names[parameter]) for parameter in parameters])
 
             return dict(fused(self._checkpoint.spec.layers[index], joined))
 
@@ -100,6 +100,11 @@ class _OpenFiles:
     def __exit__(self, *_: object) -> None:
         self._open.clear()
         self._stack.close()
+
+    def parameter(self, stored: StoredParameter) -> Tensor:
+        """Its rows of the tensor that holds it."""
+        tensor = self.tensor(stored.tensor)
+        return tensor if stored.rows is None else tensor[slice(*stored.rows)]
 
     def tensor(self, name: str) -> Tensor:
         path = self._checkpoint.tensors[name].file

@@ -24,6 +24,9 @@ class ItemPlan(AttentionPlan):
         self.room: LayerRoom | None = None
 
 
+BEFORE = {"input_norm", "post_norm"}  # the norms that every compiled layer has
+
+
 class CompiledLayer(DecoderLayer):
     """x and residual of a step stay in its plan's room, which each layer overwrites."""
 
@@ -44,14 +47,18 @@ class CompiledLayer(DecoderLayer):
             window=attention.window,
         )
         heads = (attention.q_heads, attention.kv_heads, attention.head_dim)
-        sizes = LayerSizes(*heads, attention.scale, spec.input_norm.eps)
+        sizes = LayerSizes(*heads, attention.scale, spec.norms["input_norm"].eps)
         self._layer = PackedLayer(weights, sizes)
 
     @staticmethod
     def covers(spec: LayerSpec, parts: LayerParts) -> bool:
-        """Whether the compiled layer can do it: it gates with silu, and its norms have one epsilon."""
+        """Whether the compiled layer can do it: a norm before each half and none after, of one epsilon, and products
+        that are compiled, the gate in one of them."""
         compiled = all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
-        return compiled and len({norm.eps for norm in spec.norms.values()}) == 1
+        heads = spec.attention.norms_heads or spec.attention.q_norm is None
+        known = spec.norms.keys() <= {*BEFORE, "q_norm", "k_norm"} and spec.norms.keys() >= BEFORE
+        plain = spec.residual_multiplier == 1 and len({norm.eps for norm in spec.norms.values()}) == 1
+        return compiled and heads and known and plain
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight, address
 from batchinfer_kernels.rms_norm import check_rms_norm
-from batchinfer_kernels.rope_store import check_rotary_shapes
+from batchinfer_kernels.rope_store import check_rotary
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 WORD_BYTES = 4
@@ -150,13 +150,13 @@ class CompiledOperators:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
-        """See batchinfer_kernels.rope_store; cos and sin are whole tables (positions, D/2), looked up here, and the
+        """See batchinfer_kernels.rope_store; cos and sin are whole tables (positions, pairs), looked up here, and the
         caches (blocks, *cache_shape).
 
         q, k and v may be slices of one fused tensor: heads within rows of equal stride.
         """
         tokens, q_heads, dim = q.shape
-        check_rotary_shapes(q, k, v, cos.shape[1], slots)
+        check_rotary(q, k, v, cos.shape[1], slots)
         self._check_caches((k_cache, v_cache), k.shape[1], block_size, q)
         if not (
             q.stride(0) == k.stride(0) == v.stride(0)
@@ -169,7 +169,16 @@ class CompiledOperators:
         arrays = (cos, sin, positions, slots, k_cache, v_cache, out, q_norm, k_norm)
         self._checked("rope_store", *(array for array in arrays if array is not None))
         places = [address(array) for array in arrays]
-        sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
+        sizes = (
+            tokens,
+            cos.shape[1],
+            q_heads,
+            k.shape[1],
+            dim,
+            k_cache.shape[3],
+            block_size,
+            k_cache.shape[2],
+        )
         heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), *places, eps, *sizes)
         self._call("rope_store", q, heads)
         return out

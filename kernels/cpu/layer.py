@@ -104,9 +104,11 @@ class StepPlaces:
 
     def check(self, tokens: int, head_dim: int) -> None:
         """Raises ValueError for tensors that the operators could not read, or that are not of such a step."""
+        if not 0 < 2 * self.cos.shape[1] <= head_dim:
+            raise ValueError(f"{self.cos.shape[1]} pairs are rotated in heads of {head_dim}")
         wanted = {
-            "cos": ((len(self.cos), head_dim // 2), torch.float32),
-            "sin": ((len(self.cos), head_dim // 2), torch.float32),
+            "cos": ((len(self.cos), self.cos.shape[1]), torch.float32),
+            "sin": (tuple(self.cos.shape), torch.float32),
             "positions": ((tokens,), torch.int64),
             "slots": ((tokens,), torch.int64),
             "block_tables": (tuple(self.block_tables.shape[:2]), torch.int32),
@@ -166,6 +168,7 @@ class LayerRoom:
             q_out=address(self._attended[0]),
             eps=sizes.eps,
             tokens=len(self.x),
+            pairs=places.cos.shape[1],
             **self._sizes(),
         )
 

@@ -78,11 +78,11 @@ void NAME(silu_gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width) 
     }
 }
 
-/* One head: optional RMSNorm, then the rotation of its halves. */
+/* One head: optional RMSNorm, then the rotation of the halves of its first 2 * half values. */
 INLINE void NAME(rotate)(const REAL *head, const REAL *norm, const float *cosine, const float *sine, REAL *out,
-                         int64_t dim, float eps) {
+                         int64_t dim, int64_t half, float eps) {
     REAL normed[MAX_DIM];
-    int64_t half = dim / 2, i = 0;
+    int64_t i = 0;
     if (norm) {
         NAME(norm_row)(head, norm, normed, dim, NAME(add_row)(head, NULL, NULL, dim), eps);
         head = normed;
@@ -97,6 +97,7 @@ INLINE void NAME(rotate)(const REAL *head, const REAL *norm, const float *cosine
         out[i] = STORE(fused_one(a, cosine[i], -(b * sine[i])));
         out[i + half] = STORE(fused_one(b, cosine[i], a * sine[i]));
     }
+    if (2 * half < dim) memcpy(out + 2 * half, head + 2 * half, (dim - 2 * half) * sizeof(REAL));
 }
 
 /* K and V of one token and head into a block of the cache, laid out as attention.h says. */
@@ -119,12 +120,12 @@ INLINE void NAME(fetch_token)(const REAL *k_block, const REAL *v_block, int64_t 
 typedef struct {
     const REAL *q, *k, *v; /* (tokens, heads, dim), tokens `stride` values apart */
     int64_t stride;
-    const float *cosine, *sine;       /* (max positions, dim / 2) */
+    const float *cosine, *sine;       /* (max positions, pairs) */
     const int64_t *positions, *slots; /* a slot: block * block_size + place */
     REAL *k_cache, *v_cache, *q_out;  /* q_out: (tokens, q_heads, dim) */
     const REAL *q_norm, *k_norm;
     float eps;
-    int64_t tokens, q_heads, kv_heads, dim, dim_pad, block_size, block_pad;
+    int64_t tokens, pairs, q_heads, kv_heads, dim, dim_pad, block_size, block_pad; /* pairs: how many are rotated */
 } NAME(Heads);
 
 /* K and V of token t into the cache; lines of a token to come are fetched. */
@@ -138,7 +139,7 @@ INLINE void NAME(store_heads)(const NAME(Heads) *a, int64_t t, const float *cosi
         if (!fetched)
             NAME(fetch_token)(a->k_cache + there, a->v_cache + there, coming % a->block_size, a->dim, a->dim_pad,
                               a->block_pad);
-        NAME(rotate)(a->k + t * a->stride + h * a->dim, a->k_norm, cosine, sine, rotated, a->dim, a->eps);
+        NAME(rotate)(a->k + t * a->stride + h * a->dim, a->k_norm, cosine, sine, rotated, a->dim, a->pairs, a->eps);
         NAME(store_token)(rotated, a->v + t * a->stride + h * a->dim, a->k_cache + at, a->v_cache + at, place, a->dim,
                           a->dim_pad, a->block_pad);
     }
@@ -147,10 +148,10 @@ INLINE void NAME(store_heads)(const NAME(Heads) *a, int64_t t, const float *cosi
 TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < a->tokens; t++) {
-        const float *cosine = a->cosine + a->positions[t] * (a->dim / 2), *sine = a->sine + a->positions[t] * (a->dim / 2);
+        const float *cosine = a->cosine + a->positions[t] * a->pairs, *sine = a->sine + a->positions[t] * a->pairs;
         for (int64_t h = 0; h < a->q_heads; h++)
             NAME(rotate)(a->q + t * a->stride + h * a->dim, a->q_norm, cosine, sine,
-                         a->q_out + (t * a->q_heads + h) * a->dim, a->dim, a->eps);
+                         a->q_out + (t * a->q_heads + h) * a->dim, a->dim, a->pairs, a->eps);
         NAME(store_heads)(a, t, cosine, sine);
     }
 }

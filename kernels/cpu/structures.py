@@ -31,6 +31,7 @@ class Heads(ctypes.Structure):
         *((name, _P) for name in ("k_cache", "v_cache", "q_out", "q_norm", "k_norm")),
         ("eps", _F),
         ("tokens", _L),
+        ("pairs", _L),
         *_SIZES,
     ]
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import check_same_dtype, check_vectors, unit_columns
-from batchinfer_kernels.rope_store import check_caches, check_partial_rotary
+from batchinfer_kernels.rope_store import check_caches, check_rotary
 
 # Values of one token that a program rotates: 8 a thread and half with 4 warps, 16 bytes of bfloat16
 TILE = 2048
@@ -301,7 +301,7 @@ def _check(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    check_partial_rotary(q, k, v, cos.shape[1], slots)
+    check_rotary(q, k, v, cos.shape[1], slots)
     check_caches(k, k_cache, v_cache, k_scale, v_scale)
     if positions is None and cos.shape[0] != q.shape[0]:
         raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from batchinfer_kernels.rope_store import (
-    check_rotary_shapes,
     coded_reference,
     rope_store_reference,
     rotate_reference,
@@ -61,8 +60,6 @@ def test_what_does_not_fit_is_refused():
     cos, cache = torch.zeros(2, 4), torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match="rotated in 5 pairs"):
         rope_store_reference(q, q, q, torch.zeros(2, 5), torch.zeros(2, 5), cache, cache, slots)
-    with pytest.raises(ValueError, match="rotated in 3 pairs"):
-        check_rotary_shapes(q, q, q, 3, slots)
     with pytest.raises(ValueError, match="has no scale"):
         rope_store_reference(q, q, q, cos, cos, cache.to(torch.int8), cache.to(torch.int8), slots)
     with pytest.raises(ValueError, match="has a scale"):

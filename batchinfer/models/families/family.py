@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from batchinfer.models.config_fields import Fields, shown
-from batchinfer.models.rope_config import parse_rope
+from batchinfer.models.rope_config import parse_rope, rotary_part
 from batchinfer.models.spec import (
     ActivationName,
     AttentionSpec,
@@ -30,8 +31,20 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 LayerKind = Literal["full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter that is some rows, [start, stop), of a module's weight and bias."""
+
+    module: str
+    start: int
+    stop: int
+
+
 # Parameters (see spec.py) and the modules that hold them, within a layer
-LLAMA_MODULES = {
+Modules = Mapping[str, str | Part]
+LLAMA_MODULES: Modules = {
     "input_norm": "input_layernorm",
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -44,6 +57,11 @@ LLAMA_MODULES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+
+
+def llama_modules(_: LayerSpec) -> Modules:
+    """Every parameter in a module of its own, named as Llama names it."""
+    return LLAMA_MODULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +79,12 @@ class ConfigFiles:
 @dataclass(frozen=True, slots=True)
 class Family:
     """A `model_type`: its `architectures`, the causal model's first, how its configuration is read, and the names of
-    its tensors: `modules` maps a layer's parameters to the modules that hold them."""
+    its tensors: `modules` maps the parameters of a layer to the modules that hold them."""
 
     model_type: str
     architectures: tuple[str, ...]
     parse: Callable[[ConfigFiles], ModelSpec]
-    modules: Mapping[str, str] = field(default_factory=lambda: LLAMA_MODULES)
+    modules: Callable[[LayerSpec], Modules] = llama_modules
 
 
 def attention(
@@ -77,6 +95,7 @@ def attention(
     qkv_bias: bool = False,
     o_bias: bool = False,
     qk_norm: bool = False,
+    partial_rotary: bool = False,
 ) -> AttentionSpec:
     """As Llama names its sizes. Of the KV heads null means all heads, and absent `absent_kv_heads` (None: all, too); a
     head is as wide as stated, or as `absent_head_dim`, or hidden / heads."""
@@ -84,13 +103,16 @@ def attention(
     stated = "num_key_value_heads" in fields.raw or absent_kv_heads is None
     kv_heads = fields.integer("num_key_value_heads", q_heads if stated else absent_kv_heads)
     head_dim = _head_dim(fields, q_heads, absent_head_dim)
+    norm = NormSpec(head_dim, rms_eps(fields)) if qk_norm else None
     return AttentionSpec(
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=parse_rope(fields.raw, max_positions(fields), fields.mistakes),
-        qk_norm=NormSpec(head_dim, rms_eps(fields)) if qk_norm else None,
+        rope=parse_rope(fields.raw, max_positions(fields), fields.mistakes, partial_rotary),
+        rotary_dim=rotary_part(fields.raw, head_dim, fields.mistakes) if partial_rotary else head_dim,
+        q_norm=norm,
+        k_norm=norm,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
     )
@@ -121,9 +143,9 @@ def activation(fields: Fields) -> ActivationName:
     return ACTIVATIONS.get(name, "silu")
 
 
-def rms_eps(fields: Fields) -> float:
+def rms_eps(fields: Fields, absent: float = 1e-6) -> float:
     """Of every RMSNorm."""
-    return fields.number("rms_norm_eps", 1e-6)
+    return fields.number("rms_norm_eps", absent)
 
 
 def max_positions(fields: Fields) -> int:
@@ -161,8 +183,10 @@ def model(
     layers: tuple[LayerSpec, ...],
     *,
     absent_eos: tuple[int, ...] = (),
+    multipliers: Mapping[str, float] = MappingProxyType({}),
 ) -> ModelSpec:
-    """What stands around the layers. `absent_eos`: what transformers assumes where nothing is stated."""
+    """What stands around the layers. `absent_eos`: what transformers assumes where nothing is stated; `multipliers` of
+    the spec, by their names there."""
     fields = files.config
     hidden = hidden_size(fields)
     return ModelSpec(
@@ -176,6 +200,7 @@ def model(
         eos_token_ids=_eos_token_ids(files, absent_eos),
         bos_token_id=fields.optional_integer("bos_token_id", low=0),
         dtype=stated_dtype(fields),
+        **multipliers,
     )
 
 

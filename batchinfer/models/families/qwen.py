@@ -27,8 +27,9 @@ def parse_qwen2(files: ConfigFiles) -> ModelSpec:
 def parse_qwen3(files: ConfigFiles) -> ModelSpec:
     """Qwen3Config, whose heads are 128 wide unless it says otherwise, whatever the hidden size."""
     bias = files.config.boolean("attention_bias", False)
-    sizes = {"absent_kv_heads": 32, "absent_head_dim": 128}
-    attended = attention(files.config, **sizes, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    attended = attention(
+        files.config, absent_kv_heads=32, absent_head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True
+    )
     return model("qwen3", files, _layers(files.config, attended))
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from batchinfer.models.families.family import Family
+from batchinfer.models.families.granite import GRANITE
 from batchinfer.models.families.llama import LLAMA, MISTRAL
+from batchinfer.models.families.olmo2 import OLMO2
+from batchinfer.models.families.phi3 import PHI3
 from batchinfer.models.families.qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+_KNOWN = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, OLMO2, PHI3)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _KNOWN}

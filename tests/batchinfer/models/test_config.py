@@ -27,14 +27,14 @@ def test_defaults_of_each_family() -> None:
     attention, feed_forward = llama.attention, llama.layers[0].feed_forward
     assert (attention.head_dim, attention.kv_heads, llama.tied) == (12, 4, False)
     assert feed_forward == FeedForwardSpec(64, "silu", False)
-    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (False, False, None)
+    assert (attention.qkv_bias, attention.o_bias, attention.q_norm) == (False, False, None)
     assert attention.rope.theta == 10_000.0
     mistral = parse(raw_config("mistral", num_attention_heads=8, num_key_value_heads=...))
     assert (mistral.attention.kv_heads, mistral.windows) == (8, (4096, 4096))
     qwen2 = parse(raw_config("qwen2", attention_bias=False))
     assert (qwen2.attention.qkv_bias, qwen2.attention.o_bias, qwen2.windows) == (True, False, (None, None))
     qwen3 = parse(raw_config("qwen3")).attention
-    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, NormSpec(128, 1e-5), False)
+    assert (qwen3.head_dim, qwen3.k_norm, qwen3.qkv_bias) == (128, NormSpec(128, 1e-5), False)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_rope_scaling_beside_rope_parameters_wins() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; llama, mistral, qwen2, qwen3 are"),
+    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; llama, mistral, qwen2, qwen3, granite, olmo2, phi3 are"),
     ({"model_type": ...}, "model_type None is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "['LlamaForCausalLM'] is"),
     ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM' is not supported"),

@@ -19,6 +19,9 @@ from tests.checkpoints import FAMILIES, ROPES, cast_parameters, edit_json, make_
 
 LENGTHS = (1, 2, 17, 63, 100, 300)
 
+# Families whose rotary embedding may be scaled in the ways that most know
+SCALED = [family for family in FAMILIES if family != "phi3"]
+
 
 def prompts_of(vocab: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> list[list[int]]:
     rng = random.Random(seed)
@@ -80,7 +83,7 @@ def test_base_model_without_prefix(tmp_path: Path) -> None:
     assert "embed_tokens.weight" in checkpoint.tensors
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SCALED)
 def test_config_as_transformers_4_wrote_it(tmp_path: Path, family: str) -> None:
     model = make_checkpoint(tmp_path, family, rope="yarn")
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -93,7 +96,7 @@ def test_config_as_transformers_4_wrote_it(tmp_path: Path, family: str) -> None:
     assert checkpoint.spec.dtype == "float32"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SCALED)
 @pytest.mark.parametrize("rope", [name for name in ROPES if name != "default"])
 def test_rope_variants(tmp_path: Path, family: str, rope: str) -> None:
     check_logits(tmp_path, make_checkpoint(tmp_path, family, rope=rope), lengths=(17, 100, 300))
@@ -114,6 +117,13 @@ def test_query_groups(tmp_path: Path, family: str, q_heads: int, kv_heads: int) 
     check_logits(tmp_path, model, lengths=(1, 17, 63))
 
 
+@pytest.mark.parametrize("part", [0.25, 0.5, 0.75])
+def test_a_part_of_each_head_is_rotated(tmp_path: Path, part: float) -> None:
+    rope = {**ROPES["default"], "partial_rotary_factor": part}
+    checkpoint = check_logits(tmp_path, make_checkpoint(tmp_path, "phi3", rope=rope, head_dim=16))
+    assert checkpoint.spec.attention.rotary_dim == int(16 * part)
+
+
 @pytest.mark.parametrize(
     ("family", "biases"),
     [
@@ -121,6 +131,8 @@ def test_query_groups(tmp_path: Path, family: str, q_heads: int, kv_heads: int) 
         ("llama", {"mlp_bias": True}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"attention_bias": True}),
+        ("granite", {"attention_bias": True, "mlp_bias": True}),
+        ("olmo2", {"attention_bias": True}),
     ],
 )
 def test_biases(tmp_path: Path, family: str, biases: dict[str, bool]) -> None:
@@ -133,6 +145,7 @@ def test_biases(tmp_path: Path, family: str, biases: dict[str, bool]) -> None:
     [
         ("mistral", {"sliding_window": 24}, (24, 24, 24)),
         ("mistral", {"sliding_window": 1}, (1, 1, 1)),
+        ("phi3", {"sliding_window": 24}, (24, 24, 24)),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},

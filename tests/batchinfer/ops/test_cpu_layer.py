@@ -25,7 +25,7 @@ HIDDEN, INNER, KV_HEADS, BLOCK, SHARED = 52, 70, 2, 16, 9
 def layer_spec(group, dim, biased, normed, window, inner=INNER):
     norm, heads = NormSpec(HIDDEN, 1e-5), (group * KV_HEADS, KV_HEADS, dim)
     qk_norm = NormSpec(dim, 1e-5) if normed else None
-    attention = AttentionSpec(*heads, dim**-0.5, RopeConfig(), window, qk_norm, biased, biased)
+    attention = AttentionSpec(*heads, dim**-0.5, RopeConfig(), dim, window, qk_norm, qk_norm, biased, biased)
     return LayerSpec(HIDDEN, norm, attention, norm, FeedForwardSpec(inner, "silu", biased))
 
 

@@ -1,0 +1,52 @@
+"""Phi-3 and Phi-4 (Abdin et al., 2024): a Llama whose checkpoints hold q, k and v in one tensor and gate and up in
+another, and which may rotate only a part of each head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchinfer.models.families.family import (
+    LLAMA_MODULES,
+    ConfigFiles,
+    Family,
+    Modules,
+    Part,
+    attention,
+    gated_feed_forward,
+    hidden_size,
+    layer_count,
+    model,
+    rms_eps,
+)
+from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
+
+ABSENT_EPS = 1e-5
+ABSENT_EOS = (32000,)
+
+
+def parse_phi3(files: ConfigFiles) -> ModelSpec:
+    """Phi3Config. Its "longrope" is not supported yet, which `attention` says."""
+    fields = files.config
+    window = fields.optional_integer("sliding_window")
+    attended = replace(attention(fields, partial_rotary=True), window=window)
+    norm = NormSpec(hidden_size(fields), rms_eps(fields, ABSENT_EPS))
+    layer = LayerSpec(norm.width, norm, attended, norm, gated_feed_forward(fields))
+    spec = model("phi3", files, (layer,) * layer_count(fields), absent_eos=ABSENT_EOS)
+    return replace(spec, final_norm=norm)
+
+
+def phi3_modules(layer: LayerSpec) -> Modules:
+    """Llama's, but for what is fused."""
+    fused = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+    parts: dict[str, str | Part] = dict(LLAMA_MODULES)
+    for linear in layer.linears:
+        if linear.name not in fused:
+            continue
+        start = 0
+        for name, outputs in linear.parts:
+            parts[name] = Part(fused[linear.name], start, start + outputs)
+            start += outputs
+    return parts
+
+
+PHI3 = Family("phi3", ("Phi3ForCausalLM", "Phi3Model"), parse_phi3, phi3_modules)
