@@ -48,6 +48,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
 )
 from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
+from tests.checkpoints import ROPES
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -57,7 +58,11 @@ VARIANTS = {
     "llama-window": ("mistral", {"sliding_window": 24}),
     "qwen2-biased": ("qwen2", {"tied": True}),
     "qwen3-normed": ("qwen3", {"rope": "yarn", "num_key_value_heads": 1}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 1}),
+    "granite-biased": ("granite", {"attention_bias": True}),
+    "phi3-partial": ("phi3", {"rope": {**ROPES["default"], "partial_rotary_factor": 0.5}}),
 }
+ALWAYS = ("llama", "llama-window", "qwen2-biased", "qwen3-normed", "olmo2")
 SHARED = 40
 OUTPUT = 5
 FORCED = 3
@@ -99,7 +104,7 @@ def on_the_cpu(variant: str, limits: Limits, quantization: Quantization = "none"
 def cases():
     for variant in VARIANTS:
         for setting in SETTINGS:
-            slow = variant != "llama" and setting != "chunked"
+            slow = variant != "llama" and (setting != "chunked" or variant not in ALWAYS)
             yield pytest.param(variant, setting, marks=[pytest.mark.slow] if slow else [])
 
 
