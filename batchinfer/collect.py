@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.error_budget import Budget
-from batchinfer.launch.messages import Progress as EngineProgress
+from batchinfer.launch.messages import WorkDone
 from batchinfer.plan.plan import Window
 from batchinfer.report.meter import Meter
 from batchinfer.report.progress import Progress
@@ -37,15 +37,15 @@ class Collector:
             zip(window.keys, map(_Expected._make, zip(*columns, strict=True)), strict=True)
         )
 
-    def take(self, progress: EngineProgress) -> None:
+    def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""
-        self._store.append(progress.completions)
-        for step in progress.steps:
+        self._store.append(done.completions)
+        for step in done.steps:
             self._meter.step(step)
             self._progress.step(step)
-        for request in progress.requests:
+        for request in done.requests:
             self._meter.request(request)
-        for completion in progress.completions:
+        for completion in done.completions:
             self._count(completion)
         self._store.maybe_commit()
 

@@ -36,14 +36,14 @@ _PIVOT = re.compile(r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE)  # to DuckD
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ResultPlace:
     """Where a result and its report lie; either may be missing, not both."""
 
     results: Path | None
     report: Path | None
 
     @classmethod
-    def of(cls, folder: Path) -> Place:
+    def of(cls, folder: Path) -> ResultPlace:
         """The place that a result's folder or a report's folder names. Raises InputMissing for any other."""
         if read_manifest(folder) is not None:
             report = report_folder(find_state(folder).root)
@@ -90,10 +90,10 @@ def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckD
         }
         with duckdb.connect(config=config) as connection, interruptible(connection) as watched:
             if partial:
-                place = Place(None, None)
+                place = ResultPlace(None, None)
                 names = _add_view(connection, RESULTS, [_partial(folder, Path(spill), watched)])
             else:
-                place = Place.of(folder)
+                place = ResultPlace.of(folder)
                 names = _results(connection, place.results)
             names += _reports(connection, place)
             with _explained(folder, names):
@@ -112,7 +112,7 @@ def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> lis
     return _add_view(connection, RESULTS, [results / file.name for file in manifest.files])
 
 
-def _reports(connection: duckdb.DuckDBPyConnection, place: Place) -> list[str]:
+def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
     """A table of which no run has left a file is there, and empty.
 
     A report is about all results of a job, of other nights and trials, too: `rows` are those of this result.
@@ -128,7 +128,7 @@ def _reports(connection: duckdb.DuckDBPyConnection, place: Place) -> list[str]:
     return names
 
 
-def _made(place: Place) -> str:
+def _made(place: ResultPlace) -> str:
     """The condition that a run has made this result. Where all was moved together, its name still says so."""
     if place.results is None or place.report is None:
         return ""

@@ -64,6 +64,16 @@ def _is_constant(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
+def shared_names(files: dict[str, str]) -> dict[str, list[str]]:
+    """Classes that several of these files (name → source) define, or one file twice: class → files."""
+    found: dict[str, list[str]] = {}
+    for name, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -95,6 +105,16 @@ def test_nothing_is_swallowed() -> None:
         for line in swallowed(path.read_text("utf-8"))
     ]
     assert found == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """A reader who meets a class knows which it is without looking at the imports."""
+    assert shared_names({named(p): p.read_text("utf-8") for p in sources("batchinfer", "kernels")}) == {}
+
+
+def test_a_shared_name_is_caught() -> None:
+    files = {"a.py": "class Plan: ...", "b.py": "def f():\n    class Plan: ...", "c.py": "class Plans: ..."}
+    assert shared_names(files) == {"Plan": ["a.py", "b.py"]}
 
 
 @pytest.mark.parametrize(

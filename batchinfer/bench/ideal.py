@@ -11,7 +11,7 @@ from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 
 
 @dataclass(slots=True)
-class Node:
+class PrefixNode:
     """Prompt tokens [start, end) that the same rows share, and how many steps read them.
 
     `longest`: most tokens that one of these rows generates. No batch can need fewer decode steps than that less one.
@@ -82,7 +82,7 @@ def ideal_costs(ideal: Ideal, cost: ModelCost) -> dict[str, Cost]:
     return {name: cost + again[name] * (ideal.steps - 1) for name, cost in whole.items()}
 
 
-def prefix_nodes(rows: Sequence[Row]) -> Iterator[Node]:
+def prefix_nodes(rows: Sequence[Row]) -> Iterator[PrefixNode]:
     """The compressed trie of the prompts of distinct rows, children before their parents.
 
     The last token of a prompt always runs, because its logits are needed: rows that have a prompt in common but not
@@ -90,21 +90,21 @@ def prefix_nodes(rows: Sequence[Row]) -> Iterator[Node]:
     """
     ordered = sorted(rows, key=lambda row: row.prompt)
     shared = [*_shared(ordered), 0]
-    open_nodes = [Node(0, 0)]
+    open_nodes = [PrefixNode(0, 0)]
     for row, common in zip(ordered, shared, strict=True):
-        open_nodes.append(Node(open_nodes[-1].end, len(row.prompt), row.max_tokens))
+        open_nodes.append(PrefixNode(open_nodes[-1].end, len(row.prompt), row.max_tokens))
         while open_nodes[-1].end > common:
             yield from _closed(open_nodes, common)
 
 
-def _closed(open_nodes: list[Node], common: int) -> Iterator[Node]:
+def _closed(open_nodes: list[PrefixNode], common: int) -> Iterator[PrefixNode]:
     """Close the innermost node, split where the next row leaves it."""
     node = open_nodes.pop()
     if open_nodes[-1].end < common:
-        open_nodes.append(Node(node.start, common))
+        open_nodes.append(PrefixNode(node.start, common))
     parent = open_nodes[-1]
     parent.longest = max(parent.longest, node.longest)
-    yield Node(parent.end, node.end, node.longest)
+    yield PrefixNode(parent.end, node.end, node.longest)
 
 
 def _shared(ordered: Sequence[Row]) -> Iterator[int]:

@@ -18,7 +18,7 @@ from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
-from batchinfer.launch.messages import Progress
+from batchinfer.launch.messages import WorkDone
 from batchinfer.plan.plan import Plan, Window
 from batchinfer.request import Completion, Request, StepSample
 from batchinfer_kernels.cost import StepShape
@@ -90,12 +90,12 @@ class InProcessHost:
     def submit(self, requests: Sequence[Request]) -> None:
         self._engine.add(requests)
 
-    def receive(self, timeout_s: float) -> list[Progress]:
+    def receive(self, timeout_s: float) -> list[WorkDone]:
         if not self._engine.unfinished:
             return []
         output = self._engine.step()
         steps = [] if output.sample is None else [output.sample]
-        return [Progress(output.completions, output.requests, steps)]
+        return [WorkDone(output.completions, output.requests, steps)]
 
     def finish(self, within_s: float) -> None:
         """Nothing runs any more: `run_plan` has heard of every request."""
@@ -113,9 +113,9 @@ class _Answers:
     def planned(self, window: Window) -> None:
         """Nothing is kept of it."""
 
-    def take(self, progress: Progress) -> None:
-        self.steps += progress.steps
-        for completion in progress.completions:
+    def take(self, done: WorkDone) -> None:
+        self.steps += done.steps
+        for completion in done.completions:
             self.completions[completion.key] = completion
             self.failed |= completion.error is not None
 

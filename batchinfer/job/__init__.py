@@ -1,28 +1,28 @@
 """job.yaml → a frozen Job, or every mistake at once."""
 
 from batchinfer.job.spec import (
-    CacheSpec,
-    EngineSpec,
-    InputSpec,
+    CacheSection,
+    EngineSection,
+    InputSection,
     Job,
-    ModelSpec,
-    OutputSpec,
-    PromptSpec,
-    SamplingSpec,
+    ModelSection,
+    OutputSection,
+    PromptSection,
+    SamplingSection,
     job_schema,
     load_job,
 )
 from batchinfer.job.template import init_files, init_text
 
 __all__ = [
-    "CacheSpec",
-    "EngineSpec",
-    "InputSpec",
+    "CacheSection",
+    "EngineSection",
+    "InputSection",
     "Job",
-    "ModelSpec",
-    "OutputSpec",
-    "PromptSpec",
-    "SamplingSpec",
+    "ModelSection",
+    "OutputSection",
+    "PromptSection",
+    "SamplingSection",
     "init_files",
     "init_text",
     "job_schema",

@@ -46,13 +46,13 @@ from batchinfer.request import SamplingParams
 _OUTPUT_PATH = ("output", "path")
 
 
-class Spec(BaseModel):
+class Section(BaseModel):
     """What all sections share: frozen, nothing unknown, nothing converted silently."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class ModelSpec(Spec):
+class ModelSection(Section):
     """The checkpoint that answers."""
 
     path: PathField = Field(
@@ -72,7 +72,7 @@ class ModelSpec(Spec):
     )
 
 
-class InputSpec(Spec):
+class InputSection(Section):
     """The rows: files or one SQL query."""
 
     path: OneOrMorePaths | None = Field(
@@ -106,7 +106,7 @@ class InputSpec(Spec):
     )
 
 
-class PromptSpec(Spec):
+class PromptSection(Section):
     """What the model reads of a row: exactly one of user, messages, text and token_ids."""
 
     system: Text | None = Field(
@@ -132,7 +132,7 @@ class PromptSpec(Spec):
     )
 
 
-class SamplingSpec(Spec):
+class SamplingSection(Section):
     """How tokens are chosen, for every row alike but for the parameters that `from_columns` declares."""
 
     max_tokens: Whole = Field(default=256, description="Most tokens of an answer.")
@@ -210,7 +210,7 @@ class SamplingSpec(Spec):
         }
 
 
-class OutputSpec(Spec):
+class OutputSection(Section):
     """Where the results go."""
 
     path: PathField = Field(
@@ -222,7 +222,7 @@ class OutputSpec(Spec):
     rows_per_file: Whole = Field(default=100_000, description="Rows of one result file.")
 
 
-class EngineSpec(Spec):
+class EngineSection(Section):
     """How the engine works; nothing here changes what is asked of the model."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -249,7 +249,7 @@ class EngineSpec(Spec):
     )
 
 
-class OnErrorSpec(Spec):
+class OnErrorSection(Section):
     """How many bad rows a job bears."""
 
     max_error_rate: float = Field(
@@ -260,7 +260,7 @@ class OnErrorSpec(Spec):
     )
 
 
-class CacheSpec(Spec):
+class CacheSection(Section):
     """The store of answers: what is in it is not computed again."""
 
     path: PathField | None = Field(
@@ -273,7 +273,7 @@ class CacheSpec(Spec):
     )
 
 
-class CommitSpec(Spec):
+class CommitSection(Section):
     """How often finished work is written down; a crash loses at most what came after."""
 
     rows: Whole = Field(default=1000, description="Most finished rows at risk: commit after so many.")
@@ -285,27 +285,30 @@ class CommitSpec(Spec):
     )
 
 
-class Job(Spec):
+class Job(Section):
     """A batchinfer job: a table of prompts in, a Parquet table of answers out."""
 
     name: Name = Field(description="Name of the job, for reports and messages.")
-    model: ModelSpec = Field(description="Which model answers, and in what type it computes.")
-    input: InputSpec = Field(description="The rows: files (path) or a query (sql).")
-    prompt: PromptSpec | None = Field(
+    model: ModelSection = Field(description="Which model answers, and in what type it computes.")
+    input: InputSection = Field(description="The rows: files (path) or a query (sql).")
+    prompt: PromptSection | None = Field(
         default=None, description="What the model reads of a row. Absent only with input.format: openai."
     )
-    sampling: SamplingSpec = Field(
-        default=SamplingSpec(), description="How tokens are chosen, and which of it rows set themselves."
+    sampling: SamplingSection = Field(
+        default=SamplingSection(), description="How tokens are chosen, and which of it rows set themselves."
     )
-    output: OutputSpec = Field(description="Where the results go, and what is carried along.")
-    engine: EngineSpec = Field(
-        default=EngineSpec(), description="How the engine works; auto fits most machines."
+    output: OutputSection = Field(description="Where the results go, and what is carried along.")
+    engine: EngineSection = Field(
+        default=EngineSection(), description="How the engine works; auto fits most machines."
     )
-    on_error: OnErrorSpec = Field(default=OnErrorSpec(), description="How many bad rows the job bears.")
-    cache: CacheSpec = Field(
-        default=CacheSpec(), description="The store of answers: where it is, how long unused ones are kept."
+    on_error: OnErrorSection = Field(default=OnErrorSection(), description="How many bad rows the job bears.")
+    cache: CacheSection = Field(
+        default=CacheSection(),
+        description="The store of answers: where it is, how long unused ones are kept.",
     )
-    commit: CommitSpec = Field(default=CommitSpec(), description="How often finished work is written down.")
+    commit: CommitSection = Field(
+        default=CommitSection(), description="How often finished work is written down."
+    )
 
     _source: Path = PrivateAttr(default=Path("job.yaml"))
     _lines: dict[str, int] = PrivateAttr(default_factory=dict)
@@ -377,7 +380,7 @@ class Job(Spec):
             if section == "sampling" and self.prompt is None:
                 said = [f"    {key}: {_shown(key, value)}" for key, value in self.sampling.given().items()]
                 lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]
-            elif isinstance(spec, Spec):
+            elif isinstance(spec, Section):
                 lines += [f"  {section}", *(f"    {key}: {_shown(key, value)}" for key, value in spec)]
             elif section != "name":
                 lines.append(f"  {section}: none")

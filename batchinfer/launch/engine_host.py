@@ -19,7 +19,7 @@ from batchinfer.errors import (
     SecurityRefusal,
     Unavailable,
 )
-from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
+from batchinfer.launch.messages import Add, Failed, Finish, Left, Ready, WorkDone, WorkerSpec
 from batchinfer.request import Request
 from batchinfer.spawning import Child, receiving
 
@@ -92,12 +92,12 @@ class EngineHost:
         """The worker has said all it had to say."""
         return self._left
 
-    def receive(self, timeout_s: float) -> list[Progress]:
+    def receive(self, timeout_s: float) -> list[WorkDone]:
         """What has come, waiting for at most `timeout_s` when there is nothing.
 
         Raises what ended the worker, once everything that it had finished was received.
         """
-        heard: list[Progress] = []
+        heard: list[WorkDone] = []
         while not self._ended and self._connection.poll(0 if heard else timeout_s):
             try:
                 with receiving():
@@ -106,7 +106,7 @@ class EngineHost:
                 if heard:
                     return heard  # the next call finds the end again
                 self._raise_death()
-            if not isinstance(message, Progress):
+            if not isinstance(message, WorkDone):
                 self._note(message)
                 break
             heard.append(message)

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchinfer.engine.config import EngineInfo
 from batchinfer.launch.interrupts import Interrupts
-from batchinfer.launch.messages import Progress
+from batchinfer.launch.messages import WorkDone
 from batchinfer.plan.plan import Plan, Window
 from batchinfer.plan.prefix_order import common_prefix, prefix_order, shared_with_next
 from batchinfer.request import Request, SamplingParams, TokenIds
@@ -38,7 +38,7 @@ class Host(Protocol):
     @property
     def left(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
-    def receive(self, timeout_s: float) -> list[Progress]: ...
+    def receive(self, timeout_s: float) -> list[WorkDone]: ...
     def finish(self, within_s: float) -> None: ...
 
 
@@ -48,7 +48,7 @@ class Sink(Protocol):
     def planned(self, window: Window) -> None:
         """These requests go to the engine now."""
 
-    def take(self, progress: Progress) -> None:
+    def take(self, done: WorkDone) -> None:
         """These completions and samples came."""
 
     def enough(self) -> bool:
@@ -91,9 +91,9 @@ def run_plan(
             sink.planned(window)
             host.submit(requests)
             in_flight += len(requests)
-        for progress in host.receive(POLL_S):
-            in_flight -= len(progress.completions)
-            sink.take(progress)
+        for done in host.receive(POLL_S):
+            in_flight -= len(done.completions)
+            sink.take(done)
         sink.tick()
     _drain(host, sink)
 
@@ -103,8 +103,8 @@ def _drain(host: Host, sink: Sink) -> None:
     host.finish(DRAIN_S)
     give_up = time.monotonic() + DRAIN_S + LATE_S
     while not host.left and time.monotonic() < give_up:
-        for progress in host.receive(POLL_S):
-            sink.take(progress)
+        for done in host.receive(POLL_S):
+            sink.take(done)
         sink.tick()
 
 

@@ -41,7 +41,7 @@ class Ready:
 
 
 @dataclass(slots=True)
-class Progress:
+class WorkDone:
     """From the worker: what some steps finished and cost."""
 
     completions: list[Completion] = field(default_factory=list)

@@ -11,7 +11,7 @@ from batchinfer.engine.config import EngineInfo
 from batchinfer.errors import BatchInferError
 from batchinfer.launch.engine_host import Crash, EngineHost
 from batchinfer.launch.interrupts import Interrupts
-from batchinfer.launch.messages import Progress, WorkerSpec
+from batchinfer.launch.messages import WorkDone, WorkerSpec
 from batchinfer.request import Request
 
 RESTARTS = 1  # a second death is no accident
@@ -79,7 +79,7 @@ class Supervisor:
         self._finishing = True
         self._host.finish(within_s)
 
-    def receive(self, timeout_s: float) -> list[Progress]:
+    def receive(self, timeout_s: float) -> list[WorkDone]:
         """See EngineHost. Raises what ended the worker when it is not replaced."""
         try:
             heard = self._receive(timeout_s)
@@ -88,15 +88,15 @@ class Supervisor:
                 raise
             self._after(self._host.crash, error)
             return []
-        for progress in heard:
-            for completion in progress.completions:
+        for done in heard:
+            for completion in done.completions:
                 del self._unfinished[completion.key]
         if self._to_resubmit and self.info is not None and not self._finishing:
             self._to_resubmit = False
             self._host.submit(list(self._unfinished.values()))
         return heard
 
-    def _receive(self, timeout_s: float) -> list[Progress]:
+    def _receive(self, timeout_s: float) -> list[WorkDone]:
         if self.info is not None:
             return self._host.receive(timeout_s)
         with self._loading():

@@ -14,7 +14,7 @@ from batchinfer.engine.config import EngineInfo
 from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
-from batchinfer.launch.messages import Add, Failed, Finish, Left, Progress, Ready, WorkerSpec
+from batchinfer.launch.messages import Add, Failed, Finish, Left, Ready, WorkDone, WorkerSpec
 from batchinfer.launch.shared_cores import SharedCores
 from batchinfer.memory import peak_memory
 from batchinfer.spawning import receiving
@@ -81,7 +81,7 @@ class _Worker:
         built = getattr(importlib.import_module(module), name)(spec.config, _stop_streams(spec))
         self._engine, info = built.engine, built.info
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._progress, self._sent_at = Progress(), time.monotonic()
+        self._done, self._sent_at = WorkDone(), time.monotonic()
         self._cores = _shared_cores(info)
         self._leave_at: float | None = None
         threading.Thread(target=self._read, daemon=True, name="inbox").start()
@@ -132,14 +132,14 @@ class _Worker:
             raise EOFError("the parent closed the connection")
 
     def _collect(self, output: Any) -> None:
-        self._progress.completions += output.completions
-        self._progress.requests += output.requests
+        self._done.completions += output.completions
+        self._done.requests += output.requests
         if output.sample is not None:
-            self._progress.steps.append(output.sample)
+            self._done.steps.append(output.sample)
 
     def _send(self, force: bool) -> None:
-        progress, now = self._progress, time.monotonic()
-        due = force or now - self._sent_at >= SEND_EVERY_S or len(progress.completions) >= SEND_AT
-        if due and (progress.steps or progress.completions):
-            self._connection.send(progress)
-            self._progress, self._sent_at = Progress(), now
+        done, now = self._done, time.monotonic()
+        due = force or now - self._sent_at >= SEND_EVERY_S or len(done.completions) >= SEND_AT
+        if due and (done.steps or done.completions):
+            self._connection.send(done)
+            self._done, self._sent_at = WorkDone(), now

@@ -47,7 +47,7 @@ class TritonPlan(FixedPlan):
 
     padded_tokens = 0
 
-    def __init__(self, plan: attention_plan.AttentionPlan, tables: Tensor) -> None:
+    def __init__(self, plan: attention_plan.LaunchPlan, tables: Tensor) -> None:
         self.plan, self.tables = plan, tables
 
     @property

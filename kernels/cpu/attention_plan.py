@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer_kernels.cpu.structures import Plan
+from batchinfer_kernels.cpu.structures import PlanStructure
 
 MAX_ROWS = 48  # as MOST_ROWS in operators.h
 TO_THE_END = -1
@@ -50,13 +50,13 @@ class Items:
     rows: Tensor  # (R, 2) int64: token of the step, position; items name stretches of it
     group: int  # query heads a KV head: an item's rows times these are at most MAX_ROWS
 
-    def structure(self, tables: Tensor, group: int) -> Plan:
+    def structure(self, tables: Tensor, group: int) -> PlanStructure:
         """For the operators; tables: (S, blocks) int32, the step's. Both must outlive it. Raises ValueError where the
         items were cut for another group."""
         if group != self.group:
             raise ValueError(f"items planned for {self.group} query heads a KV head, used with {group}")
         items, ends, rows = (tensor.data_ptr() for tensor in (self.items, self.level_ends, self.rows))
-        return Plan(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows)
+        return PlanStructure(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows)
 
 
 @dataclass(frozen=True, slots=True)

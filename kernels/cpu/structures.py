@@ -36,7 +36,7 @@ class Heads(ctypes.Structure):
     ]
 
 
-class Plan(ctypes.Structure):
+class PlanStructure(ctypes.Structure):
     """plan.h"""
 
     _fields_ = [
@@ -54,7 +54,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = [
         *((name, _P) for name in ("q", "k_cache", "v_cache")),
-        ("plan", ctypes.POINTER(Plan)),
+        ("plan", ctypes.POINTER(PlanStructure)),
         ("state", _P),
         ("out", _P),
         *_SIZES,

@@ -32,7 +32,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class KVTiles:
     """How a kernel is cut: rows and keys of a tile, warps, and tiles in flight."""
 
     rows: int
@@ -44,28 +44,28 @@ class Tiles:
 # By the padded head size, for values of 2 bytes. Not measured: the largest tiles, and as many in flight, as compile
 # without spilling, with any window, cap and code; 128 rows and 64 keys at most, as in FlashAttention-2. Decode has more
 # in flight: an address comes from a block table that has to be there first.
-_HALF: dict[Work, dict[int, Tiles]] = {
-    "prefill": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
-    "decode": {64: Tiles(16, 64, 4, 5), 128: Tiles(16, 64, 4, 5), 256: Tiles(16, 32, 4, 5)},
-    "prefix": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
-    "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 16, 8, 1)},
+_HALF: dict[Work, dict[int, KVTiles]] = {
+    "prefill": {64: KVTiles(128, 64, 4, 3), 128: KVTiles(128, 64, 8, 3), 256: KVTiles(64, 32, 8, 2)},
+    "decode": {64: KVTiles(16, 64, 4, 5), 128: KVTiles(16, 64, 4, 5), 256: KVTiles(16, 32, 4, 5)},
+    "prefix": {64: KVTiles(128, 64, 4, 3), 128: KVTiles(128, 64, 8, 3), 256: KVTiles(64, 32, 8, 2)},
+    "deterministic": {64: KVTiles(64, 64, 4, 3), 128: KVTiles(64, 64, 8, 2), 256: KVTiles(64, 16, 8, 1)},
 }
 # Where tensor cores take their operands from registers: compute capabilities 8.x and 12.x, and AMD
-_HALF_OF_REGISTERS: dict[Work, dict[int, Tiles]] = {
-    "prefill": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(32, 32, 8, 2)},
+_HALF_OF_REGISTERS: dict[Work, dict[int, KVTiles]] = {
+    "prefill": {64: KVTiles(128, 64, 8, 3), 128: KVTiles(128, 32, 8, 3), 256: KVTiles(32, 32, 8, 2)},
     "decode": _HALF["decode"],
-    "prefix": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
-    "deterministic": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 8, 2)},
+    "prefix": {64: KVTiles(128, 64, 4, 3), 128: KVTiles(128, 32, 8, 3), 256: KVTiles(64, 32, 8, 2)},
+    "deterministic": {64: KVTiles(64, 64, 4, 3), 128: KVTiles(64, 64, 8, 2), 256: KVTiles(32, 32, 8, 2)},
 }
-_SINGLE: dict[Work, dict[int, Tiles]] = {
-    "prefill": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
-    "decode": {64: Tiles(16, 32, 4, 3), 128: Tiles(16, 32, 4, 3), 256: Tiles(16, 16, 8, 1)},
-    "prefix": {64: Tiles(64, 32, 8, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
-    "deterministic": {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)},
+_SINGLE: dict[Work, dict[int, KVTiles]] = {
+    "prefill": {64: KVTiles(16, 32, 4, 2), 128: KVTiles(16, 32, 4, 2), 256: KVTiles(16, 16, 8, 1)},
+    "decode": {64: KVTiles(16, 32, 4, 3), 128: KVTiles(16, 32, 4, 3), 256: KVTiles(16, 16, 8, 1)},
+    "prefix": {64: KVTiles(64, 32, 8, 2), 128: KVTiles(16, 32, 4, 2), 256: KVTiles(16, 16, 8, 1)},
+    "deterministic": {64: KVTiles(16, 32, 4, 2), 128: KVTiles(16, 32, 4, 2), 256: KVTiles(16, 16, 8, 1)},
 }
 
 
-def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> Tiles:
+def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> KVTiles:
     """`head_dim`: as the model has it.
 
     AMD's compute units have 64 KiB of shared memory, for one tile in flight; warps of 64 threads; and 512 registers a
@@ -73,11 +73,11 @@ def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> Tiles:
     """
     tiles = _table(dtype)[work][padded_dim(head_dim)]
     if architecture().startswith("gfx"):
-        return Tiles(tiles.rows, min(tiles.keys, 32), min(tiles.warps, 4), 1)
+        return KVTiles(tiles.rows, min(tiles.keys, 32), min(tiles.warps, 4), 1)
     return tiles
 
 
-def _table(dtype: torch.dtype) -> dict[Work, dict[int, Tiles]]:
+def _table(dtype: torch.dtype) -> dict[Work, dict[int, KVTiles]]:
     if dtype == torch.float32:
         return _SINGLE
     return _HALF if _from_memory() else _HALF_OF_REGISTERS
@@ -166,7 +166,7 @@ def kernel_arguments(
     window: int | None,
     soft_cap: float | None,
     k_scale: Tensor | None,
-    tiles: Tiles,
+    tiles: KVTiles,
     deterministic: bool,
 ) -> dict[str, Any]:
     """What all kernels that read the cache are launched with."""
@@ -205,7 +205,7 @@ def kernel_arguments(
     }
 
 
-def _registers(tiles: Tiles, dtype: torch.dtype, head_dim: int, deterministic: bool) -> dict[str, int]:
+def _registers(tiles: KVTiles, dtype: torch.dtype, head_dim: int, deterministic: bool) -> dict[str, int]:
     """Up to all that a thread can have where a kernel wants many: products of float32, many rows of large heads.
 
     Without a bound NVIDIA's assembler aims at a count that lets more warps be resident (80, 128 or 168), and spills

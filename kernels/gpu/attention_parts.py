@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from batchinfer_kernels.gpu.attention_launch import Tiles, padded_dim, per_head
+from batchinfer_kernels.gpu.attention_launch import KVTiles, padded_dim, per_head
 from batchinfer_kernels.gpu.merge_state import merge_state_kernel
 
 
@@ -34,7 +34,7 @@ class Own:
     def count(self, q: Tensor) -> int:
         return len(q) if self.rows is None else len(self.rows)
 
-    def check(self, q: Tensor, block_tables: Tensor, tiles: Tiles) -> None:
+    def check(self, q: Tensor, block_tables: Tensor, tiles: KVTiles) -> None:
         """Raises ValueError when lengths or segments do not fit."""
         count = self.count(q)
         sequences = count if self.rows is None else block_tables.shape[0]

@@ -67,7 +67,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class LaunchPlan:
     """One step; see `plan_attention`. Sizes are plain ints: on them alone depends what is launched."""
 
     items: Tensor | None  # of prefill; None: no chunks
@@ -79,7 +79,7 @@ class AttentionPlan:
     prefixes: Prefixes | None
     deterministic: bool
 
-    def refill(self, other: AttentionPlan) -> None:
+    def refill(self, other: LaunchPlan) -> None:
         """Copies another plan's tensors into this one's, which a captured graph reads.
 
         Raises ValueError where the graph would launch something else for the other plan: give both the same Room.
@@ -107,7 +107,7 @@ def plan_attention(
     device: torch.device | str,
     shared: Sequence[SharedPrefix] = (),
     room: Room | None = None,
-) -> AttentionPlan:
+) -> LaunchPlan:
     """The plan of a step of S sequences, one chunk each, in order; context lengths count the chunk too.
 
     `shared`: of `find_shared`, or as the planner of the job knows it. Rounded down to `shape.unit`; of their sequences
@@ -130,7 +130,7 @@ def plan_attention(
     rows = None if len(single) == len(lens) else np.stack((np.cumsum(lens)[single] - 1, single), 1)
     prefixes = _plan_prefixes(shared, lens, contexts, single, shape, device, room)
     own_context = int(contexts[single].sum()) - prefixes[1]
-    return AttentionPlan(
+    return LaunchPlan(
         items=items,
         rows=None if rows is None else moved(rows, device),
         singles=len(single),

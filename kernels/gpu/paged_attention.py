@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.gpu.attention_plan import AttentionPlan
+from batchinfer_kernels.gpu.attention_plan import LaunchPlan
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 
@@ -18,7 +18,7 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    plan: AttentionPlan,
+    plan: LaunchPlan,
     scale: float,
     window: int | None = None,
     *,

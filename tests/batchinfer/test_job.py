@@ -18,7 +18,15 @@ from pydantic import ValidationError
 from batchinfer.data.prompts.sampling_fields import override
 from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from batchinfer.errors import Mistake
-from batchinfer.job import EngineSpec, InputSpec, Job, ModelSpec, PromptSpec, SamplingSpec, load_job
+from batchinfer.job import (
+    EngineSection,
+    InputSection,
+    Job,
+    ModelSection,
+    PromptSection,
+    SamplingSection,
+    load_job,
+)
 from batchinfer.job.check import RESULT_COLUMNS
 from batchinfer.request import SamplingParams
 
@@ -134,7 +142,7 @@ def test_one_stop_is_a_list_of_one(tmp_path: Path) -> None:
 def test_parameters_from_columns(tmp_path: Path, text: str, pairs: tuple[tuple[str, str], ...]) -> None:
     job = load(tmp_path, MINIMAL, ("sampling.from_columns", text))
     assert job.sampling.from_columns == pairs
-    assert SamplingSpec.model_validate(job.sampling.model_dump()) == job.sampling
+    assert SamplingSection.model_validate(job.sampling.model_dump()) == job.sampling
 
 
 def test_other_inputs_and_prompts(tmp_path: Path) -> None:
@@ -359,12 +367,12 @@ def test_the_identity_of_an_older_job_stays(
 
 def test_the_defaults_of_a_job_are_those_of_the_parameters() -> None:
     """Both are absent from what is stored, so they must mean the same."""
-    assert SamplingSpec().params() == SamplingParams()
+    assert SamplingSection().params() == SamplingParams()
 
 
 def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
     """With another default, a stored identity without the option would mean another job."""
-    sections = (ModelSpec, InputSpec, PromptSpec)
+    sections = (ModelSection, InputSection, PromptSection)
     found = [{n: f.default for n, f in s.model_fields.items() if not f.is_required()} for s in sections]
     assert found == [
         {"dtype": "auto", "quantization": "none", "max_model_len": None},
@@ -415,9 +423,11 @@ def test_describe_says_every_option(tmp_path: Path) -> None:
 
 
 def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
-    assert list(SamplingSpec.model_fields) == [*(f.name for f in fields(SamplingParams)), "from_columns"]
-    assert SamplingSpec().params() == SamplingParams()
-    assert override(SamplingParams(), SamplingSpec().model_dump(exclude={"from_columns"})) == SamplingParams()
+    assert list(SamplingSection.model_fields) == [*(f.name for f in fields(SamplingParams)), "from_columns"]
+    assert SamplingSection().params() == SamplingParams()
+    assert (
+        override(SamplingParams(), SamplingSection().model_dump(exclude={"from_columns"})) == SamplingParams()
+    )
 
 
 def test_result_columns_are_those_that_are_written() -> None:
@@ -425,8 +435,8 @@ def test_result_columns_are_those_that_are_written() -> None:
 
 
 def test_a_dumped_section_is_a_section() -> None:
-    spec = EngineSpec(kv_memory=1 << 32)
-    assert EngineSpec.model_validate(spec.model_dump()) == spec
+    spec = EngineSection(kv_memory=1 << 32)
+    assert EngineSection.model_validate(spec.model_dump()) == spec
 
 
 def test_loading_brings_neither_torch_nor_arrow(tmp_path: Path) -> None:

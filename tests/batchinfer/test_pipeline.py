@@ -8,6 +8,7 @@ import random
 import shutil
 from collections import Counter
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -399,3 +400,42 @@ def test_the_run_table_says_of_an_error_what_the_process_says(
     (row,) = pq.read_table(report).to_pylist()
     assert (said["exit_code"], said["exit_status"]) == (code, status)
     assert (row["exit_code"], row["exit_status"]) == (code, status)
+
+
+def test_a_result_over_its_budget_is_no_success_the_second_time_either(tmp_path, model):
+    path = write_job(tmp_path, model, [*people(20), "{"], on_error={"publish": True})
+    first = run(path)
+    second = run(path, NO_ENGINE)
+    assert (first.exit_code, second.exit_code) == (65, 65)
+    assert first.error is not None
+    assert second.error == first.error.replace("are published", "are already published")
+    assert second.row["exit_status"] == "already published over budget"
+    write_job(tmp_path, model, on_error={"publish": True, "max_error_rate": 0.5})
+    assert run(path, NO_ENGINE).exit_code == 0
+
+
+def test_errors_that_may_pass_are_told_with_their_cure(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
+    path = write_job(tmp_path, model, people(4))
+    with pytest.raises(ErrorBudgetExceeded, match="--retry-errors runs 4 of them again"):
+        run(path)
+
+
+def test_a_template_that_tells_the_day_makes_new_work_every_day(tmp_path, model, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    template = "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    path = write_job(tmp_path, folder, people(3))
+    for day, computed in ((1, 3), (1, 0), (2, 3)):
+        at_noon(monkeypatch, day)
+        assert (run(path).row["computed_requests"] or 0) == computed
+
+
+def at_noon(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2026, 1, day, 12, tzinfo=tz or UTC)
+
+    monkeypatch.setattr("batchinfer.pipeline.datetime", Clock)

@@ -17,7 +17,7 @@ from batchinfer.engine.config import EngineConfig
 from batchinfer.errors import BatchInferError, Interrupted, Unavailable
 from batchinfer.launch.engine_host import Crash
 from batchinfer.launch.interrupts import Interrupts
-from batchinfer.launch.messages import Progress, WorkerSpec
+from batchinfer.launch.messages import WorkDone, WorkerSpec
 from batchinfer.launch.supervisor import Supervisor
 from batchinfer.report.summary import PHASES
 from batchinfer.request import Request, SamplingParams
@@ -227,7 +227,7 @@ class DeadThenReady:
     def finish(self, within_s: float) -> None:
         self.got.append("finish")
 
-    def receive(self, timeout_s: float) -> list[Progress]:
+    def receive(self, timeout_s: float) -> list[WorkDone]:
         if len(self.made) == 1:
             self.crash = Crash(Unavailable, "it died", "again")
             raise self.crash.error()

@@ -127,3 +127,9 @@ def test_an_input_that_is_not_there_is_missing(tmp_path, model):
     (tmp_path / "in.jsonl").unlink()
     with pytest.raises(InputMissing):
         run(path, to(tmp_path / "out.jsonl", NO_ENGINE))
+
+
+def test_an_openai_file_of_another_input_is_refused_before_the_engine(tmp_path, model):
+    path = write_job(tmp_path, model, [{"text": "a"}])
+    with pytest.raises(UsageError, match="no OpenAI batch file"):
+        run(path, replace(NO_ENGINE, to_openai=tmp_path / "out.jsonl"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.cost import attention_cost
-from batchinfer_kernels.gpu.attention_plan import AttentionPlan, AttentionShape, SharedPrefix, plan_attention
+from batchinfer_kernels.gpu.attention_plan import AttentionShape, LaunchPlan, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.paged_attention import paged_attention_reference
 from tests.gpu_suite import flashinfer
@@ -161,13 +161,13 @@ def prefix_case(section: Section, heads: Heads, count: int, shared: int, own: in
 
 def _plan(
     paged: Paged, queries: list[int], dtype: torch.dtype, shared: Sequence[SharedPrefix] = ()
-) -> AttentionPlan:
+) -> LaunchPlan:
     heads = paged.heads
     shape = AttentionShape(dtype, heads.q, heads.kv, heads.dim)
     return plan_attention(queries, paged.contexts, shape, paged.k.device, shared)
 
 
-def _attention(paged: Paged, q: Tensor, plan: AttentionPlan) -> Call:
+def _attention(paged: Paged, q: Tensor, plan: LaunchPlan) -> Call:
     return partial(
         paged_attention,
         *(q, paged.k, paged.v, paged.table),

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from batchinfer.data.storage.durable import TEMPORARY, FileOps, storage
 from batchinfer.data.storage.part_writer import open_part
-from batchinfer.job import CacheSpec
+from batchinfer.job import CacheSection
 
 _FOLDER = "uses"
 _PARTS_AT_ONCE = 256
@@ -210,7 +210,7 @@ def stored_keep(store: Path, job: str) -> int | None:
         for user, times in users.items():
             if user.job == job:
                 newest[user.keep] = max(newest.get(user.keep, 0), int(times.max(initial=0)))
-    return max(newest, key=lambda keep: newest[keep]) if newest else CacheSpec().keep
+    return max(newest, key=lambda keep: newest[keep]) if newest else CacheSection().keep
 
 
 def _entries(path: Path) -> Iterator[tuple[str, User, Times]]:

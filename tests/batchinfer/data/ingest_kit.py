@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestOptions, ingest
 from batchinfer.data.prompts.tokenizer import Tokenizer as LoadedTokenizer
-from batchinfer.job import InputSpec, Job, ModelSpec, OutputSpec, PromptSpec, SamplingSpec
+from batchinfer.job import InputSection, Job, ModelSection, OutputSection, PromptSection, SamplingSection
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}"
@@ -80,11 +80,11 @@ def make_job(
     """A job in `folder`, its checkpoint in `folder/model`."""
     job = Job(
         name="test",
-        model=ModelSpec.model_construct(path=folder / "model", dtype="auto", max_model_len=None),
-        input=InputSpec.model_construct(**{**_INPUT, **source}),
-        prompt=PromptSpec(**prompt) if prompt is not None else None,
-        sampling=SamplingSpec(**(sampling or {})),
-        output=OutputSpec.model_construct(path=folder / "results", columns=columns, rows_per_file=100),
+        model=ModelSection.model_construct(path=folder / "model", dtype="auto", max_model_len=None),
+        input=InputSection.model_construct(**{**_INPUT, **source}),
+        prompt=PromptSection(**prompt) if prompt is not None else None,
+        sampling=SamplingSection(**(sampling or {})),
+        output=OutputSection.model_construct(path=folder / "results", columns=columns, rows_per_file=100),
     )
     job.model_post_init({"source": folder / "job.yaml"})
     return job

@@ -15,11 +15,11 @@ import pytest
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.registry import FORMATS, OPENAI, named_by
 from batchinfer.errors import InputCorrupt
-from batchinfer.job import InputSpec
+from batchinfer.job import InputSection
 
 
 def test_a_job_may_name_every_format() -> None:
-    named = get_args(InputSpec.model_fields["format"].annotation)
+    named = get_args(InputSection.model_fields["format"].annotation)
     assert set(named) == {"auto", OPENAI, *(one.name for one in FORMATS)}
 
 
