@@ -124,7 +124,7 @@ class StepSample:
     recomputed_tokens: int  # of the prefill tokens, those that had been run before a preemption
     cached_tokens: int  # prompt tokens not run because a shared prefix held them
     sampled_tokens: int
-    padded_tokens: int  # query positions computed only as padding
+    padded_tokens: int  # query positions computed for nothing: padding, rows that had ended, rejected drafts
     running: int  # sequences after scheduling
     waiting: int
     preemptions: int

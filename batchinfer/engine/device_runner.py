@@ -34,9 +34,9 @@ class DeviceRun:
     download: Download | None  # None: nothing was sampled
     padded_tokens: int
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
         """See Launched."""
-        return [] if self.download is None else self.download.tokens()
+        return [] if self.download is None else [[token] for token in self.download.tokens()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -33,6 +34,10 @@ class EngineLimits:
     eos_token_ids: frozenset[int]
 
 
+# Proposes tokens that may follow a sequence.
+Draft = Callable[[Sequence], Seq[int]]
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What one step finished, and what it cost. `sample` is None for work that ended before any step."""
@@ -48,7 +53,12 @@ class Engine:
     `stop_streams` makes, for parameters with stop strings, the function that watches a sequence's text for them.
 
     With a runner that looks ahead, the next step is scheduled and launched while one runs, before its tokens are known.
-    A sequence that turns out to have ended has then run one token too many, which is dropped.
+    A sequence that turns out to have ended has then run one token too many, which is dropped. A sequence with a barrier
+    is left out of the next step until its tokens are known.
+
+    A step gives a sequence any number of tokens. `draft` proposes tokens that may follow a sequence; the next step runs
+    them, too, and a runner that verifies drafts gives as many tokens as it accepts, and one more. What was computed for
+    rejected ones is taken back.
     """
 
     def __init__(
@@ -59,9 +69,11 @@ class Engine:
         peaks: Peaks | None = None,
         stop_streams: StopStreams | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        draft: Draft | None = None,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
+        self._draft = draft
         self._started = clock()
         self._steps = 0
         self._refused: list[Completion] = []
@@ -79,11 +91,12 @@ class Engine:
         for a prompt that leaves no position for an answer.
         """
         for request in requests:
-            if len(request.prompt) >= self._limits.max_model_len:
+            if len(request.prompt) + min(1, request.params.max_tokens) > self._limits.max_model_len:
                 raise ValueError(
                     f"a prompt of {len(request.prompt)} tokens, and positions for {self._limits.max_model_len}"
                 )
             sequence = Sequence.of(request, self._limits.max_model_len, self._watch(request), self._now())
+            sequence.barrier = self._draft is not None or self._runner.needs_tokens(request)
             try:
                 self._scheduler.add(sequence)
             except ValueError as error:
@@ -128,6 +141,9 @@ class Engine:
     def _launch(self) -> None:
         """Schedule and launch the next step, if there is one."""
         began = self._now()
+        if self._draft is not None:
+            for sequence in self._scheduler.running:
+                self._propose(sequence, self._draft)
         scheduled = self._scheduler.schedule()
         if not scheduled.chunks:
             return
@@ -150,42 +166,87 @@ class Engine:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = step.began_s
         if self._runner.looks_ahead:
-            for sequence in step.sampling:
-                sequence.await_token()
-                if len(sequence) >= sequence.max_length:
-                    self._scheduler.leave(sequence)
+            self._look_ahead(step)
+
+    def _look_ahead(self, step: _InFlight) -> None:
+        """Prepare the sequences for a step that is scheduled before this one's tokens are known."""
+        for sequence in step.sampling:
+            if sequence.barrier:
+                sequence.blocked = True
+                continue
+            sequence.await_token()
+            if len(sequence) >= sequence.max_length:
+                self._scheduler.leave(sequence)
+        for sequence in step.completed:
+            self._scheduler.leave(sequence)
+
+    def _propose(self, sequence: Sequence, draft: Draft) -> None:
+        """Give a sequence that decodes its drafts. The last token that it may get is sampled, not proposed."""
+        room = sequence.max_length - len(sequence) - 1
+        if sequence.remaining == 1 and room > 0 and not (sequence.blocked or sequence.drafts):
+            sequence.propose(draft(sequence)[:room])
 
     def _retire(self, step: _InFlight, output: StepOutput) -> None:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
         tokens = step.result.tokens()
         ready = self._now()
-        for sequence, token in zip(step.sampling, tokens, strict=True):
-            if sequence in step.dropped:
-                self._scheduler.release(sequence)
-            else:
-                self._append(sequence, token, ready, output)
+        given = zip(step.sampling, tokens, strict=True)
+        step.taken = [self._take(s, ids, ready) for s, ids in given if s not in step.dropped]
+        if any(taken.irregular for taken in step.taken):
+            self._account(step)
+        for taken in step.taken:
+            self._settle(taken, ready, output)
+        for sequence in step.completed:
+            self._finish(sequence, "length", ready, output)
+        for sequence in step.dropped:
+            self._scheduler.release(sequence)
         output.sample = self._sample(step, ready)
         self._ended = output.sample.started_s + output.sample.duration_s
         self._steps += 1
         if self._in_flight:
             self._account(self._in_flight[0])
 
-    def _append(self, sequence: Sequence, token: int, now: float, output: StepOutput) -> None:
+    def _take(self, sequence: Sequence, tokens: list[int], now: float) -> _Taken:
+        """Append a step's tokens to a sequence, up to the one that ends it; the rest is dropped."""
+        if sequence.pending and len(tokens) != 1:
+            raise ValueError(
+                f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
+            )
+        sequence.blocked = False
+        taken = _Taken(sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :])
+        sequence.drop_drafts()
+        for token in tokens:
+            taken.add(token)
+            self._append(taken, token, now)
+            if taken.reason:
+                break
+        return taken
+
+    def _append(self, taken: _Taken, token: int, now: float) -> None:
+        sequence = taken.sequence
         if token == NO_TOKEN:
-            problem = RowError(
+            taken.error = RowError(
                 "nan_logits", "engine", "the model's logits are not finite numbers", retryable=True
             )
+            taken.reason = "error"
             sequence.take_none()
-            self._finish(sequence, "error", now, output, error=problem)
             return
         sequence.take(token)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
-        kept = sequence.stop_stream(token) if sequence.stop_stream else None
-        reason = self._finish_reason(sequence, token, kept)
-        if reason:
-            self._finish(sequence, reason, now, output, text_length=kept)
+        taken.text_length = sequence.stop_stream(token) if sequence.stop_stream else None
+        taken.reason = self._finish_reason(sequence, token, taken.text_length)
+
+    def _settle(self, taken: _Taken, now: float, output: StepOutput) -> None:
+        """Finish the sequence, or take back the positions that were computed for rejected tokens."""
+        sequence = taken.sequence
+        if taken.reason:
+            self._finish(sequence, taken.reason, now, output, taken.text_length, taken.error)
+        elif taken.irregular:
+            sequence.high_water = min(sequence.high_water, taken.useful_end)
+            # the last token has to run: again, if none came behind it
+            self._scheduler.take_back(sequence, taken.useful_end - (taken.count == 0))
 
     def _finish_reason(self, sequence: Sequence, token: int, kept: int | None) -> FinishReason | None:
         params = sequence.request.params
@@ -227,10 +288,13 @@ class Engine:
 
     def _account(self, step: _InFlight) -> None:
         """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
-        chunks, sampled = step.useful, len(step.sampling)
+        chunks, sampled = step.useful, len(step.sampling) - len(step.dropped)
         if step.dropped:
             chunks = [c for c in chunks if c.sequence not in step.dropped]
-            sampled -= len(step.dropped)
+        if step.taken:
+            rejected = {taken.sequence: taken.rejected for taken in step.taken}
+            cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
+            chunks, sampled = [c for c in cut if c.length], sum(taken.count for taken in step.taken)
         step.shape = self._runner.step_shape(chunks, sampled)
 
     def _sample(self, step: _InFlight, ready: float) -> StepSample:
@@ -238,7 +302,8 @@ class Engine:
         assert step.shape is not None
         assert step.result is not None
         shape, pool, began = step.shape, self._scheduler.pool, max(step.began_s, self._ended)
-        decodes, recomputed = step.decodes - len(step.dropped), step.recomputed
+        unused = len(step.dropped) + sum(taken.rejected for taken in step.taken)
+        decodes, recomputed = step.decodes - unused, step.recomputed
         costs = self._runner.cost.step(shape)
         return StepSample(
             step=self._steps,
@@ -250,7 +315,7 @@ class Engine:
             recomputed_tokens=recomputed,
             cached_tokens=step.scheduled.cached_tokens,
             sampled_tokens=shape.sampled,
-            padded_tokens=step.result.padded_tokens + len(step.dropped),
+            padded_tokens=step.result.padded_tokens + unused,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             preemptions=step.scheduled.preemptions,
@@ -263,11 +328,47 @@ class Engine:
 
 
 @dataclass(slots=True, eq=False)
+class _Taken:
+    """What a sequence took of the tokens that a step gave it."""
+
+    sequence: Sequence
+    known: int  # its tokens before
+    drafts: array[int]  # that the step ran
+    right: int = 0  # of these, how many were right, from the first on
+    count: int = 0  # tokens taken, one that is none for want of finite logits included
+    reason: FinishReason | None = None
+    text_length: int | None = None
+    error: RowError | None = None
+
+    def add(self, token: int) -> None:
+        """Count a token, and compare it with its draft."""
+        if self.count == self.right < len(self.drafts):
+            self.right += self.drafts[self.right] == token
+        self.count += 1
+
+    @property
+    def useful_end(self) -> int:
+        """Positions that are computed for the tokens that it has; the last token is still to be run."""
+        return self.known + min(self.right, max(0, self.count - 1))
+
+    @property
+    def rejected(self) -> int:
+        """Positions that were computed for nothing."""
+        return self.known + len(self.drafts) - self.useful_end
+
+    @property
+    def irregular(self) -> bool:
+        """Whether it is not just the next token of a sequence without drafts."""
+        return self.count != 1 or len(self.drafts) > 0
+
+
+@dataclass(slots=True, eq=False)
 class _InFlight:
     """A step between its launch and the arrival of its tokens."""
 
     scheduled: Step
-    sampling: list[Sequence]  # those that get a token, in order
+    sampling: list[Sequence]  # those that get tokens, in order
+    completed: list[Sequence]  # those that end with this step and get none
     useful: list[Chunk]  # without tokens that are recomputed after a preemption
     decodes: int
     recomputed: int
@@ -275,6 +376,7 @@ class _InFlight:
     launched_s: float = 0.0
     result: Launched | None = None
     shape: StepShape | None = None  # of what is useful, without what was dropped
+    taken: list[_Taken] = field(default_factory=list)  # once its tokens have come
     dropped: set[Sequence] = field(
         default_factory=set
     )  # sequences that had already ended when it was launched
@@ -287,6 +389,7 @@ class _InFlight:
         return cls(
             scheduled=step,
             sampling=[c.sequence for c in chunks if c.samples],
+            completed=[c.sequence for c in chunks if c.completes],
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum(c.decodes for c in chunks),
             recomputed=recomputed,

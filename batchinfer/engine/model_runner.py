@@ -14,6 +14,7 @@ from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+from batchinfer.request import Request
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 
@@ -39,18 +40,22 @@ class Launched(Protocol):
     def padded_tokens(self) -> int:
         """Query positions computed only as padding."""
 
-    def tokens(self) -> list[int]:
-        """One for each chunk that samples, in order. Waits for the device."""
+    def tokens(self) -> list[list[int]]:
+        """The next tokens of each chunk that samples, in order: any number of them, or none. Waits for the device.
+
+        Where the runner looks ahead, a sequence without a barrier gets exactly one. Tokens beyond the chunk's drafts
+        and one more are run by the next step. NO_TOKEN stands for logits that are not finite.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """The result of a step that was run at once."""
 
-    next_tokens: list[int]
+    next_tokens: list[list[int]]
     padded_tokens: int
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
         """See Launched."""
         return self.next_tokens
 
@@ -73,6 +78,10 @@ class ModelRunner:
         """Whether a step may be launched before the tokens of the one before it are known."""
         return False
 
+    def needs_tokens(self, request: Request) -> bool:
+        """Whether a step of this request needs the token before on the host, so that no step may look ahead of it."""
+        return self.sampler.masks(request)
+
     @property
     def most_tokens(self) -> int | None:
         """The most tokens that fit a step, known after one ran out of memory; None: all steps fitted so far."""
@@ -88,7 +97,7 @@ class ModelRunner:
         if not sampling:
             return RunResult([], plan.padded_tokens)
         tokens = self._next_tokens(hidden[batch.sampled_rows], sampling)
-        return RunResult(tokens, plan.padded_tokens)
+        return RunResult([[token] for token in tokens], plan.padded_tokens)
 
     def _next_tokens(self, hidden: Tensor, sequences: list[Sequence]) -> list[int]:
         if self.sampler.takes_argmax(sequences):

@@ -44,8 +44,13 @@ class Chunk(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the sequence's end, so that its next token can be sampled."""
-        return self.start + self.length == len(self.sequence.tokens)
+        """Whether tokens are sampled behind the chunk: it reaches the sequence's end, and one more may follow."""
+        return self.start + self.length == len(self.sequence.tokens) < self.sequence.max_length
+
+    @property
+    def completes(self) -> bool:
+        """Whether nothing of its sequence is left to run or to sample afterwards."""
+        return self.start + self.length == len(self.sequence.tokens) == self.sequence.max_length
 
     @property
     def decodes(self) -> int:
@@ -134,9 +139,10 @@ class Scheduler:
             self.config = replace(self.config, max_num_batched_tokens=most)
 
     def schedule(self) -> Step:
-        """Decide the next step. It is empty only when there is nothing to run."""
+        """Decide the next step. It is empty only when there is nothing to run, or all of it is blocked."""
         step = Step()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
+        budget = self._run_drafts(step, budget)
         if not step.preemptions:
             self._admit(step, budget)
         return step
@@ -158,12 +164,24 @@ class Scheduler:
         self._release(sequence)
         self._patience = 0
 
+    def take_back(self, sequence: Sequence, computed: int) -> None:
+        """Keep the first `computed` positions of a sequence, which lie behind its prompt or end it: the others were
+        computed for tokens that were rejected. Frees the blocks beyond."""
+        sequence.computed = computed
+        kept = self.pool.blocks_for(computed)
+        if kept < len(sequence.blocks):
+            self.pool.release(sequence.blocks[kept:])
+            del sequence.blocks[kept:]
+            self._patience = 0
+
     def has_room(self) -> bool:
         """Whether the next step can run every running sequence without a preemption."""
         if self._most <= self.pool.total:
             return True
         missing, budget = 0, self.config.max_num_batched_tokens
         for sequence in self.running:
+            if sequence.blocked:
+                continue
             length = min(sequence.remaining, budget)
             missing += max(0, self.pool.blocks_for(sequence.computed + length) - len(sequence.blocks))
             budget -= length
@@ -184,7 +202,9 @@ class Scheduler:
         self.pool.check_integrity((s.blocks for s in holders), reservations)
         assert not any(s.blocks for s in self.waiting), "a waiting sequence holds blocks"
         assert not any(s.reserved for s in holders), "a running sequence holds a reservation"
-        assert not any(s.pending for s in self.waiting), "a waiting sequence awaits a token"
+        assert not any(s.pending or s.drafts or s.blocked for s in self.waiting), (
+            "a waiting sequence awaits tokens"
+        )
         assert self._most == sum(self.pool.blocks_for(s.max_length) for s in holders), "the bound is off"
         for sequence in holders:
             assert len(sequence.blocks) >= self.pool.blocks_for(sequence.computed), (
@@ -195,11 +215,27 @@ class Scheduler:
         for sequence in list(self.running):
             if budget == 0 or sequence not in self.running:
                 break  # the youngest ones may have been preempted
-            length = min(len(sequence.tokens) - sequence.computed, budget)
+            if sequence.blocked:
+                continue
+            length = min(sequence.remaining, budget)
             if not self._make_room(sequence, sequence.computed + length, step):
                 break  # it was the youngest, and preempted itself
             self._run(sequence, length, step)
             budget -= length
+        return budget
+
+    def _run_drafts(self, step: Step, budget: int) -> int:
+        """Lengthen chunks by their drafts, as far as budget and free blocks last; drop the other drafts."""
+        for index, (sequence, start, length) in enumerate(step.chunks):
+            if not sequence.drafts:
+                continue
+            end = start + length
+            free = (len(sequence.blocks) + self.pool.available) * self.pool.block_size - end
+            runs = min(sequence.drafts, budget, free) if length == sequence.remaining else 0
+            sequence.drop_drafts(runs)
+            self._make_room(sequence, end + runs, step)
+            step.chunks[index] = Chunk(sequence, start, length + runs)
+            budget -= runs
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int, step: Step) -> bool:
@@ -218,6 +254,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.pending, "who looks ahead asks `has_room` first"
+        assert not sequence.blocked, "an in-flight step runs it"
+        sequence.drop_drafts()
         self._reserve(sequence)  # first: what is released is then kept for it
         self._release(sequence)
         sequence.computed = 0
@@ -291,7 +329,9 @@ class Scheduler:
             yield block
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
-        """Whether it and the running sequences are expected to end without a preemption."""
+        """Whether its chunk fits now, and it and the running sequences are expected to end without a preemption."""
+        if self._chunk_blocks(sequence, budget) > self.pool.available:
+            return False
         if self._most + self.pool.blocks_for(sequence.max_length) <= self.pool.total:
             return True
         if not self.running and not self.leaving:
@@ -302,6 +342,11 @@ class Scheduler:
         ends.append((self._steps_left(sequence) + self._reading(sequence, budget), sequence))
         head_room = 0 if sequence.exact else self.pool.total // HEAD_ROOM
         return peak_blocks(ends, self.pool) <= self.pool.total - head_room
+
+    def _chunk_blocks(self, sequence: Sequence, budget: int) -> int:
+        """Blocks that its first chunk takes beside those that it shares."""
+        shared = len(sequence.blocks) * self.pool.block_size
+        return self.pool.blocks_for(min(len(sequence.tokens), shared + budget)) - len(sequence.blocks)
 
     def _steps_left(self, sequence: Sequence) -> int:
         """Steps after this one, if this one runs the rest of its prompt. The last token is sampled, never run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -26,6 +26,9 @@ class Sequence:
     stop_stream: StopStream | None = None
     computed: int = 0  # tokens whose K and V are in the cache
     pending: int = 0  # how many of its last tokens are placeholders, whose values are still on the device
+    drafts: int = 0  # how many of its last tokens are proposals, which the next step that runs it verifies
+    barrier: bool = False  # no step looks ahead of its tokens: a step may give it none or several
+    blocked: bool = False  # an in-flight step will give it tokens; it is not scheduled until they are known
     high_water: int = 0  # most tokens that were ever computed: less than that again is recomputation
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
@@ -54,8 +57,8 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to run before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        """Tokens still to run before the next one can be sampled, drafts not included."""
+        return len(self.tokens) - self.drafts - self.computed
 
     @property
     def output_length(self) -> int:
@@ -63,8 +66,8 @@ class Sequence:
 
     @property
     def known_length(self) -> int:
-        """Tokens whose values have arrived."""
-        return len(self.tokens) - self.pending
+        """Tokens whose values are certain."""
+        return len(self.tokens) - self.pending - self.drafts
 
     def await_token(self) -> None:
         """Append a placeholder for a token of an in-flight step, so that the next step can run on behind it."""
@@ -90,6 +93,21 @@ class Sequence:
         if self.pending:
             del self.tokens[-self.pending :]
             self.pending = 0
+
+    def propose(self, tokens: Iterable[int]) -> None:
+        """Append drafts: the next step runs them, too, and its tokens say how many of them were right."""
+        assert self.barrier, "a step may look ahead of its tokens"
+        assert not self.pending, "its last tokens are not known"
+        assert not self.blocked, "a step runs it"
+        before = len(self.tokens)
+        self.tokens.extend(tokens)
+        self.drafts += len(self.tokens) - before
+
+    def drop_drafts(self, keep: int = 0) -> None:
+        """Remove the drafts behind the first `keep`."""
+        if self.drafts > keep:
+            del self.tokens[keep - self.drafts :]
+            self.drafts = keep
 
     def block_hash(self, index: int, block_size: int) -> bytes:
         """Digest of the first (index + 1) × block_size prompt tokens: each block hashes its parent's digest."""

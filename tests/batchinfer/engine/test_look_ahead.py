@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import Launched
+from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Request, SamplingParams
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
 from tests.batchinfer.engine.small_engine import (
@@ -55,7 +58,7 @@ class Reading:
     def padded_tokens(self) -> int:
         return self.inner.padded_tokens
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
         EVENTS.append(f"read {self.number}")
         return self.inner.tokens()
 
@@ -212,6 +215,45 @@ def test_a_real_model(family):
     fields = (base.model, base.ops, base.caches, base.windows, base.block_size, base.sampler, base.cost)
     got = drain(make_engine(DeviceRunner(*fields, base.device), limits, eos), requests)
     assert got.answers == wanted.answers
+
+
+class Rising:
+    """Half of the rows get tokens above their last one, as long as there are any."""
+
+    def masks(self, request: Request) -> bool:
+        return request.key[0] % 2 == 0
+
+    def fill(self, sequence: Sequence, bits: NDArray[np.int32]) -> None:
+        assert not sequence.pending, "its last token is not known"
+        last = sequence.tokens[-1]
+        if last < VOCAB - 1:
+            bits[0] = -1 << (last + 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masked_rows_wait_for_their_tokens_and_others_do_not(temperature):
+    rows = [Arriving(replace_key(row.request, i), i) for i, row in enumerate(eager_rows(8, 9))]
+    rows = [replace(r, request=with_temperature(r.request, temperature)) for r in rows]
+    limits = Limits()
+
+    def masked(kind: Any) -> Any:
+        def made(*fields: Any, **more: Any) -> Any:
+            runner = kind(*fields, **more)
+            return replace(runner, sampler=replace(runner.sampler, mask=Rising()))
+
+        return made
+
+    wanted, got = run(masked(OneByOne), limits, rows), run(masked(DeviceRunner), limits, rows)
+    assert got.answers == wanted.answers
+    rising = [a for key, (a, _) in got.answers.items() if key[0] % 2 == 0]
+    assert any(len(a) > 1 for a in rising)
+    assert all(b > a or a == VOCAB - 1 for ids in rising for a, b in itertools.pairwise(ids))
+    free = [a for key, (a, _) in got.answers.items() if key[0] % 2]
+    assert any(b <= a < VOCAB - 1 for ids in free for a, b in itertools.pairwise(ids))
+
+
+def with_temperature(request: Request, temperature: float) -> Request:
+    return replace(request, params=replace(request.params, temperature=temperature))
 
 
 def replace_key(request: Request, number: int) -> Request:

@@ -1,0 +1,96 @@
+"""A runner without a model, which gives sequences any number of tokens and knows what every cache slot holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchinfer.engine.model_runner import ModelRunner, RunResult
+from batchinfer.engine.scheduler import Chunk
+from batchinfer.engine.sequence import Sequence
+from batchinfer.ops.interface import NO_TOKEN
+from batchinfer.request import Request
+from tests.batchinfer.engine.hashing_model import SHAPE
+
+VOCAB = 9
+
+
+def next_token(tokens: Seq[int], nan_every: int = 0) -> int:
+    """Made of all tokens before it."""
+    mixed = random.Random(str(list(tokens))).getrandbits(32)
+    return NO_TOKEN if nan_every and mixed % nan_every == 0 else mixed % VOCAB
+
+
+@dataclass
+class Speculating:
+    """Verifies drafts, gives none or several tokens where it may, and looks ahead or not."""
+
+    looks_ahead: bool = False
+    block_size: int = 4
+    nan_every: int = 0
+    barriers: Callable[[Request], bool] = lambda _: False
+    random: random.Random | None = None  # None: as many tokens as drafts are right, and one more
+    most_tokens: None = None
+    windows: tuple[None, ...] = (None,)
+    cost: Any = SHAPE
+    ran: int = 0  # positions
+    accepted: int = 0
+    rejected: int = 0
+    counts: list[int] = field(default_factory=list)  # tokens given at once
+    _slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    _tokens: dict[bytes, list[int]] = field(default_factory=dict)  # prompt and all that was given
+
+    step_shape = ModelRunner.step_shape
+
+    def needs_tokens(self, request: Request) -> bool:
+        return self.barriers(request)
+
+    def launch(self, chunks: list[Chunk]) -> RunResult:
+        contents = [self._content(c.sequence) for c in chunks]
+        for chunk, content in zip(chunks, contents, strict=True):
+            for at in range(chunk.start, chunk.end):
+                self._slots[self._slot(chunk, at)] = hash(tuple(content[: at + 1]))
+        for chunk, content in zip(chunks, contents, strict=True):
+            for at in range(chunk.end):
+                assert self._slots[self._slot(chunk, at)] == hash(tuple(content[: at + 1])), (
+                    "a wrong key is read"
+                )
+        self.ran += sum(c.length for c in chunks)
+        return RunResult([self._next(c.sequence) for c in chunks if c.samples], 0)
+
+    def _slot(self, chunk: Chunk, at: int) -> tuple[int, int]:
+        return chunk.sequence.blocks[at // self.block_size], at % self.block_size
+
+    def _content(self, sequence: Sequence) -> list[int]:
+        """Its tokens with their values, some of which the engine may not know, and its drafts."""
+        known = self._tokens.setdefault(sequence.request.key, sequence.request.prompt.tolist())
+        assert sequence.tokens[: sequence.known_length].tolist() == known[: sequence.known_length]
+        return known + sequence.tokens[len(sequence) - sequence.drafts :].tolist()
+
+    def _next(self, sequence: Sequence) -> list[int]:
+        known = self._tokens[sequence.request.key]
+        given = [next_token(known, self.nan_every)]
+        for draft in sequence.tokens[len(sequence) - sequence.drafts :]:
+            if given[-1] != draft or (self.random and self.random.random() < 0.2):
+                break
+            given.append(next_token(known + given, self.nan_every))
+        self.accepted += len(given) - 1
+        self.rejected += sequence.drafts - len(given) + 1
+        if self.random and (sequence.barrier or not self.looks_ahead):
+            given = self._changed(known, given)
+        known += given
+        self.counts.append(len(given))
+        return given
+
+    def _changed(self, known: list[int], given: list[int]) -> list[int]:
+        """None, fewer, or further ones that were not proposed."""
+        assert self.random
+        kind = self.random.random()
+        if kind < 0.25:
+            return given[: self.random.randrange(len(given) + 1)]
+        while kind > 0.7 and len(given) < 5:
+            given = [*given, next_token(known + given, self.nan_every)]
+        return given
