@@ -6,6 +6,7 @@ No torch, no files: every room may import this.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
@@ -73,6 +74,34 @@ class SamplingParams:
         values: dict[str, Any] = json.loads(text)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a number may be: from `low` to `high`, or with `above` from just above `low`."""
+
+    low: float
+    high: float
+    above: bool = False
+
+
+INT32_MAX = 2**31 - 1
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_STOP_TOKENS = 64
+# What the numbers of SamplingParams may be, wherever they come from: job file, column, OpenAI request
+BOUNDS: Mapping[str, Bounds] = {
+    "max_tokens": Bounds(1, INT32_MAX),
+    "min_tokens": Bounds(0, INT32_MAX),
+    "temperature": Bounds(0, 100),
+    "top_p": Bounds(0, 1, above=True),
+    "top_k": Bounds(0, INT32_MAX),
+    "min_p": Bounds(0, 1),
+    "seed": Bounds(-(2**63), 2**63 - 1),
+    "repetition_penalty": Bounds(0, 100, above=True),
+    "presence_penalty": Bounds(-100, 100),
+    "frequency_penalty": Bounds(-100, 100),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,11 +14,8 @@ from pydantic import ValidationInfo as Info
 from batchinfer.job.file import absolute
 from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
-from batchinfer.request import SamplingParams
+from batchinfer.request import BOUNDS, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 
-INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
-INT64_MIN = -(2**63)
 MAX_BYTES = 2**50
 MIN_SQL_BYTES = 2**26  # less lets DuckDB run no query worth the name
 MIN_KV_BYTES = 2**20  # less holds no block of any real model: a number without its unit
@@ -124,6 +121,12 @@ def _sql_memory(value: object) -> object:
     return size if size == "auto" or number else ()
 
 
+def bounded(name: str) -> Any:
+    """The bounds of a sampling parameter, for its type."""
+    bounds = BOUNDS[name]
+    return Field(gt=bounds.low, le=bounds.high) if bounds.above else Field(ge=bounds.low, le=bounds.high)
+
+
 Text = Annotated[str, Field(min_length=1)]
 Column = Annotated[Text, Right("the name of a column of the input")]
 PathField = Annotated[
@@ -149,15 +152,15 @@ MaxLength = Annotated[
     BeforeValidator(_auto_to_none, json_schema_input_type=Auto | Whole | None),
     Right("a whole number from 1 to 2,147,483,647, or auto"),
 ]
-StopText = Annotated[str, Field(min_length=1, max_length=512)]
-# The limits on stops are those of a row's own `stop` (data/prompts/sampling_fields.py).
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[
     tuple[StopText, ...],
-    Field(max_length=16),
+    Field(max_length=MAX_STOPS),
     BeforeValidator(
-        _listed, json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=16)]
+        _listed,
+        json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS)],
     ),
-    Right("a list of at most 16 texts of 1 to 512 characters, or one such text"),
+    Right(f"a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
 ]
 KvMemory = Annotated[
     Auto | int | float,

@@ -20,9 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from batchinfer.errors import JobFileError, Mistake
 from batchinfer.job.check import check
 from batchinfer.job.field_types import (
-    INT32_MAX,
-    INT64_MAX,
-    INT64_MIN,
     Auto,
     Bytes,
     Column,
@@ -36,12 +33,13 @@ from batchinfer.job.field_types import (
     Stops,
     Text,
     Whole,
+    bounded,
 )
 from batchinfer.job.file import read_job_file
 from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
-from batchinfer.request import SamplingParams
+from batchinfer.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
 
 _OUTPUT_PATH = ("output", "path")
 
@@ -135,55 +133,49 @@ class PromptSection(Section):
 class SamplingSection(Section):
     """How tokens are chosen, for every row alike but for the parameters that `from_columns` declares."""
 
-    max_tokens: Whole = Field(default=256, description="Most tokens of an answer.")
-    min_tokens: int = Field(default=0, ge=0, le=INT32_MAX, description="No end before so many tokens.")
-    temperature: float = Field(
-        default=0.0, ge=0, le=100, description="0: always the most likely token. Higher: more random."
+    max_tokens: Annotated[int, bounded("max_tokens")] = Field(
+        default=256, description="Most tokens of an answer."
     )
-    top_p: float = Field(
+    min_tokens: Annotated[int, bounded("min_tokens")] = Field(
+        default=0, description="No end before so many tokens."
+    )
+    temperature: Annotated[float, bounded("temperature")] = Field(
+        default=0.0,
+        description="0: always the most likely token. Higher: more random.",
+    )
+    top_p: Annotated[float, bounded("top_p")] = Field(
         default=1.0,
-        gt=0,
-        le=1,
         description="Draw only from the most likely tokens that together have this much probability. 1: off.",
     )
-    top_k: int = Field(
+    top_k: Annotated[int, bounded("top_k")] = Field(
         default=0,
-        ge=0,
-        le=INT32_MAX,
         description="Draw only from this many of the most likely tokens. 0: off.",
     )
-    min_p: float = Field(
+    min_p: Annotated[float, bounded("min_p")] = Field(
         default=0.0,
-        ge=0,
-        le=1,
         description="Drop tokens less likely than this share of the most likely one. 0: off.",
     )
-    seed: int = Field(
+    seed: Annotated[int, bounded("seed")] = Field(
         default=0,
-        ge=INT64_MIN,
-        le=INT64_MAX,
         description="Seed of the random draws. Equal answers to the bit take engine.deterministic as well.",
     )
     stop: Stops = Field(default=(), description="Texts that end an answer; they are cut off.")
     stop_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
-        default=(), max_length=64, description="Token ids that end an answer."
+        default=(), max_length=MAX_STOP_TOKENS, description="Token ids that end an answer."
     )
     ignore_eos: bool = Field(
         default=False, description="Whether to go on after the model's end-of-text token."
     )
-    repetition_penalty: float = Field(
+    repetition_penalty: Annotated[float, bounded("repetition_penalty")] = Field(
         default=1.0,
-        gt=0,
-        le=100,
         description="Above 1: tokens that were there already become less likely. 1: off.",
     )
-    presence_penalty: float = Field(
-        default=0.0, ge=-100, le=100, description="Taken off the score of tokens that the answer has. 0: off."
-    )
-    frequency_penalty: float = Field(
+    presence_penalty: Annotated[float, bounded("presence_penalty")] = Field(
         default=0.0,
-        ge=-100,
-        le=100,
+        description="Taken off the score of tokens that the answer has. 0: off.",
+    )
+    frequency_penalty: Annotated[float, bounded("frequency_penalty")] = Field(
+        default=0.0,
         description="Taken off a token's score each time the answer has it. 0: off.",
     )
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from decimal import Decimal
 from typing import Any
 
 from batchinfer.data.input.rows import RowProblem, kind_of
-from batchinfer.request import SamplingParams
-
-MAX_STOPS = 16
-MAX_STOP_CHARS = 512
-MAX_STOP_TOKENS = 64
+from batchinfer.request import (
+    BOUNDS,
+    INT32_MAX,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    Bounds,
+    SamplingParams,
+)
 
 # What OpenAI requests may carry without changing the answer here.
 _HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -98,7 +102,9 @@ def _bad(name: str, message: str) -> RowProblem:
     return RowProblem("bad_parameter", f"{name}: {message}")
 
 
-def _integer(low: int, high: int) -> Callable[[str, Any], int]:
+def _integer(bounds: Bounds) -> Callable[[str, Any], int]:
+    low, high = bounds.low, bounds.high
+
     def check(name: str, value: Any) -> int:
         whole = not isinstance(value, bool) and isinstance(value, int | float | Decimal) and _is_whole(value)
         if not whole or not low <= value <= high:
@@ -112,7 +118,9 @@ def _is_whole(value: int | float | Decimal) -> bool:
     return math.isfinite(value) and value == int(value)
 
 
-def _number(low: float, high: float, above: bool = False) -> Callable[[str, Any], float]:
+def _number(bounds: Bounds) -> Callable[[str, Any], float]:
+    low, high, above = bounds.low, bounds.high, bounds.above
+
     def check(name: str, value: Any) -> float:
         numeric = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
         if not numeric or not math.isfinite(value) or not low <= value <= high or (above and value == low):
@@ -139,7 +147,7 @@ def _stop_tokens(name: str, value: Any) -> tuple[int, ...]:
         raise _bad(name, f"must be a list of token ids, not {kind_of(value)}")
     if len(value) > MAX_STOP_TOKENS:
         raise RowProblem("too_many_stops", f"{name}: {len(value)} ids; the limit is {MAX_STOP_TOKENS}")
-    return tuple(_integer(0, 2**31 - 1)(name, v) for v in value)
+    return tuple(_integer(Bounds(0, INT32_MAX))(name, v) for v in value)
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -153,18 +161,14 @@ def _shown(value: object) -> str:
     return str(value)[:40] if number else kind_of(value)
 
 
-CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "max_tokens": _integer(1, 2**31 - 1),
-    "min_tokens": _integer(0, 2**31 - 1),
-    "temperature": _number(0, 100),
-    "top_p": _number(0, 1, above=True),
-    "top_k": _integer(0, 2**31 - 1),
-    "min_p": _number(0, 1),
-    "seed": _integer(-(2**63), 2**63 - 1),
-    "stop": _stops,
-    "stop_token_ids": _stop_tokens,
-    "ignore_eos": _boolean,
-    "repetition_penalty": _number(0, 100, above=True),
-    "presence_penalty": _number(-100, 100),
-    "frequency_penalty": _number(-100, 100),
-}
+_OTHERS = {"stop": _stops, "stop_token_ids": _stop_tokens, "ignore_eos": _boolean}
+
+
+def _check_of(parameter: Field[Any]) -> Callable[[str, Any], Any]:
+    if parameter.name in _OTHERS:
+        return _OTHERS[parameter.name]
+    kind = _integer if isinstance(parameter.default, int) else _number
+    return kind(BOUNDS[parameter.name])
+
+
+CHECKS: Mapping[str, Callable[[str, Any], Any]] = {one.name: _check_of(one) for one in fields(SamplingParams)}
