@@ -8,7 +8,13 @@ import os
 # operators that wait for one another cost ten times what they gain.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from hypothesis import settings
+
 from tests.kernels.gpu import interpreter
+
+# An example that takes long says that the machine is busy: no property is a matter of milliseconds.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 # Before triton is imported anywhere (transformers and torch do so here and there): its own functions and ours are
 # interpreted or compiled by what holds when their modules are imported. A quarter of a second for each process.
