@@ -74,3 +74,10 @@ def test_the_readmes_queries_run(tmp_path, monkeypatch):
 def test_the_suite_of_the_readme_is_what_ci_runs():
     assert any("make test" in block for block in fenced(ROOT / "README.md", "sh"))
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
+
+
+def test_the_map_of_the_house_names_every_room():
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    packages = [p.parent for p in (ROOT / "batchinfer").rglob("__init__.py") if p.parent.name != "batchinfer"]
+    rooms = {str(package.relative_to(ROOT / "batchinfer")) for package in packages}
+    assert {room for room in rooms if f"{room}/" not in page} == set()

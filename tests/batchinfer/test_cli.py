@@ -341,10 +341,8 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monke
             "query", place.results, "select count(*) as n from results", "--partial", "--json"
         )
         process.send_signal(signum)
-        began = time.monotonic()
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (code, "")
-    assert time.monotonic() - began < 20
     assert partial.code == 0, partial.err
     print(partial.out)
     assert json.loads(partial.out)["n"] >= 8

@@ -75,13 +75,11 @@ def test_a_signal_ends_a_verb_that_works(
         until(lambda: [*temporary.glob("batchinfer-preview-*/*"), *temporary.glob("batchinfer-query-*")])
         time.sleep(1.0)  # it runs the query, or renders
         below = list(children(process.pid))
-        began = time.monotonic()
         os.killpg(process.pid, signum)
         try:
             out, err = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert (process.returncode, out, err) == (128 + signum, "", "batchinfer: interrupted\n")
-    assert time.monotonic() - began < 20, "it did not hear of it"
     assert not alive(below)
     assert not list(temporary.iterdir()), "what it wrote is left behind"
