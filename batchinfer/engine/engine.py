@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -191,14 +192,15 @@ class Engine:
         assert step.result is not None
         tokens = step.result.tokens()
         ready = self._now()
-        given = zip(step.sampling, tokens, strict=True)
-        step.taken = [self._take(s, ids, ready) for s, ids in given if s not in step.dropped]
-        if any(taken.irregular for taken in step.taken):
+        ends = self._take_all(step, tokens, ready)
+        if step.irregular:
             self._account(step)
-        for taken in step.taken:
-            self._settle(taken, ready, output)
+        for taken in step.irregular:
+            self._take_back(taken)
+        for sequence, end in ends:
+            self._finish(sequence, end, ready, output)
         for sequence in step.completed:
-            self._finish(sequence, "length", ready, output)
+            self._finish(sequence, _End("length"), ready, output)
         for sequence in step.dropped:
             self._scheduler.release(sequence)
         output.sample = self._sample(step, ready)
@@ -207,9 +209,26 @@ class Engine:
         if self._in_flight:
             self._account(self._in_flight[0])
 
+    def _take_all(self, step: _InFlight, tokens: list[list[int]], now: float) -> list[tuple[Sequence, _End]]:
+        """Append a step's tokens to their sequences; those that end with them."""
+        ends, dropped = [], step.dropped
+        for sequence, given in zip(step.sampling, tokens, strict=True):
+            if dropped and sequence in dropped:
+                continue
+            if len(given) == 1 and not sequence.drafts:  # nearly always
+                sequence.blocked = False
+                end = self._append(sequence, given[0], now)
+            else:
+                taken = self._take(sequence, given, now)
+                step.irregular.append(taken)
+                end = taken.end
+            if end is not None:
+                ends.append((sequence, end))
+        return ends
+
     def _take(self, sequence: Sequence, tokens: list[int], now: float) -> _Taken:
-        """Append a step's tokens to a sequence, up to the one that ends it; the rest is dropped."""
-        if sequence.pending and len(tokens) != 1:
+        """Append any number of tokens to a sequence, up to the one that ends it; the rest is dropped."""
+        if sequence.pending:
             raise ValueError(
                 f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
             )
@@ -218,35 +237,30 @@ class Engine:
         sequence.drop_drafts()
         for token in tokens:
             taken.add(token)
-            self._append(taken, token, now)
-            if taken.reason:
+            taken.end = self._append(sequence, token, now)
+            if taken.end is not None:
                 break
         return taken
 
-    def _append(self, taken: _Taken, token: int, now: float) -> None:
-        sequence = taken.sequence
+    def _append(self, sequence: Sequence, token: int, now: float) -> _End | None:
+        """Append a token to its sequence; how the sequence ends, if the token ends it."""
         if token == NO_TOKEN:
-            taken.error = RowError(
-                "nan_logits", "engine", "the model's logits are not finite numbers", retryable=True
-            )
-            taken.reason = "error"
             sequence.take_none()
-            return
+            text = "the model's logits are not finite numbers"
+            return _End("error", error=RowError("nan_logits", "engine", text, retryable=True))
         sequence.take(token)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
-        taken.text_length = sequence.stop_stream(token) if sequence.stop_stream else None
-        taken.reason = self._finish_reason(sequence, token, taken.text_length)
+        kept = sequence.stop_stream(token) if sequence.stop_stream else None
+        reason = self._finish_reason(sequence, token, kept)
+        return _End(reason, kept) if reason else None
 
-    def _settle(self, taken: _Taken, now: float, output: StepOutput) -> None:
-        """Finish the sequence, or take back the positions that were computed for rejected tokens."""
-        sequence = taken.sequence
-        if taken.reason:
-            self._finish(sequence, taken.reason, now, output, taken.text_length, taken.error)
-        elif taken.irregular:
-            sequence.high_water = min(sequence.high_water, taken.useful_end)
+    def _take_back(self, taken: _Taken) -> None:
+        """Give up the positions that were computed for rejected tokens."""
+        if taken.end is None:
+            taken.sequence.high_water = min(taken.sequence.high_water, taken.useful_end)
             # the last token has to run: again, if none came behind it
-            self._scheduler.take_back(sequence, taken.useful_end - (taken.count == 0))
+            self._scheduler.take_back(taken.sequence, taken.useful_end - (taken.count == 0))
 
     def _finish_reason(self, sequence: Sequence, token: int, kept: int | None) -> FinishReason | None:
         params = sequence.request.params
@@ -259,18 +273,12 @@ class Engine:
                 return "stop"
         return "length" if length >= sequence.max_length else None
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        output: StepOutput,
-        text_length: int | None = None,
-        error: RowError | None = None,
-    ) -> None:
+    def _finish(self, sequence: Sequence, end: _End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
         ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
-        output.completions.append(Completion(sequence.request.key, ids, reason, text_length, error))
+        output.completions.append(
+            Completion(sequence.request.key, ids, end.reason, end.text_length, end.error)
+        )
         output.requests.append(_request_sample(sequence, now))
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -291,10 +299,11 @@ class Engine:
         chunks, sampled = step.useful, len(step.sampling) - len(step.dropped)
         if step.dropped:
             chunks = [c for c in chunks if c.sequence not in step.dropped]
-        if step.taken:
-            rejected = {taken.sequence: taken.rejected for taken in step.taken}
+        if step.irregular:
+            rejected = {taken.sequence: taken.rejected for taken in step.irregular}
             cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
-            chunks, sampled = [c for c in cut if c.length], sum(taken.count for taken in step.taken)
+            chunks = [c for c in cut if c.length]
+            sampled += sum(taken.count - 1 for taken in step.irregular)
         step.shape = self._runner.step_shape(chunks, sampled)
 
     def _sample(self, step: _InFlight, ready: float) -> StepSample:
@@ -302,7 +311,7 @@ class Engine:
         assert step.shape is not None
         assert step.result is not None
         shape, pool, began = step.shape, self._scheduler.pool, max(step.began_s, self._ended)
-        unused = len(step.dropped) + sum(taken.rejected for taken in step.taken)
+        unused = len(step.dropped) + sum(taken.rejected for taken in step.irregular)
         decodes, recomputed = step.decodes - unused, step.recomputed
         costs = self._runner.cost.step(shape)
         return StepSample(
@@ -327,6 +336,14 @@ class Engine:
         )
 
 
+class _End(NamedTuple):
+    """How a sequence ends."""
+
+    reason: FinishReason
+    text_length: int | None = None
+    error: RowError | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Taken:
     """What a sequence took of the tokens that a step gave it."""
@@ -336,9 +353,7 @@ class _Taken:
     drafts: array[int]  # that the step ran
     right: int = 0  # of these, how many were right, from the first on
     count: int = 0  # tokens taken, one that is none for want of finite logits included
-    reason: FinishReason | None = None
-    text_length: int | None = None
-    error: RowError | None = None
+    end: _End | None = None
 
     def add(self, token: int) -> None:
         """Count a token, and compare it with its draft."""
@@ -356,11 +371,6 @@ class _Taken:
         """Positions that were computed for nothing."""
         return self.known + len(self.drafts) - self.useful_end
 
-    @property
-    def irregular(self) -> bool:
-        """Whether it is not just the next token of a sequence without drafts."""
-        return self.count != 1 or len(self.drafts) > 0
-
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
@@ -376,7 +386,7 @@ class _InFlight:
     launched_s: float = 0.0
     result: Launched | None = None
     shape: StepShape | None = None  # of what is useful, without what was dropped
-    taken: list[_Taken] = field(default_factory=list)  # once its tokens have come
+    irregular: list[_Taken] = field(default_factory=list)  # of sequences that did not just get the next token
     dropped: set[Sequence] = field(
         default_factory=set
     )  # sequences that had already ended when it was launched
@@ -386,10 +396,16 @@ class _InFlight:
         """Read the chunks before launching, which moves the sequences on."""
         chunks = step.chunks
         recomputed = sum(c.recomputed for c in chunks)
+        sampling, completed = [], []
+        for chunk in chunks:
+            if chunk.samples:
+                sampling.append(chunk.sequence)
+            elif chunk.completes:
+                completed.append(chunk.sequence)
         return cls(
             scheduled=step,
-            sampling=[c.sequence for c in chunks if c.samples],
-            completed=[c.sequence for c in chunks if c.completes],
+            sampling=sampling,
+            completed=completed,
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum(c.decodes for c in chunks),
             recomputed=recomputed,

@@ -142,7 +142,8 @@ class Scheduler:
         """Decide the next step. It is empty only when there is nothing to run, or all of it is blocked."""
         step = Step()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
-        budget = self._run_drafts(step, budget)
+        if any(c.sequence.drafts for c in step.chunks):
+            budget = self._run_drafts(step, budget)
         if not step.preemptions:
             self._admit(step, budget)
         return step
@@ -217,7 +218,7 @@ class Scheduler:
                 break  # the youngest ones may have been preempted
             if sequence.blocked:
                 continue
-            length = min(sequence.remaining, budget)
+            length = min(len(sequence.tokens) - sequence.drafts - sequence.computed, budget)
             if not self._make_room(sequence, sequence.computed + length, step):
                 break  # it was the youngest, and preempted itself
             self._run(sequence, length, step)
