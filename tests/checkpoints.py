@@ -85,6 +85,10 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 1.3,
     },
 }
+# Not for every family: a part of each head is rotated
+PARTIAL_ROPES: dict[str, dict[str, Any]] = {
+    f"partial-{part}": {**ROPES["default"], "partial_rotary_factor": part} for part in (0.25, 0.5, 0.75)
+}
 BOS, EOS, IM_START, PAD = 256, 257, 258, 259  # the byte-level tokenizer's specials, after its 256 bytes
 VOCAB = 260
 CHAT_TEMPLATE = (
@@ -130,7 +134,7 @@ def make_checkpoint(
         "max_position_embeddings": 512,
         "initializer_range": 0.2,
         "tie_word_embeddings": tied,
-        "rope_parameters": dict(ROPES[rope] if isinstance(rope, str) else rope),
+        "rope_parameters": dict({**ROPES, **PARTIAL_ROPES}[rope] if isinstance(rope, str) else rope),
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": None,

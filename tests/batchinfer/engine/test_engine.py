@@ -25,7 +25,7 @@ from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
 from batchinfer.request import Completion, Request, SamplingParams
 from tests.batchinfer.engine.driver import Hopeful
-from tests.checkpoints import EOS, ROPES, kept_folder, make_checkpoint
+from tests.checkpoints import EOS, kept_folder, make_checkpoint
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)
 OUTPUT = 8
@@ -47,7 +47,7 @@ VARIANTS = {
     "olmo2": ("olmo2", {"num_key_value_heads": 1}),
     "phi3-window-partial": (
         "phi3",
-        {"sliding_window": 24, "head_dim": 16, "rope": {**ROPES["default"], "partial_rotary_factor": 0.75}},
+        {"sliding_window": 24, "head_dim": 16, "rope": "partial-0.75"},
     ),
     "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),
 }

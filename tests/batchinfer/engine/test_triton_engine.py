@@ -48,7 +48,6 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
 )
 from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
-from tests.checkpoints import ROPES
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -60,7 +59,7 @@ VARIANTS = {
     "qwen3-normed": ("qwen3", {"rope": "yarn", "num_key_value_heads": 1}),
     "olmo2": ("olmo2", {"num_key_value_heads": 1}),
     "granite-biased": ("granite", {"attention_bias": True}),
-    "phi3-partial": ("phi3", {"rope": {**ROPES["default"], "partial_rotary_factor": 0.5}}),
+    "phi3-partial": ("phi3", {"rope": "partial-0.5"}),
 }
 ALWAYS = ("llama", "llama-window", "qwen2-biased", "qwen3-normed", "olmo2")
 SHARED = 40

@@ -119,8 +119,8 @@ def test_query_groups(tmp_path: Path, family: str, q_heads: int, kv_heads: int) 
 
 @pytest.mark.parametrize("part", [0.25, 0.5, 0.75])
 def test_a_part_of_each_head_is_rotated(tmp_path: Path, part: float) -> None:
-    rope = {**ROPES["default"], "partial_rotary_factor": part}
-    checkpoint = check_logits(tmp_path, make_checkpoint(tmp_path, "phi3", rope=rope, head_dim=16))
+    model = make_checkpoint(tmp_path, "phi3", rope=f"partial-{part}", head_dim=16)
+    checkpoint = check_logits(tmp_path, model)
     assert checkpoint.spec.attention.rotary_dim == int(16 * part)
 
 
