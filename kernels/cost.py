@@ -105,6 +105,14 @@ def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Co
     return Cost((5 if residual else 4) * values + 2 * tokens, moved)
 
 
+def layer_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool, biased: bool = True) -> Cost:
+    """Mean, difference, square, sum, scale, weight (6 a value; 1 more each for a bias and an added residual), and 2 a
+    row for its root; bytes as for an RMSNorm, the bias included."""
+    values = tokens * hidden
+    moved = (4 if residual else 2) * values * itemsize + (1 + biased) * hidden * itemsize
+    return Cost((6 + biased + residual) * values + 2 * tokens, moved)
+
+
 def rope_store_cost(
     tokens: int,
     q_heads: int,

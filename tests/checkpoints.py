@@ -28,6 +28,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -38,10 +40,13 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "granite": (GraniteConfig, GraniteForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "stablelm": (StableLmConfig, StableLmForCausalLM),
 }
+HEADS_FILL_HIDDEN = ("stablelm",)  # families that know no head_dim
 # What a family's checkpoints are made with, so that all that it adds to a Llama shows
 SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "stablelm": {"partial_rotary_factor": 1.0},
     "granite": {
         "attention_multiplier": 0.4,
         "embedding_multiplier": 3.0,
@@ -139,7 +144,10 @@ def make_checkpoint(
         "eos_token_id": EOS,
         "pad_token_id": None,
     }
-    config = config_class(**{**sizes, **SPECIAL.get(family, {}), **overrides})
+    sizes = {**sizes, **SPECIAL.get(family, {}), **overrides}
+    if family in HEADS_FILL_HIDDEN:
+        sizes["hidden_size"] = sizes["num_attention_heads"] * sizes.pop("head_dim")
+    config = config_class(**sizes)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = model_class(config).eval()

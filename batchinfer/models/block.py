@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from batchinfer.models.parameters import BIAS
-from batchinfer.models.spec import LayerSpec
+from batchinfer.models.parameters import BIAS, norm_parameters
+from batchinfer.models.spec import LayerSpec, NormSpec
 from batchinfer.models.weights import LayerWeights
 from batchinfer.ops.interface import (
     AttentionInputs,
@@ -35,22 +37,26 @@ class Block(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         linears = self._parts.linears
         x, residual = self._before("input_norm", x, residual)
-        x = linears["o"](self._attend(linears["qkv"](x), inputs, cache, plan))
-        x, residual = self._before("post_norm", self._after("attention_norm", x), residual)
+        attended = linears["o"](self._attend(linears["qkv"](x), inputs, cache, plan))
+        attended = self._after("attention_norm", attended)
+        if self._spec.parallel:
+            fed = self._after("feed_forward_norm", linears["down"](linears["gate_up"](x)))
+            return attended + fed, residual
+        x, residual = self._before("post_norm", attended, residual)
         x = linears["down"](linears["gate_up"](x))
         return self._after("feed_forward_norm", x), residual
 
     def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """What goes into a half of the layer, and x + residual."""
         if name in self._norms:
-            return self._ops.rms_norm(x, self._parts.norms[name], self._norms[name].eps, residual)
+            return apply_norm(self._ops, self._norms[name], self._parts.norms, name, x, residual)
         total = x if residual is None else x + residual
         return total, total
 
     def _after(self, name: str, x: Tensor) -> Tensor:
         """What comes out of it, to be added."""
         if name in self._norms:
-            x, _ = self._ops.rms_norm(x, self._parts.norms[name], self._norms[name].eps)
+            x, _ = apply_norm(self._ops, self._norms[name], self._parts.norms, name, x)
         return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
 
     def _attend(self, qkv: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
@@ -71,9 +77,25 @@ class Block(DecoderLayer):
         for name, width in (("q_norm", spec.q_width), ("k_norm", spec.kv_width)):
             if name in self._norms:
                 part = qkv[:, start : start + width]
-                weight, eps = self._parts.norms[name], self._norms[name].eps
-                part.copy_(self._ops.rms_norm(part.contiguous(), weight, eps)[0])
+                part.copy_(
+                    apply_norm(self._ops, self._norms[name], self._parts.norms, name, part.contiguous())[0]
+                )
             start += width
+
+
+def apply_norm(
+    ops: Ops,
+    norm: NormSpec,
+    parameters: Mapping[str, Tensor],
+    name: str,
+    x: Tensor,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(norm of x + residual, x + residual), with the parameters of this name."""
+    weight, bias = parameters[name], parameters.get(name + BIAS)
+    if norm.kind == "layer":
+        return ops.layer_norm(x, weight, bias, norm.eps, residual)
+    return ops.rms_norm(x, weight, norm.eps, residual)
 
 
 def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable) -> DecoderLayer:
@@ -91,4 +113,5 @@ def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable
             linears[linear.name] = ops.pack_gated(weight, bias, spec.feed_forward.activation)
         else:
             linears[linear.name] = ops.pack_linear(weight, bias)
-    return LayerParts(linears, {name: weights[name] for name in spec.norms}, rope)
+    norms = [parameter for name, norm in spec.norms.items() for parameter in norm_parameters(name, norm)]
+    return LayerParts(linears, {name: weights[name] for name in norms}, rope)

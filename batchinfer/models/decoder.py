@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchinfer.models.block import build_layer
+from batchinfer.models.block import apply_norm, build_layer
 from batchinfer.models.checkpoint import Checkpoint
+from batchinfer.models.parameters import BIAS, FINAL_NORM
 from batchinfer.models.rope import rope_table
 from batchinfer.models.spec import ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
@@ -29,7 +30,9 @@ class Decoder:
         self._rope = rope
         tables = weights.tables()
         self._embedding = tables.embedding
-        self._final_norm = tables.final_norm
+        self._final_norm = {FINAL_NORM: tables.final_norm}
+        if tables.final_norm_bias is not None:
+            self._final_norm[FINAL_NORM + BIAS] = tables.final_norm_bias
         self._head = ops.pack_head(tables.head)
         del tables  # or a head that was copied would be there twice while the layers are packed
         self._layers = [
@@ -85,8 +88,7 @@ class Decoder:
         return self._head.argmax(self._normed(hidden))
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        normed, _ = self._ops.rms_norm(hidden, self._final_norm, self.spec.final_norm.eps)
-        return normed
+        return apply_norm(self._ops, self.spec.final_norm, self._final_norm, FINAL_NORM, hidden)[0]
 
 
 def load_decoder(

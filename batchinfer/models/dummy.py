@@ -46,7 +46,8 @@ class DummyWeights(Weights):
 
     def tables(self) -> Tables:
         found = self._drawn(_TABLES, table_parameters(self._spec))
-        return Tables(found[EMBEDDING], found.get(HEAD, found[EMBEDDING]), found[FINAL_NORM])
+        norm = (found[FINAL_NORM], found.get(FINAL_NORM + BIAS))
+        return Tables(found[EMBEDDING], found.get(HEAD, found[EMBEDDING]), *norm)
 
     def layer(self, index: int) -> LayerWeights:
         drawn = self.layer_tensors(index)
@@ -76,6 +77,8 @@ class DummyWeights(Weights):
             for name, parts in stored.items():
                 yield name, torch.cat([tensor for _, tensor in sorted(parts, key=itemgetter(0))])
         yield prefix + tensor_names.FINAL_NORM, tables.final_norm
+        if tables.final_norm_bias is not None:
+            yield prefix + tensor_names.FINAL_NORM_BIAS, tables.final_norm_bias
 
     def _drawn(self, part: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
         generator = torch.Generator(self._device).manual_seed((self._seed << 20) + part - _TABLES)

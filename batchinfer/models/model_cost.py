@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from batchinfer.models.spec import LayerSpec, LinearSpec, ModelSpec
+from batchinfer.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
 from batchinfer_kernels.cost import (
     Cost,
     ModelCost,
@@ -13,6 +13,7 @@ from batchinfer_kernels.cost import (
     attention_cost,
     embedding_cost,
     gated_activation_cost,
+    layer_norm_cost,
     linear_cost,
     quantized_linear_cost,
     rms_norm_cost,
@@ -39,7 +40,7 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
             pair=attention_cost(0, 1, 0, *sizes),
             kv_token=attention_cost(0, 0, 1, *sizes),
         ),
-        _sampled("final_norm", lambda n: rms_norm_cost(n, spec.hidden, itemsize, residual=True)),
+        _sampled("final_norm", lambda n: _norm(spec.final_norm, n, itemsize, residual=True)),
         _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize)),
         _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize)),
     )
@@ -72,8 +73,14 @@ def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
     for name, norm in layer.norms.items():
         if not (layer.attention.norms_heads and name in ("q_norm", "k_norm")):
             residual = name in ("input_norm", "post_norm")
-            found += rms_norm_cost(tokens, norm.width, itemsize, residual=residual)
+            found += _norm(norm, tokens, itemsize, residual)
     return found
+
+
+def _norm(norm: NormSpec, tokens: int, itemsize: int, residual: bool) -> Cost:
+    if norm.kind == "layer":
+        return layer_norm_cost(tokens, norm.width, itemsize, residual, norm.biased)
+    return rms_norm_cost(tokens, norm.width, itemsize, residual)
 
 
 def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:

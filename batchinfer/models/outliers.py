@@ -12,6 +12,8 @@ from batchinfer.models.weights import LayerWeights, Tables, Weights
 # Two of 192 channels in every norm of the quickstart's model so many times the others (docs/models.md): at 10 the mean
 # divergence is 1.0e-4 nats, 3 times that of int8 without them, at 30 it is 2.3e-3, 60 times
 LEAST_RATIO = 20.0
+# Norms whose results are inputs of linear layers
+WATCHED_NORMS = {"input_norm": "input norm", "post_norm": "post-attention norm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,9 @@ class WatchedWeights(Weights):
 
     def layer(self, index: int) -> LayerWeights:
         layer = self._weights.layer(index)
-        self._look(f"input norm of layer {index}", layer["input_norm"])
-        self._look(f"post-attention norm of layer {index}", layer["post_norm"])
+        for name, words in WATCHED_NORMS.items():
+            if name in layer:
+                self._look(f"{words} of layer {index}", layer[name])
         self._look(f"up projection of layer {index}", layer["gate_up"].chunk(2)[1].float().norm(dim=-1))
         return layer
 

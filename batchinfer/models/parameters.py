@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from batchinfer.models.spec import LayerSpec, ModelSpec
+from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
 
 BIAS = ".bias"
 EMBEDDING, HEAD, FINAL_NORM = "embedding", "head", "final_norm"
@@ -19,7 +19,9 @@ Joined = TypeVar("Joined")
 
 def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
     """Parameter → shape, (out, in) for weights."""
-    shapes: dict[str, Shape] = {name: (norm.width,) for name, norm in layer.norms.items()}
+    shapes: dict[str, Shape] = {}
+    for name, norm in layer.norms.items():
+        shapes |= norm_parameters(name, norm)
     for linear in layer.linears:
         for part, outputs in linear.parts:
             shapes[part] = (outputs, linear.inputs)
@@ -28,11 +30,17 @@ def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
     return shapes
 
 
+def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
+    """Its weight, and its bias if it has one."""
+    shape = (norm.width,)
+    return {name: shape, name + BIAS: shape} if norm.biased else {name: shape}
+
+
 def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
     """The same of what stands before and after the layers; a head that is the embedding is left out."""
     table = (spec.vocab, spec.hidden)
-    shapes: dict[str, Shape] = {EMBEDDING: table, FINAL_NORM: (spec.final_norm.width,)}
-    return shapes if spec.tied else {EMBEDDING: table, HEAD: table, FINAL_NORM: shapes[FINAL_NORM]}
+    tables = {EMBEDDING: table} if spec.tied else {EMBEDDING: table, HEAD: table}
+    return {**tables, **norm_parameters(FINAL_NORM, spec.final_norm)}
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -46,8 +54,9 @@ def parameter_count(spec: ModelSpec) -> int:
 def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterator[tuple[str, Joined]]:
     """What the operators take: each linear layer's weight and bias, by its name, its parts above one another; and each
     norm. `joined` makes one of the parameters that it is given."""
-    for name in layer.norms:
-        yield name, joined([name])
+    for name, norm in layer.norms.items():
+        for parameter in norm_parameters(name, norm):
+            yield parameter, joined([parameter])
     for linear in layer.linears:
         parts = [part for part, _ in linear.parts]
         yield linear.name, joined(parts)

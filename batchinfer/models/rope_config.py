@@ -34,13 +34,13 @@ def _stated(raw: Mapping[str, Any]) -> Any:
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
-def rotary_part(raw: Mapping[str, Any], head_dim: int, mistakes: list[str]) -> int:
-    """How many values of a head are rotated."""
+def rotary_part(raw: Mapping[str, Any], head_dim: int, mistakes: list[str], absent: float = 1.0) -> int:
+    """How many values of a head are rotated; `absent`: the part where nothing is stated."""
     source = _stated(raw)
     stated = source.get("partial_rotary_factor") if isinstance(source, Mapping) else None
     if stated is None:
         stated = raw.get("partial_rotary_factor")
-    factor = 1.0 if stated is None else stated
+    factor = absent if stated is None else stated
     if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor <= 1:
         mistakes.append(
             f"config.json: partial_rotary_factor is {shown(factor)}; wanted a number above 0 and up to 1"

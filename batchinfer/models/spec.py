@@ -20,10 +20,12 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMSNorm of `width` values."""
+    """A norm of `width` values: RMSNorm, or LayerNorm, which may have a bias."""
 
     width: int
     eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    biased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class FeedForwardSpec:
 class LayerSpec:
     """A decoder layer: h += m * attention_norm(attention(input_norm(h))); then
     h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
+    Where it is `parallel`, the feed-forward half reads what attention reads, and there is no post_norm.
     """
 
     hidden: int
@@ -126,6 +129,7 @@ class LayerSpec:
     attention_norm: NormSpec | None = None
     feed_forward_norm: NormSpec | None = None
     residual_multiplier: float = 1.0
+    parallel: bool = False
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -11,7 +11,7 @@ from batchinfer.models.spec import ModelSpec
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
-FINAL_NORM = "norm.weight"
+FINAL_NORM, FINAL_NORM_BIAS = "norm.weight", "norm.bias"
 BASE_PREFIX = "model."
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old Llama checkpoints saved; it is computed
 
@@ -55,4 +55,6 @@ def expected_shapes(spec: ModelSpec, prefix: str) -> dict[str, Shape]:
             known = shapes.get(stored.tensor, (0,))
             shapes[stored.tensor] = (max(rows, known[0]), *shape[1:])
     shapes[prefix + FINAL_NORM] = (spec.final_norm.width,)
+    if spec.final_norm.biased:
+        shapes[prefix + FINAL_NORM_BIAS] = (spec.final_norm.width,)
     return shapes

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.models.parameters import fused
-from batchinfer.models.tensor_names import EMBEDDING, FINAL_NORM, HEAD, StoredParameter, layer_names
+from batchinfer.models.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    HEAD,
+    StoredParameter,
+    layer_names,
+)
 
 # One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on
 LayerWeights = Mapping[str, Tensor]
@@ -28,6 +35,7 @@ class Tables:
     embedding: Tensor  # (vocab, hidden)
     head: Tensor  # (vocab, hidden)
     final_norm: Tensor  # (hidden,)
+    final_norm_bias: Tensor | None = None  # (hidden,)
 
 
 class Weights(ABC):
@@ -52,15 +60,16 @@ class CheckpointWeights(Weights):
 
     def tables(self) -> Tables:
         prefix, stored = self._checkpoint.prefix, self._checkpoint.tensors
-        wanted = [name for name in (prefix + EMBEDDING, HEAD, prefix + FINAL_NORM) if name in stored]
-        found = self._read(wanted)
+        names = (prefix + EMBEDDING, HEAD, prefix + FINAL_NORM, prefix + FINAL_NORM_BIAS)
+        found = self._read([name for name in names if name in stored])
+        norm = (found[prefix + FINAL_NORM], found.get(prefix + FINAL_NORM_BIAS))
         embedding, head = found.get(prefix + EMBEDDING), found.get(HEAD)
         if embedding is None or head is None:  # tied, only one of them stored
             table = embedding if embedding is not None else found[HEAD]
-            return Tables(table, table, found[prefix + FINAL_NORM])
+            return Tables(table, table, *norm)
         # transformers ties two stored tables only when they are equal, whatever config.json says
         same = self._checkpoint.spec.tied and torch.equal(embedding, head)
-        return Tables(embedding, embedding if same else head, found[prefix + FINAL_NORM])
+        return Tables(embedding, embedding if same else head, *norm)
 
     def layer(self, index: int) -> LayerWeights:
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefix)

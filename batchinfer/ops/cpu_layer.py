@@ -54,11 +54,18 @@ class CompiledLayer(DecoderLayer):
     def covers(spec: LayerSpec, parts: LayerParts) -> bool:
         """Whether the compiled layer can do it: a norm before each half and none after, of one epsilon, and products
         that are compiled, the gate in one of them."""
-        compiled = all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
+        names, norms = spec.norms.keys(), spec.norms.values()
         heads = spec.attention.norms_heads or spec.attention.q_norm is None
-        known = spec.norms.keys() <= {*BEFORE, "q_norm", "k_norm"} and spec.norms.keys() >= BEFORE
-        plain = spec.residual_multiplier == 1 and len({norm.eps for norm in spec.norms.values()}) == 1
-        return compiled and heads and known and plain
+        return (
+            all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
+            and names >= BEFORE
+            and names <= {*BEFORE, "q_norm", "k_norm"}
+            and heads
+            and all(norm.kind == "rms" for norm in norms)
+            and len({norm.eps for norm in norms}) == 1
+            and not spec.parallel
+            and spec.residual_multiplier == 1
+        )
 
     def __call__(
         self,

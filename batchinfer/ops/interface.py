@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
@@ -175,6 +176,13 @@ class Ops(ABC):
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(normalised, x + residual); see batchinfer_kernels.rms_norm."""
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(normalised, x + residual); see batchinfer_kernels.layer_norm. torch's own serves every device: it takes each
+        row by itself."""
+        return layer_norm_reference(x, weight, bias, eps, residual)
 
     @abstractmethod
     def rope_store(

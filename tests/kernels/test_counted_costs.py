@@ -9,6 +9,7 @@ import torch
 from batchinfer_kernels import cost
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import gated_activation_reference
+from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.matmul import matmul_reference
@@ -71,6 +72,29 @@ def test_linear_of_a_weight_coded_in_groups(sizes, group, zeros):
     operands = (coded.packed, coded.scales, *([] if coded.zeros is None else [coded.zeros]))
     assert found.flops == counted(int4_weight_matmul_reference, x, coded)
     assert found.bytes == bytes_of(x, *operands, int4_weight_matmul_reference(x, coded))
+
+
+def spelled_layer_norm(x, weight, bias, eps, residual):
+    """What torch does in one call."""
+    total = x if residual is None else x + residual
+    centred = total - total.mean(-1, keepdim=True)
+    scaled = centred * (centred.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+    return scaled if bias is None else scaled + bias
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (5, 33)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_layer_norm(tokens, hidden, biased, added):
+    x, residual = torch.randn(2, tokens, hidden)
+    weight, bias = torch.randn(2, hidden)
+    arguments = (x, weight, bias if biased else None, 1e-5, residual if added else None)
+    got, total = layer_norm_reference(*arguments)
+    torch.testing.assert_close(got, spelled_layer_norm(*arguments), atol=1e-5, rtol=1e-5)
+    found = cost.layer_norm_cost(tokens, hidden, x.element_size(), added, biased)
+    moved = (x, weight, got, *([bias] if biased else []), *([residual, total] if added else []))
+    assert found.bytes == bytes_of(*moved)
+    assert found.flops == counted(spelled_layer_norm, *arguments)
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (5, 33)])

@@ -96,6 +96,7 @@ def attention(
     o_bias: bool = False,
     qk_norm: bool = False,
     partial_rotary: bool = False,
+    absent_part: float = 1.0,
 ) -> AttentionSpec:
     """As Llama names its sizes. Of the KV heads null means all heads, and absent `absent_kv_heads` (None: all, too); a
     head is as wide as stated, or as `absent_head_dim`, or hidden / heads."""
@@ -110,7 +111,9 @@ def attention(
         head_dim=head_dim,
         scale=head_dim**-0.5,
         rope=parse_rope(fields.raw, max_positions(fields), fields.mistakes, partial_rotary),
-        rotary_dim=rotary_part(fields.raw, head_dim, fields.mistakes) if partial_rotary else head_dim,
+        rotary_dim=rotary_part(fields.raw, head_dim, fields.mistakes, absent_part)
+        if partial_rotary
+        else head_dim,
         q_norm=norm,
         k_norm=norm,
         qkv_bias=qkv_bias,

@@ -8,6 +8,7 @@ from batchinfer.models.families.llama import LLAMA, MISTRAL
 from batchinfer.models.families.olmo2 import OLMO2
 from batchinfer.models.families.phi3 import PHI3
 from batchinfer.models.families.qwen import QWEN2, QWEN3
+from batchinfer.models.families.stablelm import STABLELM
 
-_KNOWN = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, OLMO2, PHI3)
+_KNOWN = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, OLMO2, PHI3, STABLELM)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _KNOWN}

@@ -43,6 +43,7 @@ VARIANTS = {
         {"rope": "yarn", "head_dim": 20, "num_key_value_heads": 4, "shards": 2},
     ),
     "qwen3": ("qwen3", {}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {"num_key_value_heads": 1}),
     "phi3-window-partial": (

@@ -117,11 +117,20 @@ def test_query_groups(tmp_path: Path, family: str, q_heads: int, kv_heads: int) 
     check_logits(tmp_path, model, lengths=(1, 17, 63))
 
 
+@pytest.mark.parametrize("family", ["phi3", "stablelm"])
 @pytest.mark.parametrize("part", [0.25, 0.5, 0.75])
-def test_a_part_of_each_head_is_rotated(tmp_path: Path, part: float) -> None:
-    model = make_checkpoint(tmp_path, "phi3", rope=f"partial-{part}", head_dim=16)
+def test_a_part_of_each_head_is_rotated(tmp_path: Path, family: str, part: float) -> None:
+    more = {"partial_rotary_factor": part} if family == "stablelm" else {}
+    model = make_checkpoint(tmp_path, family, rope=f"partial-{part}", head_dim=16, **more)
     checkpoint = check_logits(tmp_path, model)
     assert checkpoint.spec.attention.rotary_dim == int(16 * part)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_both_halves_of_a_layer_side_by_side(tmp_path: Path, biased: bool) -> None:
+    model = make_checkpoint(tmp_path, "stablelm", use_parallel_residual=True, use_qkv_bias=biased)
+    checkpoint = check_logits(tmp_path, model)
+    assert checkpoint.spec.layers[0].parallel
 
 
 @pytest.mark.parametrize(
@@ -133,6 +142,7 @@ def test_a_part_of_each_head_is_rotated(tmp_path: Path, part: float) -> None:
         ("qwen3", {"attention_bias": True}),
         ("granite", {"attention_bias": True, "mlp_bias": True}),
         ("olmo2", {"attention_bias": True}),
+        ("stablelm", {"use_qkv_bias": True}),
     ],
 )
 def test_biases(tmp_path: Path, family: str, biases: dict[str, bool]) -> None:
