@@ -431,7 +431,7 @@ def test_the_engine_is_killed_twice(signum: signal.Signals, code: int, words: st
     assert process.returncode == code
     assert err.count(words) >= 2
     assert "a new one is started" in err
-    assert "in work both times it died: in.jsonl row " in err
+    assert "in work both times it died: rows.jsonl row " in err
     assert "the same command" in err
     assert "Traceback" not in err
     assert finish(place, "run", "job.yaml", "-q").code == 0
