@@ -63,7 +63,7 @@ VARIANTS = {
 }
 ALWAYS = ("llama", "llama-window", "qwen2-biased", "qwen3-normed", "olmo2")
 SHARED = 40
-OUTPUT = 5
+OUTPUT = 3
 FORCED = 3
 SEGMENT = 32  # keys: a tile of float32
 SETTINGS = {

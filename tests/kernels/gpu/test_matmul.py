@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -194,8 +195,14 @@ def test_int8_sums_that_may_overflow_are_refused() -> None:
         int8_matmul(x, codes, one)
 
 
-@pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.parametrize("inputs", [96, 1100])
+def long_and_short() -> Iterator[Any]:
+    """Every way of multiplying with few inputs; with many, int4's smaller groups only in the whole sweep."""
+    for name, inputs in product(FLOATS, (96, 1100)):
+        slow = inputs == 1100 and name in ("int4_32", "int4_64")
+        yield pytest.param(name, inputs, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("name", "inputs"), list(long_and_short()))
 def test_a_row_does_not_depend_on_its_batch(name: str, inputs: int) -> None:
     """Alone, among a few, at any place, and in a batch so large that segments are summed in turn."""
     multiply = way(name, random(70, inputs, dtype=torch.bfloat16, seed=1))
