@@ -45,7 +45,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layering.py tests/test_house_rules.py tests/test_docs.py
+	$(BIN)/python -m pytest tests/test_layering.py tests/test_house_rules.py tests/test_docs.py tests/test_packaging.py
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .
