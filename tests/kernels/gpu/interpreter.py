@@ -204,7 +204,7 @@ def _mend_dot() -> None:
 
     plain = interpreter.InterpreterBuilder.create_dot
 
-    def values(handle: Any) -> np.ndarray:
+    def values(handle: Any) -> Any:
         if handle.dtype.primitive_bitwidth == 8 and handle.dtype.is_floating():
             return interpreter._convert_float(handle.data, handle.dtype, tl.float16, None).view(np.float16)
         return handle.data
