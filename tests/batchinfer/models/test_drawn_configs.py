@@ -1,0 +1,93 @@
+"""Configurations that nobody thought of: every family, drawn sizes and options, against transformers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.batchinfer.models.test_logits import SCALED, check_logits
+from tests.checkpoints import FAMILIES, HEADS_FILL_HIDDEN, PARTIAL_ROPES, ROPES, make_checkpoint
+
+FEW, MANY = 3, 50
+WINDOW = st.sampled_from([None, 1, 9, 24])
+# What a family has beside the sizes that all have
+OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "llama": {"attention_bias": st.booleans(), "mlp_bias": st.booleans()},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {
+        "use_sliding_window": st.booleans(),
+        "sliding_window": st.sampled_from([9, 24]),
+        "max_window_layers": st.integers(0, 3),
+    },
+    "qwen3": {"attention_bias": st.booleans()},
+    "granite": {
+        "attention_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "attention_multiplier": st.sampled_from([0.1, 0.4]),
+        "embedding_multiplier": st.sampled_from([0.5, 1.0, 3.0]),
+        "residual_multiplier": st.sampled_from([0.3, 1.0]),
+        "logits_scaling": st.sampled_from([0.25, 1.0]),
+    },
+    "olmo2": {"attention_bias": st.booleans()},
+    "phi3": {"sliding_window": WINDOW},
+    "stablelm": {"use_qkv_bias": st.booleans(), "use_parallel_residual": st.booleans()},
+}
+PARTIAL = ("phi3", "stablelm")
+
+
+def test_every_family_is_drawn() -> None:
+    assert OPTIONS.keys() == FAMILIES.keys()
+
+
+@st.composite
+def configurations(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """What `make_checkpoint` takes."""
+    kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    ropes = ["default", *(ROPES if family in SCALED else ()), *(PARTIAL_ROPES if family in PARTIAL else ())]
+    chosen = {name: draw(values) for name, values in OPTIONS[family].items()}
+    chosen |= {
+        "rope": draw(st.sampled_from(ropes)),
+        "tied": draw(st.booleans()),
+        "shards": draw(st.sampled_from([1, 3])),
+        "seed": draw(st.integers(0, 2**16)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": kv_heads * group,
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw(st.sampled_from([8, 16, 24])),
+        "intermediate_size": draw(st.sampled_from([33, 64])),
+    }
+    if family not in HEADS_FILL_HIDDEN:
+        heads = kv_heads * group
+        chosen["hidden_size"] = heads * -(
+            -draw(st.sampled_from([36, 50])) // heads
+        )  # some require a multiple
+    elif chosen["rope"] in PARTIAL_ROPES:
+        chosen["partial_rotary_factor"] = PARTIAL_ROPES[chosen["rope"]]["partial_rotary_factor"]
+    return chosen
+
+
+def check(family: str, configuration: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_checkpoint(Path(folder), family, **configuration)
+        check_logits(Path(folder), model, lengths=(1, 17, 70))
+
+
+@pytest.mark.parametrize(
+    ("family", "examples"),
+    [
+        *((family, FEW) for family in FAMILIES),
+        *(pytest.param(family, MANY, marks=pytest.mark.slow) for family in FAMILIES),
+    ],
+)
+def test_logits_are_those_of_transformers(family: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(configuration=configurations(family))
+    def drawn(configuration: dict[str, Any]) -> None:
+        check(family, configuration)
+
+    drawn()
