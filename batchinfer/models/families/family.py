@@ -185,11 +185,12 @@ def model(
     files: ConfigFiles,
     layers: tuple[LayerSpec, ...],
     *,
+    norm: NormSpec | None = None,
     absent_eos: tuple[int, ...] = (),
     multipliers: Mapping[str, float] = MappingProxyType({}),
 ) -> ModelSpec:
-    """What stands around the layers. `absent_eos`: what transformers assumes where nothing is stated; `multipliers` of
-    the spec, by their names there."""
+    """What stands around the layers. `norm` is the last one, an RMSNorm if not given; `absent_eos`: what transformers
+    assumes where nothing is stated; `multipliers` of the spec, by their names there."""
     fields = files.config
     hidden = hidden_size(fields)
     return ModelSpec(
@@ -197,7 +198,7 @@ def model(
         hidden=hidden,
         vocab=fields.integer("vocab_size"),
         layers=layers,
-        final_norm=NormSpec(hidden, rms_eps(fields)),
+        final_norm=norm or NormSpec(hidden, rms_eps(fields)),
         tied=fields.boolean("tie_word_embeddings", False),
         max_positions=max_positions(fields),
         eos_token_ids=_eos_token_ids(files, absent_eos),

@@ -22,11 +22,12 @@ from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, Mo
 ABSENT_EOS = (2,)
 
 
-def llama_layer(fields: Fields, attended: AttentionSpec, feed_forward: FeedForwardSpec) -> LayerSpec:
-    """A norm before each of its halves."""
-    hidden = hidden_size(fields)
-    norm = NormSpec(hidden, rms_eps(fields))
-    return LayerSpec(hidden, norm, attended, norm, feed_forward)
+def llama_layer(
+    fields: Fields, attended: AttentionSpec, feed_forward: FeedForwardSpec, norm: NormSpec | None = None
+) -> LayerSpec:
+    """A norm before each of its halves, an RMSNorm if not given."""
+    norm = norm or NormSpec(hidden_size(fields), rms_eps(fields))
+    return LayerSpec(norm.width, norm, attended, norm, feed_forward)
 
 
 def parse_llama(files: ConfigFiles) -> ModelSpec:

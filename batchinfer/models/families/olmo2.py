@@ -30,17 +30,16 @@ MODULES: Modules = {
 def parse_olmo2(files: ConfigFiles) -> ModelSpec:
     """Olmo2Config."""
     fields = files.config
-    hidden, eps, bias = (
-        hidden_size(fields),
-        rms_eps(fields, ABSENT_EPS),
+    bias, norm = (
         fields.boolean("attention_bias", False),
+        NormSpec(hidden_size(fields), rms_eps(fields, ABSENT_EPS)),
     )
     heads = attention(fields, qkv_bias=bias, o_bias=bias)
-    attended = replace(heads, q_norm=NormSpec(heads.q_width, eps), k_norm=NormSpec(heads.kv_width, eps))
-    norm = NormSpec(hidden, eps)
-    layer = LayerSpec(hidden, None, attended, None, gated_feed_forward(fields), norm, norm)
-    spec = model("olmo2", files, (layer,) * layer_count(fields), absent_eos=ABSENT_EOS)
-    return replace(spec, final_norm=norm)
+    attended = replace(
+        heads, q_norm=replace(norm, width=heads.q_width), k_norm=replace(norm, width=heads.kv_width)
+    )
+    layer = LayerSpec(norm.width, None, attended, None, gated_feed_forward(fields), norm, norm)
+    return model("olmo2", files, (layer,) * layer_count(fields), norm=norm, absent_eos=ABSENT_EOS)
 
 
 def olmo2_modules(_: LayerSpec) -> Modules:

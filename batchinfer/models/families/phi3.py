@@ -18,6 +18,7 @@ from batchinfer.models.families.family import (
     model,
     rms_eps,
 )
+from batchinfer.models.families.llama import llama_layer
 from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
 
 ABSENT_EPS = 1e-5
@@ -30,9 +31,8 @@ def parse_phi3(files: ConfigFiles) -> ModelSpec:
     window = fields.optional_integer("sliding_window")
     attended = replace(attention(fields, partial_rotary=True), window=window)
     norm = NormSpec(hidden_size(fields), rms_eps(fields, ABSENT_EPS))
-    layer = LayerSpec(norm.width, norm, attended, norm, gated_feed_forward(fields))
-    spec = model("phi3", files, (layer,) * layer_count(fields), absent_eos=ABSENT_EOS)
-    return replace(spec, final_norm=norm)
+    layer = llama_layer(fields, attended, gated_feed_forward(fields), norm)
+    return model("phi3", files, (layer,) * layer_count(fields), norm=norm, absent_eos=ABSENT_EOS)
 
 
 def phi3_modules(layer: LayerSpec) -> Modules:

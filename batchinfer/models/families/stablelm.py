@@ -3,8 +3,6 @@ layer side by side."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from batchinfer.models.families.family import (
     ConfigFiles,
     Family,
@@ -33,8 +31,7 @@ def parse_stablelm(files: ConfigFiles) -> ModelSpec:
     layer = LayerSpec(
         norm.width, norm, attended, None if parallel else norm, gated_feed_forward(fields), parallel=parallel
     )
-    spec = model("stablelm", files, (layer,) * layer_count(fields), absent_eos=ABSENT_EOS)
-    return replace(spec, final_norm=norm)
+    return model("stablelm", files, (layer,) * layer_count(fields), norm=norm, absent_eos=ABSENT_EOS)
 
 
 STABLELM = Family("stablelm", ("StableLmForCausalLM", "StableLmModel"), parse_stablelm)

@@ -95,6 +95,17 @@ def make_engine(runner: Any, limits: Limits, eos: frozenset[int], **more: Any) -
     return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos), **more)
 
 
+def watcher(_: SamplingParams) -> Callable[[int], int | None]:
+    """The stop string is there once an answer's ids sum up to a multiple of 7, from the second on."""
+    seen: list[int] = []
+
+    def watch(token: int) -> int | None:
+        seen.append(token)
+        return len(seen) if len(seen) > 1 and sum(seen) % 7 == 0 else None
+
+    return watch
+
+
 def drain(engine: Engine, requests: Sequence[Request], after_step: Callable[[], None] | None = None) -> Ran:
     """Integrity is checked after every step."""
     engine.add(requests)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.batchinfer.engine.small_engine import (
     greedy,
     make_engine,
     make_runner,
+    watcher,
 )
 
 
@@ -69,17 +69,6 @@ class Arriving:
 
     request: Request
     step: int
-
-
-def watcher(_: SamplingParams) -> Callable[[int], int | None]:
-    """The stop string is there once an answer's ids sum up to a multiple of 7, from the second on."""
-    seen: list[int] = []
-
-    def watch(token: int) -> int | None:
-        seen.append(token)
-        return len(seen) if len(seen) > 1 and sum(seen) % 7 == 0 else None
-
-    return watch
 
 
 def run(kind: Any, limits: Limits, rows: list[Arriving], nan_every: int = 0, graphs: bool = False) -> Ran:

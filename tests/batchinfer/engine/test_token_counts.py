@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,21 +15,10 @@ from hypothesis import strategies as st
 from batchinfer.engine.engine import Draft
 from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Request, SamplingParams
-from tests.batchinfer.engine.small_engine import Limits, Ran, greedy, make_engine
+from tests.batchinfer.engine.small_engine import Limits, Ran, greedy, make_engine, watcher
 from tests.batchinfer.engine.speculating import VOCAB, Speculating, next_token
 
 EOS = 0
-
-
-def watcher(_: SamplingParams) -> Callable[[int], int | None]:
-    """The stop string is there once an answer's ids sum up to a multiple of 7, from the second on."""
-    seen: list[int] = []
-
-    def watch(token: int) -> int | None:
-        seen.append(token)
-        return len(seen) if len(seen) > 1 and sum(seen) % 7 == 0 else None
-
-    return watch
 
 
 def guesses(seed: int, right: float) -> Draft:
