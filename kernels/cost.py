@@ -172,6 +172,11 @@ def gated_activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost
     return Cost(5 * tokens * intermediate, 3 * tokens * intermediate * itemsize)
 
 
+def activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
+    """act(x): four a value; reads it, writes it."""
+    return Cost(4 * tokens * intermediate, 2 * tokens * intermediate * itemsize)
+
+
 def sample_cost(rows: int, vocab: int, itemsize: int, drawn: int = 0) -> Cost:
     """One comparison a logit; in the `drawn` rows 10 more: find the maximum, subtract it, divide, softmax (4), find
     what min-p compares with, compare, cumulate. Logits are read once, token ids written. What top-k and top-p take is

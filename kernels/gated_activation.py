@@ -15,6 +15,11 @@ def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tenso
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[-1]}")
     gate, up = gate_up.chunk(2, -1)
+    return activation_reference(gate, activation) * up
+
+
+def activation_reference(x: Tensor, activation: Activation) -> Tensor:
+    """Of each value."""
     if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

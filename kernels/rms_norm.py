@@ -17,15 +17,18 @@ def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(normalised, sum): sum = x + residual, normalised = sum / rms(sum) * weight, reduced in float32.
 
-    x, residual: (..., hidden). Without a residual the sum is x itself. As transformers' LlamaRMSNorm, the
-    normalised value is rounded to x's dtype before the weight is applied.
+    x, residual: (..., hidden). Without a residual the sum is x itself. As transformers' LlamaRMSNorm, the normalised
+    value is rounded to x's dtype before the weight is applied. With an offset it is multiplied with offset + weight
+    instead, in float32, and rounded once, as in GemmaRMSNorm: a small weight would be lost in the sum.
     """
     check_rms_norm(x, weight, residual)
     total = x if residual is None else x + residual
     wide = total.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (wide * scale * (offset + weight.float())).to(x.dtype), total
     return weight * (wide * scale).to(x.dtype), total

@@ -101,6 +101,7 @@ def rope_store_reference(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    offset: float = 0.0,
     interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -109,14 +110,16 @@ def rope_store_reference(
 
     q: (T, q_heads, D); k, v: (T, kv_heads, D); cos, sin: (T, pairs) float32 with pairs ≤ D/2, scaled where the variant
     asks for it; caches: (blocks, kv_heads, block_size, D); slots: (T,) int64, block * block_size + offset, negative for
-    padding. q_norm, k_norm: (D,) weights of a per-head RMSNorm applied before the rotation (Qwen3). `interleaved`: see
-    rotate_reference. A cache of int8 or float8_e4m3fn holds k / k_scale and v / v_scale, rounded; the scales are
-    (kv_heads,), (1,) or () float32. Raises ValueError when shapes or dtypes do not fit.
+    padding. q_norm, k_norm: (D,) weights of a per-head RMSNorm applied before the rotation (Qwen3), `offset` added to
+    them (Gemma 3). `interleaved`: see rotate_reference. A cache of int8 or float8_e4m3fn holds k / k_scale and
+    v / v_scale, rounded; the scales are (kv_heads,), (1,) or () float32. Raises ValueError when shapes or dtypes do not
+    fit.
     """
     check_rope_store(q, k, v, cos, slots)
     check_caches(k, k_cache, v_cache, k_scale, v_scale)
     if q_norm is not None and k_norm is not None:
-        q, k = rms_norm_reference(q, q_norm, eps)[0], rms_norm_reference(k, k_norm, eps)[0]
+        q = rms_norm_reference(q, q_norm, eps, offset=offset)[0]
+        k = rms_norm_reference(k, k_norm, eps, offset=offset)[0]
     store_reference(rotate_reference(k, cos, sin, interleaved), k_cache, slots, k_scale)
     store_reference(v, v_cache, slots, v_scale)
     return rotate_reference(q, cos, sin, interleaved)

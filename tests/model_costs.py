@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.rope_config import RopeConfig
-from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec, Rotation
 from batchinfer_kernels.cost import ModelCost
 
 
@@ -13,7 +13,7 @@ def llama_spec(
 ) -> ModelSpec:
     """Its head is a weight of its own."""
     norm = NormSpec(hidden, 1e-6)
-    attention = AttentionSpec(q_heads, kv_heads, head_dim, head_dim**-0.5, RopeConfig(), head_dim)
+    attention = AttentionSpec(q_heads, kv_heads, head_dim, head_dim**-0.5, Rotation(RopeConfig(), head_dim))
     layer = LayerSpec(hidden, norm, attention, norm, FeedForwardSpec(intermediate, "silu"))
     return ModelSpec("llama", hidden, vocab, (layer,) * layers, norm, False, 4096, (2,), 1, None)
 

@@ -29,7 +29,6 @@ from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder import Decoder
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.outliers import WatchedWeights, warning_of
-from batchinfer.models.rope import rope_table
 from batchinfer.models.spec import ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
@@ -103,10 +102,9 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     ops = _ops(config, source.spec, device, dtype)
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
-    rope = rope_table(source.spec.attention, longest, device)
     quantized = config.quantization == "int8"
     weights = WatchedWeights(source.weights(dtype, device))
-    model = Decoder(source.spec, weights, ops, rope)
+    model = Decoder(source.spec, weights, ops, longest, device)
     warning = warning_of(weights.worst) if quantized else None
     if warning is not None:
         _log.warning("%s", warning)

@@ -40,11 +40,16 @@ class Block(DecoderLayer):
         attended = linears["o"](self._attend(linears["qkv"](x), inputs, cache, plan))
         attended = self._after("attention_norm", attended)
         if self._spec.parallel:
-            fed = self._after("feed_forward_norm", linears["down"](linears["gate_up"](x)))
-            return attended + fed, residual
+            x = self._before("post_norm", residual, None)[0] if "post_norm" in self._norms else x
+            return attended + self._feed(x), residual
         x, residual = self._before("post_norm", attended, residual)
-        x = linears["down"](linears["gate_up"](x))
-        return self._after("feed_forward_norm", x), residual
+        return self._feed(x), residual
+
+    def _feed(self, x: Tensor) -> Tensor:
+        """The feed-forward half, from what its norm gave to what is added to the residual."""
+        linears = self._parts.linears
+        x = linears["down"](linears[self._spec.feed_forward.first](x))
+        return self._after("feed_forward_norm", x)
 
     def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """What goes into a half of the layer, and x + residual."""
@@ -63,24 +68,31 @@ class Block(DecoderLayer):
         """(T, q, k and v above one another) → (T, q)"""
         spec, norms = self._spec.attention, self._parts.norms
         heads, kv_heads = spec.q_heads, spec.kv_heads
-        if not spec.norms_heads:
-            self._norm_whole(qkv)
+        if spec.q_norm is not None and not spec.norms_heads:
+            self._norm_apart(qkv)
         qkv = qkv.view(-1, heads + 2 * kv_heads, spec.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        each = (norms["q_norm"], norms["k_norm"], self._norms["q_norm"].eps) if spec.norms_heads else ()
+        each = _each_head(spec.q_norm, norms) if spec.norms_heads else ()
         q = self._ops.rope_store(q, k, v, self._parts.rope, inputs, cache, *each)
-        return self._ops.attention(q, cache, plan, spec.scale, spec.window).flatten(1)
+        rules = (spec.scale, spec.window, spec.soft_cap)
+        return self._ops.attention(q, cache, plan, *rules).flatten(1)
 
-    def _norm_whole(self, qkv: Tensor) -> None:
-        """Norms q and k over all their heads, in place."""
-        spec, start = self._spec.attention, 0
-        for name, width in (("q_norm", spec.q_width), ("k_norm", spec.kv_width)):
-            if name in self._norms:
-                part = qkv[:, start : start + width]
-                part.copy_(
-                    apply_norm(self._ops, self._norms[name], self._parts.norms, name, part.contiguous())[0]
-                )
-            start += width
+    def _norm_apart(self, qkv: Tensor) -> None:
+        """Norms q and k in place, before they are rotated."""
+        spec = self._spec.attention
+        for name, start, width in (("q_norm", 0, spec.q_width), ("k_norm", spec.q_width, spec.kv_width)):
+            norm, part = self._norms[name], qkv[:, start : start + width]
+            stretches = part.view(len(part), -1, norm.width)
+            normed, _ = apply_norm(self._ops, norm, self._parts.norms, name, stretches.contiguous())
+            stretches.copy_(normed)
+
+
+def _each_head(
+    norm: NormSpec | None, parameters: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, float, float]:
+    """What `rope_store` takes to norm each head."""
+    assert norm is not None
+    return parameters["q_norm"], parameters["k_norm"], norm.eps, norm.offset
 
 
 def apply_norm(
@@ -95,7 +107,7 @@ def apply_norm(
     weight, bias = parameters[name], parameters.get(name + BIAS)
     if norm.kind == "layer":
         return ops.layer_norm(x, weight, bias, norm.eps, residual)
-    return ops.rms_norm(x, weight, norm.eps, residual)
+    return ops.rms_norm(x, weight, norm.eps, residual, norm.offset)
 
 
 def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable) -> DecoderLayer:
@@ -111,6 +123,8 @@ def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable
         weight, bias = weights[linear.name], weights.get(linear.name + BIAS)
         if linear.name == "gate_up":
             linears[linear.name] = ops.pack_gated(weight, bias, spec.feed_forward.activation)
+        elif linear.name == "up":
+            linears[linear.name] = ops.pack_activated(weight, bias, spec.feed_forward.activation)
         else:
             linears[linear.name] = ops.pack_linear(weight, bias)
     norms = [parameter for name, norm in spec.norms.items() for parameter in norm_parameters(name, norm)]

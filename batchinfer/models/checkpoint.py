@@ -12,9 +12,10 @@ from batchinfer.models.config import load_config
 from batchinfer.models.config_fields import load_json_object, shown, wrong_checkpoint
 from batchinfer.models.fingerprint import Progress, model_fingerprint
 from batchinfer.models.folder import CheckpointFolder
+from batchinfer.models.parameters import EMBEDDING, HEAD
 from batchinfer.models.safetensors_header import TensorInfo, read_header
 from batchinfer.models.spec import ModelSpec
-from batchinfer.models.tensor_names import EMBEDDING, HEAD, IGNORED_SUFFIX, expected_shapes, prefix_of
+from batchinfer.models.tensor_names import expected_shapes, ignores, prefix_of, table_names
 from batchinfer_kernels.arithmetic import Dtype
 
 SINGLE = "model.safetensors"
@@ -45,7 +46,7 @@ class Checkpoint:
     spec: ModelSpec
     files: tuple[Path, ...]  # weight files
     tensors: dict[str, StoredTensor]
-    prefix: str  # "model." or ""
+    prefix: str  # of the base model's tensors
 
     @property
     def weight_bytes(self) -> int:
@@ -84,7 +85,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     files, index = _weight_files(folder)
     spec = load_config(folder.path)
     tensors = _stored_tensors(files)
-    prefix = prefix_of(tensors)
+    prefix = prefix_of(spec.family, tensors)
     _check_index(folder, index, tensors)
     _check_tensors(folder, spec, tensors, prefix)
     return Checkpoint(folder.path, spec, tuple(files), tensors, prefix)
@@ -170,7 +171,7 @@ def _check_tensors(
     folder: CheckpointFolder, spec: ModelSpec, tensors: dict[str, StoredTensor], prefix: str
 ) -> None:
     expected = expected_shapes(spec, prefix)
-    found = {name: t.info for name, t in tensors.items() if not name.endswith(IGNORED_SUFFIX)}
+    found = {name: t.info for name, t in tensors.items() if not ignores(spec.family, name)}
     messages = [
         *_told("missing tensors", _missing(spec, expected, found, prefix)),
         *_told("unexpected tensors", [name for name in found if name not in expected]),
@@ -193,7 +194,8 @@ def _missing(
 ) -> list[str]:
     """Tied, the head or the embedding may be absent, not both."""
     missing = [name for name in expected if name not in found]
-    tables = {HEAD, prefix + EMBEDDING}
+    names = table_names(spec, prefix)
+    tables = {names[HEAD].tensor, names[EMBEDDING].tensor}
     if spec.tied and not tables <= set(missing):
         return [name for name in missing if name not in tables]
     return missing

@@ -59,11 +59,12 @@ def _family(raw: Mapping[str, Any], mistakes: list[str]) -> Family | None:
 def _contradictions(spec: ModelSpec) -> list[str]:
     """What is wrong although every single value is possible."""
     found, attention = [], spec.attention
-    if attention.rotary_dim % 2 or not attention.rotary_dim:
-        part = "" if attention.rotary_dim == attention.head_dim else f", {attention.rotary_dim} of it rotated"
-        found.append(
-            f"config.json: head_dim is {attention.head_dim}{part}; rotary embedding needs an even one"
-        )
+    for rotation in {layer.attention.rotation for layer in spec.layers}:
+        if rotation.rope is not None and (rotation.dim % 2 or not rotation.dim):
+            part = "" if rotation.dim == attention.head_dim else f", {rotation.dim} of it rotated"
+            found.append(
+                f"config.json: head_dim is {attention.head_dim}{part}; rotary embedding needs an even one"
+            )
     if attention.q_heads % attention.kv_heads:
         found.append(
             f"config.json: num_attention_heads {attention.q_heads} is no multiple of "

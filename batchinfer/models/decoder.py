@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from batchinfer.models.parameters import BIAS, FINAL_NORM
 from batchinfer.models.rope import rope_table
 from batchinfer.models.spec import ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, RopeTable
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, finite_argmax
 
 
 class Decoder:
@@ -22,27 +24,28 @@ class Decoder:
     Holds no sequence state: the KV cache is the caller's. Call under `torch.inference_mode()`.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, rope: RopeTable) -> None:
-        """Packs the weights a layer at a time. `rope` must cover every position that will be run."""
-        self.spec = spec
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, ops: Ops, max_positions: int, device: torch.device | str
+    ) -> None:
+        """Packs the weights a layer at a time. Sequences may be up to `max_positions` long: so much is computed of the
+        rotary tables."""
+        self.spec, self.max_positions = spec, max_positions
         self.windows = frozenset(spec.windows)
         self._ops = ops
-        self._rope = rope
-        tables = weights.tables()
-        self._embedding = tables.embedding
-        self._final_norm = {FINAL_NORM: tables.final_norm}
-        if tables.final_norm_bias is not None:
-            self._final_norm[FINAL_NORM + BIAS] = tables.final_norm_bias
-        self._head = ops.pack_head(tables.head)
-        del tables  # or a head that was copied would be there twice while the layers are packed
+        self._tables = weights.tables()
+        self._norm = {FINAL_NORM: self._tables.final_norm}
+        if self._tables.final_norm_bias is not None:
+            self._norm[FINAL_NORM + BIAS] = self._tables.final_norm_bias
+        self._head = ops.pack_head(self._tables.head)
+        # or a head that was copied would be there twice while the layers are packed
+        self._tables = replace(self._tables, head=self._tables.embedding)
+        self._multiplier = _rounded(spec.embedding_multiplier, self._tables.embedding.dtype)
+        ropes = {layer.attention.rotation for layer in spec.layers}
+        tables = {rope: rope_table(rope, max_positions, device) for rope in ropes}
         self._layers = [
-            build_layer(ops, layer, weights.layer(index), rope) for index, layer in enumerate(spec.layers)
+            build_layer(ops, layer, weights.layer(index), tables[layer.attention.rotation])
+            for index, layer in enumerate(spec.layers)
         ]
-
-    @property
-    def max_positions(self) -> int:
-        """Positions that the rotary table covers: the longest sequence that can be run."""
-        return self._rope.cos.shape[0]
 
     def allocate_cache(
         self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
@@ -70,31 +73,50 @@ class Decoder:
             raise ValueError(
                 f"a context of {max(inputs.context_lens)} tokens, and {self.max_positions} positions"
             )
-        x = self._ops.embedding(token_ids, self._embedding)
-        if self.spec.embedding_multiplier != 1:
-            x = x * self.spec.embedding_multiplier
+        x = self._embedded(token_ids, inputs.positions)
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = layer(x, residual, inputs, cache, plan)
         return x if residual is None else x + residual
 
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self._ops.embedding(token_ids, self._tables.embedding)
+        if self._multiplier != 1:
+            x = x * self._multiplier
+        if self._tables.positions is not None:
+            x = x + self._ops.embedding(positions, self._tables.positions)
+        return x
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
         logits = self._head(self._normed(hidden))
-        return logits if self.spec.logit_multiplier == 1 else logits * self.spec.logit_multiplier
+        if self.spec.logit_multiplier != 1:
+            logits = logits * self.spec.logit_multiplier
+        cap = self.spec.logit_cap
+        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """hidden: as for `logits` → (n,) int64, the argmax of the logits; NO_TOKEN where they are no finite numbers."""
-        return self._head.argmax(self._normed(hidden))
+        if _keeps_order(self.spec):
+            return self._head.argmax(self._normed(hidden))
+        return finite_argmax(self.logits(hidden))
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        return apply_norm(self._ops, self.spec.final_norm, self._final_norm, FINAL_NORM, hidden)[0]
+        return apply_norm(self._ops, self.spec.final_norm, self._norm, FINAL_NORM, hidden)[0]
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
+
+
+def _keeps_order(spec: ModelSpec) -> bool:
+    """Whether two logits that the head tells apart stay so: what is capped, or not multiplied with a power of two, may
+    be rounded to equal numbers, of which the first is taken."""
+    return spec.logit_cap is None and math.frexp(spec.logit_multiplier)[0] == 0.5
 
 
 def load_decoder(
     checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device | str, max_positions: int
 ) -> Decoder:
     """Load a checked checkpoint in `dtype` onto `device`, for sequences of up to `max_positions` tokens."""
-    weights = CheckpointWeights(checkpoint, dtype, device)
-    rope = rope_table(checkpoint.spec.attention, max_positions, device)
-    return Decoder(checkpoint.spec, weights, ops, rope)
+    return Decoder(checkpoint.spec, CheckpointWeights(checkpoint, dtype, device), ops, max_positions, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from batchinfer.models import tensor_names
-from batchinfer.models.parameters import (
-    BIAS,
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    Shape,
-    fused,
-    layer_parameters,
-    table_parameters,
-)
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.parameters import BIAS, Shape, fused, layer_parameters, table_parameters
 from batchinfer.models.spec import ModelSpec
-from batchinfer.models.weights import LayerWeights, Tables, Weights
+from batchinfer.models.tensor_names import StoredParameter, expected_shapes, layer_names, table_names
+from batchinfer.models.weights import LayerWeights, Tables, Weights, stretches_of
 
 _TABLES = -1  # where the layers' seeds start counting
 
@@ -45,9 +36,7 @@ class DummyWeights(Weights):
         self._deviation = spec.hidden**-0.5
 
     def tables(self) -> Tables:
-        found = self._drawn(_TABLES, table_parameters(self._spec))
-        norm = (found[FINAL_NORM], found.get(FINAL_NORM + BIAS))
-        return Tables(found[EMBEDDING], found.get(HEAD, found[EMBEDDING]), *norm)
+        return Tables.of(self._drawn(_TABLES, table_parameters(self._spec)))
 
     def layer(self, index: int) -> LayerWeights:
         drawn = self.layer_tensors(index)
@@ -64,21 +53,12 @@ class DummyWeights(Weights):
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by the name that a checkpoint gives it; a tied head is left out."""
-        tables, prefix = self.tables(), tensor_names.BASE_PREFIX
-        yield prefix + tensor_names.EMBEDDING, tables.embedding
-        if not self._spec.tied:
-            yield tensor_names.HEAD, tables.head
-        for index in range(len(self._spec.layers)):
-            names = tensor_names.layer_names(self._spec, index, prefix)
-            stored: dict[str, list[tuple[int, Tensor]]] = {}
-            for parameter, tensor in self.layer_tensors(index).items():
-                place = names[parameter]
-                stored.setdefault(place.tensor, []).append(((place.rows or (0,))[0], tensor))
-            for name, parts in stored.items():
-                yield name, torch.cat([tensor for _, tensor in sorted(parts, key=itemgetter(0))])
-        yield prefix + tensor_names.FINAL_NORM, tables.final_norm
-        if tables.final_norm_bias is not None:
-            yield prefix + tensor_names.FINAL_NORM_BIAS, tables.final_norm_bias
+        spec = self._spec
+        prefix = FAMILIES[spec.family].names.base
+        shapes = expected_shapes(spec, prefix)
+        yield from _stored(self._drawn(_TABLES, table_parameters(spec)), table_names(spec, prefix), shapes)
+        for index in range(len(spec.layers)):
+            yield from _stored(self.layer_tensors(index), layer_names(spec, index, prefix), shapes)
 
     def _drawn(self, part: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
         generator = torch.Generator(self._device).manual_seed((self._seed << 20) + part - _TABLES)
@@ -91,6 +71,20 @@ class DummyWeights(Weights):
         if len(shape) == 1:
             return torch.ones(shape, **place)
         return torch.empty(shape, **place).normal_(0.0, self._deviation, generator=generator)
+
+
+def _stored(
+    parameters: Mapping[str, Tensor], names: Mapping[str, StoredParameter], shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as a checkpoint holds them: a parameter may be a part of one."""
+    whole: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        place = names[name]
+        if place.tensor not in whole:
+            whole[place.tensor] = parameter.new_empty(shapes[place.tensor])
+        stretches = stretches_of(whole[place.tensor], place)
+        stretches.copy_(parameter.view(stretches.shape))
+    yield from whole.items()
 
 
 def write_checkpoint(folder: Path, config_json: Mapping[str, Any], weights: DummyWeights) -> None:

@@ -10,6 +10,7 @@ from batchinfer_kernels.cost import (
     Cost,
     ModelCost,
     OperatorCost,
+    activation_cost,
     attention_cost,
     embedding_cost,
     gated_activation_cost,
@@ -33,7 +34,9 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
             summed[operator.name] = known + operator * times
     sizes = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
     once = (
-        OperatorCost("embedding", token=embedding_cost(1, spec.hidden, itemsize)),
+        OperatorCost(
+            "embedding", token=embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
+        ),
         OperatorCost(
             "attention",
             token=attention_cost(1, 0, 0, *sizes) * layers,
@@ -56,14 +59,15 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
 
 
 def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
-    attention, inner = layer.attention, layer.feed_forward.inner
+    attention, fed = layer.attention, layer.feed_forward
     heads = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
-    rotary_dim, normed = attention.rotary_dim, attention.norms_heads
+    turned, normed = attention.rotation.dim if attention.rotation.rope else 0, attention.norms_heads
+    activation = gated_activation_cost if fed.gated else activation_cost
     yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
     for linear in layer.linears:
         yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
-    yield _token("rope_store", lambda n: rope_store_cost(n, *heads, rotary_dim=rotary_dim, normed=normed))
-    yield _token("activation", lambda n: gated_activation_cost(n, inner, itemsize))
+    yield _token("rope_store", lambda n: rope_store_cost(n, *heads, rotary_dim=turned, normed=normed))
+    yield _token("activation", lambda n: activation(n, fed.inner, itemsize))
 
 
 def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
 
 BIAS = ".bias"
-EMBEDDING, HEAD, FINAL_NORM = "embedding", "head", "final_norm"
+EMBEDDING, POSITIONS, HEAD, FINAL_NORM = "embedding", "positions", "head", "final_norm"
 Shape = tuple[int, ...]
 Joined = TypeVar("Joined")
 
@@ -32,14 +32,15 @@ def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
 
 def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
     """Its weight, and its bias if it has one."""
-    shape = (norm.width,)
-    return {name: shape, name + BIAS: shape} if norm.biased else {name: shape}
+    return {name: norm.shape, name + BIAS: norm.shape} if norm.biased else {name: norm.shape}
 
 
 def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
     """The same of what stands before and after the layers; a head that is the embedding is left out."""
-    table = (spec.vocab, spec.hidden)
+    table: Shape = (spec.vocab, spec.hidden)
     tables = {EMBEDDING: table} if spec.tied else {EMBEDDING: table, HEAD: table}
+    if spec.learned_positions:
+        tables[POSITIONS] = (spec.max_positions, spec.hidden)
     return {**tables, **norm_parameters(FINAL_NORM, spec.final_norm)}
 
 

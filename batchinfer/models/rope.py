@@ -8,19 +8,24 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.rope_config import RopeConfig
-from batchinfer.models.spec import AttentionSpec
+from batchinfer.models.spec import Rotation
 from batchinfer.ops.interface import RopeTable
 
 
-def rope_table(attention: AttentionSpec, max_positions: int, device: torch.device | str) -> RopeTable:
+def rope_table(rotation: Rotation, max_positions: int, device: torch.device | str) -> RopeTable:
     """cos and sin of positions 0 … max_positions - 1, each (max_positions, rotary_dim / 2) float32.
 
-    Computed on the CPU, so that every device multiplies the same numbers; YaRN's attention factor is in them.
+    Computed on the CPU, so that every device multiplies the same numbers; YaRN's attention factor is in them. Where
+    nothing is rotated, one pair of each head is, by an angle of 0.
     """
-    frequencies = inverse_frequencies(attention.rope, attention.rotary_dim)
+    if rotation.rope is None:
+        cos = torch.ones(max_positions, 1, device=device)
+        return RopeTable(cos, torch.zeros_like(cos))
+    frequencies = inverse_frequencies(rotation.rope, rotation.dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None]
-    factor = attention.rope.attention_factor
-    return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+    factor = rotation.rope.attention_factor
+    cos, sin = ((part * factor).to(device) for part in (angles.cos(), angles.sin()))
+    return RopeTable(cos, sin, rotation.interleaved)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -20,12 +20,21 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """A norm of `width` values: RMSNorm, or LayerNorm, which may have a bias."""
+    """A norm of `width` values: RMSNorm, or LayerNorm, which may have a bias. Values are multiplied with `offset` and
+    the weight added up: Gemma's weights are differences from 1. `heads`: so many stretches of `width` values are
+    normed, each with a weight of its own."""
 
     width: int
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     biased: bool = False
+    offset: float = 0.0
+    heads: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its weight."""
+        return (self.width,) if self.heads is None else (self.heads, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +71,31 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotary embedding of a layer: of the first `dim` values of each head, or of none where `rope` is None. A pair
+    is (i, i + dim / 2), or (2i, 2i + 1) where it is `interleaved`."""
+
+    rope: RopeConfig | None
+    dim: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention: q, k and v of the layer's input, rotated, and a projection back.
 
-    `scale` multiplies scores. Of each head the first `rotary_dim` values are rotated. `window`: how many keys a query
-    sees, its own included; None: all. `q_norm` and `k_norm` come before the rotation: of each head where they are as
-    wide as a head, else of all heads together.
+    `scale` multiplies scores; with a `soft_cap` they then become soft_cap * tanh(score / soft_cap). `window`: how many
+    keys a query sees, its own included; None: all. `q_norm` and `k_norm` come before the rotation: of each head where
+    they are as wide as a head, else of all heads together.
     """
 
     q_heads: int
     kv_heads: int
     head_dim: int
     scale: float
-    rope: RopeConfig
-    rotary_dim: int
+    rotation: Rotation
     window: int | None = None
+    soft_cap: float | None = None
     q_norm: NormSpec | None = None
     k_norm: NormSpec | None = None
     qkv_bias: bool = False
@@ -97,8 +116,9 @@ class AttentionSpec:
 
     @property
     def norms_heads(self) -> bool:
-        """Whether each head of q and k has its norm."""
-        return self.q_norm is not None and self.q_norm.width == self.head_dim
+        """Whether all heads of q, and all of k, pass the same RMSNorm: the operator that rotates them knows it."""
+        norm = self.q_norm
+        return norm is not None and norm.shape == (self.head_dim,) and norm.kind == "rms"
 
     @property
     def cache(self) -> CacheSpec:
@@ -107,18 +127,30 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
-    """down(activation(gate(x)) * up(x)), `inner` values wide (Shazeer, 2020)."""
+    """down(activation(gate(x)) * up(x)), `inner` values wide (Shazeer, 2020), or down(activation(up(x))) where it is
+    not `gated`."""
 
     inner: int
     activation: ActivationName
     biased: bool = False
+    gated: bool = True
+
+    @property
+    def first(self) -> str:
+        """The name of the product that its input goes through."""
+        return "gate_up" if self.gated else "up"
+
+    @property
+    def into(self) -> tuple[tuple[str, int], ...]:
+        """The parts of that product."""
+        return (("gate", self.inner), ("up", self.inner)) if self.gated else (("up", self.inner),)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A decoder layer: h += m * attention_norm(attention(input_norm(h))); then
     h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
-    Where it is `parallel`, the feed-forward half reads what attention reads, and there is no post_norm.
+    Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm.
     """
 
     hidden: int
@@ -139,7 +171,7 @@ class LayerSpec:
         return (
             LinearSpec("qkv", self.hidden, qkv, a.qkv_bias),
             LinearSpec("o", a.q_width, (("o", self.hidden),), a.o_bias),
-            LinearSpec("gate_up", self.hidden, (("gate", f.inner), ("up", f.inner)), f.biased),
+            LinearSpec(f.first, self.hidden, f.into, f.biased),
             LinearSpec("down", f.inner, (("down", self.hidden),), f.biased),
         )
 
@@ -159,8 +191,11 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder: an embedding, layers, a norm, and a head that makes logits. Sizes are counts of values. Embeddings and
-    logits are multiplied with their multipliers."""
+    """A decoder: an embedding, layers, a norm, and a head that makes logits. Sizes are counts of values.
+
+    Embeddings and logits are multiplied with their multipliers, that of embeddings rounded to the run's dtype. With
+    `learned_positions` an embedding of the position is added; with a `logit_cap` logits become cap * tanh(logit / cap).
+    """
 
     family: str
     hidden: int
@@ -174,10 +209,12 @@ class ModelSpec:
     dtype: Dtype | None  # as config.json states it
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    logit_cap: float | None = None
+    learned_positions: bool = False
 
     @property
     def attention(self) -> AttentionSpec:
-        """Of the first layer: but for windows, that of all."""
+        """Of the first layer: heads and their sizes are those of all."""
         return self.layers[0].attention
 
     @property

@@ -1,60 +1,100 @@
-"""The tensors that a checkpoint must hold, by Hugging Face's names."""
+"""The tensors that a checkpoint must hold, by the names that its family gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from batchinfer.models.families.family import Part
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.parameters import BIAS, Shape, layer_parameters
+from batchinfer.models.parameters import (
+    BIAS,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    POSITIONS,
+    Shape,
+    layer_parameters,
+    table_parameters,
+)
 from batchinfer.models.spec import ModelSpec
 
-HEAD = "lm_head.weight"
-EMBEDDING = "embed_tokens.weight"
-FINAL_NORM, FINAL_NORM_BIAS = "norm.weight", "norm.bias"
-BASE_PREFIX = "model."
-IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old Llama checkpoints saved; it is computed
-
-
-def prefix_of(names: Iterable[str]) -> str:
-    """ "model." when the tensors are named so (a causal model was saved), "" when only the base model was."""
-    return BASE_PREFIX if any(name.startswith(BASE_PREFIX) for name in names) else ""
+WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """A tensor of a checkpoint and which of its rows are the parameter; None: all."""
+    """A tensor of a checkpoint, and which part of it the parameter is; None: all of it."""
 
     tensor: str
-    rows: tuple[int, int] | None = None
+    part: Part | None = None
+
+    def shape(self, parameter: Shape) -> Shape:
+        """The least that the tensor's may be, to hold a parameter of this shape."""
+        if self.part is None:
+            return parameter
+        rows, stretch = parameter[0], self.part.stop - self.part.start
+        stored = self.part.stop if self.part.every is None else rows // stretch * self.part.every
+        whole = (stored, *parameter[1:])
+        return whole[::-1] if self.part.transposed else whole
+
+
+def prefix_of(family: str, names: Iterable[str]) -> str:
+    """What stands before the names of the base model, such as "model."; "" where only the base model was saved."""
+    base = FAMILIES[family].names.base
+    return base if any(name.startswith(base) for name in names) else ""
+
+
+def ignores(family: str, name: str) -> bool:
+    """Whether a tensor is one that old checkpoints saved although it is computed."""
+    return name.endswith(FAMILIES[family].names.ignored)
+
+
+def table_names(spec: ModelSpec, prefix: str) -> dict[str, StoredParameter]:
+    """What stands before and after the layers → where it is stored; a head even where it is the embedding."""
+    names = FAMILIES[spec.family].names
+    modules = {
+        EMBEDDING: prefix + names.embedding,
+        POSITIONS: prefix + names.positions,
+        FINAL_NORM: prefix + names.final_norm,
+        HEAD: names.head,
+    }
+    return dict(_stored([*table_parameters(spec), HEAD], modules))
 
 
 def layer_names(spec: ModelSpec, index: int, prefix: str) -> dict[str, StoredParameter]:
     """Parameter of the layer → where it is stored."""
-    layer = spec.layers[index]
-    modules, start = FAMILIES[spec.family].modules(layer), f"{prefix}layers.{index}."
-    found = {}
-    for name in layer_parameters(layer):
-        module, suffix = modules[name.removesuffix(BIAS)], BIAS if name.endswith(BIAS) else ".weight"
+    layer, family = spec.layers[index], FAMILIES[spec.family]
+    start = f"{prefix}{family.names.layers}.{index}."
+    return dict(_stored(layer_parameters(layer), family.modules(layer), start))
+
+
+def _stored(
+    parameters: Iterable[str], modules: Mapping[str, str | Part], start: str = ""
+) -> Iterator[tuple[str, StoredParameter]]:
+    for name in parameters:
+        module, suffix = modules[name.removesuffix(BIAS)], BIAS if name.endswith(BIAS) else WEIGHT
         if isinstance(module, str):
-            found[name] = StoredParameter(start + module + suffix)
+            yield name, StoredParameter(start + module + suffix)
         else:
-            found[name] = StoredParameter(start + module.module + suffix, (module.start, module.stop))
-    return found
+            yield name, StoredParameter(start + module.module + suffix, module)
 
 
 def expected_shapes(spec: ModelSpec, prefix: str) -> dict[str, Shape]:
     """Name → shape of every tensor; a tied checkpoint may leave out the head or the embedding."""
-    table = (spec.vocab, spec.hidden)
-    shapes: dict[str, Shape] = {prefix + EMBEDDING: table, HEAD: table}
+    tables = table_parameters(spec)
+    shapes: dict[str, Shape] = {}
+    _add(shapes, table_names(spec, prefix), {HEAD: tables[EMBEDDING], **tables})
     for index, layer in enumerate(spec.layers):
-        names = layer_names(spec, index, prefix)
-        for parameter, shape in layer_parameters(layer).items():
-            stored = names[parameter]
-            rows = shape[0] if stored.rows is None else stored.rows[1]
-            known = shapes.get(stored.tensor, (0,))
-            shapes[stored.tensor] = (max(rows, known[0]), *shape[1:])
-    shapes[prefix + FINAL_NORM] = (spec.final_norm.width,)
-    if spec.final_norm.biased:
-        shapes[prefix + FINAL_NORM_BIAS] = (spec.final_norm.width,)
+        _add(shapes, layer_names(spec, index, prefix), layer_parameters(layer))
     return shapes
+
+
+def _add(
+    shapes: dict[str, Shape], names: Mapping[str, StoredParameter], parameters: Mapping[str, Shape]
+) -> None:
+    """A tensor that holds several parameters is as large as the last of them needs it to be."""
+    for parameter, stored in names.items():
+        shape = stored.shape(parameters[parameter])
+        known = shapes.get(stored.tensor, shape)
+        shapes[stored.tensor] = tuple(map(max, known, shape))

@@ -14,15 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from batchinfer.models.checkpoint import Checkpoint
-from batchinfer.models.parameters import fused
-from batchinfer.models.tensor_names import (
-    EMBEDDING,
-    FINAL_NORM,
-    FINAL_NORM_BIAS,
-    HEAD,
-    StoredParameter,
-    layer_names,
-)
+from batchinfer.models.parameters import BIAS, EMBEDDING, FINAL_NORM, HEAD, POSITIONS, fused
+from batchinfer.models.tensor_names import StoredParameter, layer_names, table_names
 
 # One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on
 LayerWeights = Mapping[str, Tensor]
@@ -36,6 +29,15 @@ class Tables:
     head: Tensor  # (vocab, hidden)
     final_norm: Tensor  # (hidden,)
     final_norm_bias: Tensor | None = None  # (hidden,)
+    positions: Tensor | None = None  # (max positions, hidden)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Tensor]) -> Tables:
+        """From the tables by their parameters' names; embedding and head are one where only one is there."""
+        embedding, head = found.get(EMBEDDING), found.get(HEAD)
+        table = embedding if embedding is not None else found[HEAD]
+        rest = (found[FINAL_NORM], found.get(FINAL_NORM + BIAS), found.get(POSITIONS))
+        return cls(table, table if head is None else head, *rest)
 
 
 class Weights(ABC):
@@ -59,17 +61,18 @@ class CheckpointWeights(Weights):
         self._device = device
 
     def tables(self) -> Tables:
-        prefix, stored = self._checkpoint.prefix, self._checkpoint.tensors
-        names = (prefix + EMBEDDING, HEAD, prefix + FINAL_NORM, prefix + FINAL_NORM_BIAS)
-        found = self._read([name for name in names if name in stored])
-        norm = (found[prefix + FINAL_NORM], found.get(prefix + FINAL_NORM_BIAS))
-        embedding, head = found.get(prefix + EMBEDDING), found.get(HEAD)
-        if embedding is None or head is None:  # tied, only one of them stored
-            table = embedding if embedding is not None else found[HEAD]
-            return Tables(table, table, *norm)
+        names, stored = table_names(self._checkpoint.spec, self._checkpoint.prefix), self._checkpoint.tensors
+        with _OpenFiles(self._checkpoint) as files:
+            found = {
+                name: self._copied([files.parameter(place)])
+                for name, place in names.items()
+                if place.tensor in stored
+            }
         # transformers ties two stored tables only when they are equal, whatever config.json says
-        same = self._checkpoint.spec.tied and torch.equal(embedding, head)
-        return Tables(embedding, embedding if same else head, *norm)
+        both = EMBEDDING in found and HEAD in found
+        if both and self._checkpoint.spec.tied and torch.equal(found[EMBEDDING], found[HEAD]):
+            del found[HEAD]
+        return Tables.of(found)
 
     def layer(self, index: int) -> LayerWeights:
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefix)
@@ -80,10 +83,6 @@ class CheckpointWeights(Weights):
 
             return dict(fused(self._checkpoint.spec.layers[index], joined))
 
-    def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        with _OpenFiles(self._checkpoint) as files:
-            return {name: self._copied([files.tensor(name)]) for name in names}
-
     def _copied(self, parts: Sequence[Tensor]) -> Tensor:
         """The parts above one another, cast and copied out of the mapped file in one pass."""
         rows = sum(part.shape[0] for part in parts)
@@ -93,6 +92,16 @@ class CheckpointWeights(Weights):
             whole[start : start + part.shape[0]].copy_(part)
             start += part.shape[0]
         return whole
+
+
+def stretches_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
+    """The part of a stored tensor that is the parameter, as a view: (stretches, outputs of each, …)."""
+    part = stored.part
+    if part is None:
+        return tensor[None]
+    outputs = tensor.t() if part.transposed and tensor.dim() > 1 else tensor
+    stretches = outputs[None] if part.every is None else outputs.view(-1, part.every, *outputs.shape[1:])
+    return stretches[:, part.start : part.stop]
 
 
 class _OpenFiles:
@@ -111,9 +120,8 @@ class _OpenFiles:
         self._stack.close()
 
     def parameter(self, stored: StoredParameter) -> Tensor:
-        """Its rows of the tensor that holds it."""
-        tensor = self.tensor(stored.tensor)
-        return tensor if stored.rows is None else tensor[slice(*stored.rows)]
+        """As it is stored."""
+        return stretches_of(self.tensor(stored.tensor), stored).flatten(0, 1)
 
     def tensor(self, name: str) -> Tensor:
         path = self._checkpoint.tensors[name].file

@@ -11,7 +11,14 @@ from batchinfer.ops.cpu_linear import CompiledLinear
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, DecoderLayer, LayerCache, LayerParts
 from batchinfer_kernels.cpu.attention_plan import Items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.cpu.layer import LayerRoom, LayerSizes, LayerWeights, PackedLayer, StepPlaces
+from batchinfer_kernels.cpu.layer import (
+    LayerRoom,
+    LayerRotation,
+    LayerSizes,
+    LayerWeights,
+    PackedLayer,
+    StepPlaces,
+)
 
 
 class ItemPlan(AttentionPlan):
@@ -32,37 +39,38 @@ class CompiledLayer(DecoderLayer):
 
     def __init__(self, compiled: CompiledOperators, spec: LayerSpec, parts: LayerParts) -> None:
         """For what `covers` says. Raises ValueError where weights do not fit one another."""
-        self._compiled, self._rope = compiled, parts.rope
+        self._compiled = compiled
         attention, norms = spec.attention, parts.norms
         linears = {name: cast(CompiledLinear, linear).weight for name, linear in parts.linears.items()}
         weights = LayerWeights(
             input_norm=norms["input_norm"],
             post_norm=norms["post_norm"],
-            q_norm=norms.get("q_norm"),
-            k_norm=norms.get("k_norm"),
+            attention_norm=norms.get("attention_norm"),
+            feed_forward_norm=norms.get("feed_forward_norm"),
+            rotation=_rotation(parts),
             qkv=linears["qkv"],
             o=linears["o"],
             gated=linears["gate_up"],
             down=linears["down"],
             window=attention.window,
         )
-        heads = (attention.q_heads, attention.kv_heads, attention.head_dim)
-        sizes = LayerSizes(*heads, attention.scale, spec.norms["input_norm"].eps)
+        heads, norm = (attention.q_heads, attention.kv_heads, attention.head_dim), spec.norms["input_norm"]
+        sizes = LayerSizes(*heads, attention.scale, norm.eps, attention.soft_cap, norm.offset)
         self._layer = PackedLayer(weights, sizes)
 
     @staticmethod
     def covers(spec: LayerSpec, parts: LayerParts) -> bool:
-        """Whether the compiled layer can do it: a norm before each half and none after, of one epsilon, and products
-        that are compiled, the gate in one of them."""
-        names, norms = spec.norms.keys(), spec.norms.values()
+        """Whether the compiled layer can do it: an RMSNorm before each half, all norms of one epsilon and offset, and
+        products that are compiled, the gate in one of them."""
+        norms = spec.norms
         heads = spec.attention.norms_heads or spec.attention.q_norm is None
         return (
             all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
-            and names >= BEFORE
-            and names <= {*BEFORE, "q_norm", "k_norm"}
+            and spec.feed_forward.gated
+            and norms.keys() >= BEFORE
             and heads
-            and all(norm.kind == "rms" for norm in norms)
-            and len({norm.eps for norm in norms}) == 1
+            and all(norm.kind == "rms" for norm in norms.values())
+            and len({(norm.eps, norm.offset) for norm in norms.values()}) == 1
             and not spec.parallel
             and spec.residual_multiplier == 1
         )
@@ -86,21 +94,18 @@ class CompiledLayer(DecoderLayer):
         return room.x, room.residual
 
     def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
-        """Whether a layer of these sizes, with the same rotary table and blocks, left x and residual in the room."""
-        same = room.places.cos is self._rope.cos and room.places.block_size == block_size
+        """Whether a layer of these sizes, with the same blocks, left x and residual in the room."""
+        same = room.places.block_size == block_size
         return x is room.x and residual is room.residual and same and room.fits(self._layer)
 
     def _room(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, items: Items) -> LayerRoom:
         tables, sizes = inputs.block_tables, self._layer.sizes
-        places = (
-            self._rope.cos,
-            self._rope.sin,
-            inputs.positions,
-            inputs.slots,
-            tables,
-            items,
-            cache.block_size,
-        )
+        places = (inputs.positions, inputs.slots, tables, items, cache.block_size)
         shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
         state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])
         return LayerRoom(x, self._layer, StepPlaces(*places), shape, state)
+
+
+def _rotation(parts: LayerParts) -> LayerRotation:
+    norms, rope = parts.norms, parts.rope
+    return LayerRotation(rope.cos, rope.sin, rope.interleaved, norms.get("q_norm"), norms.get("k_norm"))

@@ -28,6 +28,9 @@ from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantize_weight
 
+# Activations whose gate is compiled
+GATES: dict[Activation, Kind] = {"silu": "gated", "gelu_tanh": "gelu_gated"}
+
 
 class CpuOps(TorchOps):
     """`group` is the model's number of query heads a KV head.
@@ -64,9 +67,10 @@ class CpuOps(TorchOps):
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
-        if self.linear == "onednn" or activation != "silu":
+        kind = GATES.get(activation)
+        if self.linear == "onednn" or kind is None:
             return GatedLinear(self, self.pack_linear(weight, bias), activation)
-        return CompiledLinear(self._compiled, self._packed(weight, bias, "gated"))
+        return CompiledLinear(self._compiled, self._packed(weight, bias, kind))
 
     def pack_head(self, weight: Tensor) -> Head:
         return CompiledHead(self._compiled, self._packed(weight, None, "float"))
@@ -94,9 +98,9 @@ class CpuOps(TorchOps):
         return LayerCache(zeros_in_huge_pages(shape, dtype), zeros_in_huge_pages(shape, dtype), block_size)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        return self._compiled.rms_norm(x, weight, eps, residual)
+        return self._compiled.rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
         self,
@@ -109,9 +113,11 @@ class CpuOps(TorchOps):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
+        offset: float = 0.0,
     ) -> Tensor:
         places = (rope.cos, rope.sin, inputs.positions, cache.k, cache.v, cache.block_size, inputs.slots)
-        return self._compiled.rope_store(q, k, v, *places, q_norm, k_norm, eps)
+        norms, pairs = (q_norm, k_norm, eps), rope.interleaved
+        return self._compiled.rope_store(q, k, v, *places, *norms, offset=offset, interleaved=pairs)
 
     def plan_attention(
         self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
@@ -121,15 +127,23 @@ class CpuOps(TorchOps):
         return ItemPlan(inputs, items)
 
     def attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         tables = plan.inputs.block_tables
         places = (cache.k, cache.v, cache.block_size, tables, plan.items)
-        return self._compiled.paged_attention(q, *places, scale, window)
+        return self._compiled.paged_attention(q, *places, scale, window, soft_cap, sinks)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        if activation == "silu":
-            return self._compiled.silu_gate(gate_up)
+        kind = GATES.get(activation)
+        if kind is not None:
+            return self._compiled.gate(gate_up, kind)
         return super().gated_activation(gate_up, activation)

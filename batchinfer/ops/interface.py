@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
-from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gated_activation import Activation, activation_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
@@ -48,10 +48,12 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """cos and sin per position, (max positions, head_dim / 2) float32, any attention scaling multiplied in."""
+    """cos and sin per position, (max positions, pairs) float32, any attention scaling multiplied in. A pair of a head's
+    values is (i, i + pairs), or (2i, 2i + 1) where it is `interleaved`."""
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
 
 
 class Linear(ABC):
@@ -71,8 +73,13 @@ class Head(Linear):
     def argmax(self, x: Tensor) -> Tensor:
         """(T,) int64: the token with the greatest logit, the lowest of equals; NO_TOKEN where that is not finite or a
         logit is no number."""
-        best, tokens = self(x).max(-1)
-        return torch.where(best.isfinite(), tokens, NO_TOKEN)
+        return finite_argmax(self(x))
+
+
+def finite_argmax(logits: Tensor) -> Tensor:
+    """(n, vocab) → (n,) int64: the greatest, the lowest of equals; NO_TOKEN where it is not finite or one is NaN."""
+    best, tokens = logits.max(-1)
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
 class AttentionPlan(ABC):
@@ -137,6 +144,10 @@ class Ops(ABC):
         """A gated layer, gate above up: (T, in) → (T, out / 2), act(gate) * up."""
         return GatedLinear(self, self.pack_linear(weight, bias), activation)
 
+    def pack_activated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+        """A layer with an activation behind it: (T, in) → (T, out)."""
+        return ActivatedLinear(self, self.pack_linear(weight, bias), activation)
+
     @abstractmethod
     def pack_head(self, weight: Tensor) -> Head:
         """The layer that makes logits: (T, in) → (T, out) float32, never rounded to the weight's dtype: among logits of
@@ -173,7 +184,7 @@ class Ops(ABC):
 
     @abstractmethod
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """(normalised, x + residual); see batchinfer_kernels.rms_norm."""
 
@@ -196,6 +207,7 @@ class Ops(ABC):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
+        offset: float = 0.0,
     ) -> Tensor:
         """Rotated q (T, q_heads, D); k and v (T, kv_heads, D) go to the cache. See batchinfer_kernels.rope_store."""
 
@@ -207,7 +219,14 @@ class Ops(ABC):
 
     @abstractmethod
     def attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """(T, q_heads, D) → (T, q_heads, D). See batchinfer_kernels.paged_attention."""
 
@@ -227,6 +246,10 @@ class Ops(ABC):
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """(T, 2 × intermediate) → (T, intermediate). See batchinfer_kernels.gated_activation."""
 
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        """Of each value of (T, intermediate). torch's own serves every device."""
+        return activation_reference(x, activation)
+
 
 class GatedLinear(Linear):
     """act(gate) * up as two operators."""
@@ -237,3 +260,14 @@ class GatedLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.gated_activation(self._inner(x), self._activation)
+
+
+class ActivatedLinear(Linear):
+    """act(x W^T + b) as two operators."""
+
+    def __init__(self, ops: Ops, inner: Linear, activation: Activation) -> None:
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+        self._ops, self._inner, self._activation = ops, inner, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.activation(self._inner(x), self._activation)

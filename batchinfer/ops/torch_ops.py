@@ -76,9 +76,9 @@ class TorchOps(Ops):
         return F.embedding(token_ids, table)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        return rms_norm_reference(x, weight, eps, residual)
+        return rms_norm_reference(x, weight, eps, residual, offset)
 
     def rope_store(
         self,
@@ -91,9 +91,11 @@ class TorchOps(Ops):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
+        offset: float = 0.0,
     ) -> Tensor:
         cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
-        return rope_store_reference(q, k, v, cos, sin, cache.k, cache.v, inputs.slots, q_norm, k_norm, eps)
+        places, norms = (cos, sin, cache.k, cache.v, inputs.slots), (q_norm, k_norm, eps)
+        return rope_store_reference(q, k, v, *places, *norms, offset=offset, interleaved=rope.interleaved)
 
     def plan_attention(
         self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
@@ -106,11 +108,18 @@ class TorchOps(Ops):
         return GroupedPlan([build_group(m, inputs.block_tables, block_size, windows) for m in members], start)
 
     def attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return grouped_attention(q, cache.k, cache.v, plan.groups, scale, window)
+        return grouped_attention(q, cache.k, cache.v, plan.groups, scale, window, soft_cap, sinks)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation_reference(gate_up, activation)

@@ -106,9 +106,9 @@ class TritonOps(Ops):
         return F.embedding(token_ids, table)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        return rms_norm(x, weight, eps, residual)
+        return rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
         self,
@@ -121,9 +121,11 @@ class TritonOps(Ops):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
+        offset: float = 0.0,
     ) -> Tensor:
-        places = (rope.cos, rope.sin, cache.k, cache.v, inputs.slots)
-        return rope_store(q, k, v, *places, q_norm, k_norm, eps, inputs.positions)
+        places, norms = (rope.cos, rope.sin, cache.k, cache.v, inputs.slots), (q_norm, k_norm, eps)
+        pairs = rope.interleaved
+        return rope_store(q, k, v, *places, *norms, inputs.positions, offset=offset, interleaved=pairs)
 
     def plan_attention(
         self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
@@ -161,11 +163,19 @@ class TritonOps(Ops):
         return attention_plan.find_shared(*lens, inputs.host_tables, block_size, self._shape.unit)
 
     def attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return paged_attention(q, cache.k, cache.v, plan.tables, plan.plan, scale, window)
+        places = (cache.k, cache.v, plan.tables, plan.plan)
+        return paged_attention(q, *places, scale, window, soft_cap=soft_cap, sinks=sinks)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation(gate_up, activation)

@@ -22,7 +22,9 @@ typedef struct {
     float *state; /* (tokens, q_heads, dim_pad + LANES + 1); read and written where an item neither starts nor ends its rows */
     REAL *out;
     int64_t q_heads, kv_heads, dim, dim_pad, block_size, block_pad, window;
-    float scale; /* times log2(e): exponentials are powers of 2 here */
+    float scale;        /* of scores, times log2(e): exponentials are powers of 2 here */
+    float cap, within;  /* cap > 0: a product p of q and k becomes the score cap * tanh(p * within) before that */
+    const float *sinks; /* (q_heads,) scores without a value, or NULL */
 } NAME(Attention);
 
 typedef struct {
@@ -110,6 +112,8 @@ INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const 
  * leave the sums as they are (Zadouri et al., FlashAttention-4, 2026). */
 INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
                          float *mass, REAL *p) {
+    if (s->cap > 0)
+        for (int c = 0; c < COLUMNS; c++) scores[c] = s->cap * tanh_vector(scores[c] * s->within);
     if (s->window > 0 || tile->end > position)
         for (int c = 0; c < COLUMNS; c++) {
             vi seen = tile->position[c] <= position;
@@ -220,13 +224,20 @@ INLINE void NAME(take_up)(const NAME(Attention) *s, const Item *item, int64_t he
         }
 }
 
+/* What the sink of a query head adds to a row's mass, relative to the row's maximum; infinite where no key was seen. */
+INLINE float NAME(sink)(const NAME(Attention) *s, int64_t head, float most) {
+    return exp2f(s->sinks[head] * LOG2_E - most * s->scale);
+}
+
 INLINE void NAME(put_down)(const NAME(Attention) *s, const Item *item, int64_t head, const NAME(Work) *work) {
     int64_t group = s->q_heads / s->kv_heads;
     for (int64_t i = 0; i < item->rows; i++)
         for (int64_t g = 0; g < group; g++) {
             int64_t at = s->plan->rows[(item->first_row + i) * 2] * s->q_heads + head * group + g, r = i * group + g;
             if (item->ends) {
-                float share = 1.0f / lane_sum(load_f32(work->mass + r * LANES));
+                float mass = lane_sum(load_f32(work->mass + r * LANES));
+                if (s->sinks) mass += NAME(sink)(s, head * group + g, work->most[r]);
+                float share = 1.0f / mass;
                 for (int64_t d = 0; d < s->dim; d++)
                     s->out[at * s->dim + d] = STORE(work->sum[r * s->dim_pad + d] * share);
             } else {

@@ -13,21 +13,30 @@ from batchinfer_kernels.cpu.attention_plan import CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
 from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
 from batchinfer_kernels.cpu.memory import HugePages
-from batchinfer_kernels.cpu.packed import Kind, PackedWeight
-from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight, address
+from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedWeight, is_gated
+from batchinfer_kernels.cpu.structures import (
+    Attention,
+    Heads,
+    Layer,
+    LayerStep,
+    RotationStructure,
+    Weight,
+    address,
+    scoring,
+)
+from batchinfer_kernels.paged_attention import check_attention_extras
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_rotary
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 WORD_BYTES = 4
 MAX_HEAD_DIM = 256
-_KINDS: dict[Kind, int] = {"plain": 0, "float": 1, "gated": 2}  # as in panels.h
 _GREATEST = 3
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _WEIGHT = ctypes.POINTER(Weight)
 _SIGNATURES: dict[str, list[Any]] = {
-    "rms_norm": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT],
-    "silu_gate": [_POINTER] * 2 + [_LONG] * 2,
+    "rms_norm": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT] * 2,
+    "gate": [_POINTER] * 2 + [_LONG] * 3,
     "rope_store": [ctypes.POINTER(Heads)],
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
@@ -73,7 +82,7 @@ class CompiledOperators:
         order = self._order(outputs, kind)
         size = len(order) * words * WORD_BYTES // weight.element_size()
         panels = self._pages.zeros(size, weight.dtype)
-        self._call("pack_linear", weight, weight.contiguous(), outputs, inputs, kind == "gated", panels)
+        self._call("pack_linear", weight, weight.contiguous(), outputs, inputs, is_gated(kind), panels)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind)
 
     def pack_codes(
@@ -84,7 +93,7 @@ class CompiledOperators:
         order = self._order(outputs, kind)
         panels = self._pages.zeros(len(order) * _up(inputs, WORD_BYTES), torch.int8)
         starts = torch.empty(len(order), dtype=torch.int32)
-        arguments = (codes.contiguous().data_ptr(), outputs, inputs, kind == "gated")
+        arguments = (codes.contiguous().data_ptr(), outputs, inputs, is_gated(kind))
         self._pack_codes(*arguments, panels.data_ptr(), starts.data_ptr())
         ordered = _reordered(scales.float(), order)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
@@ -93,7 +102,7 @@ class CompiledOperators:
         """x: (T, inputs) → (T, columns), float32 where the weight's kind is "float". For a weight of codes see
         batchinfer_kernels.quantized_linear."""
         y = torch.empty(len(x), weight.columns, dtype=torch.float32 if weight.kind == "float" else x.dtype)
-        self._multiply(x, weight, y, _KINDS[weight.kind])
+        self._multiply(x, weight, y, KINDS[weight.kind])
         return y
 
     def argmax(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -116,22 +125,22 @@ class CompiledOperators:
         self._call("quantized_linear", x, x, weight.structure, y, room, row_scales, rows, kind)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """See batchinfer_kernels.rms_norm."""
         check_rms_norm(x, weight, residual)
         y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
         rows = x.numel() // max(x.shape[-1], 1)
-        self._call("rms_norm", x, x, residual, weight, y, total, rows, x.shape[-1], eps)
+        self._call("rms_norm", x, x, residual, weight, y, total, rows, x.shape[-1], eps, offset)
         return y, total
 
-    def silu_gate(self, gate_up: Tensor) -> Tensor:
-        """See batchinfer_kernels.gated_activation, for silu."""
+    def gate(self, gate_up: Tensor, kind: Kind) -> Tensor:
+        """See batchinfer_kernels.gated_activation, for the activation that the kind names."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if gate_up.shape[1] % 2:
             raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[1]}")
         y = gate_up.new_empty(rows, width)
-        self._call("silu_gate", gate_up, gate_up, y, rows, width)
+        self._call("gate", gate_up, gate_up, y, rows, width, KINDS[kind])
         return y
 
     def rope_store(
@@ -149,6 +158,9 @@ class CompiledOperators:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        interleaved: bool = False,
     ) -> Tensor:
         """See batchinfer_kernels.rope_store; cos and sin are whole tables (positions, pairs), looked up here, and the
         caches (blocks, *cache_shape).
@@ -166,20 +178,14 @@ class CompiledOperators:
                 f"q, k and v have strides {q.stride()}, {k.stride()}, {v.stride()}: wanted equal rows"
             )
         out = q.new_empty(q.shape)
-        arrays = (cos, sin, positions, slots, k_cache, v_cache, out, q_norm, k_norm)
-        self._checked("rope_store", *(array for array in arrays if array is not None))
-        places = [address(array) for array in arrays]
-        sizes = (
-            tokens,
-            cos.shape[1],
-            q_heads,
-            k.shape[1],
-            dim,
-            k_cache.shape[3],
-            block_size,
-            k_cache.shape[2],
-        )
-        heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), *places, eps, *sizes)
+        arrays = (positions, slots, k_cache, v_cache, out)
+        tables = [array for array in (cos, sin, q_norm, k_norm) if array is not None]
+        self._checked("rope_store", *arrays, *tables)
+        norms = (address(q_norm), address(k_norm), eps, offset)
+        rotation = RotationStructure(address(cos), address(sin), cos.shape[1], interleaved, *norms)
+        sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
+        places = (q.stride(0), *(array.data_ptr() for array in arrays))
+        heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), *places, rotation, *sizes)
         self._call("rope_store", q, heads)
         return out
 
@@ -193,9 +199,11 @@ class CompiledOperators:
         items: Items,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See batchinfer_kernels.paged_attention; `items` were planned for these tables with `pages(block_size)`,
-        the caches are (blocks, *cache_shape)."""
+        """See batchinfer_kernels.paged_attention; sinks are float32. `items` were planned for these tables with
+        `pages(block_size)`, the caches are (blocks, *cache_shape)."""
         tokens, q_heads, dim = q.shape
         kv_heads = k_cache.shape[1]
         self._check_caches((k_cache, v_cache), kv_heads, block_size, q)
@@ -203,15 +211,18 @@ class CompiledOperators:
             raise ValueError(
                 f"{q_heads} query heads, {kv_heads} KV heads, tables {tuple(block_tables.shape)}"
             )
-        self._checked("paged_attention", q, v_cache, block_tables)
+        check_attention_extras(q, k_cache, sinks, None, None)
+        if sinks is not None and sinks.dtype != torch.float32:
+            raise ValueError(f"sinks are {sinks.dtype}, not float32")
+        self._checked("paged_attention", q, v_cache, block_tables, *([] if sinks is None else [sinks]))
         out, width = torch.empty_like(q), k_cache.shape[3]
         state = self.attention_state(items, tokens, q_heads, width)
         plan = items.structure(block_tables, q_heads // kv_heads)
         places = [tensor.data_ptr() for tensor in (q, k_cache, v_cache)]
         sizes = (q_heads, kv_heads, dim, width, block_size, k_cache.shape[2])
-        factor = scale * LOG2_E
+        rows = (ctypes.pointer(plan), address(state), out.data_ptr())
         attention = Attention(
-            *places, ctypes.pointer(plan), address(state), out.data_ptr(), *sizes, window or 0, factor
+            *places, *rows, *sizes, window or 0, **scoring(scale, soft_cap), sinks=address(sinks)
         )
         self._call("paged_attention", q, attention)
         return out
@@ -243,7 +254,7 @@ class CompiledOperators:
             _check_blocks(cache, wanted, q.dtype)
 
     def _order(self, outputs: int, kind: Kind) -> Tensor:
-        gated = int(kind == "gated")
+        gated = int(is_gated(kind))
         order = torch.empty(int(self._columns(outputs, gated)), dtype=torch.int64)
         self._packed_order(outputs, gated, order.data_ptr())
         return order
@@ -277,7 +288,7 @@ def _check_weight(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int,
         raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
     if 0 in weight.shape:
         raise ValueError(f"weight {tuple(weight.shape)} has nothing in it")
-    if kind == "gated" and weight.shape[0] % 2:
+    if is_gated(kind) and weight.shape[0] % 2:
         raise ValueError(f"gate and up need an even number of rows, got {weight.shape[0]}")
     return weight.shape[0], weight.shape[1]
 

@@ -2,9 +2,11 @@
  * called one by one, they cost a small model a few percent of its time between them. */
 
 typedef struct {
-    const REAL *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
+    const REAL *input_norm, *attention_norm, *post_norm, *feed_forward_norm; /* the second and the last may be NULL */
     Weight qkv, o, gated, down;
-    int64_t window;
+    NAME(Rotation) rotation; /* whose eps and offset are those of all norms */
+    int64_t window, gate;    /* the latter: GATED or GELU_GATED */
+    const float *sinks;      /* or NULL */
 } NAME(Layer);
 
 /* What the layers of a step share. `heads` and `attention` lack what differs from layer to layer. */
@@ -24,8 +26,14 @@ INLINE void NAME(multiply)(const NAME(LayerStep) *s, const REAL *x, const Weight
         NAME(team_linear)(x, weight, y, s->heads.tokens, kind);
 }
 
-INLINE void NAME(norm)(const NAME(LayerStep) *s, const REAL *residual, const REAL *weight, int64_t width) {
-    NAME(team_rms_norm)(s->x, residual, weight, s->normed, s->residual, s->heads.tokens, width, s->heads.eps);
+INLINE void NAME(norm)(const NAME(LayerStep) *s, const NAME(Rotation) *by, const REAL *residual, const REAL *weight,
+                       int64_t width) {
+    NAME(team_rms_norm)(s->x, residual, weight, s->normed, s->residual, s->heads.tokens, width, by->eps, by->offset);
+}
+
+/* What a half of the layer adds to the residual, normed where it stands. */
+INLINE void NAME(norm_after)(const NAME(LayerStep) *s, const NAME(Rotation) *by, const REAL *weight, int64_t width) {
+    if (weight) NAME(team_rms_norm)(s->x, NULL, weight, s->x, NULL, s->heads.tokens, width, by->eps, by->offset);
 }
 
 /* `first`: x is a copy of the residual, which holds nothing else yet. */
@@ -34,17 +42,20 @@ void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, REAL *k
     NAME(Attention) attention = s->attention;
     NAME(Queue) queue = {0, 0, 1};
     heads.q = s->qkv, heads.k = heads.q + heads.q_heads * heads.dim, heads.v = heads.k + heads.kv_heads * heads.dim;
-    heads.k_cache = k_cache, heads.v_cache = v_cache, heads.q_norm = l->q_norm, heads.k_norm = l->k_norm;
+    heads.k_cache = k_cache, heads.v_cache = v_cache, heads.rotation = l->rotation;
     attention.k_cache = k_cache, attention.v_cache = v_cache, attention.window = l->window;
+    attention.sinks = l->sinks;
 #pragma omp parallel
     {
-        NAME(norm)(s, first ? NULL : s->residual, l->input_norm, l->qkv.inputs);
+        NAME(norm)(s, &l->rotation, first ? NULL : s->residual, l->input_norm, l->qkv.inputs);
         NAME(multiply)(s, s->normed, &l->qkv, s->qkv, PLAIN);
         NAME(team_rope_store)(&heads);
         NAME(team_attention)(&attention, &queue);
         NAME(multiply)(s, attention.out, &l->o, s->x, PLAIN);
-        NAME(norm)(s, s->residual, l->post_norm, l->gated.inputs);
-        NAME(multiply)(s, s->normed, &l->gated, s->activated, GATED);
+        NAME(norm_after)(s, &l->rotation, l->attention_norm, l->o.outputs);
+        NAME(norm)(s, &l->rotation, s->residual, l->post_norm, l->gated.inputs);
+        NAME(multiply)(s, s->normed, &l->gated, s->activated, l->gate);
         NAME(multiply)(s, s->activated, &l->down, s->x, PLAIN);
+        NAME(norm_after)(s, &l->rotation, l->feed_forward_norm, l->down.outputs);
     }
 }

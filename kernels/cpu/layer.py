@@ -9,34 +9,70 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.cpu.attention_plan import Items
-from batchinfer_kernels.cpu.packed import PackedWeight
-from batchinfer_kernels.cpu.structures import LOG2_E, Attention, Heads, Layer, LayerStep, Weight, address
+from batchinfer_kernels.cpu.packed import KINDS, PackedWeight
+from batchinfer_kernels.cpu.structures import (
+    Attention,
+    Heads,
+    Layer,
+    LayerStep,
+    RotationStructure,
+    Weight,
+    address,
+    scoring,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What all layers of a model have in common. `scale` is attention's, `eps` every norm's."""
+    """What all layers of a model have in common. `scale` and `soft_cap` are attention's, `eps` and `offset` every
+    norm's."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
     scale: float
     eps: float
+    soft_cap: float | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRotation:
+    """How a layer's heads are normed and rotated: cos and sin (positions, pairs) float32, norms (head_dim,)."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+    def structure(self, sizes: LayerSizes) -> RotationStructure:
+        """For the operators; the tensors must outlive it. Raises ValueError for tables that do not fit the heads."""
+        if self.cos.dim() != 2 or not 0 < 2 * self.cos.shape[1] <= sizes.head_dim:
+            raise ValueError(f"cos {tuple(self.cos.shape)} does not fit heads of {sizes.head_dim}")
+        _check("sin", self.sin, tuple(self.cos.shape), torch.float32)
+        _check("cos", self.cos, tuple(self.cos.shape), torch.float32)
+        norms = (address(self.q_norm), address(self.k_norm), sizes.eps, sizes.offset)
+        return RotationStructure(
+            address(self.cos), address(self.sin), self.cos.shape[1], self.interleaved, *norms
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer's weights, packed: `gated` of kind "gated", the others "plain"."""
+    """One layer's weights, packed: `gated` of a gated kind, the others "plain"."""
 
     input_norm: Tensor
     post_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    attention_norm: Tensor | None
+    feed_forward_norm: Tensor | None
+    rotation: LayerRotation
     qkv: PackedWeight
     o: PackedWeight
     gated: PackedWeight
     down: PackedWeight
     window: int | None
+    sinks: Tensor | None = None
 
 
 class PackedLayer:
@@ -51,14 +87,15 @@ class PackedLayer:
         self.key = (*astuple(sizes), self.hidden, self.inner)  # layers with the same one may share a room
         self._check_linears()
         self._check_norms()
-        norms = (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm)
+        norms = (weights.input_norm, weights.attention_norm, weights.post_norm, weights.feed_forward_norm)
+        linears = (weights.qkv, weights.o, weights.gated, weights.down)
         self.structure = Layer(
             *(address(norm) for norm in norms),
-            *(
-                Weight.from_buffer_copy(w.structure)
-                for w in (weights.qkv, weights.o, weights.gated, weights.down)
-            ),
+            *(Weight.from_buffer_copy(linear.structure) for linear in linears),
+            weights.rotation.structure(sizes),
             weights.window or 0,
+            KINDS[weights.gated.kind],
+            address(weights.sinks),
         )
 
     def _check_linears(self) -> None:
@@ -78,47 +115,29 @@ class PackedLayer:
                 raise ValueError(f"{name} is of {weight.dtype}, the norms of {self.dtype}")
 
     def _check_norms(self) -> None:
-        widths = {"input_norm": self.hidden, "post_norm": self.hidden}
-        widths |= {"q_norm": self.sizes.head_dim, "k_norm": self.sizes.head_dim}
-        for name, width in widths.items():
-            norm: Tensor | None = getattr(self.weights, name)
-            if norm is None:
-                continue
-            if norm.shape != (width,) or norm.dtype != self.dtype:
-                shape = f"{tuple(norm.shape)} of {norm.dtype}"
-                raise ValueError(f"{name} is {shape}, wanted ({width},) of {self.dtype}")
-            check_readable(name, norm)
+        weights, heads = self.weights, self.weights.rotation
+        for name in ("input_norm", "attention_norm", "post_norm", "feed_forward_norm"):
+            _check(name, getattr(weights, name), (self.hidden,), self.dtype)
+        for name in ("q_norm", "k_norm"):
+            _check(name, getattr(heads, name), (self.sizes.head_dim,), self.dtype)
+        _check("sinks", weights.sinks, (self.sizes.q_heads,), torch.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlaces:
     """Where the T tokens of a step stand; shapes as for `rope_store` and `paged_attention`."""
 
-    cos: Tensor
-    sin: Tensor
     positions: Tensor
     slots: Tensor
     block_tables: Tensor
     items: Items
     block_size: int
 
-    def check(self, tokens: int, head_dim: int) -> None:
+    def check(self, tokens: int) -> None:
         """Raises ValueError for tensors that the operators could not read, or that are not of such a step."""
-        if not 0 < 2 * self.cos.shape[1] <= head_dim:
-            raise ValueError(f"{self.cos.shape[1]} pairs are rotated in heads of {head_dim}")
-        wanted = {
-            "cos": ((len(self.cos), self.cos.shape[1]), torch.float32),
-            "sin": (tuple(self.cos.shape), torch.float32),
-            "positions": ((tokens,), torch.int64),
-            "slots": ((tokens,), torch.int64),
-            "block_tables": (tuple(self.block_tables.shape[:2]), torch.int32),
-        }
-        for name, (shape, dtype) in wanted.items():
-            tensor: Tensor = getattr(self, name)
-            if tensor.shape != shape or tensor.dtype != dtype:
-                found = f"{tuple(tensor.shape)} of {tensor.dtype}"
-                raise ValueError(f"{name} is {found}, wanted {shape} of {dtype}")
-            check_readable(name, tensor)
+        _check("positions", self.positions, (tokens,), torch.int64)
+        _check("slots", self.slots, (tokens,), torch.int64)
+        _check("block_tables", self.block_tables, tuple(self.block_tables.shape[:2]), torch.int32)
 
 
 class LayerRoom:
@@ -135,7 +154,7 @@ class LayerRoom:
         cache_shape: tuple[int, int, int],
         state: Tensor | None,
     ) -> None:
-        places.check(len(x), layer.sizes.head_dim)
+        places.check(len(x))
         if x.shape != (len(x), layer.hidden) or x.dtype != layer.dtype:
             raise ValueError(
                 f"x is {tuple(x.shape)} of {x.dtype}, wanted (T, {layer.hidden}) of {layer.dtype}"
@@ -160,15 +179,12 @@ class LayerRoom:
         return layer.key == self._layer.key
 
     def _heads(self) -> Heads:
-        places, sizes = self.places, self._layer.sizes
-        tables = (address(t) for t in (places.cos, places.sin, places.positions, places.slots))
         return Heads(
             stride=self._layer.weights.qkv.columns,
-            **dict(zip(("cosine", "sine", "positions", "slots"), tables, strict=True)),
+            positions=address(self.places.positions),
+            slots=address(self.places.slots),
             q_out=address(self._attended[0]),
-            eps=sizes.eps,
             tokens=len(self.x),
-            pairs=places.cos.shape[1],
             **self._sizes(),
         )
 
@@ -178,7 +194,7 @@ class LayerRoom:
             plan=ctypes.pointer(self._plan),
             state=address(self._state),
             out=address(self._attended[1]),
-            scale=self._layer.sizes.scale * LOG2_E,
+            **scoring(self._layer.sizes.scale, self._layer.sizes.soft_cap),
             **self._sizes(),
         )
 
@@ -192,6 +208,15 @@ class LayerRoom:
             "block_size": self.places.block_size,
             "block_pad": block_pad,
         }
+
+
+def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ValueError for a tensor that is there, and is not what the operators read."""
+    if tensor is None:
+        return
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, wanted {shape} of {dtype}")
+    check_readable(name, tensor)
 
 
 def check_readable(name: str, tensor: Tensor) -> None:

@@ -33,19 +33,27 @@ static void NAME(put_float)(vf sums[ROWS][COLUMNS], const vf *bias, float *y, in
         for (int c = 0; c < COLUMNS; c++) store_f32(y + r * stride + c * LANES, sums[r][c] + bias[c]);
 }
 
-static void NAME(put_gated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows) {
+/* `kind` is a constant. */
+INLINE void NAME(put_activated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows, const int kind) {
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS / 2; c++) {
             vf gate = ROUNDV(sums[r][c] + bias[c]), up = ROUNDV(sums[r][COLUMNS / 2 + c] + bias[COLUMNS / 2 + c]);
-            STOREV(y + r * stride + c * LANES, ROUNDV(silu(gate)) * up);
+            STOREV(y + r * stride + c * LANES, ROUNDV(kind == GATED ? silu(gate) : gelu_tanh(gate)) * up);
         }
+}
+
+static void NAME(put_gated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows, int kind) {
+    if (kind == GATED)
+        NAME(put_activated)(sums, bias, y, stride, rows, GATED);
+    else
+        NAME(put_activated)(sums, bias, y, stride, rows, GELU_GATED);
 }
 
 /* `columns` of the panel's results belong to y: what the last panel has beyond them is dropped. */
 INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t at, int64_t stride, int64_t columns,
                       int kind, int rows) {
     float room[ROWS * PANEL];
-    int64_t width = kind == GATED ? PANEL / 2 : PANEL, size = kind == FLOAT ? sizeof(float) : sizeof(REAL);
+    int64_t width = is_gated(kind) ? PANEL / 2 : PANEL, size = kind == FLOAT ? sizeof(float) : sizeof(REAL);
     char *to = columns < width ? (char *)room : (char *)y + at * size;
     int64_t step = columns < width ? width : stride;
     vf added[COLUMNS];
@@ -56,8 +64,8 @@ INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t
         put_greatest(sums, (uint64_t *)y + at / stride, at % stride, columns, rows);
         return;
     }
-    if (kind == GATED)
-        NAME(put_gated)(sums, added, (REAL *)to, step, rows);
+    if (is_gated(kind))
+        NAME(put_gated)(sums, added, (REAL *)to, step, rows, kind);
     else if (kind == FLOAT)
         NAME(put_float)(sums, added, (float *)to, step, rows);
     else
@@ -99,8 +107,8 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, const char *ahea
 /* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs), or for GREATEST (rows,)
  * zeros that `ranked` results are put into. */
 TEAM void NAME(team_linear)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
-    int64_t inputs = w->inputs, words = (inputs + PAIR - 1) / PAIR, wanted = kind == GATED ? w->outputs / 2 : w->outputs;
-    int64_t width = kind == GATED ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, kind == GATED);
+    int64_t inputs = w->inputs, words = (inputs + PAIR - 1) / PAIR, wanted = is_gated(kind) ? w->outputs / 2 : w->outputs;
+    int64_t width = is_gated(kind) ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, is_gated(kind));
     int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * inputs * (int64_t)sizeof(REAL)) + 1;
     const REAL *packed = w->panels, *bias = w->bias;
 #pragma omp for schedule(guided, 1)

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import Weight, address
 
-Kind = Literal["plain", "float", "gated"]
+# What a product writes: the stored type, float32, silu(gate) * up, gelu_tanh(gate) * up
+Kind = Literal["plain", "float", "gated", "gelu_gated"]
+KINDS: dict[Kind, int] = {"plain": 0, "float": 1, "gated": 2, "gelu_gated": 4}  # as in panels.h
+
+
+def is_gated(kind: Kind) -> bool:
+    """Whether the weight is a gate above an up."""
+    return kind in ("gated", "gelu_gated")
 
 
 class PackedWeight:
@@ -36,7 +43,7 @@ class PackedWeight:
     @property
     def columns(self) -> int:
         """Columns of the result: a gated weight's halves become one."""
-        return self.outputs // 2 if self.kind == "gated" else self.outputs
+        return self.outputs // 2 if is_gated(self.kind) else self.outputs
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -122,11 +122,14 @@ def grouped_attention(
     groups: list[AttentionGroup],
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Paged attention over prepared groups; shapes as batchinfer_kernels.paged_attention."""
     out = torch.empty_like(q)
     for group in groups:
-        result = _attend(q.index_select(0, group.queries), k_cache, v_cache, group, scale, window)
+        rules = (scale, window, soft_cap, sinks)
+        result = _attend(q.index_select(0, group.queries), k_cache, v_cache, group, *rules)
         if group.real is None:
             out.index_copy_(0, group.queries, result)
         else:
@@ -135,7 +138,14 @@ def grouped_attention(
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, scale: float, window: int | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    group: AttentionGroup,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The heads that share a KV head become rows of one query matrix, so that K and V are read once for all."""
     (members, queries, _), (_, heads, dim) = group.shape, q.shape
@@ -145,6 +155,24 @@ def _attend(
     rows = rows.reshape(members, kv_heads, share * queries, dim)
     mask = group.masks[window].expand(members, 1, queries, -1).repeat(1, 1, share, 1)
     k, v = _gather(k_cache, group), _gather(v_cache, group)
-    result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    if soft_cap is None and sinks is None:
+        result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    else:
+        each = None if sinks is None else sinks.view(kv_heads, share, 1).expand(-1, -1, queries).flatten(1)
+        result = _weighed(rows, k, v, mask, scale, soft_cap, each)
     result = result.view(members, kv_heads, share, queries, dim).permute(0, 3, 1, 2, 4)
     return result.reshape(members * queries, heads, dim)
+
+
+def _weighed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention of (G, kv_heads, rows, D) with capped scores, in float32; sinks: (kv_heads, rows)."""
+    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
+    if soft_cap is not None:
+        scores = (scores / soft_cap).tanh_() * soft_cap
+    scores = scores.masked_fill_(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[None, :, :, None].expand(len(scores), -1, -1, 1)
+        scores = torch.cat((scores, column), -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)

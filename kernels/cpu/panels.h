@@ -1,7 +1,9 @@
 /* How the results of a matrix product are cut up: shared by every kind of weight. */
 
-/* What a product writes: the stored type, float, silu(gate) * up, or only where a row's greatest result stands. */
-enum { PLAIN, FLOAT, GATED, GREATEST };
+/* What a product writes: the stored type, float, silu(gate) * up, only where a row's greatest result stands, or
+ * gelu_tanh(gate) * up. */
+enum { PLAIN, FLOAT, GATED, GREATEST, GELU_GATED };
+INLINE int is_gated(int64_t kind) { return kind == GATED || kind == GELU_GATED; }
 
 /* A packed weight. `bias` lies in the order of the panels' columns, padding included, and may be NULL; so do `starts` and
  * `scales`, which a quantised weight alone has. */

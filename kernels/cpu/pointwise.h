@@ -34,37 +34,44 @@ INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_
     return lane_sum(squares[0]) + rest;
 }
 
-/* y = weight * round(x / rms(x)) for one row of values that were rounded already. */
-INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float squares, float eps) {
+/* y = weight * round(x / rms(x)) for one row of values that were rounded already; with an offset,
+ * (offset + weight) * x / rms(x). y may be x. */
+INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float squares, float eps,
+                           float offset) {
     float scale = 1.0f / sqrtf(squares / width + eps);
     int64_t i = 0;
+    if (offset != 0) {
+        for (; i + LANES <= width; i += LANES) STOREV(y + i, LOADV(x + i) * scale * (offset + LOADV(weight + i)));
+        for (; i < width; i++) y[i] = STORE(LOAD(x[i]) * scale * (offset + LOAD(weight[i])));
+        return;
+    }
     for (; i + LANES <= width; i += LANES) STOREV(y + i, LOADV(weight + i) * ROUNDV(LOADV(x + i) * scale));
     for (; i < width; i++) y[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(x[i]) * scale)));
 }
 
-/* total = x + residual; y = weight * round(total / rms(total)). residual may be NULL: then total is x. */
+/* total = x + residual; y as `norm_row` makes it of total. residual may be NULL: then total is x. */
 TEAM void NAME(team_rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total,
-                                int64_t rows, int64_t width, float eps) {
+                              int64_t rows, int64_t width, float eps, float offset) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         int64_t at = row * width;
         if (residual) {
             float squares = NAME(add_row)(x + at, residual + at, total + at, width);
-            NAME(norm_row)(total + at, weight, y + at, width, squares, eps);
+            NAME(norm_row)(total + at, weight, y + at, width, squares, eps, offset);
         } else {
-            NAME(norm_row)(x + at, weight, y + at, width, NAME(add_row)(x + at, NULL, NULL, width), eps);
+            NAME(norm_row)(x + at, weight, y + at, width, NAME(add_row)(x + at, NULL, NULL, width), eps, offset);
         }
     }
 }
 
 void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total, int64_t rows,
-                    int64_t width, float eps) {
+                    int64_t width, float eps, float offset) {
 #pragma omp parallel
-    NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, eps);
+    NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, eps, offset);
 }
 
-/* y = silu(gate) * up, gate_up: (rows, 2 * width) */
-void NAME(silu_gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width) {
+/* y = silu(gate) * up, or gelu_tanh(gate) * up; gate_up: (rows, 2 * width) */
+void NAME(gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width, int64_t kind) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const REAL *gate = gate_up + row * 2 * width, *up = gate + width;
@@ -72,21 +79,30 @@ void NAME(silu_gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width) 
         for (int64_t i = 0; i < width; i += LANES) {
             int64_t count = width - i < LANES ? width - i : LANES;
             memcpy(some, gate + i, count * sizeof(REAL));
-            STOREV(some, silu(LOADV(some)));
+            STOREV(some, kind == GATED ? silu(LOADV(some)) : gelu_tanh(LOADV(some)));
             for (int64_t j = 0; j < count; j++) out[i + j] = STORE(LOAD(some[j]) * LOAD(up[i + j]));
         }
     }
 }
 
-/* One head: optional RMSNorm, then the rotation of the halves of its first 2 * half values. */
-INLINE void NAME(rotate)(const REAL *head, const REAL *norm, const float *cosine, const float *sine, REAL *out,
-                         int64_t dim, int64_t half, float eps) {
-    REAL normed[MAX_DIM];
-    int64_t i = 0;
-    if (norm) {
-        NAME(norm_row)(head, norm, normed, dim, NAME(add_row)(head, NULL, NULL, dim), eps);
-        head = normed;
+/* How heads are normed and rotated. */
+typedef struct {
+    const float *cosine, *sine; /* (max positions, pairs) */
+    int64_t pairs, interleaved; /* a pair is (i, i + pairs), or (2i, 2i + 1) */
+    const REAL *q_norm, *k_norm; /* NULL: no norm */
+    float eps, offset;
+} NAME(Rotation);
+
+INLINE void NAME(rotate_adjacent)(const REAL *head, const float *cosine, const float *sine, REAL *out, int64_t pairs) {
+    for (int64_t i = 0; i < pairs; i++) {
+        float a = LOAD(head[2 * i]), b = LOAD(head[2 * i + 1]);
+        out[2 * i] = STORE(fused_one(a, cosine[i], -(b * sine[i])));
+        out[2 * i + 1] = STORE(fused_one(b, cosine[i], a * sine[i]));
     }
+}
+
+INLINE void NAME(rotate_halves)(const REAL *head, const float *cosine, const float *sine, REAL *out, int64_t half) {
+    int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
         vf a = LOADV(head + i), b = LOADV(head + i + half), c = load_f32(cosine + i), s = load_f32(sine + i);
         STOREV(out + i, fused(a, c, -(b * s)));
@@ -97,7 +113,23 @@ INLINE void NAME(rotate)(const REAL *head, const REAL *norm, const float *cosine
         out[i] = STORE(fused_one(a, cosine[i], -(b * sine[i])));
         out[i + half] = STORE(fused_one(b, cosine[i], a * sine[i]));
     }
-    if (2 * half < dim) memcpy(out + 2 * half, head + 2 * half, (dim - 2 * half) * sizeof(REAL));
+}
+
+/* One head at a position: optional RMSNorm, then the rotation of its first 2 * pairs values. */
+INLINE void NAME(rotate)(const NAME(Rotation) *by, const REAL *head, const REAL *norm, int64_t position, REAL *out,
+                         int64_t dim) {
+    REAL normed[MAX_DIM];
+    const float *cosine = by->cosine + position * by->pairs, *sine = by->sine + position * by->pairs;
+    int64_t turned = 2 * by->pairs;
+    if (norm) {
+        NAME(norm_row)(head, norm, normed, dim, NAME(add_row)(head, NULL, NULL, dim), by->eps, by->offset);
+        head = normed;
+    }
+    if (by->interleaved)
+        NAME(rotate_adjacent)(head, cosine, sine, out, by->pairs);
+    else
+        NAME(rotate_halves)(head, cosine, sine, out, by->pairs);
+    if (turned < dim) memcpy(out + turned, head + turned, (dim - turned) * sizeof(REAL));
 }
 
 /* K and V of one token and head into a block of the cache, laid out as attention.h says. */
@@ -120,16 +152,14 @@ INLINE void NAME(fetch_token)(const REAL *k_block, const REAL *v_block, int64_t 
 typedef struct {
     const REAL *q, *k, *v; /* (tokens, heads, dim), tokens `stride` values apart */
     int64_t stride;
-    const float *cosine, *sine;       /* (max positions, pairs) */
     const int64_t *positions, *slots; /* a slot: block * block_size + place */
     REAL *k_cache, *v_cache, *q_out;  /* q_out: (tokens, q_heads, dim) */
-    const REAL *q_norm, *k_norm;
-    float eps;
-    int64_t tokens, pairs, q_heads, kv_heads, dim, dim_pad, block_size, block_pad; /* pairs: how many are rotated */
+    NAME(Rotation) rotation;
+    int64_t tokens, q_heads, kv_heads, dim, dim_pad, block_size, block_pad;
 } NAME(Heads);
 
 /* K and V of token t into the cache; lines of a token to come are fetched. */
-INLINE void NAME(store_heads)(const NAME(Heads) *a, int64_t t, const float *cosine, const float *sine) {
+INLINE void NAME(store_heads)(const NAME(Heads) *a, int64_t t) {
     int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size, size = a->block_pad * a->dim_pad;
     int64_t later = t + AHEAD < a->tokens ? t + AHEAD : t, coming = a->slots[later];
     int fetched = later > t && coming / LANES == a->slots[later - 1] / LANES; /* by the token before it */
@@ -139,7 +169,7 @@ INLINE void NAME(store_heads)(const NAME(Heads) *a, int64_t t, const float *cosi
         if (!fetched)
             NAME(fetch_token)(a->k_cache + there, a->v_cache + there, coming % a->block_size, a->dim, a->dim_pad,
                               a->block_pad);
-        NAME(rotate)(a->k + t * a->stride + h * a->dim, a->k_norm, cosine, sine, rotated, a->dim, a->pairs, a->eps);
+        NAME(rotate)(&a->rotation, a->k + t * a->stride + h * a->dim, a->rotation.k_norm, a->positions[t], rotated, a->dim);
         NAME(store_token)(rotated, a->v + t * a->stride + h * a->dim, a->k_cache + at, a->v_cache + at, place, a->dim,
                           a->dim_pad, a->block_pad);
     }
@@ -148,11 +178,10 @@ INLINE void NAME(store_heads)(const NAME(Heads) *a, int64_t t, const float *cosi
 TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < a->tokens; t++) {
-        const float *cosine = a->cosine + a->positions[t] * a->pairs, *sine = a->sine + a->positions[t] * a->pairs;
         for (int64_t h = 0; h < a->q_heads; h++)
-            NAME(rotate)(a->q + t * a->stride + h * a->dim, a->q_norm, cosine, sine,
-                         a->q_out + (t * a->q_heads + h) * a->dim, a->dim, a->pairs, a->eps);
-        NAME(store_heads)(a, t, cosine, sine);
+            NAME(rotate)(&a->rotation, a->q + t * a->stride + h * a->dim, a->rotation.q_norm, a->positions[t],
+                         a->q_out + (t * a->q_heads + h) * a->dim, a->dim);
+        NAME(store_heads)(a, t);
     }
 }
 

@@ -55,8 +55,8 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
  * work in. */
 TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, uint8_t *codes, float *row_scales,
                                         int64_t rows, int64_t kind) {
-    int64_t inputs = w->inputs, words = (inputs + 3) / 4, wanted = kind == GATED ? w->outputs / 2 : w->outputs;
-    int64_t width = kind == GATED ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, kind == GATED);
+    int64_t inputs = w->inputs, words = (inputs + 3) / 4, wanted = is_gated(kind) ? w->outputs / 2 : w->outputs;
+    int64_t width = is_gated(kind) ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, is_gated(kind));
     int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * inputs) + 1;
     const int8_t *packed = w->panels;
     const REAL *bias = w->bias;

@@ -6,7 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634  # the scale of attention times this: exponentials are powers of 2
+LOG2_E = 1.4426950408889634  # scores are multiplied with it: exponentials are powers of 2
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIZES = [(name, _L) for name in ("q_heads", "kv_heads", "dim", "dim_pad", "block_size", "block_pad")]
 
@@ -21,17 +21,26 @@ class Weight(ctypes.Structure):
     ]
 
 
+class RotationStructure(ctypes.Structure):
+    """pointwise.h"""
+
+    _fields_ = [
+        *((name, _P) for name in ("cosine", "sine")),
+        *((name, _L) for name in ("pairs", "interleaved")),
+        *((name, _P) for name in ("q_norm", "k_norm")),
+        *((name, _F) for name in ("eps", "offset")),
+    ]
+
+
 class Heads(ctypes.Structure):
     """pointwise.h"""
 
     _fields_ = [
         *((name, _P) for name in "qkv"),
         ("stride", _L),
-        *((name, _P) for name in ("cosine", "sine", "positions", "slots")),
-        *((name, _P) for name in ("k_cache", "v_cache", "q_out", "q_norm", "k_norm")),
-        ("eps", _F),
+        *((name, _P) for name in ("positions", "slots", "k_cache", "v_cache", "q_out")),
+        ("rotation", RotationStructure),
         ("tokens", _L),
-        ("pairs", _L),
         *_SIZES,
     ]
 
@@ -59,7 +68,8 @@ class Attention(ctypes.Structure):
         ("out", _P),
         *_SIZES,
         ("window", _L),
-        ("scale", _F),
+        *((name, _F) for name in ("scale", "cap", "within")),
+        ("sinks", _P),
     ]
 
 
@@ -67,9 +77,11 @@ class Layer(ctypes.Structure):
     """layer.h"""
 
     _fields_ = [
-        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _P) for name in ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")),
         *((name, Weight) for name in ("qkv", "o", "gated", "down")),
-        ("window", _L),
+        ("rotation", RotationStructure),
+        *((name, _L) for name in ("window", "gate")),
+        ("sinks", _P),
     ]
 
 
@@ -81,6 +93,13 @@ class LayerStep(ctypes.Structure):
         ("attention", Attention),
         *((name, _P) for name in ("x", "residual", "normed", "qkv", "activated", "codes", "row_scales")),
     ]
+
+
+def scoring(scale: float, soft_cap: float | None) -> dict[str, float]:
+    """How `Attention` makes scores of the products of q and k, which are scaled, then capped if there is a cap."""
+    if soft_cap is None:
+        return {"scale": scale * LOG2_E, "cap": 0.0, "within": 0.0}
+    return {"scale": LOG2_E, "cap": soft_cap, "within": scale / soft_cap}
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -193,6 +193,15 @@ INLINE vf reciprocal(vf x) {
 
 INLINE vf silu(vf g) { return g * reciprocal(1.0f + exp2_bounded(g * -1.44269504f)); }
 
+/* Hendrycks and Gimpel's approximation: g * (1 + tanh(u)) / 2 = g / (1 + exp(-2u)), u = sqrt(2 / pi) (g + 0.044715 g^3). */
+INLINE vf gelu_tanh(vf g) {
+    vf inner = g * fused(g * g, splat(0.044715f), splat(1.0f));
+    return g * reciprocal(1.0f + exp2_bounded(inner * (-2.0f * 0.7978845608f * 1.44269504f)));
+}
+
+/* tanh(x), off by less than 2e-7. */
+INLINE vf tanh_vector(vf x) { return 1.0f - 2.0f * reciprocal(1.0f + exp2_bounded(x * (2.0f * 1.44269504f))); }
+
 INLINE float lane_sum(vf v) {
     float part[LANES];
     memcpy(part, &v, sizeof part);

@@ -27,11 +27,20 @@ def _total(x_ptr, residual_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
 
 
 @triton.jit
-def _store(y_ptr, total_ptr, weight_ptr, total, scale, at, mask, HAS_RESIDUAL: tl.constexpr):
-    """Rounded before the weight is applied, and after."""
+def scaled(x, weight, offset, OFFSET: tl.constexpr):
+    """x (float32) times the weight, rounded before and after; or times offset + weight, rounded once."""
+    if OFFSET:
+        return (x * (offset + weight.to(tl.float32))).to(weight.dtype)
+    return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+
+
+@triton.jit
+def _store(
+    y_ptr, total_ptr, weight_ptr, offset, total, scale, at, mask,
+    HAS_RESIDUAL: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
     weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
-    normalised = (total * scale).to(weight.dtype).to(tl.float32)
-    tl.store(y_ptr + at, (weight.to(tl.float32) * normalised).to(weight.dtype), mask=mask)
+    tl.store(y_ptr + at, scaled(total * scale, weight, offset, OFFSET), mask=mask)
     if HAS_RESIDUAL:
         tl.store(total_ptr + at, total.to(weight.dtype), mask=mask)
 
@@ -47,7 +56,9 @@ def _rms_norm_kernel(
     residual_stride,
     hidden,
     eps,
+    offset,
     HAS_RESIDUAL: tl.constexpr,
+    OFFSET: tl.constexpr,
     HELD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -62,7 +73,7 @@ def _rms_norm_kernel(
         mask = columns < hidden
         total = _total(x_ptr, residual_ptr, columns, mask, HAS_RESIDUAL)
         scale = tl.rsqrt(tl.sum(total * total, 0) / hidden + eps)
-        _store(y_ptr, total_ptr, weight_ptr, total, scale, columns, mask, HAS_RESIDUAL)
+        _store(y_ptr, total_ptr, weight_ptr, offset, total, scale, columns, mask, HAS_RESIDUAL, OFFSET)
     else:
         squares = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, hidden, BLOCK):
@@ -73,10 +84,12 @@ def _rms_norm_kernel(
         for start in range(0, hidden, BLOCK):
             at = start + columns
             total = _total(x_ptr, residual_ptr, at, at < hidden, HAS_RESIDUAL)
-            _store(y_ptr, total_ptr, weight_ptr, total, scale, at, at < hidden, HAS_RESIDUAL)
+            _store(y_ptr, total_ptr, weight_ptr, offset, total, scale, at, at < hidden, HAS_RESIDUAL, OFFSET)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """See batchinfer_kernels.rms_norm.rms_norm_reference. All of one dtype; rows of x may be strided."""
     check_rms_norm(x, weight, residual)
     check_same_dtype(x=x, weight=weight, residual=residual)
@@ -87,9 +100,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if rows.shape[0]:
         held = hidden <= LONGEST_HELD
         block = triton.next_power_of_2(hidden) if held else PIECE
-        places = (rows, other, weight.contiguous(), y, total, rows.stride(0), other.stride(0), hidden, eps)
+        places = (rows, other, weight.contiguous(), y, total)
         _rms_norm_kernel[(rows.shape[0],)](
-            *places, HAS_RESIDUAL=residual is not None, HELD=held, BLOCK=block, num_warps=_warps(block)
+            *places,
+            *(rows.stride(0), other.stride(0), hidden, eps, offset),
+            HAS_RESIDUAL=residual is not None,
+            OFFSET=offset != 0,
+            HELD=held,
+            BLOCK=block,
+            num_warps=_warps(block),
         )
     return y.view(x.shape), x if residual is None else total.view(x.shape)
 

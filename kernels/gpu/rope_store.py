@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import check_same_dtype, check_vectors, unit_columns
+from batchinfer_kernels.gpu.rms_norm import scaled
 from batchinfer_kernels.rope_store import check_caches, check_rotary
 
 # Values of one token that a program rotates: 8 a thread and half with 4 warps, 16 bytes of bfloat16
@@ -45,12 +46,6 @@ def _store_pairs(
 
 
 @triton.jit
-def _normalised(x, scale, weight):
-    """Rounded before the weight is applied and after, as torch does."""
-    return ((x.to(tl.float32) * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
 def _squares(x):
     wide = x.to(tl.float32)
     return tl.sum(wide * wide, 1)
@@ -58,9 +53,9 @@ def _squares(x):
 
 @triton.jit
 def _rotated_heads(
-    ptr, at, mask, cos, sin, norm_ptr, eps,
+    ptr, at, mask, cos, sin, norm_ptr, eps, offset,
     D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
-    NORMED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Both values of each pair and what is not rotated (some of the first values again if all is), in q's dtype."""
     first, second = _load_pairs(ptr, at, mask, PAIRS, PADDED, INTERLEAVED)
@@ -74,8 +69,9 @@ def _rotated_heads(
         nowhere = tl.zeros((1, 1), tl.int32)
         low, high = _load_pairs(norm_ptr, nowhere, nowhere == 0, PAIRS, PADDED, INTERLEAVED)
         weight = tl.load(norm_ptr + beyond, mask=beyond < D, other=0.0)
-        first, second = _normalised(first, scale, low), _normalised(second, scale, high)
-        rest = _normalised(rest, scale, weight)
+        first = scaled(first.to(tl.float32) * scale, low, offset, OFFSET).to(first.dtype)
+        second = scaled(second.to(tl.float32) * scale, high, offset, OFFSET).to(second.dtype)
+        rest = scaled(rest.to(tl.float32) * scale, weight, offset, OFFSET).to(rest.dtype)
     low, high = first.to(tl.float32), second.to(tl.float32)
     first = (low * cos - high * sin).to(first.dtype)
     second = (high * cos + low * sin).to(second.dtype)
@@ -164,12 +160,12 @@ def _cache_values(
 @triton.jit
 def _rope_store_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    q_norm_ptr, k_norm_ptr, k_scale_ptr, v_scale_ptr, y_ptr, eps,
+    q_norm_ptr, k_norm_ptr, k_scale_ptr, v_scale_ptr, y_ptr, eps, offset,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, cos_stride,
     k_block_stride, k_cache_head_stride, k_slot_stride, v_block_stride, v_cache_head_stride, v_slot_stride,
     q_heads, kv_heads,
-    LOOKED_UP: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
-    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    LOOKED_UP: tl.constexpr, NORMED: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CODES: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr, D_PADDED: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +175,7 @@ def _rope_store_kernel(
     q_parts, kv_parts = tl.cdiv(q_heads, HEADS), tl.cdiv(kv_heads, HEADS)
     pairs = tl.arange(0, PADDED)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     row = tl.load(positions_ptr + token).to(tl.int64) if LOOKED_UP else token
     cos = tl.load(cos_ptr + row * cos_stride + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row * cos_stride + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
@@ -187,7 +183,7 @@ def _rope_store_kernel(
         heads = (part * HEADS + tl.arange(0, HEADS))[:, None]
         first, second, rest = _rotated_heads(
             q_ptr + token * q_token_stride, heads * q_head_stride, heads < q_heads, cos, sin, q_norm_ptr, eps,
-            D, PAIRS, PADDED, REST_PADDED, NORMED, INTERLEAVED,
+            offset, D, PAIRS, PADDED, REST_PADDED, NORMED, OFFSET, INTERLEAVED,
         )  # fmt: skip
         _store_heads(
             y_ptr + token * q_heads * D, heads * D, heads < q_heads, first, second, rest,
@@ -197,10 +193,10 @@ def _rope_store_kernel(
         heads = ((part - q_parts) * HEADS + tl.arange(0, HEADS))[:, None]
         first, second, rest = _rotated_heads(
             k_ptr + token * k_token_stride, heads * k_head_stride, heads < kv_heads, cos, sin, k_norm_ptr, eps,
-            D, PAIRS, PADDED, REST_PADDED, NORMED, INTERLEAVED,
+            offset, D, PAIRS, PADDED, REST_PADDED, NORMED, OFFSET, INTERLEAVED,
         )  # fmt: skip
         _cache_keys(
-            k_cache_ptr + block * k_block_stride + offset * k_slot_stride,
+            k_cache_ptr + block * k_block_stride + place * k_slot_stride,
             heads.to(tl.int64) * k_cache_head_stride, (heads < kv_heads) & (slot >= 0), first, second, rest,
             _head_scales(k_scale_ptr, heads, heads < kv_heads, K_PER_HEAD, CODES),
             D, PAIRS, PADDED, REST_PADDED, INTERLEAVED, CODES,
@@ -209,7 +205,7 @@ def _rope_store_kernel(
         heads = ((part - q_parts - kv_parts) * HEADS + tl.arange(0, HEADS))[:, None]
         _cache_values(
             v_ptr + token * v_token_stride, heads * v_head_stride,
-            v_cache_ptr + block * v_block_stride + offset * v_slot_stride,
+            v_cache_ptr + block * v_block_stride + place * v_slot_stride,
             heads.to(tl.int64) * v_cache_head_stride, heads < kv_heads, slot >= 0,
             _head_scales(v_scale_ptr, heads, heads < kv_heads, V_PER_HEAD, CODES), D, D_PADDED, CODES,
         )  # fmt: skip
@@ -229,6 +225,7 @@ def rope_store(
     eps: float = 1e-6,
     positions: Tensor | None = None,
     *,
+    offset: float = 0.0,
     interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -259,6 +256,7 @@ def rope_store(
         *scales,
         y,
         eps,
+        offset,
         *token_strides,
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -266,6 +264,7 @@ def rope_store(
         kv_heads,
         LOOKED_UP=positions is not None,
         NORMED=q_norm is not None,
+        OFFSET=offset != 0,
         INTERLEAVED=interleaved,
         CODES=CODES.get(k_cache.dtype, "none"),
         K_PER_HEAD=scales[0].numel() > 1,

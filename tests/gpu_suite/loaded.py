@@ -19,7 +19,6 @@ from batchinfer.errors import Unavailable
 from batchinfer.models.decoder import Decoder
 from batchinfer.models.dummy import DummyWeights
 from batchinfer.models.parameters import parameter_count
-from batchinfer.models.rope import rope_table
 from batchinfer.models.shapes import shape_config
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import Peaks
@@ -95,8 +94,7 @@ def _interpreted(loaded: LoadedModel, setting: Setting) -> LoadedModel:
     model, info, device = source(setting), loaded.info, torch.device("cpu")
     attention, dtype = model.spec.attention, getattr(torch, dtype_of(setting))
     ops = TritonOps(AttentionShape(dtype, attention.q_heads, attention.kv_heads, attention.head_dim))
-    rope = rope_table(attention, TINY_LONGEST, device)
-    decoder = Decoder(model.spec, model.weights(dtype, device), ops, rope)
+    decoder = Decoder(model.spec, model.weights(dtype, device), ops, TINY_LONGEST, device)
     room = CacheRoom(
         blocks=lambda needed: info.blocks,
         allocate=lambda blocks: decoder.allocate_cache(blocks, info.block_size, dtype, device),

@@ -20,12 +20,12 @@ def compiled() -> CompiledOperators:
     return CompiledOperators()
 
 
-def attend(compiled, q, caches, table, queries, contexts, scale, window=None, share=True):
+def attend(compiled, q, caches, table, queries, contexts, scale, window=None, share=True, **rules):
     block_size, group = caches[0].shape[2], q.shape[1] // caches[0].shape[1]
     pages = (table.numpy(), compiled.pages(block_size)) if share else ()
     items = attention_items(queries, contexts, group, *pages)
     k, v = laid_out(compiled, *caches)
-    return compiled.paged_attention(q, k, v, block_size, table, items, scale, window)
+    return compiled.paged_attention(q, k, v, block_size, table, items, scale, window, **rules)
 
 
 @given(
@@ -36,17 +36,20 @@ def attend(compiled, q, caches, table, queries, contexts, scale, window=None, sh
     dim=st.sampled_from([2, 20, 64, 96, 128, 256]),
     block_size=st.sampled_from([1, 4, 16, 21, 100]),
     window=st.sampled_from([None, 1, 5, 63, 64, 130]),
+    soft_cap=st.sampled_from([None, 0.5, 20.0]),
+    sunk=st.booleans(),
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6),
 )
 @settings(max_examples=80, deadline=None)
-def test_equals_the_reference(seed, dtype, kv_heads, share, dim, block_size, window, lengths):
+def test_equals_the_reference(seed, dtype, kv_heads, share, dim, block_size, window, soft_cap, sunk, lengths):
     compiled = CompiledOperators()
     chunks = [(queries, queries + before) for queries, before in lengths]
     q, caches, table = poisoned_case(seed, kv_heads * share, kv_heads, dim, block_size, chunks)
     q, caches = q.to(dtype), [c.to(dtype) for c in caches]
     queries, contexts = [n for n, _ in chunks], [c for _, c in chunks]
-    wanted = paged_attention_reference(q, *caches, table, queries, contexts, 0.3, window)
-    got = attend(compiled, q, caches, table, queries, contexts, 0.3, window)
+    rules = {"soft_cap": soft_cap, "sinks": torch.randn(q.shape[1]) * 3 if sunk else None}
+    wanted = paged_attention_reference(q, *caches, table, queries, contexts, 0.3, window, **rules)
+    got = attend(compiled, q, caches, table, queries, contexts, 0.3, window, **rules)
     torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
 
 
@@ -81,19 +84,22 @@ def tree_case(seed, dtype, kv_heads, group, dim, block_size, children, depths, o
     children=st.integers(2, 5),
     depths=st.lists(st.integers(1, 24), min_size=1, max_size=3),
     window=st.sampled_from([None, 40, 1000]),
+    special=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_shared_prefixes_of_several_levels_change_no_bit(
-    seed, dtype, group, dim, block_size, children, depths, window
+    seed, dtype, group, dim, block_size, children, depths, window, special
 ):
+    """`special`: with a soft cap and sinks."""
     compiled = CompiledOperators()
     case = tree_case(seed, dtype, 2, group, dim, block_size, children, depths, own=2)
     q, caches, table, contexts = case
     one = [1] * len(contexts)
-    together = attend(compiled, q, caches, table, one, contexts, 0.2, window)
-    apart = attend(compiled, q, caches, table, one, contexts, 0.2, window, share=False)
+    rules = {"soft_cap": 3.0, "sinks": torch.arange(-1.0, q.shape[1] - 1)} if special else {}
+    together = attend(compiled, q, caches, table, one, contexts, 0.2, window, **rules)
+    apart = attend(compiled, q, caches, table, one, contexts, 0.2, window, share=False, **rules)
     assert torch.equal(together, apart)
-    wanted = paged_attention_reference(q, *caches, table, one, contexts, 0.2, window)
+    wanted = paged_attention_reference(q, *caches, table, one, contexts, 0.2, window, **rules)
     torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
 
 

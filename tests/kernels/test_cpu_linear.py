@@ -20,6 +20,7 @@ TOLERANCE = {
     torch.bfloat16: {"atol": 2e-1, "rtol": 1.6e-2},
 }
 
+GATES = {"gated": "silu", "gelu_gated": "gelu_tanh"}
 AVX2_LANES = 8  # and what has AVX2 has fused multiply-adds
 
 
@@ -50,7 +51,7 @@ def wide(x, weight, bias):
     rows=st.sampled_from([1, 2, 5, 6, 7, 13, 64]),
     inputs=st.sampled_from([1, 2, 3, 31, 64, 129]),
     outputs=st.sampled_from([2, 6, 62, 64, 66, 128, 200]),
-    kind=st.sampled_from(["plain", "float", "gated"]),
+    kind=st.sampled_from(["plain", "float", "gated", "gelu_gated"]),
     biased=st.booleans(),
 )
 @settings(max_examples=120, deadline=None)
@@ -61,8 +62,8 @@ def test_equals_torch(seed, dtype, rows, inputs, outputs, kind, biased):
     bias = torch.randn(outputs).to(dtype) if biased else None
     got = compiled.linear(x, compiled.pack_linear(weight, bias, kind))
     wanted = wide(x, weight, bias)
-    if kind == "gated":
-        wanted = gated_activation_reference(wanted.to(dtype), "silu")
+    if kind in GATES:
+        wanted = gated_activation_reference(wanted.to(dtype), GATES[kind])
     assert got.dtype == (torch.float32 if kind == "float" else dtype)
     tolerance = TOLERANCE[torch.float32 if kind == "float" else dtype]
     torch.testing.assert_close(got, wanted.to(got.dtype), **tolerance)
@@ -74,7 +75,7 @@ def test_equals_torch(seed, dtype, rows, inputs, outputs, kind, biased):
     rows=st.sampled_from([1, 5, 6, 7, 40]),
     inputs=st.sampled_from([1, 3, 4, 31, 64, 130]),
     outputs=st.sampled_from([2, 62, 64, 130]),
-    kind=st.sampled_from(["plain", "float", "gated"]),
+    kind=st.sampled_from(["plain", "float", "gated", "gelu_gated"]),
     biased=st.booleans(),
 )
 @settings(max_examples=120, deadline=None)
@@ -91,9 +92,9 @@ def test_int8_equals_its_reference(seed, dtype, rows, inputs, outputs, kind, bia
     )
     # Where a product is not fused with the sum after it, a value between two codes may get the other one.
     step = 0.0 if compiled.lanes >= AVX2_LANES else 2.2 * x.abs().max() / 127 * weight.abs().max()
-    if kind == "gated":
+    if kind in GATES:
         step *= 1.1 + wanted.abs().max()
-        wanted = gated_activation_reference(wanted, "silu")
+        wanted = gated_activation_reference(wanted, GATES[kind])
     # Sums are exact integers; what is left is the order of a product of three, and one rounding to the stored type.
     exact = {"atol": 1e-5, "rtol": 1e-5} if got.dtype == torch.float32 else {"atol": 1e-2, "rtol": 1.6e-2}
     close = torch.isclose(got, wanted, **exact)

@@ -34,38 +34,43 @@ def compiled() -> CompiledOperators:
 def test_rms_norm(compiled, dtype, rows, hidden):
     torch.manual_seed(rows)
     x, residual, weight = (torch.randn(*s).to(dtype) for s in ((rows, hidden), (rows, hidden), (hidden,)))
-    for other in (None, residual):
-        got, wanted = compiled.rms_norm(x, weight, 1e-5, other), rms_norm_reference(x, weight, 1e-5, other)
+    for rules in ((None,), (residual,), (None, 1.0), (residual, 1.0)):
+        got, wanted = compiled.rms_norm(x, weight, 1e-5, *rules), rms_norm_reference(x, weight, 1e-5, *rules)
         torch.testing.assert_close(got[0], wanted[0], **TOLERANCE[dtype])
         torch.testing.assert_close(got[1], wanted[1], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_gate(compiled, dtype):
+@pytest.mark.parametrize(("activation", "kind"), [("silu", "gated"), ("gelu_tanh", "gelu_gated")])
+def test_gate(compiled, dtype, activation, kind):
     torch.manual_seed(0)
     gate_up = (torch.randn(7, 2 * 33) * 20).to(dtype)
     gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, -0.0])
-    wanted = gated_activation_reference(gate_up, "silu")
-    torch.testing.assert_close(compiled.silu_gate(gate_up), wanted, **TOLERANCE[dtype])
+    wanted = gated_activation_reference(gate_up, activation)
+    torch.testing.assert_close(compiled.gate(gate_up, kind), wanted, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [2, 20, 64, 128, 256])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rope_store(compiled, dtype, dim, normed):
+@pytest.mark.parametrize("norm", [None, 0.0, 1.0])
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
+    """`norm`: the offset of the heads' norms; None: no norms. One part of `part` of a head is rotated."""
     torch.manual_seed(dim)
     tokens, heads, kv_heads, block_size = 9, 6, 2, 4
     fused = torch.randn(tokens, heads + 2 * kv_heads, dim).to(dtype)
     q, k, v = fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
-    angles = torch.rand(50, dim // 2) * 6
+    angles = torch.rand(50, max(1, dim // 2 // part)) * 6
     positions = torch.randint(0, 50, (tokens,))
     slots = torch.randperm(5 * block_size)[:tokens]
-    norms = [torch.randn(dim).to(dtype) for _ in range(2)] if normed else [None, None]
+    norms = [torch.randn(dim).to(dtype) for _ in range(2)] if norm is not None else [None, None]
     caches = [torch.full((5, kv_heads, block_size, dim), 7.0).to(dtype) for _ in range(2)]
     ours = laid_out(compiled, *caches)
     cos, sin = angles.cos(), angles.sin()
-    got = compiled.rope_store(q, k, v, cos, sin, positions, *ours, block_size, slots, *norms)
-    wanted = rope_store_reference(q, k, v, cos[positions], sin[positions], *caches, slots, *norms)
+    how = {"offset": norm or 0.0, "interleaved": interleaved}
+    got = compiled.rope_store(q, k, v, cos, sin, positions, *ours, block_size, slots, *norms, **how)
+    wanted = rope_store_reference(q, k, v, cos[positions], sin[positions], *caches, slots, *norms, **how)
     torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
     for stored, theirs in zip(plain(*ours, block_size, dim), caches, strict=True):
         torch.testing.assert_close(stored, theirs, **TOLERANCE[dtype])
@@ -90,7 +95,7 @@ def test_nan_reaches_the_output(compiled):
     x = torch.ones(4, 8)
     x[1, 3] = float("nan")
     assert compiled.rms_norm(x, torch.ones(8), 1e-5)[0][1].isnan().all()
-    assert compiled.silu_gate(x).isnan().any()
+    assert compiled.gate(x, "gated").isnan().any()
 
 
 def test_what_does_not_fit_is_refused(compiled):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from batchinfer.models.config_fields import Fields, shown
 from batchinfer.models.rope_config import parse_rope, rotary_part
@@ -16,6 +15,7 @@ from batchinfer.models.spec import (
     LayerSpec,
     ModelSpec,
     NormSpec,
+    Rotation,
 )
 from batchinfer_kernels.arithmetic import Dtype
 
@@ -35,11 +35,14 @@ LayerKind = Literal["full_attention", "sliding_attention"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A parameter that is some rows, [start, stop), of a module's weight and bias."""
+    """A parameter that is some outputs, [start, stop), of a module's weight and bias; with `every`, those of each
+    stretch of so many outputs. `transposed`: the weight is stored as (inputs, outputs)."""
 
     module: str
     start: int
     stop: int
+    every: int | None = None
+    transposed: bool = False
 
 
 # Parameters (see spec.py) and the modules that hold them, within a layer
@@ -65,6 +68,20 @@ def llama_modules(_: LayerSpec) -> Modules:
 
 
 @dataclass(frozen=True, slots=True)
+class TableNames:
+    """What a family's checkpoints call the modules around its layers. `base` stands before all names but the head's,
+    unless only the base model was saved. Tensors whose names end with one of `ignored` are computed, not read."""
+
+    base: str = "model."
+    embedding: str = "embed_tokens"
+    positions: str = "embed_positions"
+    layers: str = "layers"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigFiles:
     """A checkpoint's config.json and generation_config.json; what is wrong in them goes to one list."""
 
@@ -79,12 +96,13 @@ class ConfigFiles:
 @dataclass(frozen=True, slots=True)
 class Family:
     """A `model_type`: its `architectures`, the causal model's first, how its configuration is read, and the names of
-    its tensors: `modules` maps the parameters of a layer to the modules that hold them."""
+    its tensors: `modules` maps the parameters of a layer to the modules that hold them, `names` are those around."""
 
     model_type: str
     architectures: tuple[str, ...]
     parse: Callable[[ConfigFiles], ModelSpec]
     modules: Callable[[LayerSpec], Modules] = llama_modules
+    names: TableNames = TableNames()
 
 
 def attention(
@@ -97,6 +115,7 @@ def attention(
     qk_norm: bool = False,
     partial_rotary: bool = False,
     absent_part: float = 1.0,
+    interleaved: bool = False,
 ) -> AttentionSpec:
     """As Llama names its sizes. Of the KV heads null means all heads, and absent `absent_kv_heads` (None: all, too); a
     head is as wide as stated, or as `absent_head_dim`, or hidden / heads."""
@@ -105,15 +124,14 @@ def attention(
     kv_heads = fields.integer("num_key_value_heads", q_heads if stated else absent_kv_heads)
     head_dim = _head_dim(fields, q_heads, absent_head_dim)
     norm = NormSpec(head_dim, rms_eps(fields)) if qk_norm else None
+    rope = parse_rope(fields.raw, max_positions(fields), fields.mistakes, partial_rotary)
+    rotated = rotary_part(fields.raw, head_dim, fields.mistakes, absent_part) if partial_rotary else head_dim
     return AttentionSpec(
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=parse_rope(fields.raw, max_positions(fields), fields.mistakes, partial_rotary),
-        rotary_dim=rotary_part(fields.raw, head_dim, fields.mistakes, absent_part)
-        if partial_rotary
-        else head_dim,
+        rotation=Rotation(rope, rotated, interleaved),
         q_norm=norm,
         k_norm=norm,
         qkv_bias=qkv_bias,
@@ -136,12 +154,12 @@ def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
     return FeedForwardSpec(fields.integer("intermediate_size"), activation(fields), biased)
 
 
-def activation(fields: Fields) -> ActivationName:
-    """Of `hidden_act`."""
-    name = fields.text("hidden_act", "silu")
+def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") -> ActivationName:
+    """Of the feed-forward half."""
+    name = fields.text(key, absent)
     if name not in ACTIVATIONS:
         fields.mistakes.append(
-            f"{fields.name}: hidden_act {shown(name)} is not supported; {', '.join(ACTIVATIONS)} are"
+            f"{fields.name}: {key} {shown(name)} is not supported; {', '.join(ACTIVATIONS)} are"
         )
     return ACTIVATIONS.get(name, "silu")
 
@@ -187,10 +205,11 @@ def model(
     *,
     norm: NormSpec | None = None,
     absent_eos: tuple[int, ...] = (),
-    multipliers: Mapping[str, float] = MappingProxyType({}),
+    absent_tied: bool = False,
+    **special: Any,
 ) -> ModelSpec:
-    """What stands around the layers. `norm` is the last one, an RMSNorm if not given; `absent_eos`: what transformers
-    assumes where nothing is stated; `multipliers` of the spec, by their names there."""
+    """What stands around the layers. `norm` is the last one, an RMSNorm if not given; `absent_…`: what transformers
+    assumes where nothing is stated; `special`: fields of the spec that most families leave at their defaults."""
     fields = files.config
     hidden = hidden_size(fields)
     return ModelSpec(
@@ -199,12 +218,12 @@ def model(
         vocab=fields.integer("vocab_size"),
         layers=layers,
         final_norm=norm or NormSpec(hidden, rms_eps(fields)),
-        tied=fields.boolean("tie_word_embeddings", False),
+        tied=fields.boolean("tie_word_embeddings", absent_tied),
         max_positions=max_positions(fields),
         eos_token_ids=_eos_token_ids(files, absent_eos),
         bos_token_id=fields.optional_integer("bos_token_id", low=0),
         dtype=stated_dtype(fields),
-        **multipliers,
+        **special,
     )
 
 

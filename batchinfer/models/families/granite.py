@@ -27,12 +27,14 @@ def parse_granite(files: ConfigFiles) -> ModelSpec:
         llama_layer(fields, attended, feed_forward),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
     )
-    multipliers = {
-        "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
-        "logit_multiplier": 1 / fields.number("logits_scaling", 1.0),
-    }
-    layers = (layer,) * layer_count(fields)
-    return model("granite", files, layers, absent_eos=ABSENT_EOS, multipliers=multipliers)
+    return model(
+        "granite",
+        files,
+        (layer,) * layer_count(fields),
+        absent_eos=ABSENT_EOS,
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        logit_multiplier=1 / fields.number("logits_scaling", 1.0),
+    )
 
 
 GRANITE = Family("granite", ("GraniteForCausalLM", "GraniteModel"), parse_granite)

@@ -28,7 +28,7 @@ def test_defaults_of_each_family() -> None:
     assert (attention.head_dim, attention.kv_heads, llama.tied) == (12, 4, False)
     assert feed_forward == FeedForwardSpec(64, "silu", False)
     assert (attention.qkv_bias, attention.o_bias, attention.q_norm) == (False, False, None)
-    assert attention.rope.theta == 10_000.0
+    assert attention.rotation.rope.theta == 10_000.0
     mistral = parse(raw_config("mistral", num_attention_heads=8, num_key_value_heads=...))
     assert (mistral.attention.kv_heads, mistral.windows) == (8, (4096, 4096))
     qwen2 = parse(raw_config("qwen2", attention_bias=False))
@@ -75,9 +75,15 @@ def test_sizes() -> None:
 
 def test_rope_scaling_beside_rope_parameters_wins() -> None:
     raw = raw_config(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5.0})
-    assert (parse(raw).attention.rope.kind, parse(raw).attention.rope.theta) == ("linear", 10_000.0)
+    assert (parse(raw).attention.rotation.rope.kind, parse(raw).attention.rotation.rope.theta) == (
+        "linear",
+        10_000.0,
+    )
     outside = parse(raw_config(rope_scaling=YARN, original_max_position_embeddings=32, rope_theta=77.0))
-    assert (outside.attention.rope.original_max_positions, outside.attention.rope.theta) == (32, 77.0)
+    assert (
+        outside.attention.rotation.rope.original_max_positions,
+        outside.attention.rotation.rope.theta,
+    ) == (32, 77.0)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

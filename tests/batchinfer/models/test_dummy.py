@@ -74,8 +74,8 @@ def test_the_small_llama_is_the_one_that_peers_were_measured_with():
     attention = spec.attention
     assert (spec.hidden, spec.layers[0].feed_forward.inner, len(spec.layers)) == (576, 1536, 30)
     assert (attention.q_heads, attention.kv_heads, attention.head_dim, spec.vocab) == (9, 3, 64, 32_000)
-    assert (spec.tied, spec.final_norm.eps, attention.rope.theta) == (True, 1e-5, 100_000.0)
-    assert math.isclose(shape_config("llama-3.1-8b").attention.rope.factor, 8.0)
+    assert (spec.tied, spec.final_norm.eps, attention.rotation.rope.theta) == (True, 1e-5, 100_000.0)
+    assert math.isclose(shape_config("llama-3.1-8b").attention.rotation.rope.factor, 8.0)
 
 
 def test_an_unknown_shape_is_named():

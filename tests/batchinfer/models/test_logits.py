@@ -123,7 +123,7 @@ def test_a_part_of_each_head_is_rotated(tmp_path: Path, family: str, part: float
     more = {"partial_rotary_factor": part} if family == "stablelm" else {}
     model = make_checkpoint(tmp_path, family, rope=f"partial-{part}", head_dim=16, **more)
     checkpoint = check_logits(tmp_path, model)
-    assert checkpoint.spec.attention.rotary_dim == int(16 * part)
+    assert checkpoint.spec.attention.rotation.dim == int(16 * part)
 
 
 @pytest.mark.parametrize("biased", [False, True])

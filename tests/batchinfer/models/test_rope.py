@@ -82,12 +82,12 @@ def test_equal_to_transformers(name: str) -> None:
     if rope["rope_type"] != "default":
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"))
         torch.testing.assert_close(
-            inverse_frequencies(ours.attention.rope, head_dim), frequencies, rtol=1e-6, atol=0
+            inverse_frequencies(ours.attention.rotation.rope, head_dim), frequencies, rtol=1e-6, atol=0
         )
-        assert ours.attention.rope.attention_factor == pytest.approx(factor, rel=1e-12)
+        assert ours.attention.rotation.rope.attention_factor == pytest.approx(factor, rel=1e-12)
     at = torch.tensor([0, 1, 2, 63, 64, 65, positions // 2, positions - 1])
     cos, sin = LlamaRotaryEmbedding(theirs)(torch.zeros(1), at[None])
-    table = rope_table(ours.attention, positions, "cpu")
+    table = rope_table(ours.attention.rotation, positions, "cpu")
     assert table.cos.shape == table.sin.shape == (positions, head_dim // 2)
     for got, want in ((table.cos, cos), (table.sin, sin)):
         # an angle near the last position is some 1e5: one unit in its last place is 0.008

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchinfer.models.block import Block, pack_layer
 from batchinfer.models.rope_config import RopeConfig
-from batchinfer.models.spec import AttentionSpec, CacheSpec, FeedForwardSpec, LayerSpec, NormSpec
+from batchinfer.models.spec import AttentionSpec, CacheSpec, FeedForwardSpec, LayerSpec, NormSpec, Rotation
 from batchinfer.ops.cpu_layer import CompiledLayer
 from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer.ops.interface import AttentionInputs, RopeTable
@@ -22,11 +22,16 @@ from batchinfer_kernels.cpu.compiled import CompiledOperators
 HIDDEN, INNER, KV_HEADS, BLOCK, SHARED = 52, 70, 2, 16, 9
 
 
-def layer_spec(group, dim, biased, normed, window, inner=INNER):
-    norm, heads = NormSpec(HIDDEN, 1e-5), (group * KV_HEADS, KV_HEADS, dim)
-    qk_norm = NormSpec(dim, 1e-5) if normed else None
-    attention = AttentionSpec(*heads, dim**-0.5, RopeConfig(), dim, window, qk_norm, qk_norm, biased, biased)
-    return LayerSpec(HIDDEN, norm, attention, norm, FeedForwardSpec(inner, "silu", biased))
+def layer_spec(group, dim, biased, normed, window, inner=INNER, gemma=False):
+    """`gemma`: norms after each half, too, weights of norms that are differences from 1, gelu, capped scores, and
+    neighbours rotated."""
+    norm, heads = NormSpec(HIDDEN, 1e-5, offset=1.0 if gemma else 0.0), (group * KV_HEADS, KV_HEADS, dim)
+    qk_norm, cap = replace(norm, width=dim) if normed else None, 4.0 if gemma else None
+    rotation, biases = Rotation(RopeConfig(), dim, interleaved=gemma), (biased, biased)
+    attention = AttentionSpec(*heads, dim**-0.5, rotation, window, cap, qk_norm, qk_norm, *biases)
+    fed = FeedForwardSpec(inner, "gelu_tanh" if gemma else "silu", biased)
+    after = (norm, norm) if gemma else ()
+    return LayerSpec(HIDDEN, norm, attention, norm, fed, *after)
 
 
 def random_weights(spec, dtype):
@@ -41,7 +46,8 @@ def random_weights(spec, dtype):
 
 def layer_parts(ops, spec, dtype):
     angles = torch.rand(2048, spec.attention.head_dim // 2) * 6
-    return pack_layer(ops, spec, random_weights(spec, dtype), RopeTable(angles.cos(), angles.sin()))
+    rope = RopeTable(angles.cos(), angles.sin(), spec.attention.rotation.interleaved)
+    return pack_layer(ops, spec, random_weights(spec, dtype), rope)
 
 
 def with_linears(parts, **changed):
@@ -91,7 +97,7 @@ def run(layers, ops, inputs, blocks, spec, x):
     biased=st.booleans(),
     normed=st.booleans(),
     window=st.sampled_from([None, 40]),
-    one_table=st.booleans(),
+    gemma=st.booleans(),
     lengths=st.lists(
         st.one_of(
             st.tuples(st.just(1), st.integers(SHARED * BLOCK, 300)),
@@ -104,14 +110,12 @@ def run(layers, ops, inputs, blocks, spec, x):
 )
 @settings(max_examples=60, deadline=None)
 def test_equals_the_operators_one_by_one(
-    seed, dtype, quantization, group, dim, biased, normed, window, one_table, lengths, threads
+    seed, dtype, quantization, group, dim, biased, normed, window, gemma, lengths, threads
 ):
     torch.manual_seed(seed)
     ops = CpuOps(CompiledOperators(), group, quantization)
-    spec = layer_spec(group, dim, biased, normed, window)
+    spec = layer_spec(group, dim, biased, normed, window, gemma=gemma)
     parts = [layer_parts(ops, spec, dtype) for _ in range(3)]
-    if one_table:
-        parts = [replace(p, rope=parts[0].rope) for p in parts]
     inputs, blocks = step_inputs(lengths)
     x = torch.randn(len(inputs.positions), HIDDEN).to(dtype)
     kept, before = x.clone(), torch.get_num_threads()

@@ -25,10 +25,10 @@ def case(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[torch.
     return [torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes]
 
 
-def check(x, weight, residual) -> None:
+def check(x, weight, residual, offset=0.0) -> None:
     with poisoned():
-        got = rms_norm(x, weight, 1e-5, residual)
-    wanted = rms_norm_reference(x, weight, 1e-5, residual)
+        got = rms_norm(x, weight, 1e-5, residual, offset)
+    wanted = rms_norm_reference(x, weight, 1e-5, residual, offset)
     tolerance = TOLERANCE[x.dtype]
     torch.testing.assert_close(got[0], wanted[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(got[1], wanted[1], atol=0, rtol=0)
@@ -40,6 +40,14 @@ def test_equals_the_reference(device, dtype, rows, hidden):
     x, residual, weight = case(rows, hidden, dtype, device)
     check(x, weight, None)
     check(x, weight, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_may_be_a_difference_from_1(device, dtype):
+    """As Gemma's are: small ones must not be lost in the sum."""
+    x, residual, weight = case(3, 100, dtype, device)
+    check(x, weight / 1000, None, 1.0)
+    check(x, weight, residual, 1.0)
 
 
 @pytest.mark.slow
@@ -96,15 +104,18 @@ def test_what_does_not_fit_is_refused(x, weight, residual):
         rms_norm(x, weight, 1e-5, residual)
 
 
-def launch(dtype: str, hidden: int, residual: bool) -> None:
+def launch(dtype: str, hidden: int, residual: bool, offset: float = 0.0) -> None:
     x = torch.zeros(16, hidden, dtype=getattr(torch, dtype))
-    rms_norm(x, x[0], 1e-5, x if residual else None)
+    rms_norm(x, x[0], 1e-5, x if residual else None, offset)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 4096), ("float32", 16384), ("float16", 20_480)])
-def test_compiles(target, dtype, hidden):
-    (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, True), target)
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "offset"),
+    [("bfloat16", 4096, 0.0), ("bfloat16", 4096, 1.0), ("float32", 16384, 0.0), ("float16", 20_480, 0.0)],
+)
+def test_compiles(target, dtype, hidden, offset):
+    (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, True, offset), target)
     found.check()
     if target in NVIDIA:
         assert found.wide_loads() >= 3, "x, residual and weight"

@@ -34,6 +34,7 @@ class Case:
     cache_dtype: torch.dtype | None = None
     normed: bool = False
     interleaved: bool = False
+    offset: float = 0.0
     per_head: bool = True
     block_size: int = 4
     device: str = "cpu"
@@ -69,7 +70,7 @@ class Case:
     def check(self) -> None:
         ours, theirs, tables = self.caches(), self.caches(), (self.table.cos(), self.table.sin())
         rows = {"cos": tables[0][self.positions], "sin": tables[1][self.positions]}
-        options = {"eps": 1e-5, "interleaved": self.interleaved}
+        options = {"eps": 1e-5, "interleaved": self.interleaved, "offset": self.offset}
         wanted = rope_store_reference(**self.tensors, **rows, **theirs, **options)
         looked_up = {"cos": tables[0], "sin": tables[1], "positions": self.positions}
         for given in (rows, looked_up):
@@ -111,6 +112,11 @@ def test_equals_the_reference(device, dtype, normed, dim, pairs):
 def test_neighbours_may_be_the_pairs(device, normed, dim, pairs):
     case = Case(dim=dim, pairs=pairs, dtype=torch.bfloat16, normed=normed, interleaved=True, device=device)
     case.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_norms_may_be_differences_from_1(device, dtype):
+    Case(dim=20, pairs=4, dtype=dtype, normed=True, offset=1.0, device=device).check()
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
