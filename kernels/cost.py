@@ -79,6 +79,45 @@ def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Co
     return Cost(cost.flops + tokens * inputs, cost.bytes)
 
 
+def grouped_linear_cost(
+    rows: int,
+    hit: int,
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    weight_itemsize: int,
+    tokens: int | None = None,
+) -> Cost:
+    """A linear layer of each of several experts: `rows` multiply the weight of one expert each, and the weights of the
+    `hit` experts that have rows are read. `tokens`: how many different rows of x there are, all if not given."""
+    moved = itemsize * ((rows if tokens is None else tokens) * inputs + rows * outputs)
+    return Cost(2 * rows * inputs * outputs, moved + weight_itemsize * hit * inputs * outputs)
+
+
+def quantized_grouped_linear_cost(
+    rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
+) -> Cost:
+    """The same with int8 weights and their scales; each row is quantised."""
+    plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
+    return Cost(
+        plain.flops + rows * (3 * inputs + 2 * outputs + 2), plain.bytes + 4 * hit * outputs, plain.flops
+    )
+
+
+def routing_cost(tokens: int, experts: int, chosen: int) -> Cost:
+    """A softmax (4 a logit) of float32 logits; a float32 weight and a number of 8 bytes for each chosen expert. What
+    choosing takes in torch is left out."""
+    return Cost(4 * tokens * experts, tokens * (4 * experts + 12 * chosen))
+
+
+def combine_cost(tokens: int, chosen: int, hidden: int, itemsize: int) -> Cost:
+    """A token's results weighted (1 a value) and added (1 a value but the first); read once each with their weights and
+    places, the sums written."""
+    values = tokens * hidden
+    moved = (chosen + 1) * values * itemsize + 12 * tokens * chosen
+    return Cost((2 * chosen - 1) * values, moved)
+
+
 def weight_only_linear_cost(
     tokens: int, inputs: int, outputs: int, itemsize: int, *, group: int | None = None, zeros: bool = False
 ) -> Cost:

@@ -14,5 +14,6 @@
 #include "pointwise.h"
 #include "linear.h"
 #include "quantized_linear.h"
+#include "experts.h"
 #include "attention.h"
 #include "layer.h"

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.attention_plan import CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
+from batchinfer_kernels.cpu.experts import ExpertsRoom
 from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
 from batchinfer_kernels.cpu.memory import HugePages
-from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedWeight, is_gated
+from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated
 from batchinfer_kernels.cpu.structures import (
     Attention,
+    Experts,
     Heads,
     Layer,
     LayerStep,
@@ -24,6 +26,7 @@ from batchinfer_kernels.cpu.structures import (
     address,
     scoring,
 )
+from batchinfer_kernels.experts import Choice, check_choice
 from batchinfer_kernels.paged_attention import check_attention_extras
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_rotary
@@ -41,9 +44,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
+    "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 4 + [_LONG],
+    "experts": [ctypes.POINTER(Experts)],
     "paged_attention": [ctypes.POINTER(Attention)],
     "decoder_layer": [ctypes.POINTER(Layer), ctypes.POINTER(LayerStep)] + [_POINTER] * 2 + [_LONG],
 }
+_RESULTS: dict[str, Any] = {"experts": _LONG}
 
 
 class CompiledOperators:
@@ -59,7 +65,7 @@ class CompiledOperators:
         self.lanes = int(_function(library, "lanes", [], _LONG)())
         self.tile = int(self._columns(1, 0))  # keys of an attention tile
         self._functions = {
-            (name, dtype): _function(library, name + suffix, arguments)
+            (name, dtype): _function(library, name + suffix, arguments, _RESULTS.get(name))
             for name, arguments in _SIGNATURES.items()
             for dtype, suffix in SUFFIX.items()
         }
@@ -97,6 +103,60 @@ class CompiledOperators:
         self._pack_codes(*arguments, panels.data_ptr(), starts.data_ptr())
         ordered = _reordered(scales.float(), order)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
+
+    def pack_experts(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedExperts:
+        """weight: (experts, outputs, inputs); bias: (experts, outputs)."""
+        count, outputs, inputs = _check_experts(weight, bias, kind)
+        words = -(-inputs * weight.element_size() // WORD_BYTES)
+        order = self._order(outputs, kind)
+        size = len(order) * words * WORD_BYTES // weight.element_size()
+        panels = self._pages.zeros(count * size, weight.dtype).view(count, size)
+        for matrix, packed in zip(weight, panels, strict=True):
+            self._call("pack_linear", weight, matrix.contiguous(), outputs, inputs, is_gated(kind), packed)
+        return PackedExperts(panels, _reordered(bias, order), (count, outputs, inputs), kind)
+
+    def pack_expert_codes(
+        self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
+    ) -> PackedExperts:
+        """codes: (experts, outputs, inputs) int8 in -127 … 127; scales: (experts, outputs) float32."""
+        count, outputs, inputs = _check_experts(codes, bias, kind)
+        order = self._order(outputs, kind)
+        panels = self._pages.zeros(count * len(order) * _up(inputs, WORD_BYTES), torch.int8).view(count, -1)
+        starts = torch.empty(count, len(order), dtype=torch.int32)
+        for expert in range(count):
+            arguments = (codes[expert].contiguous().data_ptr(), outputs, inputs, is_gated(kind))
+            self._pack_codes(*arguments, panels[expert].data_ptr(), starts[expert].data_ptr())
+        ordered = _reordered(scales.float(), order)
+        return PackedExperts(panels, _reordered(bias, order), (count, outputs, inputs), kind, starts, ordered)
+
+    def grouped_linear(self, x: Tensor, weight: PackedExperts, starts: Tensor) -> Tensor:
+        """See batchinfer_kernels.grouped_matmul, for a weight that is plain or gated."""
+        rows = len(x)
+        if x.dim() != 2 or x.shape[1] != weight.inputs:
+            raise ValueError(f"x is {tuple(x.shape)}, the weights take {weight.inputs} inputs")
+        if starts.shape != (weight.count + 1,) or starts.dtype != torch.int64 or int(starts[-1]) != rows:
+            raise ValueError(
+                f"starts are {tuple(starts.shape)} {starts.dtype} for {weight.count} weights, {rows} rows"
+            )
+        y, blocks = x.new_empty(rows, weight.columns), torch.empty_like(starts)
+        codes = torch.empty(
+            rows if weight.quantized else 0, _up(weight.inputs, WORD_BYTES), dtype=torch.uint8
+        )
+        room = (blocks, y, codes, torch.empty(len(codes), dtype=torch.float32))
+        self._call("grouped_linear", x, x, weight.structure, starts, weight.count, *room, KINDS[weight.kind])
+        return y
+
+    def experts(
+        self, x: Tensor, gate_up: PackedExperts, down: PackedExperts, choice: Choice, loads: Tensor
+    ) -> Tensor:
+        """See batchinfer_kernels.experts, for the activation that the kind of `gate_up` names. Adds each expert's rows
+        to `loads` (experts,) int64. Raises ValueError for an expert that is not there."""
+        check_choice(x, choice)
+        room = ExpertsRoom(x, gate_up, down, choice, loads)
+        self._checked("experts", x, choice.experts, choice.weights)
+        if self._functions["experts", x.dtype](room.structure):
+            raise ValueError(f"an expert below 0 or above {gate_up.count - 1} was chosen")
+        return room.y
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """x: (T, inputs) → (T, columns), float32 where the weight's kind is "float". For a weight of codes see
@@ -293,11 +353,17 @@ def _check_weight(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int,
     return weight.shape[0], weight.shape[1]
 
 
+def _check_experts(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int, int, int]:
+    if weight.dim() != 3 or not len(weight) or (bias is not None and bias.shape != weight.shape[:2]):
+        raise ValueError(f"weights {tuple(weight.shape)} are no matrices, or their bias does not fit")
+    return len(weight), *_check_weight(weight[0], None, kind)
+
+
 def _reordered(values: Tensor | None, order: Tensor) -> Tensor | None:
-    """Per output → per column of the panels, 0 where a column has no output."""
+    """(..., outputs) → (..., columns of the panels), 0 where a column has no output."""
     if values is None:
         return None
-    return torch.cat((values, values.new_zeros(1)))[order]  # -1 takes the zero
+    return torch.cat((values, values.new_zeros(*values.shape[:-1], 1)), -1)[..., order]  # -1 takes the zero
 
 
 def _up(size: int, unit: int) -> int:

@@ -104,27 +104,33 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, const char *ahea
         }
 }
 
+/* One row block of x with one panel of w: rows from `row` to at most `rows`. `put` says what y is. */
+INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, int64_t row, int64_t rows, int64_t panel,
+                               int64_t turn, int64_t kind) {
+    int64_t inputs = w->inputs, words = (inputs + PAIR - 1) / PAIR, wanted = is_gated(kind) ? w->outputs / 2 : w->outputs;
+    int64_t width = is_gated(kind) ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, is_gated(kind));
+    int64_t columns = wanted - panel * width < width ? wanted - panel * width : width;
+    int64_t count = rows - row < ROWS ? rows - row : ROWS;
+    const REAL *weight = (const REAL *)w->panels + panel * words * PANEL * PAIR, *bias = w->bias;
+    const char *ahead = ahead_of(weight, words, turn, panel + 1 < panels);
+    vf sums[ROWS][COLUMNS];
+#define CASE(n) \
+    case n: NAME(linear_tile)(x + row * inputs, weight, ahead, inputs, sums, n); break;
+    switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+    NAME(put)(sums, bias ? bias + panel * PANEL : NULL, y, row * wanted + panel * width, wanted, columns, kind, count);
+}
+
 /* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs), or for GREATEST (rows,)
  * zeros that `ranked` results are put into. */
 TEAM void NAME(team_linear)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
-    int64_t inputs = w->inputs, words = (inputs + PAIR - 1) / PAIR, wanted = is_gated(kind) ? w->outputs / 2 : w->outputs;
-    int64_t width = is_gated(kind) ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, is_gated(kind));
-    int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * inputs * (int64_t)sizeof(REAL)) + 1;
-    const REAL *packed = w->panels, *bias = w->bias;
+    int64_t panels = panels_of(w->outputs, is_gated(kind));
+    int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * w->inputs * (int64_t)sizeof(REAL)) + 1;
 #pragma omp for schedule(guided, 1)
     for (int64_t at = 0; at < blocks * panels; at++) {
         int64_t block, panel, turn;
         place(at, per, blocks, panels, &block, &panel, &turn);
-        int64_t row = block * ROWS, columns = wanted - panel * width < width ? wanted - panel * width : width;
-        int64_t count = rows - row < ROWS ? rows - row : ROWS;
-        const REAL *weight = packed + panel * words * PANEL * PAIR;
-        const char *ahead = ahead_of(weight, words, turn, panel + 1 < panels);
-        vf sums[ROWS][COLUMNS];
-#define CASE(n) \
-    case n: NAME(linear_tile)(x + row * inputs, weight, ahead, inputs, sums, n); break;
-        switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
-#undef CASE
-        NAME(put)(sums, bias ? bias + panel * PANEL : NULL, y, row * wanted + panel * width, wanted, columns, kind, count);
+        NAME(linear_block)(x, w, y, block * ROWS, rows, panel, turn, kind);
     }
 }
 

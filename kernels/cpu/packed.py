@@ -57,3 +57,20 @@ class PackedWeight:
     def quantized(self) -> bool:
         """Whether the panels are codes."""
         return self._kept[1] is not None
+
+
+class PackedExperts(PackedWeight):
+    """The weights of `count` experts, (outputs, inputs) each: panels and what belongs to columns, of one after the
+    other."""
+
+    def __init__(
+        self,
+        panels: Tensor,
+        bias: Tensor | None,
+        shape: tuple[int, int, int],
+        kind: Kind,
+        starts: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
+        super().__init__(panels, bias, shape[1:], kind, starts, scales)
+        self.count = shape[0]

@@ -51,35 +51,44 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
             result[r][c] = __builtin_convertvector(sums[r][c], vf) * (load_f32(scales + c * LANES) * row_scales[r]);
 }
 
-/* As `linear`, with packed codes. `codes` (rows, inputs rounded up to 4) bytes and `row_scales` (rows,) are room to
- * work in. */
-TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, uint8_t *codes, float *row_scales,
-                                        int64_t rows, int64_t kind) {
-    int64_t inputs = w->inputs, words = (inputs + 3) / 4, wanted = is_gated(kind) ? w->outputs / 2 : w->outputs;
+/* As `linear_block`, of rows that were quantised: `codes` (rows, inputs rounded up to 4) and `row_scales` (rows,). */
+INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, int64_t row,
+                                  int64_t rows, int64_t panel, int64_t turn, int64_t kind) {
+    int64_t words = (w->inputs + 3) / 4, wanted = is_gated(kind) ? w->outputs / 2 : w->outputs;
     int64_t width = is_gated(kind) ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, is_gated(kind));
-    int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * inputs) + 1;
-    const int8_t *packed = w->panels;
+    int64_t columns = wanted - panel * width < width ? wanted - panel * width : width;
+    int64_t from = panel * PANEL, count = rows - row < ROWS ? rows - row : ROWS;
+    const int8_t *weight = (const int8_t *)w->panels + from * words * 4;
+    const char *ahead = ahead_of(weight, words, turn, panel + 1 < panels);
     const REAL *bias = w->bias;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++)
-        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * words * 4);
-#pragma omp for schedule(guided, 1)
-    for (int64_t at = 0; at < blocks * panels; at++) {
-        int64_t block, panel, turn;
-        place(at, per, blocks, panels, &block, &panel, &turn);
-        int64_t row = block * ROWS, columns = wanted - panel * width < width ? wanted - panel * width : width;
-        int64_t from = panel * PANEL, count = rows - row < ROWS ? rows - row : ROWS;
-        const int8_t *weight = packed + from * words * 4;
-        const char *ahead = ahead_of(weight, words, turn, panel + 1 < panels);
-        vf sums[ROWS][COLUMNS];
+    vf sums[ROWS][COLUMNS];
 #define CASE(n) \
     case n: \
         NAME(quantized_tile)(codes + row * words * 4, row_scales + row, weight, ahead, w->starts + from, \
                              w->scales + from, words, sums, n); \
         break;
-        switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+    switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
-        NAME(put)(sums, bias ? bias + from : NULL, y, row * wanted + panel * width, wanted, columns, kind, count);
+    NAME(put)(sums, bias ? bias + from : NULL, y, row * wanted + panel * width, wanted, columns, kind, count);
+}
+
+TEAM void NAME(team_quantize)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * ((inputs + 3) / 4) * 4);
+}
+
+/* As `linear`, with packed codes; `codes` and `row_scales` are room to work in. */
+TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, uint8_t *codes, float *row_scales,
+                                        int64_t rows, int64_t kind) {
+    int64_t panels = panels_of(w->outputs, is_gated(kind));
+    int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * w->inputs) + 1;
+    NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
+#pragma omp for schedule(guided, 1)
+    for (int64_t at = 0; at < blocks * panels; at++) {
+        int64_t block, panel, turn;
+        place(at, per, blocks, panels, &block, &panel, &turn);
+        NAME(quantized_block)(codes, row_scales, w, y, block * ROWS, rows, panel, turn, kind);
     }
 }
 

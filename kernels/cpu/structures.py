@@ -95,6 +95,18 @@ class LayerStep(ctypes.Structure):
     ]
 
 
+class Experts(ctypes.Structure):
+    """experts.h"""
+
+    _fields_ = [
+        *((name, Weight) for name in ("gate_up", "down")),
+        *((name, _P) for name in ("x", "chosen", "weights", "y", "loads")),
+        *((name, _P) for name in ("starts", "blocks", "tokens_of", "places")),
+        *((name, _P) for name in ("rows", "inner", "made", "codes", "row_scales")),
+        *((name, _L) for name in ("tokens", "choices", "experts", "kind")),
+    ]
+
+
 def scoring(scale: float, soft_cap: float | None) -> dict[str, float]:
     """How `Attention` makes scores of the products of q and k, which are scaled, then capped if there is a cap."""
     if soft_cap is None:

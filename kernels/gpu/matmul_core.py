@@ -60,7 +60,7 @@ def multiplied(weight, x, sums, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _segment_sums(
+def segment_sums(
     weight_at, x_at, first, end, inputs,
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
@@ -105,13 +105,13 @@ def matmul_kernel(
         sums = tl.zeros((LINES, ROWS), SUM)
         for first in range(0, inputs, segment * INPUTS):
             end = tl.minimum(first + segment * INPUTS, inputs)
-            sums += _segment_sums(
+            sums += segment_sums(
                 weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS
             )
     else:
         first = tl.program_id(1) * segment * INPUTS
         end = tl.minimum(first + segment * INPUTS, inputs)
-        sums = _segment_sums(weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
+        sums = segment_sums(weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
     give(
         sums, line_tile * LINES, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
         rows, outputs, stride_y, line_tiles * LINES, row_tiles * ROWS, ACTIVATION, LINES, ROWS,
@@ -129,14 +129,14 @@ def give(
         line = tl.program_id(1).to(tl.int64) * all_lines + first_line + tl.arange(0, LINES)
         tl.store(parts_ptr + line[:, None] * all_rows + row[None, :], sums)
     else:
-        _finish(
+        finish(
             sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
             ACTIVATION, LINES, ROWS,
         )  # fmt: skip
 
 
 @triton.jit
-def _finish(
+def finish(
     sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +179,7 @@ def add_parts_kernel(
     for _split in range(splits):
         sums += tl.load(at)
         at += all_lines.to(tl.int64) * all_rows
-    _finish(
+    finish(
         sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
         ACTIVATION, LINES, ROWS,
     )  # fmt: skip

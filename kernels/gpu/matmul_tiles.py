@@ -125,6 +125,17 @@ def choose_cut(
     return Cut(tiles, segment, triton.cdiv(inputs, segment), triton.cdiv(inputs, segment))
 
 
+def grouped_tiles(
+    kind: Kind, outputs: int, rows: int, groups: int, deterministic: bool, processors: int, aligned: bool
+) -> Tiles:
+    """Tiles of a product whose rows are spread over so many weights, as if evenly. Their sums are not split: many
+    weights make many tiles. `deterministic`: as for choose_cut."""
+    if deterministic and kind != "int8":
+        return _fitted(_DETERMINISTIC[kind], None, aligned)
+    each = max(1, triton.cdiv(rows, groups))
+    return _fitted(_by_rows(kind, outputs * groups, each, processors), None, aligned)
+
+
 def _deterministic_cut(tiles: Tiles, outputs: int, rows: int, inputs: int) -> Cut:
     """Few rows run a segment a program, many rows one after the other: the sums are the same."""
     wanted = DETERMINISTIC_PROGRAMS // triton.cdiv(outputs, tiles.outputs)

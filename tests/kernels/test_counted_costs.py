@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from batchinfer_kernels import cost
+from batchinfer_kernels.experts import choose_experts, combine_reference, group_by_expert
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import gated_activation_reference
+from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import mask_reference
@@ -23,6 +25,7 @@ from batchinfer_kernels.quantized_matmul import (
 )
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
+from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from tests.kernels.counting import bytes_of, counted
 
@@ -188,3 +191,41 @@ def test_log_probabilities():
     found = cost.log_probabilities_cost(3, 50, 4, 4)
     assert found.flops == counted(log_probabilities_reference, logits, chosen, 4)
     assert found.bytes == bytes_of(logits, chosen, *log_probabilities_reference(logits, chosen, 4))
+
+
+STARTS = torch.tensor([0, 2, 2, 6])  # the second expert has no row
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 4), (200, 33)])
+def test_grouped_linear(inputs, outputs):
+    x, weight = torch.randn(6, inputs).bfloat16(), torch.randn(3, outputs, inputs).bfloat16()
+    found = cost.grouped_linear_cost(6, 2, inputs, outputs, 2, 2)
+    assert found.flops == counted(grouped_matmul_reference, x, weight, STARTS)
+    y = grouped_matmul_reference(x, weight, STARTS)
+    assert found.bytes == bytes_of(x, weight[:2], y)
+    thrice = cost.grouped_linear_cost(6, 2, inputs, outputs, 2, 2, tokens=2)
+    assert (thrice.flops, thrice.bytes) == (found.flops, bytes_of(x[:2], weight[:2], y))
+
+
+def test_grouped_linear_of_codes():
+    x, weight = torch.randn(6, 40).bfloat16(), torch.randn(3 * 12, 40).bfloat16()
+    codes, scales = (part.view(3, 12, *part.shape[1:]) for part in quantize_weight(weight))
+    found = cost.quantized_grouped_linear_cost(6, 2, 40, 12, 2)
+    assert found.flops == counted(grouped_matmul_reference, x, codes, STARTS, scales=scales)
+    assert found.int8_ops == 2 * 6 * 40 * 12
+    y = grouped_matmul_reference(x, codes, STARTS, scales=scales)
+    assert found.bytes == bytes_of(x, codes[:2], scales[:2], y)
+
+
+def test_routing_and_combination():
+    tokens, routing = 5, Routing(7, 3)
+    logits = torch.randn(tokens, 7)
+    choice = choose_experts(logits, routing)
+    found = cost.routing_cost(tokens, 7, 3)
+    assert found.flops == counted(choose_experts, logits, routing)
+    assert found.bytes == bytes_of(logits, choice.experts, choice.weights)
+    made, groups = torch.randn(15, 11), group_by_expert(choice.experts, 7)
+    found = cost.combine_cost(tokens, 3, 11, 4)
+    arguments = (made, groups.order, choice.weights)
+    assert found.flops == counted(combine_reference, *arguments)
+    assert found.bytes == bytes_of(*arguments, combine_reference(*arguments))

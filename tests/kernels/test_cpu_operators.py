@@ -10,7 +10,15 @@ import torch
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
-from batchinfer_kernels.cpu.structures import Attention, Heads, Layer, LayerStep, PlanStructure, Weight
+from batchinfer_kernels.cpu.structures import (
+    Attention,
+    Experts,
+    Heads,
+    Layer,
+    LayerStep,
+    PlanStructure,
+    Weight,
+)
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
@@ -77,11 +85,10 @@ def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
 
 
 def test_structures_are_those_of_the_library():
-    found = (ctypes.c_int64 * 8)()
+    found = (ctypes.c_int64 * 9)()
     build.load_library().sizes(found)
-    ours = [
-        ctypes.sizeof(structure) for structure in (Weight, Heads, PlanStructure, Attention, Layer, LayerStep)
-    ]
+    structures = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep, Experts)
+    ours = [ctypes.sizeof(structure) for structure in structures]
     assert list(found) == [*ours, MAX_HEAD_DIM, MAX_ROWS]
 
 

@@ -1,0 +1,125 @@
+/* The experts of a feed-forward layer; included once a dtype. Rows, one for each token and expert that it goes to, are
+ * sorted by expert, and one team of threads passes over the tiles of all experts. Tiles are those of linear.h and
+ * quantized_linear.h: a row's result does not depend on which rows its expert has beside it. */
+
+typedef struct {
+    Weight gate_up, down; /* of the first expert; panels, biases, starts and scales of the others follow */
+    const REAL *x;        /* (tokens, gate_up.inputs) */
+    const int64_t *chosen; /* (tokens, choices): experts */
+    const float *weights; /* (tokens, choices) */
+    REAL *y;              /* (tokens, down.outputs) */
+    int64_t *loads;       /* (experts,): to which each expert's rows are added */
+    /* Room to work in. Of (experts + 1,): where each expert's rows and row blocks begin; of (rows,): each row's token, and
+     * where the row of a token and choice stands */
+    int64_t *starts, *blocks, *tokens_of, *places;
+    REAL *rows, *inner, *made; /* (rows, gate_up.inputs), (rows, down.inputs), (rows, down.outputs) */
+    uint8_t *codes;            /* where weights are quantised: (rows, most inputs rounded up to 4) */
+    float *row_scales;         /* (rows,) */
+    int64_t tokens, choices, experts, kind; /* the gated kind of gate_up */
+} NAME(Experts);
+
+/* Where the row blocks of each expert begin, the last one's end included: rows of two experts share no block. */
+static void NAME(count_blocks)(const int64_t *starts, int64_t experts, int64_t *blocks) {
+    blocks[0] = 0;
+    for (int64_t e = 0; e < experts; e++) blocks[e + 1] = blocks[e] + (starts[e + 1] - starts[e] + ROWS - 1) / ROWS;
+}
+
+/* The weight of one of several experts. */
+INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
+    Weight found = *first;
+    int64_t columns = columns_of(first->outputs, is_gated(kind)) * at, inputs = first->inputs;
+    int64_t words = first->starts ? (inputs + 3) / 4 : (inputs + PAIR - 1) / PAIR;
+    found.panels = (const char *)first->panels + columns * words * 4;
+    if (first->bias) found.bias = (const REAL *)first->bias + columns;
+    if (first->starts) found.starts = first->starts + columns, found.scales = first->scales + columns;
+    return found;
+}
+
+/* As `linear`, each row with its expert's weight: those of expert e from starts[e] to starts[e + 1]. */
+TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *starts, const int64_t *blocks,
+                             int64_t experts, void *y, uint8_t *codes, float *row_scales, int64_t kind) {
+    int64_t panels = panels_of(first->outputs, is_gated(kind)), size = first->starts ? 1 : sizeof(REAL);
+    int64_t per = CHUNK_BYTES / (ROWS * first->inputs * size) + 1;
+    if (first->starts) NAME(team_quantize)(x, first->inputs, codes, row_scales, starts[experts]);
+#pragma omp for schedule(guided, 1)
+    for (int64_t at = 0; at < blocks[experts] * panels; at++) {
+        int64_t e = 0, end = experts, block, panel, turn;
+        while (end - e > 1) { /* the last expert whose blocks begin here or before, and that has some */
+            int64_t middle = (e + end) / 2;
+            if (blocks[middle] * panels <= at) e = middle; else end = middle;
+        }
+        Weight weight = NAME(expert)(first, e, kind);
+        place(at - blocks[e] * panels, per, blocks[e + 1] - blocks[e], panels, &block, &panel, &turn);
+        int64_t row = starts[e] + block * ROWS;
+        if (first->starts)
+            NAME(quantized_block)(codes, row_scales, &weight, y, row, starts[e + 1], panel, turn, kind);
+        else
+            NAME(linear_block)(x, &weight, y, row, starts[e + 1], panel, turn, kind);
+    }
+}
+
+/* `blocks`: room for experts + 1 numbers; `codes` and `row_scales` as for `quantized_linear`. */
+void NAME(grouped_linear)(const REAL *x, const Weight *first, const int64_t *starts, int64_t experts, int64_t *blocks,
+                          void *y, uint8_t *codes, float *row_scales, int64_t kind) {
+    NAME(count_blocks)(starts, experts, blocks);
+#pragma omp parallel
+    NAME(team_grouped)(x, first, starts, blocks, experts, y, codes, row_scales, kind);
+}
+
+/* Sort rows by expert; 0, or -1 where there is no such expert. */
+static int64_t NAME(sort_rows)(const NAME(Experts) *a) {
+    int64_t rows = a->tokens * a->choices;
+    memset(a->starts, 0, (a->experts + 1) * sizeof *a->starts);
+    for (int64_t i = 0; i < rows; i++) {
+        if (a->chosen[i] < 0 || a->chosen[i] >= a->experts) return -1;
+        a->starts[a->chosen[i] + 1]++;
+    }
+    for (int64_t e = 0; e < a->experts; e++) {
+        a->loads[e] += a->starts[e + 1];
+        a->starts[e + 1] += a->starts[e];
+        a->blocks[e] = a->starts[e]; /* where its next row goes */
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        a->places[i] = a->blocks[a->chosen[i]]++;
+        a->tokens_of[a->places[i]] = i / a->choices;
+    }
+    NAME(count_blocks)(a->starts, a->experts, a->blocks);
+    return 0;
+}
+
+/* y = the sum of weight * made over a token's rows, in the order of its choices. */
+INLINE void NAME(combine_row)(const NAME(Experts) *a, int64_t token) {
+    int64_t width = a->down.outputs, first = token * a->choices, i = 0;
+    REAL *y = a->y + token * width;
+    for (; i + LANES <= width; i += LANES) {
+        vf sum = LOADV(a->made + a->places[first] * width + i) * a->weights[first];
+        for (int64_t c = first + 1; c < first + a->choices; c++)
+            sum += LOADV(a->made + a->places[c] * width + i) * a->weights[c];
+        STOREV(y + i, sum);
+    }
+    for (; i < width; i++) {
+        float sum = LOAD(a->made[a->places[first] * width + i]) * a->weights[first];
+        for (int64_t c = first + 1; c < first + a->choices; c++)
+            sum += LOAD(a->made[a->places[c] * width + i]) * a->weights[c];
+        y[i] = STORE(sum);
+    }
+}
+
+/* 0, or -1 where a token chose an expert that is not there. */
+int64_t NAME(experts)(const NAME(Experts) *a) {
+    int64_t inputs = a->gate_up.inputs;
+    if (NAME(sort_rows)(a)) return -1;
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < a->tokens * a->choices; row++)
+            memcpy(a->rows + row * inputs, a->x + a->tokens_of[row] * inputs, inputs * sizeof(REAL));
+        NAME(team_grouped)(a->rows, &a->gate_up, a->starts, a->blocks, a->experts, a->inner, a->codes, a->row_scales,
+                           a->kind);
+        NAME(team_grouped)(a->inner, &a->down, a->starts, a->blocks, a->experts, a->made, a->codes, a->row_scales,
+                           PLAIN);
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < a->tokens; token++) NAME(combine_row)(a, token);
+    }
+    return 0;
+}

@@ -1,0 +1,53 @@
+"""What a call of the compiled experts reads, writes and works in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.cpu.packed import KINDS, PackedExperts, is_gated
+from batchinfer_kernels.cpu.structures import Experts, Weight, address
+from batchinfer_kernels.experts import Choice
+
+
+class ExpertsRoom:
+    """Keeps alive what `structure` points to; `y` (T, outputs) is the result.
+
+    Raises ValueError where the weights do not fit one another or x.
+    """
+
+    def __init__(
+        self, x: Tensor, gate_up: PackedExperts, down: PackedExperts, choice: Choice, loads: Tensor
+    ) -> None:
+        _check(x, gate_up, down, loads)
+        (tokens, choices), count = choice.experts.shape, gate_up.count
+        rows = tokens * choices
+        self.y = x.new_empty(tokens, down.columns)
+        places = torch.empty(2 * (count + 1) + 2 * rows, dtype=torch.int64)
+        widths = (gate_up.inputs, down.inputs, down.columns)
+        rooms = [x.new_empty(rows, width) for width in widths]
+        codes = torch.empty(rows if gate_up.quantized else 0, max(widths[:2]) + 3, dtype=torch.uint8)
+        scales = torch.empty(len(codes), dtype=torch.float32)
+        self._kept = (x, choice, loads, places, *rooms, codes, scales)
+        given = (x, choice.experts, choice.weights, self.y, loads)
+        parts = torch.split(places, [count + 1, count + 1, rows, rows])
+        self.structure = Experts(
+            *(Weight.from_buffer_copy(weight.structure) for weight in (gate_up, down)),
+            *(address(tensor) for tensor in (*given, *parts, *rooms, codes, scales)),
+            *(tokens, choices, count, KINDS[gate_up.kind]),
+        )
+
+
+def _check(x: Tensor, gate_up: PackedExperts, down: PackedExperts, loads: Tensor) -> None:
+    fit = (
+        gate_up.columns == down.inputs and gate_up.count == down.count and gate_up.quantized == down.quantized
+    )
+    if not fit or not is_gated(gate_up.kind) or down.kind != "plain":
+        shapes = [(w.count, w.columns, w.inputs, w.kind) for w in (gate_up, down)]
+        raise ValueError(f"gate and up, and down, do not fit: {shapes[0]}, {shapes[1]}")
+    if x.dim() != 2 or x.shape[1] != gate_up.inputs:
+        raise ValueError(f"x is {tuple(x.shape)}, the experts take {gate_up.inputs} inputs")
+    if any(weight.dtype not in (None, x.dtype) for weight in (gate_up, down)):
+        raise ValueError(f"x is {x.dtype}, the experts are {gate_up.dtype} and {down.dtype}")
+    if loads.shape != (gate_up.count,) or loads.dtype != torch.int64 or not loads.is_contiguous():
+        raise ValueError(f"loads are {tuple(loads.shape)} {loads.dtype}, there are {gate_up.count} experts")

@@ -1,0 +1,51 @@
+"""The results of a token's experts, weighted and added. Cost: batchinfer_kernels.cost.combine_cost."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+
+# 8 values a thread with 4 warps: 16 bytes of bfloat16
+BLOCK = 1024
+
+
+@triton.jit
+def _combine_kernel(
+    made_ptr, places_ptr, weights_ptr, y_ptr, chosen, width, stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(chosen):
+        place = tl.load(places_ptr + token * chosen + choice)
+        weight = tl.load(weights_ptr + token * chosen + choice)
+        total += tl.load(made_ptr + place * stride + at, mask=mask, other=0.0).to(tl.float32) * weight
+    tl.store(y_ptr + token * width + at, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def combine(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """See batchinfer_kernels.experts.combine_reference. Sums run in the order of the choice: a token's bits do not
+    depend on other tokens. Rows of `made` may be strided."""
+    if made.dim() != 2 or order.shape != made.shape[:1] or weights.numel() != len(made) or weights.dim() != 2:
+        raise ValueError(
+            f"{tuple(made.shape)} results, an order of {tuple(order.shape)}, weights {tuple(weights.shape)}"
+        )
+    check_same_dtype(made=made)
+    unit_columns(made=made)
+    tokens, chosen = weights.shape
+    y = torch.empty(tokens, made.shape[1], dtype=made.dtype, device=made.device)
+    if y.numel():
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        block = min(BLOCK, triton.next_power_of_2(y.shape[1]))
+        grid = (tokens, triton.cdiv(y.shape[1], block))
+        _combine_kernel[grid](
+            made, places, weights.contiguous(), y, chosen, y.shape[1], made.stride(0), BLOCK=block,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y

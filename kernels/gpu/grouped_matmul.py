@@ -1,0 +1,190 @@
+"""Linear layers of experts, for rows that are sorted by expert. Cost: batchinfer_kernels.cost.grouped_linear_cost and
+quantized_grouped_linear_cost.
+
+A tile of rows belongs to one expert. How many tiles there are is known on the device alone: the grid has as many as
+there can be, and a program finds its expert among the ends of the experts' tiles, or ends where there is none left. So
+the host waits for nothing, and a graph can replay the launch.
+
+With `deterministic` a row's bits do not depend on how many rows there are, nor on where it stands among them: see
+batchinfer_kernels.gpu.matmul. The tile is one and the same, and its sums are taken in one go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu import target
+from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+from batchinfer_kernels.gpu.matmul_core import (
+    TOGETHER,
+    finish,
+    is_aligned,
+    segment_sums,
+    tile_place,
+    weight_row,
+)
+from batchinfer_kernels.gpu.matmul_tiles import Kind, Tiles, grouped_tiles
+from batchinfer_kernels.gpu.quantize_rows import quantize_rows
+from batchinfer_kernels.grouped_matmul import check_grouped_matmul
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    x_ptr, from_ptr,  # from: which row of x each row is; None: the same
+    weight_ptr, scales_ptr, row_scales_ptr, bias_ptr,  # None: none
+    y_ptr, starts_ptr, ends_ptr,  # where experts' rows begin, (experts + 1,), and their tiles end, (experts,)
+    experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_y,
+    SUM: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    TOGETHER: tl.constexpr, EXPERTS: tl.constexpr,
+    LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
+    number = tl.arange(0, EXPERTS)
+    ends = tl.load(ends_ptr + number, mask=number < experts, other=row_tiles + 1)
+    expert = tl.sum((ends <= row_tile).to(tl.int32), 0)
+    if expert < experts:
+        first_tile = tl.max(tl.where(ends <= row_tile, ends, 0), 0)
+        end = tl.load(starts_ptr + expert + 1).to(tl.int32)
+        first = tl.load(starts_ptr + expert).to(tl.int32) + (row_tile - first_tile).to(tl.int32) * ROWS
+        row = first + tl.arange(0, ROWS)
+        read = tl.minimum(row, end - 1)
+        if from_ptr is not None:
+            read = tl.load(from_ptr + read)
+        line = line_tile * LINES + tl.arange(0, LINES)
+        at = tl.arange(0, INPUTS)
+        weight_at = weight_ptr + expert.to(tl.int64) * stride_expert
+        weight_at += weight_row(line, outputs, ACTIVATION).to(tl.int64)[:, None] * stride_weight + at[None, :]
+        x_at = x_ptr + read.to(tl.int64)[None, :] * stride_x + at[:, None]
+        sums = segment_sums(weight_at, x_at, 0, inputs, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
+        if scales_ptr is not None:
+            scales_ptr += expert.to(tl.int64) * outputs
+        if bias_ptr is not None:
+            bias_ptr += expert.to(tl.int64) * outputs
+        finish(
+            sums, line_tile * LINES, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, end, outputs, stride_y,
+            ACTIVATION, LINES, ROWS,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """One product, checked; `x` and `weight` in any code."""
+
+    x: Tensor
+    weight: Tensor
+    starts: Tensor
+    rows: int
+    from_rows: Tensor | None
+    out_dtype: torch.dtype
+    scales: Tensor | None
+    row_scales: Tensor | None
+    bias: Tensor | None
+    activation: Activation | None
+
+
+def grouped_matmul(
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    activation: Activation | None = None,
+    from_rows: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """See batchinfer_kernels.grouped_matmul.grouped_matmul_reference. Rows of x may be strided.
+
+    `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. float32 is multiplied as it is,
+    without tensor cores. With `scales` results are always deterministic: sums of integers are exact.
+    """
+    check_grouped_matmul(x, weight, starts, bias, scales, activation)
+    unit_columns(x=x, weight=weight)
+    dtype, row_scales, kind = x.dtype, None, _kind(x, scales)
+    if scales is None:
+        check_same_dtype(x=x, weight=weight)
+    else:
+        check_same_dtype(x=x)
+        x, row_scales = quantize_rows(x)
+        row_scales = row_scales if from_rows is None else row_scales[from_rows]
+    rows = len(x) if from_rows is None else len(from_rows)
+    bias = None if bias is None else bias.contiguous()
+    scales = None if scales is None else scales.contiguous()
+    given = _Operands(x, weight, starts, rows, from_rows, dtype, scales, row_scales, bias, activation)
+    return _launch(given, kind, deterministic)
+
+
+def _kind(x: Tensor, scales: Tensor | None) -> Kind:
+    if scales is not None:
+        return "int8"
+    return "wide" if x.dtype == torch.float32 else "half"
+
+
+def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
+    experts, outputs, _ = given.weight.shape
+    columns = outputs if given.activation is None else outputs // 2
+    y = torch.empty(given.rows, columns, dtype=given.out_dtype, device=given.x.device)
+    if y.numel() == 0:
+        return y
+    aligned = all(
+        is_aligned(values, pitch)
+        for values, pitch in (
+            (given.weight, given.weight.stride(1)),
+            (given.weight, given.weight.stride(0)),
+            (given.x, given.x.stride(0)),
+        )
+    )
+    processors = target.processors(given.x.device)
+    tiles = grouped_tiles(kind, outputs, given.rows, experts, deterministic, processors, aligned)
+    # An expert with rows has at most one tile that is not full
+    row_tiles = min(experts, given.rows) + max(0, given.rows - experts) // tiles.rows
+    ends = tile_ends(given.starts, tiles.rows)
+    grid = (triton.cdiv(outputs, tiles.outputs) * row_tiles,)
+    grouped_matmul_kernel[grid](
+        **_arguments(given, tiles, y, ends), row_tiles=row_tiles, num_warps=tiles.warps,
+        num_stages=tiles.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+def tile_ends(starts: Tensor, rows: int) -> Tensor:
+    """How many tiles of so many rows each expert and those before it have together."""
+    return (starts.diff().add_(rows - 1) // rows).cumsum(0)
+
+
+def _arguments(given: _Operands, tiles: Tiles, y: Tensor, ends: Tensor) -> dict[str, Any]:
+    experts, outputs, inputs = given.weight.shape
+    return {
+        "x_ptr": given.x,
+        "from_ptr": given.from_rows,
+        "weight_ptr": given.weight,
+        "scales_ptr": given.scales,
+        "row_scales_ptr": given.row_scales,
+        "bias_ptr": given.bias,
+        "y_ptr": y,
+        "starts_ptr": given.starts,
+        "ends_ptr": ends,
+        "experts": experts,
+        "outputs": outputs,
+        "inputs": inputs,
+        "stride_x": given.x.stride(0),
+        "stride_expert": given.weight.stride(0),
+        "stride_weight": given.weight.stride(1),
+        "stride_y": y.stride(0),
+        "SUM": tl.int32 if given.scales is not None else tl.float32,
+        "EVEN": inputs % tiles.inputs == 0,
+        "ACTIVATION": given.activation or "none",
+        "PRECISION": "ieee" if given.x.dtype == torch.float32 else "tf32",  # matters for float32 only
+        "TOGETHER": TOGETHER,
+        "EXPERTS": triton.next_power_of_2(experts),
+        "LINES": tiles.outputs,
+        "ROWS": tiles.rows,
+        "INPUTS": tiles.inputs,
+    }

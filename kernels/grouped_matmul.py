@@ -1,0 +1,68 @@
+"""Matrix products of rows that are sorted by the weight that they are multiplied with: the experts of a feed-forward
+layer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.matmul import finished, products
+from batchinfer_kernels.quantized_linear import quantized_linear_reference
+
+
+def grouped_matmul_reference(
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """x: (R, K), weight: (E, N, K) of x's dtype, starts: (E + 1,) int64 from 0 to R, bias: (E, N) → (R, N), or
+    (R, N / 2) with an activation.
+
+    Row r is multiplied with weight e where starts[e] ≤ r < starts[e + 1]; any number of rows may belong to a weight, or
+    none. What follows the sums is as in batchinfer_kernels.matmul.matmul_reference. With `scales` (E, N) the weight is
+    int8 codes and rows are quantised, see batchinfer_kernels.quantized_linear. Raises ValueError when shapes or dtypes
+    do not fit.
+    """
+    check_grouped_matmul(x, weight, starts, bias, scales, activation)
+    outputs = weight.shape[1] // (1 if activation is None else 2)
+    y = x.new_empty(len(x), outputs)
+    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
+        if first == end:
+            continue
+        rows, matrix = x[first:end], weight[expert]
+        if scales is None:
+            sums = products(rows, matrix)
+        else:
+            sums = quantized_linear_reference(rows.float(), matrix, scales[expert])
+        added = None if bias is None else bias[expert]
+        y[first:end] = finished(sums, added, x.dtype, activation)
+    return y
+
+
+def check_grouped_matmul(
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    activation: Activation | None,
+) -> None:
+    """Raises ValueError when shapes or dtypes do not fit."""
+    if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2] or not x.is_floating_point():
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weights are {tuple(weight.shape)}")
+    if (scales is None) != weight.is_floating_point() or (scales is None and x.dtype != weight.dtype):
+        beside = "without scales" if scales is None else "with scales"
+        raise ValueError(f"x is {x.dtype}, the weights are {weight.dtype}, {beside}")
+    for name, values in (("bias", bias), ("scales", scales)):
+        if values is not None and values.shape != weight.shape[:2]:
+            raise ValueError(f"{name} is {tuple(values.shape)}, the weights are {tuple(weight.shape)}")
+    if starts.shape != (len(weight) + 1,) or starts.is_floating_point():
+        raise ValueError(f"starts are {tuple(starts.shape)} {starts.dtype}, there are {len(weight)} weights")
+    if activation is not None and weight.shape[1] % 2:
+        raise ValueError(f"gate and up need an even number of rows, the weights have {weight.shape[1]}")

@@ -1,0 +1,169 @@
+"""Products of rows sorted by expert against their reference: experts without rows, odd sizes, NaN around what is read,
+and the bits of one row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.experts import Choice, combine_reference, experts_reference, group_by_expert
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu import combine as combine_module
+from batchinfer_kernels.gpu import grouped_matmul as grouped_module
+from batchinfer_kernels.gpu import target
+from batchinfer_kernels.gpu.combine import combine
+from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul, tile_ends
+from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
+from batchinfer_kernels.quantized_linear import quantize_weight
+from tests.kernels.gpu.matmul_cases import DTYPES, TOLERANCE, beside_nan, random
+
+PROCESSORS = 132
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
+    """Results that begin as NaN, and the processors of a GPU."""
+    empty = torch.empty
+
+    def poisoned(*sizes: Any, **options: Any) -> Tensor:
+        made = empty(*sizes, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    for module in (grouped_module, combine_module):
+        monkeypatch.setattr(module.torch, "empty", poisoned)
+    if interpreted:
+        monkeypatch.setattr(target, "processors", lambda _device: PROCESSORS)
+
+
+def starts_of(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *counts]).cumsum(0)
+
+
+def weights_of(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    return random(experts, outputs, inputs, dtype=dtype, seed=1)
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    bound = TOLERANCE[wanted.dtype] * float(wanted.abs().amax()) if wanted.numel() else 0.0
+    torch.testing.assert_close(got, wanted, atol=bound, rtol=0.0)
+
+
+COUNTS = [(1,), (0, 3, 0), (0, 0, 17, 1, 0), (16, 0, 33, 15, 2, 0, 1), (70, 40)]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "biased"), [(None, False), ("silu", True)])
+def test_experts_with_any_number_of_rows(
+    counts: tuple[int, ...], dtype: torch.dtype, activation: Activation | None, biased: bool
+) -> None:
+    weight = weights_of(len(counts), 34, 63, dtype)
+    x, bias = random(sum(counts), 63, dtype=dtype), random(len(counts), 34, dtype=dtype, seed=2)
+    arguments = (x, weight, starts_of(counts), bias if biased else None)
+    near(
+        grouped_matmul(*arguments, activation=activation),
+        grouped_matmul_reference(*arguments, activation=activation),
+    )
+
+
+def test_no_rows_at_all() -> None:
+    weight = weights_of(3, 8, 16, torch.float32)
+    assert grouped_matmul(random(0, 16), weight, starts_of((0, 0, 0))).shape == (0, 8)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+def test_codes(activation: Activation | None) -> None:
+    counts = (0, 19, 1, 0, 4)
+    weight = random(5 * 34, 70, seed=1)
+    codes, scales = (part.view(5, 34, *part.shape[1:]) for part in quantize_weight(weight))
+    x, bias = random(24, 70, dtype=torch.bfloat16), random(5, 34, dtype=torch.bfloat16, seed=2)
+    options: dict[str, Any] = {"scales": scales, "activation": activation}
+    got = grouped_matmul(x, codes, starts_of(counts), bias, **options)
+    wanted = grouped_matmul_reference(x, codes, starts_of(counts), bias, **options)
+    if activation is None:
+        assert torch.equal(got, wanted)
+    near(got, wanted)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_are_read_where_they_stand(int8: bool) -> None:
+    counts, from_rows = (3, 0, 5), torch.tensor([4, 0, 2, 3, 3, 1, 0, 4])
+    x, weight = random(5, 40), weights_of(3, 6, 40, torch.float32)
+    more: dict[str, Any] = {}
+    if int8:
+        codes, scales = quantize_weight(weight.flatten(0, 1))
+        weight, more = codes.view(weight.shape), {"scales": scales.view(3, 6)}
+    got = grouped_matmul(x, weight, starts_of(counts), from_rows=from_rows, **more)
+    near(got, grouped_matmul_reference(x[from_rows], weight, starts_of(counts), **more))
+
+
+def test_nothing_beside_the_operands_is_read() -> None:
+    counts = (2, 0, 7)
+    x, weight = random(9, 37), weights_of(3, 10, 37, torch.float32)
+    weight[1] = float("nan")  # an expert without rows
+    got = grouped_matmul(beside_nan(x), weight, starts_of(counts))
+    near(got, grouped_matmul_reference(x, weight, starts_of(counts)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    """Nor on how many rows its expert has, nor on those of other experts."""
+    weight = weights_of(4, 70, 200, dtype)
+    x = random(300, 200, dtype=dtype)
+    whole = grouped_matmul(x, weight, starts_of((0, 150, 149, 1)), deterministic=True)
+    for first, last in ((0, 1), (100, 163), (149, 151), (290, 300)):
+        counts = tuple(
+            max(0, min(last, end) - max(first, begin))
+            for begin, end in ((0, 0), (0, 150), (150, 299), (299, 300))
+        )
+        part = grouped_matmul(x[first:last], weight, starts_of(counts), deterministic=True)
+        assert torch.equal(part, whole[first:last])
+
+
+def test_a_broken_row_breaks_no_other() -> None:
+    counts, x, weight = (3, 2), random(5, 40), weights_of(2, 6, 40, torch.float32)
+    whole = grouped_matmul(x, weight, starts_of(counts))
+    x[3, 7] = float("nan")
+    got = grouped_matmul(x, weight, starts_of(counts))
+    assert got[3].isnan().all()
+    assert torch.equal(got[[0, 1, 2, 4]], whole[[0, 1, 2, 4]])
+
+
+def test_tiles_of_experts() -> None:
+    assert tile_ends(starts_of((0, 1, 16, 17, 0)), 16).tolist() == [0, 1, 2, 4, 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 1, 1), (7, 3, 100), (2, 8, 1030)])
+def test_combine(dtype: torch.dtype, tokens: int, chosen: int, width: int) -> None:
+    made, weights = random(tokens * chosen, width, dtype=dtype), random(tokens, chosen, seed=3)
+    order = torch.randperm(tokens * chosen, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(combine(made, order, weights), combine_reference(made, order, weights))
+
+
+def test_both_products_and_their_combination() -> None:
+    x, gate_up, down = random(9, 40), random(5, 26, 40, seed=1) / 6, random(5, 40, 13, seed=2) / 4
+    experts = torch.rand(9, 5, generator=torch.Generator().manual_seed(4)).topk(2).indices
+    choice, groups = Choice(experts, random(9, 2, seed=5).abs()), group_by_expert(experts, 5)
+    options: dict[str, Any] = {"activation": "silu", "from_rows": groups.order // 2}
+    inner = grouped_matmul(x, gate_up, groups.starts, **options)
+    made = grouped_matmul(inner, down, groups.starts)
+    got = combine(made, groups.order, choice.weights)
+    near(got, experts_reference(x, gate_up, down, choice, "silu"))
+
+
+@pytest.mark.parametrize(
+    ("made", "order", "weights"),
+    [
+        (random(6, 4), torch.arange(5), random(3, 2)),
+        (random(6, 4), torch.arange(6), random(2, 2)),
+        (random(6), torch.arange(6), random(3, 2)),
+    ],
+)
+def test_what_does_not_fit_is_refused(made: Tensor, order: Tensor, weights: Tensor) -> None:
+    with pytest.raises(ValueError, match="results"):
+        combine(made, order, weights)

@@ -1,0 +1,110 @@
+"""The products of experts compiled for GPUs: nothing spills, tensor cores multiply, and loads are wide."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from batchinfer_kernels.gated_activation import Activation
+from tests.kernels.gpu.aot import NVIDIA, TARGETS, Compiled, compile_launch
+from tests.kernels.gpu.test_matmul_aot import assert_multiplies, assert_reads_wide
+
+FEW, MANY = 16, 4096
+EXPERTS, ODD_EXPERTS = 8, 60
+EVEN, ODD = (1024, 512), (1026, 515)
+
+
+def launch_grouped(
+    dtype: str,
+    rows: int,
+    experts: int,
+    sizes: tuple[int, int],
+    int8: bool,
+    deterministic: bool,
+    activation: Activation | None,
+) -> None:
+    """What a GPU would launch; arguments are JSON's types."""
+    from batchinfer_kernels.gpu import target
+    from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
+
+    outputs, inputs = sizes
+    kind = getattr(torch, dtype)
+    weight = torch.zeros(experts, outputs, inputs, dtype=torch.int8 if int8 else kind)
+    x, starts = torch.zeros(rows // 2, inputs, dtype=kind), torch.zeros(experts + 1, dtype=torch.int64)
+    bias, scales = torch.zeros(experts, outputs, dtype=kind), torch.zeros(experts, outputs)
+    options: dict[str, Any] = {"scales": scales if int8 else None, "deterministic": deterministic}
+    before, target.processors = target.processors, lambda _device: 132
+    try:
+        from_rows = torch.zeros(rows, dtype=torch.int64)
+        grouped_matmul(x, weight, starts, bias, activation=activation, from_rows=from_rows, **options)
+    finally:
+        target.processors = before
+
+
+def launch_combine(dtype: str, tokens: int, chosen: int, width: int) -> None:
+    """The same for the combination."""
+    from batchinfer_kernels.gpu.combine import combine
+
+    made = torch.zeros(tokens * chosen, width, dtype=getattr(torch, dtype))
+    combine(made, torch.arange(len(made)), torch.zeros(tokens, chosen))
+
+
+def compiled(
+    target: str,
+    rows: int,
+    sizes: tuple[int, int] = EVEN,
+    *,
+    experts: int = EXPERTS,
+    dtype: str = "bfloat16",
+    int8: bool = False,
+    deterministic: bool = False,
+    activation: str | None = None,
+) -> Compiled:
+    arguments = (dtype, rows, experts, sizes, int8, deterministic, activation)
+    found = compile_launch("tests.kernels.gpu.test_grouped_matmul_aot:launch_grouped", arguments, target)
+    for kernel in found:
+        kernel.check()
+    (matmul,) = [kernel for kernel in found if kernel.kernel == "grouped_matmul_kernel"]
+    if dtype != "float32":
+        assert_multiplies(matmul, target, "int8" if int8 else "plain")
+    if target in NVIDIA and sizes != ODD:
+        assert_reads_wide(matmul, 12 if dtype == "float32" else 16)
+    return matmul
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("target", TARGETS)
+def test_few_and_many_rows(target: str, int8: bool) -> None:
+    compiled(target, FEW, int8=int8, activation="silu")
+    compiled(target, MANY, int8=int8)
+
+
+def test_deterministic_products_and_odd_sizes() -> None:
+    compiled("sm_90", MANY, deterministic=True, activation="silu")
+    compiled("sm_90", MANY, ODD, experts=ODD_EXPERTS)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_combination(target: str) -> None:
+    arguments = ("bfloat16", 64, 8, 2048)
+    (kernel,) = compile_launch("tests.kernels.gpu.test_grouped_matmul_aot:launch_combine", arguments, target)
+    kernel.check()
+    if target in NVIDIA:
+        assert kernel.wide_loads() >= 1
+        assert kernel.wide_stores() >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "rows", "sizes", "dtype", "deterministic"),
+    [
+        (*case, dtype, deterministic)
+        for case in product(TARGETS, (FEW, 256, MANY), (EVEN, ODD))
+        for dtype, deterministic in (("bfloat16", True), ("float16", False), ("float32", False))
+    ],
+)
+def test_sweep(target: str, rows: int, sizes: tuple[int, int], dtype: str, deterministic: bool) -> None:
+    compiled(target, rows, sizes, dtype=dtype, deterministic=deterministic, activation="silu")

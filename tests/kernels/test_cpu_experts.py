@@ -1,0 +1,192 @@
+"""Compiled experts: equal to the reference, and a row's bits equal whatever it is computed with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.experts import (
+    Choice,
+    choose_experts,
+    combine_reference,
+    experts_reference,
+    group_by_expert,
+)
+from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
+from batchinfer_kernels.quantized_linear import quantize_weight
+from batchinfer_kernels.routing import Routing
+from tests.kernels.test_cpu_linear import TOLERANCE, threads_of
+from tests.kernels.test_cpu_operators import DTYPES
+
+COUNT = 5
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledOperators:
+    return CompiledOperators()
+
+
+def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(E, N, K) → codes and scales of each output."""
+    codes, scales = quantize_weight(weight.flatten(0, 1))
+    return codes.view(weight.shape), scales.view(weight.shape[:2])
+
+
+def starts_of(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *counts]).cumsum(0)
+
+
+def choice_of(tokens: int, chosen: int = 2, count: int = COUNT, seed: int = 0) -> Choice:
+    logits = torch.randn(tokens, count, generator=torch.Generator().manual_seed(seed))
+    return choose_experts(logits, Routing(count, chosen, normalised=True))
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES),
+    counts=st.lists(st.sampled_from([0, 0, 1, 2, 5, 6, 7, 13, 40]), min_size=1, max_size=9),
+    inputs=st.sampled_from([1, 3, 31, 64, 129]),
+    outputs=st.sampled_from([2, 6, 62, 64, 66, 130]),
+    gated=st.booleans(),
+    biased=st.booleans(),
+    int8=st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_grouped_products_equal_the_reference(seed, dtype, counts, inputs, outputs, gated, biased, int8):
+    torch.manual_seed(seed)
+    compiled, kind = CompiledOperators(), "gated" if gated else "plain"
+    x, weight = (
+        torch.randn(sum(counts), inputs).to(dtype),
+        torch.randn(len(counts), outputs, inputs).to(dtype),
+    )
+    bias = torch.randn(len(counts), outputs).to(dtype) if biased else None
+    options = {"activation": "silu" if gated else None}
+    starts = starts_of(counts)
+    if int8:
+        codes, scales = coded(weight)
+        got = compiled.grouped_linear(x, compiled.pack_expert_codes(codes, scales, bias, kind), starts)
+        wanted = grouped_matmul_reference(x, codes, starts, bias, scales=scales, **options)
+    else:
+        got = compiled.grouped_linear(x, compiled.pack_experts(weight, bias, kind), starts)
+        wanted = grouped_matmul_reference(x, weight, starts, bias, **options)
+    torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_each_row_is_that_of_the_linear_layer(compiled, dtype, int8):
+    """Bit by bit: the tiles are the same."""
+    torch.manual_seed(2)
+    counts = [0, 7, 1, 0, 12]
+    x, weight = torch.randn(sum(counts), 131).to(dtype), torch.randn(COUNT, 130, 131).to(dtype)
+    starts = starts_of(counts)
+    packed = compiled.pack_expert_codes(*coded(weight), None) if int8 else compiled.pack_experts(weight, None)
+    got = compiled.grouped_linear(x, packed, starts)
+    for expert, (first, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
+        one = weight[expert]
+        single = compiled.pack_codes(*quantize_weight(one), None) if int8 else compiled.pack_linear(one, None)
+        assert torch.equal(got[first:end], compiled.linear(x[first:end], single))
+
+
+def packed_pair(compiled, dtype, int8=False, biased=False, hidden=70, inner=37, count=COUNT, kind="gated"):
+    """(packed, and what the reference takes)"""
+    torch.manual_seed(4)
+    gate_up = torch.randn(count, 2 * inner, hidden).to(dtype) / 8
+    down = torch.randn(count, hidden, inner).to(dtype) / 8
+    biases = [torch.randn(part.shape[:2]).to(dtype) if biased else None for part in (gate_up, down)]
+    pack = (lambda w, *rest: compiled.pack_expert_codes(*coded(w), *rest)) if int8 else compiled.pack_experts
+    packed = pack(gate_up, biases[0], kind), pack(down, biases[1])
+    return packed, (gate_up, down, biases)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 40])
+@pytest.mark.parametrize("chosen", [1, 2, 5])
+@pytest.mark.parametrize(("kind", "activation"), [("gated", "silu"), ("gelu_gated", "gelu_tanh")])
+def test_experts_equal_the_reference(compiled, dtype, biased, tokens, chosen, kind, activation):
+    packed, (gate_up, down, biases) = packed_pair(compiled, dtype, biased=biased, kind=kind)
+    x, choice, loads = torch.randn(tokens, 70).to(dtype), choice_of(tokens, chosen), torch.full((COUNT,), 3)
+    got = compiled.experts(x, *packed, choice, loads)
+    wanted = experts_reference(x, gate_up, down, choice, activation, *biases)
+    torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
+    assert loads.tolist() == [3 + int((choice.experts == e).sum()) for e in range(COUNT)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_experts_are_their_products_one_by_one(compiled, dtype):
+    packed, _ = packed_pair(compiled, dtype, int8=True)
+    x, choice = torch.randn(23, 70).to(dtype), choice_of(23)
+    groups = group_by_expert(choice.experts, COUNT)
+    inner = compiled.grouped_linear(x[groups.order // 2], packed[0], groups.starts)
+    made = compiled.grouped_linear(inner, packed[1], groups.starts)
+    wanted = combine_reference(made, groups.order, choice.weights)
+    assert torch.equal(compiled.experts(x, *packed, choice, torch.zeros(COUNT).long()), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_token_does_not_depend_on_its_batch(compiled, dtype, int8):
+    packed, _ = packed_pair(compiled, dtype, int8=int8, hidden=131)
+    x, choice, loads = torch.randn(200, 131).to(dtype), choice_of(200, 3), torch.zeros(COUNT).long()
+    whole = compiled.experts(x, *packed, choice, loads)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(5))
+    for threads in (1, 2):
+        with threads_of(threads):
+            for rows in (*(torch.arange(n) for n in (1, 2, 6, 7, 64, 199)), torch.arange(193, 200), order):
+                part = Choice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
+                assert torch.equal(compiled.experts(x[rows].contiguous(), *packed, part, loads), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_tokens_on_one_expert(compiled, dtype):
+    """The others may hold anything: they are not read."""
+    packed, (gate_up, down, _) = packed_pair(compiled, dtype)
+    for weight in packed:
+        kept = weight.panels[3].clone()
+        weight.panels.fill_(float("nan"))
+        weight.panels[3] = kept
+    choice = Choice(torch.full((30, 1), 3), torch.rand(30, 1))
+    x, loads = torch.randn(30, 70).to(dtype), torch.zeros(COUNT).long()
+    got = compiled.experts(x, *packed, choice, loads)
+    torch.testing.assert_close(got, experts_reference(x, gate_up, down, choice, "silu"), **TOLERANCE[dtype])
+    assert loads.tolist() == [0, 0, 0, 30, 0]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_broken_token_breaks_no_other(compiled, int8):
+    packed, _ = packed_pair(compiled, torch.float32, int8=int8)
+    x, choice, loads = torch.randn(9, 70), choice_of(9), torch.zeros(COUNT).long()
+    whole = compiled.experts(x, *packed, choice, loads)
+    x[4, 60] = float("nan")
+    got = compiled.experts(x, *packed, choice, loads)
+    assert got[4].isnan().all()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(got[others], whole[others])
+
+
+def test_what_does_not_fit_is_refused(compiled):
+    (gate_up, down), _ = packed_pair(compiled, torch.float32)
+    x, choice, loads = torch.randn(4, 70), choice_of(4), torch.zeros(COUNT).long()
+    for bad in (-1, COUNT):
+        wrong = Choice(torch.full((4, 2), bad), choice.weights)
+        with pytest.raises(ValueError, match="an expert below 0 or above 4"):
+            compiled.experts(x, gate_up, down, wrong, loads)
+    with pytest.raises(ValueError, match="take 70 inputs"):
+        compiled.experts(x[:, :69].contiguous(), gate_up, down, choice, loads)
+    with pytest.raises(ValueError, match="do not fit"):
+        compiled.experts(x, down, gate_up, choice, loads)
+    with pytest.raises(ValueError, match="experts are"):
+        compiled.experts(x[:3], gate_up, down, choice, loads)
+    with pytest.raises(ValueError, match="loads are"):
+        compiled.experts(x, gate_up, down, choice, loads[1:])
+    with pytest.raises(ValueError, match=r"x is torch.bfloat16"):
+        compiled.experts(x.bfloat16(), gate_up, down, choice, loads)
+    with pytest.raises(ValueError, match="starts are"):
+        compiled.grouped_linear(x, gate_up, starts_of([1, 1, 1, 0, 0]))
+    with pytest.raises(ValueError, match="no matrices"):
+        compiled.pack_experts(torch.randn(4, 8), None)
