@@ -12,6 +12,20 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -41,12 +55,36 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "stablelm": (StableLmConfig, StableLmForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "cohere": (CohereConfig, CohereForCausalLM),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
 }
-HEADS_FILL_HIDDEN = ("stablelm",)  # families that know no head_dim
+HEADS_FILL_HIDDEN = ("stablelm", "cohere2", "gpt2", "gpt_neox")  # families that know no head_dim
+NO_KV_HEADS = ("gpt2", "gpt_neox")  # families whose query heads have a KV head each
+# What a family calls what others name otherwise; None: it does not know it
+RENAMED: dict[str, dict[str, str | None]] = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "rope_parameters": None,
+    },
+}
 # What a family's checkpoints are made with, so that all that it adds to a Llama shows
 SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "stablelm": {"partial_rotary_factor": 1.0},
+    "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 40, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.3},
+    "cohere2": {"sliding_window": 40, "sliding_window_pattern": 2, "logit_scale": 0.6},
+    "gpt_neox": {"rotary_pct": 1.0},
     "granite": {
         "attention_multiplier": 0.4,
         "embedding_multiplier": 3.0,
@@ -147,7 +185,10 @@ def make_checkpoint(
     sizes = {**sizes, **SPECIAL.get(family, {}), **overrides}
     if family in HEADS_FILL_HIDDEN:
         sizes["hidden_size"] = sizes["num_attention_heads"] * sizes.pop("head_dim")
-    config = config_class(**sizes)
+    if family in NO_KV_HEADS:
+        del sizes["num_key_value_heads"]
+    names = {name: RENAMED.get(family, {}).get(name, name) for name in sizes}
+    config = config_class(**{name: sizes[usual] for usual, name in names.items() if name is not None})
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = model_class(config).eval()
@@ -171,8 +212,9 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-            elif "norm" in name:
-                parameter.copy_(1 + torch.randn(parameter.shape, generator=generator) * 0.2)
+            elif "norm" in name or ".ln_" in name:
+                usual = 0 if "gemma" in model.config.model_type else 1
+                parameter.copy_(usual + torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
 def make_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

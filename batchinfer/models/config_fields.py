@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from batchinfer.errors import JobFileError, Mistake
@@ -47,14 +48,27 @@ class Fields:
     are found; whoever reads checks `mistakes` before using anything.
     """
 
-    def __init__(self, raw: Mapping[str, Any], name: str, mistakes: list[str]) -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        name: str,
+        mistakes: list[str],
+        theirs: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`theirs`: what the file calls a key that is asked for by another name."""
         self.raw = raw
         self.name = name
         self.mistakes = mistakes
+        self._theirs = theirs
+
+    def renamed(self, theirs: Mapping[str, str]) -> Fields:
+        """The same object, whose keys are asked for by usual names: usual → the file's own. Messages name its own."""
+        usual = {key: self.raw[own] for key, own in theirs.items() if own in self.raw}
+        return Fields({**self.raw, **usual}, self.name, self.mistakes, theirs)
 
     def _wrong(self, key: str, wanted: str) -> None:
         found = f"is {shown(self.raw[key])}" if key in self.raw else "is missing"
-        self.mistakes.append(f"{self.name}: {key} {found}; wanted {wanted}")
+        self.mistakes.append(f"{self.name}: {self._theirs.get(key, key)} {found}; wanted {wanted}")
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
         """An integer in low … high; without a default it must be there. null counts as absent."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from batchinfer.models.config_fields import Fields, shown
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 
@@ -50,7 +50,11 @@ def rotary_part(raw: Mapping[str, Any], head_dim: int, mistakes: list[str], abse
 
 
 def parse_rope(
-    raw: Mapping[str, Any], max_positions: int, mistakes: list[str], partial: bool = False
+    raw: Mapping[str, Any],
+    max_positions: int,
+    mistakes: list[str],
+    partial: bool = False,
+    absent_theta: float = 10_000.0,
 ) -> RopeConfig:
     """Read the rope parameters of config.json. `partial`: part of a head may be rotated (see `rotary_part`)."""
     source = _stated(raw)
@@ -65,6 +69,8 @@ def parse_rope(
         return RopeConfig()
     if raw.get("original_max_position_embeddings") is not None:  # beside the rope parameters: it wins
         rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    if rope["rope_theta"] is None:
+        rope["rope_theta"] = absent_theta
     return _parse_kind(cast(RopeKind, kind), Fields(rope, "config.json (rope)", mistakes), max_positions)
 
 
@@ -81,8 +87,8 @@ def _check_supported(
 
 
 def _parse_kind(kind: RopeKind, fields: Fields, max_positions: int) -> RopeConfig:
-    theta = fields.number("rope_theta", 10_000.0, above=1.0)
-    if kind == "default":
+    theta = fields.number("rope_theta", above=1.0)
+    if kind in ("default", "dynamic"):  # dynamic differs beyond the positions that the model was made for
         return RopeConfig("default", theta)
     if kind == "linear":
         return RopeConfig("linear", theta, fields.number("factor"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from batchinfer.models.config_fields import Fields, shown
@@ -30,7 +30,11 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+# (config.json, values of a head) → how heads are rotated
+RotationOf = Callable[[Fields, int], Rotation]
 LayerKind = Literal["full_attention", "sliding_attention"]
+FULL: LayerKind = "full_attention"
+LOCAL: LayerKind = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +116,48 @@ def attention(
     absent_head_dim: int | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
-    qk_norm: bool = False,
-    partial_rotary: bool = False,
-    absent_part: float = 1.0,
-    interleaved: bool = False,
+    qk_norm: NormSpec | None = None,
+    rotation: RotationOf | None = None,
 ) -> AttentionSpec:
     """As Llama names its sizes. Of the KV heads null means all heads, and absent `absent_kv_heads` (None: all, too); a
-    head is as wide as stated, or as `absent_head_dim`, or hidden / heads."""
+    head is as wide as stated, or as `absent_head_dim`, or hidden / heads. `qk_norm` is each head's, its width the
+    head's; `rotation` is of whole heads if not given."""
     q_heads = fields.integer("num_attention_heads")
     stated = "num_key_value_heads" in fields.raw or absent_kv_heads is None
     kv_heads = fields.integer("num_key_value_heads", q_heads if stated else absent_kv_heads)
     head_dim = _head_dim(fields, q_heads, absent_head_dim)
-    norm = NormSpec(head_dim, rms_eps(fields)) if qk_norm else None
-    rope = parse_rope(fields.raw, max_positions(fields), fields.mistakes, partial_rotary)
-    rotated = rotary_part(fields.raw, head_dim, fields.mistakes, absent_part) if partial_rotary else head_dim
+    norm = replace(qk_norm, width=head_dim) if qk_norm else None
     return AttentionSpec(
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rotation=Rotation(rope, rotated, interleaved),
+        rotation=(rotation or whole_heads)(fields, head_dim),
         q_norm=norm,
         k_norm=norm,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
     )
+
+
+def whole_heads(fields: Fields, head_dim: int) -> Rotation:
+    """The rotation of all of a head."""
+    return Rotation(parse_rope(fields.raw, max_positions(fields), fields.mistakes), head_dim)
+
+
+def parts_of_heads(absent: float = 1.0) -> RotationOf:
+    """The rotation of the part of a head that `partial_rotary_factor` states, or of `absent` of it."""
+
+    def parsed(fields: Fields, head_dim: int) -> Rotation:
+        rope = parse_rope(fields.raw, max_positions(fields), fields.mistakes, partial=True)
+        return Rotation(rope, rotary_part(fields.raw, head_dim, fields.mistakes, absent))
+
+    return parsed
+
+
+def no_rotation(_: Fields, head_dim: int) -> Rotation:
+    """Positions are learned, or not known to the layer."""
+    return Rotation(None, head_dim)
 
 
 def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
@@ -182,6 +203,19 @@ def layer_count(fields: Fields) -> int:
 def hidden_size(fields: Fields) -> int:
     """Values of a token between two layers."""
     return fields.integer("hidden_size")
+
+
+def kinds_of_layers(fields: Fields, layers: int, pattern: int) -> list[LayerKind]:
+    """As `layer_types` says; else every `pattern`-th layer sees everything, a number that `sliding_window_pattern` may
+    state."""
+    every = fields.integer("sliding_window_pattern", pattern)
+    usual: list[LayerKind] = [LOCAL if (index + 1) % every else FULL for index in range(layers)]
+    return layer_kinds(fields, layers) or usual
+
+
+def sliding_window(fields: Fields, absent: int = 4096) -> int | None:
+    """`sliding_window`, null: none."""
+    return fields.optional_integer("sliding_window") if "sliding_window" in fields.raw else absent
 
 
 def layer_kinds(fields: Fields, layers: int) -> list[LayerKind] | None:

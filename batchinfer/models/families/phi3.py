@@ -16,6 +16,7 @@ from batchinfer.models.families.family import (
     hidden_size,
     layer_count,
     model,
+    parts_of_heads,
     rms_eps,
 )
 from batchinfer.models.families.llama import llama_layer
@@ -29,7 +30,7 @@ def parse_phi3(files: ConfigFiles) -> ModelSpec:
     """Phi3Config. Its "longrope" is not supported yet, which `attention` says."""
     fields = files.config
     window = fields.optional_integer("sliding_window")
-    attended = replace(attention(fields, partial_rotary=True), window=window)
+    attended = replace(attention(fields, rotation=parts_of_heads()), window=window)
     norm = NormSpec(hidden_size(fields), rms_eps(fields, ABSENT_EPS))
     layer = llama_layer(fields, attended, gated_feed_forward(fields), norm)
     return model("phi3", files, (layer,) * layer_count(fields), norm=norm, absent_eos=ABSENT_EOS)

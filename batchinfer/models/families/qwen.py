@@ -13,9 +13,10 @@ from batchinfer.models.families.family import (
     layer_count,
     layer_kinds,
     model,
+    rms_eps,
 )
 from batchinfer.models.families.llama import llama_layer
-from batchinfer.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from batchinfer.models.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 
 def parse_qwen2(files: ConfigFiles) -> ModelSpec:
@@ -28,7 +29,12 @@ def parse_qwen3(files: ConfigFiles) -> ModelSpec:
     """Qwen3Config, whose heads are 128 wide unless it says otherwise, whatever the hidden size."""
     bias = files.config.boolean("attention_bias", False)
     attended = attention(
-        files.config, absent_kv_heads=32, absent_head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True
+        files.config,
+        absent_kv_heads=32,
+        absent_head_dim=128,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=NormSpec(0, rms_eps(files.config)),
     )
     return model("qwen3", files, _layers(files.config, attended))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from batchinfer.models.families.cohere import COHERE, COHERE2
 from batchinfer.models.families.family import Family
+from batchinfer.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from batchinfer.models.families.gpt import GPT2, GPT_NEOX
 from batchinfer.models.families.granite import GRANITE
 from batchinfer.models.families.llama import LLAMA, MISTRAL
 from batchinfer.models.families.olmo2 import OLMO2
@@ -10,5 +13,8 @@ from batchinfer.models.families.phi3 import PHI3
 from batchinfer.models.families.qwen import QWEN2, QWEN3
 from batchinfer.models.families.stablelm import STABLELM
 
-_KNOWN = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, OLMO2, PHI3, STABLELM)
+_KNOWN = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, OLMO2, PHI3, STABLELM),
+    *(GEMMA, GEMMA2, GEMMA3, COHERE, COHERE2, GPT2, GPT_NEOX),
+)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _KNOWN}

@@ -11,6 +11,7 @@ from batchinfer.models.families.family import (
     hidden_size,
     layer_count,
     model,
+    parts_of_heads,
 )
 from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
 
@@ -25,7 +26,7 @@ def parse_stablelm(files: ConfigFiles) -> ModelSpec:
         fields.mistakes.append(f"{fields.name}: qk_layernorm is not supported")
     biased, parallel = fields.boolean("use_qkv_bias", False), fields.boolean("use_parallel_residual", False)
     attended = attention(
-        fields, absent_kv_heads=32, qkv_bias=biased, partial_rotary=True, absent_part=ABSENT_ROTARY_PART
+        fields, absent_kv_heads=32, qkv_bias=biased, rotation=parts_of_heads(ABSENT_ROTARY_PART)
     )
     norm = NormSpec(hidden_size(fields), fields.number("layer_norm_eps", 1e-5), "layer", biased=True)
     layer = LayerSpec(

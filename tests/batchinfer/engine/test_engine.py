@@ -50,6 +50,14 @@ VARIANTS = {
         "phi3",
         {"sliding_window": 24, "head_dim": 16, "rope": "partial-0.75"},
     ),
+    "gemma": ("gemma", {"hidden_act": "gelu"}),
+    "gemma2": ("gemma2", {"num_hidden_layers": 3, "sliding_window": 24}),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 3, "sliding_window": 24}),
+    "cohere-normed": ("cohere", {"tied": True}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 3, "sliding_window": 24}),
+    "gpt2": ("gpt2", {}),
+    "gpt-neox-partial": ("gpt_neox", {"head_dim": 16, "rope": "partial-0.25"}),
+    "gpt-neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
     "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),
 }
 FULL = ("llama", "mistral-window", "qwen2", "qwen3")  # these run under every setting below

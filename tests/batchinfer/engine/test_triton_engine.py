@@ -60,8 +60,14 @@ VARIANTS = {
     "olmo2": ("olmo2", {"num_key_value_heads": 1}),
     "granite-biased": ("granite", {"attention_bias": True}),
     "phi3-partial": ("phi3", {"rope": "partial-0.5"}),
+    "gemma2": ("gemma2", {"sliding_window": 24}),
+    "gemma3": ("gemma3_text", {"sliding_window": 24}),
+    "cohere-normed": ("cohere", {"tied": True}),
+    "cohere2": ("cohere2", {"sliding_window": 24}),
+    "gpt2": ("gpt2", {}),
+    "gpt-neox": ("gpt_neox", {}),
 }
-ALWAYS = ("llama", "llama-window", "qwen2-biased", "qwen3-normed", "olmo2")
+ALWAYS = ("llama", "llama-window", "qwen2-biased", "qwen3-normed", "olmo2", "gemma2", "cohere2")
 SHARED = 40
 OUTPUT = 3
 FORCED = 3

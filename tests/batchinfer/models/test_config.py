@@ -88,8 +88,8 @@ def test_rope_scaling_beside_rope_parameters_wins() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
-        {"model_type": "gpt2"},
-        "model_type 'gpt2' is not supported; llama, mistral, qwen2, qwen3",
+        {"model_type": "bert"},
+        "model_type 'bert' is not supported; llama, mistral, qwen2, qwen3",
     ),
     ({"model_type": ...}, "model_type None is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "['LlamaForCausalLM'] is"),
@@ -112,8 +112,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": [1, -1]}, "eos_token_id is [1, -1]"),
     ({"rope_scaling": "yarn"}, "the rope parameters are 'yarn'; wanted an object"),
     (
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope type 'dynamic' is not supported; default, linear",
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "rope type 'longrope' is not supported; default, linear",
     ),
     ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
     ({"rope_scaling": {"type": ["yarn"]}}, "rope type ['yarn'] is not supported"),

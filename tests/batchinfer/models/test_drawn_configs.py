@@ -36,8 +36,35 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "olmo2": {"attention_bias": st.booleans()},
     "phi3": {"sliding_window": WINDOW},
     "stablelm": {"use_qkv_bias": st.booleans(), "use_parallel_residual": st.booleans()},
+    "gemma": {"attention_bias": st.booleans(), "hidden_act": st.sampled_from(["gelu", "silu"])},
+    "gemma2": {
+        "attention_bias": st.booleans(),
+        "sliding_window": st.sampled_from([1, 9, 24]),
+        "attn_logit_softcapping": st.sampled_from([None, 1.0, 50.0]),
+        "final_logit_softcapping": st.sampled_from([None, 3.0, 30.0]),
+        "query_pre_attn_scalar": st.sampled_from([8, 20]),
+    },
+    "gemma3_text": {
+        "attention_bias": st.booleans(),
+        "sliding_window": st.sampled_from([1, 9, 24]),
+        "sliding_window_pattern": st.integers(1, 3),
+        "final_logit_softcapping": st.sampled_from([None, 30.0]),
+        "query_pre_attn_scalar": st.sampled_from([8, 20]),
+    },
+    "cohere": {"attention_bias": st.booleans(), "use_qk_norm": st.booleans()},
+    "cohere2": {
+        "attention_bias": st.booleans(),
+        "sliding_window": st.sampled_from([1, 9, 24]),
+        "sliding_window_pattern": st.integers(1, 3),
+    },
+    "gpt2": {
+        "scale_attn_weights": st.booleans(),
+        "scale_attn_by_inverse_layer_idx": st.booleans(),
+        "activation_function": st.sampled_from(["gelu_new", "gelu", "silu"]),
+    },
+    "gpt_neox": {"attention_bias": st.booleans(), "use_parallel_residual": st.booleans()},
 }
-PARTIAL = ("phi3", "stablelm")
+PARTIAL = ("phi3", "stablelm", "gpt_neox")
 
 
 def test_every_family_is_drawn() -> None:
@@ -66,7 +93,7 @@ def configurations(draw: st.DrawFn, family: str) -> dict[str, Any]:
         chosen["hidden_size"] = heads * -(
             -draw(st.sampled_from([36, 50])) // heads
         )  # some require a multiple
-    elif chosen["rope"] in PARTIAL_ROPES:
+    elif family == "stablelm" and chosen["rope"] in PARTIAL_ROPES:
         chosen["partial_rotary_factor"] = PARTIAL_ROPES[chosen["rope"]]["partial_rotary_factor"]
     return chosen
 

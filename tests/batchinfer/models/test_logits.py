@@ -20,7 +20,7 @@ from tests.checkpoints import FAMILIES, ROPES, cast_parameters, edit_json, make_
 LENGTHS = (1, 2, 17, 63, 100, 300)
 
 # Families whose rotary embedding may be scaled in the ways that most know
-SCALED = [family for family in FAMILIES if family != "phi3"]
+SCALED = [family for family in FAMILIES if family not in ("phi3", "gpt2", "gemma3_text")]
 
 
 def prompts_of(vocab: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> list[list[int]]:
@@ -50,7 +50,8 @@ def test_tied_and_sharded(tmp_path: Path, family: str, tied: bool, shards: int) 
     model = make_checkpoint(tmp_path, family, tied=tied, shards=shards)
     checkpoint = check_logits(tmp_path, model)
     assert len(checkpoint.files) >= shards
-    assert ("lm_head.weight" in checkpoint.tensors) is not tied
+    head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
+    assert (head in checkpoint.tensors) is not tied
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,12 +89,41 @@ def test_config_as_transformers_4_wrote_it(tmp_path: Path, family: str) -> None:
     model = make_checkpoint(tmp_path, family, rope="yarn")
     raw = json.loads((tmp_path / "config.json").read_text())
     rope = raw.pop("rope_parameters")
-    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rotary_emb_base" if family == "gpt_neox" else "rope_theta"] = rope.pop("rope_theta")
+    if family == "gpt_neox":
+        raw["rotary_pct"] = rope.pop("partial_rotary_factor")
     raw["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
     raw["torch_dtype"] = raw.pop("dtype")
     (tmp_path / "config.json").write_text(json.dumps(raw))
     checkpoint = check_logits(tmp_path, model, lengths=(100,))
     assert checkpoint.spec.dtype == "float32"
+
+
+@pytest.mark.parametrize("transformers_4", [False, True])
+def test_a_rotation_for_each_kind_of_layer(tmp_path: Path, transformers_4: bool) -> None:
+    ropes = {"full_attention": ROPES["linear"], "sliding_attention": {**ROPES["default"], "rope_theta": 77.0}}
+    model = make_checkpoint(tmp_path, "gemma3_text", rope=ropes, num_hidden_layers=3)
+    if transformers_4:
+        scaling = {"rope_type": "linear", "factor": ROPES["linear"]["factor"]}
+        flat = {"rope_theta": 10_000.0, "rope_scaling": scaling, "rope_local_base_freq": 77.0}
+        edit_json(tmp_path / "config.json", rope_parameters=..., **flat)
+    checkpoint = check_logits(tmp_path, model, lengths=(17, 100, 300))
+    local, full = ({layer.attention.rotation.rope for layer in checkpoint.spec.layers[i::2]} for i in (0, 1))
+    assert {rope.theta for rope in local if rope} == {77.0}
+    assert {rope.kind for rope in full if rope} == {"linear"}
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_scores_scaled_by_layer(tmp_path: Path, inverse: bool) -> None:
+    options = {"scale_attn_by_inverse_layer_idx": inverse, "scale_attn_weights": not inverse}
+    checkpoint = check_logits(tmp_path, make_checkpoint(tmp_path, "gpt2", **options), lengths=(17, 63))
+    first, second = (layer.attention.scale for layer in checkpoint.spec.layers)
+    assert first == (2 * second if inverse else second)
+
+
+def test_dynamic_rope_is_the_default_within_the_context(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    check_logits(tmp_path, make_checkpoint(tmp_path, "llama", rope=rope), lengths=(100, 300))
 
 
 @pytest.mark.parametrize("family", SCALED)
@@ -117,7 +147,7 @@ def test_query_groups(tmp_path: Path, family: str, q_heads: int, kv_heads: int) 
     check_logits(tmp_path, model, lengths=(1, 17, 63))
 
 
-@pytest.mark.parametrize("family", ["phi3", "stablelm"])
+@pytest.mark.parametrize("family", ["phi3", "stablelm", "gpt_neox"])
 @pytest.mark.parametrize("part", [0.25, 0.5, 0.75])
 def test_a_part_of_each_head_is_rotated(tmp_path: Path, family: str, part: float) -> None:
     more = {"partial_rotary_factor": part} if family == "stablelm" else {}
@@ -133,6 +163,11 @@ def test_both_halves_of_a_layer_side_by_side(tmp_path: Path, biased: bool) -> No
     assert checkpoint.spec.layers[0].parallel
 
 
+def test_one_half_after_the_other(tmp_path: Path) -> None:
+    checkpoint = check_logits(tmp_path, make_checkpoint(tmp_path, "gpt_neox", use_parallel_residual=False))
+    assert not checkpoint.spec.layers[0].parallel
+
+
 @pytest.mark.parametrize(
     ("family", "biases"),
     [
@@ -143,6 +178,10 @@ def test_both_halves_of_a_layer_side_by_side(tmp_path: Path, biased: bool) -> No
         ("granite", {"attention_bias": True, "mlp_bias": True}),
         ("olmo2", {"attention_bias": True}),
         ("stablelm", {"use_qkv_bias": True}),
+        ("gemma2", {"attention_bias": True}),
+        ("gemma3_text", {"attention_bias": True}),
+        ("cohere", {"attention_bias": True}),
+        ("cohere2", {"attention_bias": True}),
     ],
 )
 def test_biases(tmp_path: Path, family: str, biases: dict[str, bool]) -> None:
@@ -176,6 +215,9 @@ def test_biases(tmp_path: Path, family: str, biases: dict[str, bool]) -> None:
             (9, None, 9),
         ),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 9}, (None, None, None)),
+        ("gemma2", {"sliding_window": 24}, (24, None, 24)),
+        ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 3}, (9, 9, None)),
+        ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 3}, (9, 9, None)),
     ],
 )
 def test_sliding_windows(

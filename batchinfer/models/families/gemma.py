@@ -1,0 +1,147 @@
+"""Gemma 1, 2 and 3 (Gemma Team, 2024 and 2025), text: norms whose weights are differences from 1, and embeddings
+scaled with the root of their size. From 2 on a norm after each half, too, and windows; in 2 capped scores and logits;
+in 3 norms of heads, and a rotation for each kind of layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from batchinfer.models.config_fields import Fields
+from batchinfer.models.families.family import (
+    FULL,
+    LLAMA_MODULES,
+    LOCAL,
+    ConfigFiles,
+    Family,
+    LayerKind,
+    Modules,
+    RotationOf,
+    activation,
+    attention,
+    hidden_size,
+    kinds_of_layers,
+    layer_count,
+    max_positions,
+    model,
+    no_rotation,
+    rms_eps,
+    sliding_window,
+    whole_heads,
+)
+from batchinfer.models.families.llama import llama_layer
+from batchinfer.models.rope_config import RopeConfig, parse_rope
+from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec, Rotation
+
+ABSENT_EOS = (1,)
+GELU = "gelu_pytorch_tanh"
+PATTERN = {"gemma2": 2, "gemma3_text": 6}
+THETA: dict[LayerKind, tuple[str, float]] = {
+    FULL: ("rope_theta", 1_000_000.0),
+    LOCAL: ("rope_local_base_freq", 10_000.0),
+}
+MODULES: Modules = {
+    **LLAMA_MODULES,
+    "attention_norm": "post_attention_layernorm",
+    "post_norm": "pre_feedforward_layernorm",
+    "feed_forward_norm": "post_feedforward_layernorm",
+}
+
+
+def parse_gemma(files: ConfigFiles) -> ModelSpec:
+    """GemmaConfig. Its "gelu" means the tanh approximation, which it was trained with."""
+    fields = files.config
+    bias, named = fields.boolean("attention_bias", False), fields.raw.get("hidden_act") == "gelu"
+    attended = attention(fields, absent_kv_heads=16, absent_head_dim=256, qkv_bias=bias, o_bias=bias)
+    fed = FeedForwardSpec(
+        fields.integer("intermediate_size"),
+        "gelu_tanh" if named else activation(fields, absent=GELU),
+    )
+    return _model("gemma", files, (llama_layer(fields, attended, fed, _norm(fields)),) * layer_count(fields))
+
+
+def parse_gemma2(files: ConfigFiles) -> ModelSpec:
+    """Gemma2Config."""
+    fields = files.config
+    attended = replace(
+        _attention(fields, None, whole_heads), soft_cap=_cap(fields, "attn_logit_softcapping", 50.0)
+    )
+    layers = tuple(_layer(fields, attended, kind) for kind in _kinds(fields, "gemma2"))
+    return _model("gemma2", files, layers, logit_cap=_cap(fields, "final_logit_softcapping", 30.0))
+
+
+def parse_gemma3(files: ConfigFiles) -> ModelSpec:
+    """Gemma3TextConfig."""
+    fields = files.config
+    attended = _attention(fields, _norm(fields), no_rotation)
+    turned = {
+        kind: replace(attended, rotation=Rotation(_rope(fields, kind), attended.head_dim)) for kind in THETA
+    }
+    layers = tuple(_layer(fields, turned[kind], kind) for kind in _kinds(fields, "gemma3_text"))
+    return _model("gemma3_text", files, layers, logit_cap=_cap(fields, "final_logit_softcapping"))
+
+
+def _attention(fields: Fields, qk_norm: NormSpec | None, rotation: RotationOf) -> AttentionSpec:
+    bias = fields.boolean("attention_bias", False)
+    attended = attention(
+        fields,
+        absent_kv_heads=4,
+        absent_head_dim=256,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=qk_norm,
+        rotation=rotation,
+    )
+    return replace(attended, scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
+
+
+def _kinds(fields: Fields, family: str) -> list[LayerKind]:
+    return kinds_of_layers(fields, layer_count(fields), PATTERN[family])
+
+
+def _layer(fields: Fields, attended: AttentionSpec, kind: LayerKind) -> LayerSpec:
+    norm = _norm(fields)
+    window = sliding_window(fields) if kind == LOCAL else None
+    fed = FeedForwardSpec(fields.integer("intermediate_size"), activation(fields, "hidden_activation", GELU))
+    return LayerSpec(norm.width, norm, replace(attended, window=window), norm, fed, norm, norm)
+
+
+def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
+    """`rope_parameters` by kind of layer as transformers 5 writes them; else a theta for each, and `rope_scaling` for
+    the layers that see everything."""
+    key, absent = THETA[kind]
+    stated = fields.raw.get("rope_parameters")
+    each = stated.get(kind) if isinstance(stated, dict) else None
+    raw: dict[str, Any] = {"rope_theta": fields.raw.get(key), "rope_parameters": each}
+    if kind == FULL and not each:
+        raw["rope_scaling"] = fields.raw.get("rope_scaling")
+    return parse_rope(raw, max_positions(fields), fields.mistakes, absent_theta=absent)
+
+
+def _norm(fields: Fields) -> NormSpec:
+    return NormSpec(hidden_size(fields), rms_eps(fields), offset=1.0)
+
+
+def _cap(fields: Fields, key: str, absent: float | None = None) -> float | None:
+    """A cap; null: none."""
+    return absent if key not in fields.raw else fields.optional_number(key) or None
+
+
+def _model(family: str, files: ConfigFiles, layers: tuple[LayerSpec, ...], **special: Any) -> ModelSpec:
+    fields = files.config
+    if fields.boolean("use_bidirectional_attention", False):
+        fields.mistakes.append(
+            f"{fields.name}: use_bidirectional_attention is true: no decoder; only false is supported"
+        )
+    special |= {"embedding_multiplier": hidden_size(fields) ** 0.5, "norm": _norm(fields)}
+    return model(family, files, layers, absent_eos=ABSENT_EOS, absent_tied=True, **special)
+
+
+def gemma_modules(layer: LayerSpec) -> Modules:
+    """Llama's, with other norms where there is one after each half."""
+    return LLAMA_MODULES if layer.attention_norm is None else MODULES
+
+
+GEMMA = Family("gemma", ("GemmaForCausalLM", "GemmaModel"), parse_gemma)
+GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM", "Gemma2Model"), parse_gemma2, gemma_modules)
+GEMMA3 = Family("gemma3_text", ("Gemma3ForCausalLM", "Gemma3TextModel"), parse_gemma3, gemma_modules)
