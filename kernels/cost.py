@@ -104,6 +104,11 @@ def quantized_grouped_linear_cost(
     )
 
 
+def expected_hit(tokens: int, experts: int, chosen: int) -> int:
+    """How many different experts so many tokens use if each chooses `chosen` of them evenly, rounded."""
+    return round(experts * (1 - (1 - chosen / experts) ** tokens))
+
+
 def routing_cost(tokens: int, experts: int, chosen: int) -> Cost:
     """A softmax (4 a logit) of float32 logits; a float32 weight and a number of 8 bytes for each chosen expert. What
     choosing takes in torch is left out."""
@@ -253,7 +258,10 @@ class StepShape:
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
     """What an operator costs in a step, over all its layers: `step` however much it runs (reading weights), and so much
-    for each of what a StepShape counts. One that is `only_sampled` does not run in a step that samples nothing."""
+    for each of what a StepShape counts. One that is `only_sampled` does not run in a step that samples nothing.
+
+    `expert`: for each expert that has tokens, of `experts` in a layer, of which a token uses `chosen`.
+    """
 
     name: str
     step: Cost = Cost()
@@ -261,11 +269,15 @@ class OperatorCost:
     sampled: Cost = Cost()
     pair: Cost = Cost()
     kv_token: Cost = Cost()
+    expert: Cost = Cost()
     only_sampled: bool = False
+    experts: int = 0
+    chosen: int = 0
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
+        """Of both together, as of one operator: `other` says what kind of operator it is."""
         parts = [getattr(self, part) + getattr(other, part) for part in _PARTS]
-        return replace(self, **dict(zip(_PARTS, parts, strict=True)), only_sampled=other.only_sampled)
+        return replace(other, name=self.name, **dict(zip(_PARTS, parts, strict=True)))
 
     def __mul__(self, times: int) -> OperatorCost:
         return replace(self, **{part: getattr(self, part) * times for part in _PARTS})
@@ -274,7 +286,8 @@ class OperatorCost:
         """Its cost in one step; nothing where no row passes it."""
         if not step.tokens or (self.only_sampled and not step.sampled):
             return Cost()
-        counts = (1, step.tokens, step.sampled, step.pairs, step.kv_tokens)
+        hit = expected_hit(step.tokens, self.experts, self.chosen) if self.experts else 0
+        counts = (1, step.tokens, step.sampled, step.pairs, step.kv_tokens, hit)
         parts = tuple(zip(counts, (getattr(self, part) for part in _PARTS), strict=True))
         return Cost(
             sum(count * cost.flops for count, cost in parts),
@@ -283,7 +296,7 @@ class OperatorCost:
         )
 
 
-_PARTS = ("step", "token", "sampled", "pair", "kv_token")
+_PARTS = ("step", "token", "sampled", "pair", "kv_token", "expert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +306,8 @@ class ModelCost:
 
     operators: tuple[OperatorCost, ...]
     layers: int
-    active_parameters: int  # weights of linear maps that every token multiplies, the head's not among them
+    parameters: int  # weights of linear maps, the head's not among them
+    active_parameters: int  # of these, how many a token multiplies: not those of experts that it does not use
     head_parameters: int
     kv_bytes_per_token: int  # over all layers
     itemsize: int  # bytes of an activation and of a cached value
@@ -308,8 +322,11 @@ class ModelCost:
         return {operator.name: operator.of(step) for operator in self.operators}
 
     def another_step(self) -> dict[str, Cost]:
-        """Operator name → what it adds to the same work if that takes one step more: weights are read again."""
-        return {operator.name: operator.step for operator in self.operators}
+        """Operator name → what it adds to the same work if that takes one step more: weights are read again, of experts
+        those of one token at the least."""
+        return {
+            operator.name: operator.step + operator.expert * operator.chosen for operator in self.operators
+        }
 
     def model_flops(self, step: StepShape) -> int:
         """Useful FLOPs as MFU counts them: 2 × active parameters × tokens, the head for sampled rows, and the products

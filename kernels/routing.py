@@ -45,7 +45,3 @@ class Routing:
             raise ValueError(f"groups of {size} experts are too small, {self.chosen_groups} are chosen")
         if self.scoring == "softmax_of_chosen" and (self.corrected or self.groups > 1):
             raise ValueError("a softmax of the chosen experts knows neither corrections nor groups")
-
-    def expected_hit(self, tokens: int) -> int:
-        """How many different experts so many tokens use if each chooses evenly, rounded."""
-        return round(self.experts * (1 - (1 - self.chosen / self.experts) ** tokens))

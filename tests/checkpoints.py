@@ -32,6 +32,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -40,8 +42,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
 )
@@ -49,8 +55,11 @@ from transformers import (
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
@@ -79,6 +88,14 @@ RENAMED: dict[str, dict[str, str | None]] = {
 # What a family's checkpoints are made with, so that all that it adds to a Llama shows
 SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 36,
+    },
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     "stablelm": {"partial_rotary_factor": 1.0},
     "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 40, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
@@ -189,7 +206,7 @@ def make_checkpoint(
         del sizes["num_key_value_heads"]
     names = {name: RENAMED.get(family, {}).get(name, name) for name in sizes}
     config = config_class(**{name: sizes[usual] for usual, name in names.items() if name is not None})
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(seed)
     model = model_class(config).eval()
     _randomise(model, seed)

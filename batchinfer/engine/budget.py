@@ -16,13 +16,14 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
     """The step budget at which linear layers are bound by compute, with a margin; `default` where peaks are unknown.
 
     A weight of b bytes is read once a step and serves two operations a token, so reading takes 1 / AMORTISED of
-    computing at AMORTISED × b / 2 × peak operations / bandwidth tokens. Rounded up to a power of two, within
+    computing at AMORTISED × b / 2 × peak operations / bandwidth tokens; at more of them where a token multiplies only a
+    part of the weights, as it does with experts. Rounded up to a power of two, within
     LEAST and MOST, and twice max_num_seqs at least, so that a full batch leaves room for reading prompts.
     """
     if peaks is None:
         return default
     operations = peaks.int8_ops_per_s if cost.quantized else None
     per_byte = (operations or peaks.flops_per_s) / peaks.bytes_per_s
-    tokens = int(AMORTISED * cost.weight_itemsize * per_byte / 2)
+    tokens = int(AMORTISED * cost.weight_itemsize * per_byte / 2 * cost.parameters / cost.active_parameters)
     rounded = 1 << max(0, tokens - 1).bit_length()
     return max(min(max(rounded, LEAST), MOST), 2 * max_num_seqs)

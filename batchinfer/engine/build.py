@@ -103,7 +103,7 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
     quantized = config.quantization == "int8"
-    weights = WatchedWeights(source.weights(dtype, device))
+    weights = WatchedWeights(source.weights(dtype, device), source.spec)
     model = Decoder(source.spec, weights, ops, longest, device)
     warning = warning_of(weights.worst) if quantized else None
     if warning is not None:
@@ -172,7 +172,7 @@ def _weight_bytes(source: ModelSource, cost: ModelCost) -> int:
     if not cost.quantized:
         return source.parameters * cost.itemsize
     head = source.spec.head.values
-    linear = sum(layer.values for layer in source.spec.linears())
+    linear = sum(linear.values for linear in source.spec.linears() if not linear.exact)
     others = source.parameters - linear - (0 if source.spec.tied else head)
     return (linear + head) * cost.weight_itemsize + others * cost.itemsize
 

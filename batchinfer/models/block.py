@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from batchinfer.models.feed_forward import feed_forward, pack_experts
 from batchinfer.models.parameters import BIAS, norm_parameters
-from batchinfer.models.spec import LayerSpec, NormSpec
+from batchinfer.models.spec import LayerSpec, LinearSpec, NormSpec
 from batchinfer.models.weights import LayerWeights
 from batchinfer.ops.interface import (
     AttentionInputs,
@@ -15,6 +16,7 @@ from batchinfer.ops.interface import (
     DecoderLayer,
     LayerCache,
     LayerParts,
+    Linear,
     Ops,
     RopeTable,
 )
@@ -26,6 +28,7 @@ class Block(DecoderLayer):
     def __init__(self, ops: Ops, spec: LayerSpec, parts: LayerParts) -> None:
         self._ops, self._spec, self._parts = ops, spec, parts
         self._norms = spec.norms
+        self.loads = None if parts.experts is None else parts.experts.loads
 
     def __call__(
         self,
@@ -41,14 +44,13 @@ class Block(DecoderLayer):
         attended = self._after("attention_norm", attended)
         if self._spec.parallel:
             x = self._before("post_norm", residual, None)[0] if "post_norm" in self._norms else x
-            return attended + self._feed(x), residual
+            return attended + self._feed(x, inputs), residual
         x, residual = self._before("post_norm", attended, residual)
-        return self._feed(x), residual
+        return self._feed(x, inputs), residual
 
-    def _feed(self, x: Tensor) -> Tensor:
+    def _feed(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """The feed-forward half, from what its norm gave to what is added to the residual."""
-        linears = self._parts.linears
-        x = linears["down"](linears[self._spec.feed_forward.first](x))
+        x = feed_forward(self._ops, self._spec, self._parts, x, inputs)
         return self._after("feed_forward_norm", x)
 
     def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -118,14 +120,25 @@ def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTabl
 
 def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable) -> LayerParts:
     """The layer's weights as the operators want them."""
-    linears = {}
-    for linear in spec.linears:
-        weight, bias = weights[linear.name], weights.get(linear.name + BIAS)
-        if linear.name == "gate_up":
-            linears[linear.name] = ops.pack_gated(weight, bias, spec.feed_forward.activation)
-        elif linear.name == "up":
-            linears[linear.name] = ops.pack_activated(weight, bias, spec.feed_forward.activation)
-        else:
-            linears[linear.name] = ops.pack_linear(weight, bias)
+    linears = {
+        linear.name: _packed(ops, linear, weights[linear.name], weights.get(linear.name + BIAS))
+        for linear in spec.linears
+        if not linear.experts
+    }
     norms = [parameter for name, norm in spec.norms.items() for parameter in norm_parameters(name, norm)]
-    return LayerParts(linears, {name: weights[name] for name in norms}, rope)
+    return LayerParts(
+        linears,
+        {name: weights[name] for name in norms},
+        rope,
+        pack_experts(ops, spec, weights),
+        {name: weights[name] for name in spec.vectors},
+    )
+
+
+def _packed(ops: Ops, linear: LinearSpec, weight: Tensor, bias: Tensor | None) -> Linear:
+    if linear.exact:
+        return ops.pack_exact(weight, bias)
+    if linear.activation is None:
+        return ops.pack_linear(weight, bias)
+    pack = ops.pack_gated if linear.gated else ops.pack_activated
+    return pack(weight, bias, linear.activation)

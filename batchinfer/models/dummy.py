@@ -21,7 +21,7 @@ _TABLES = -1  # where the layers' seeds start counting
 
 
 class DummyWeights(Weights):
-    """Normal numbers in every matrix, 1 in every norm, 0 in every bias.
+    """Normal numbers in every matrix, 1 in every norm, 0 in every bias and vector.
 
     Their deviation is 1 / √hidden: layers then give values of about one, which all dtypes hold, and change the
     hidden state enough that an answer depends on its whole prompt.
@@ -49,7 +49,9 @@ class DummyWeights(Weights):
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """One layer by its parameters' names, not yet fused."""
-        return self._drawn(index, layer_parameters(self._spec.layers[index]))
+        layer = self._spec.layers[index]
+        drawn = self._drawn(index, layer_parameters(layer))
+        return drawn | {name: drawn[name].float().zero_() for name in layer.vectors}
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by the name that a checkpoint gives it; a tied head is left out."""

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from batchinfer.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
+from batchinfer.models.spec import ExpertsSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
 from batchinfer_kernels.cost import (
     Cost,
     ModelCost,
     OperatorCost,
     activation_cost,
     attention_cost,
+    combine_cost,
     embedding_cost,
     gated_activation_cost,
+    grouped_linear_cost,
     layer_norm_cost,
     linear_cost,
+    quantized_grouped_linear_cost,
     quantized_linear_cost,
     rms_norm_cost,
     rope_store_cost,
+    routing_cost,
     sample_cost,
 )
 
@@ -50,7 +55,8 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
     return ModelCost(
         operators=(*summed.values(), *once),
         layers=layers,
-        active_parameters=sum(linear.values for linear in spec.linears()),
+        parameters=sum(linear.values for linear in spec.linears()),
+        active_parameters=sum(linear.active_values for linear in spec.linears()),
         head_parameters=spec.head.values,
         kv_bytes_per_token=itemsize * sum(layer.attention.cache.values for layer in spec.layers),
         itemsize=itemsize,
@@ -59,15 +65,46 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
 
 
 def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
-    attention, fed = layer.attention, layer.feed_forward
+    attention = layer.attention
     heads = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
     turned, normed = attention.rotation.dim if attention.rotation.rope else 0, attention.norms_heads
-    activation = gated_activation_cost if fed.gated else activation_cost
     yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
-    for linear in layer.linears:
-        yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
     yield _token("rope_store", lambda n: rope_store_cost(n, *heads, rotary_dim=turned, normed=normed))
-    yield _token("activation", lambda n: activation(n, fed.inner, itemsize))
+    for linear in layer.linears:
+        if linear.experts:
+            yield _experts(linear, itemsize, weight_itemsize)
+        else:
+            yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
+        if linear.activation is not None:
+            yield _activation(linear, itemsize)
+    if isinstance(layer.feed_forward, ExpertsSpec):
+        routing = layer.feed_forward.routing
+        sizes = (routing.experts, routing.chosen)
+        yield _token("routing", lambda n: routing_cost(n, *sizes))
+        yield _token("combine", lambda n: combine_cost(n, routing.chosen, layer.hidden, itemsize))
+
+
+def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
+    """Of the activation behind a product."""
+    if linear.gated:
+        width = linear.outputs // 2
+        return _token("activation", lambda n: gated_activation_cost(n * linear.chosen, width, itemsize))
+    return _token("activation", lambda n: activation_cost(n * linear.chosen, linear.outputs, itemsize))
+
+
+def _experts(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> OperatorCost:
+    """Of the products of experts. Those of the first half read each token once, those of the second each row."""
+
+    def cost(tokens: int, hit: int) -> Cost:
+        rows = tokens * linear.chosen
+        sizes = (rows, hit, linear.inputs, linear.outputs, itemsize)
+        read = tokens if linear.gated else rows
+        if weight_itemsize == 1:
+            return quantized_grouped_linear_cost(*sizes, tokens=read)
+        return grouped_linear_cost(*sizes, weight_itemsize, tokens=read)
+
+    each = OperatorCost(linear.name, token=cost(1, 0), expert=cost(0, 1))
+    return replace(each, experts=linear.experts, chosen=linear.chosen)
 
 
 def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
@@ -89,9 +126,9 @@ def _norm(norm: NormSpec, tokens: int, itemsize: int, residual: bool) -> Cost:
 
 def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
     sizes = (linear.inputs, linear.outputs, itemsize)
-    if weight_itemsize == 1:
+    if weight_itemsize == 1 and not linear.exact:
         return lambda n: quantized_linear_cost(n, *sizes)
-    return lambda n: linear_cost(n, *sizes, weight_itemsize)
+    return lambda n: linear_cost(n, *sizes, itemsize if linear.exact else weight_itemsize)
 
 
 def _token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from batchinfer.models.spec import ModelSpec
 from batchinfer.models.weights import LayerWeights, Tables, Weights
 
 # Two of 192 channels in every norm of the quickstart's model so many times the others (docs/models.md): at 10 the mean
@@ -33,8 +34,8 @@ class Outlier:
 class WatchedWeights(Weights):
     """Hands on a model's weights and keeps the worst outlier of those that were read."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, weights: Weights, spec: ModelSpec) -> None:
+        self._weights, self._spec = weights, spec
         self.worst: Outlier | None = None
 
     def tables(self) -> Tables:
@@ -47,7 +48,12 @@ class WatchedWeights(Weights):
         for name, words in WATCHED_NORMS.items():
             if name in layer:
                 self._look(f"{words} of layer {index}", layer[name])
-        self._look(f"up projection of layer {index}", layer["gate_up"].chunk(2)[1].float().norm(dim=-1))
+        for linear in self._spec.layers[index].linears:
+            if linear.gated:
+                weight = layer[linear.name]
+                ups = weight.view(max(1, linear.experts), 2, -1, weight.shape[1])[:, 1].float().norm(dim=-1)
+                for up in ups:
+                    self._look(f"up projection of layer {index}", up)
         return layer
 
     def _look(self, where: str, scales: Tensor) -> None:

@@ -27,7 +27,7 @@ def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
             shapes[part] = (outputs, linear.inputs)
             if linear.biased:
                 shapes[part + BIAS] = (outputs,)
-    return shapes
+    return shapes | {name: (length,) for name, length in layer.vectors.items()}
 
 
 def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
@@ -53,11 +53,13 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterator[tuple[str, Joined]]:
-    """What the operators take: each linear layer's weight and bias, by its name, its parts above one another; and each
-    norm. `joined` makes one of the parameters that it is given."""
+    """What the operators take: each linear layer's weight and bias, by its name, its parts above one another; each norm
+    and vector. `joined` makes one of the parameters that it is given."""
     for name, norm in layer.norms.items():
         for parameter in norm_parameters(name, norm):
             yield parameter, joined([parameter])
+    for vector in layer.vectors:
+        yield vector, joined([vector])
     for linear in layer.linears:
         parts = [part for part, _ in linear.parts]
         yield linear.name, joined(parts)

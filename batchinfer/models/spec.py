@@ -9,13 +9,15 @@ config.json ─▶ families/ ─▶ ModelSpec ─▶ parameters (shapes, dummy w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinfer.models.rope_config import RopeConfig
 from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.routing import Routing
 
 ActivationName = Literal["silu", "gelu", "gelu_tanh"]
+SHARED = "shared."  # begins the names of the products of shared experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +42,37 @@ class NormSpec:
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
     """One matrix product. `parts` are the parameters that lie above one another in its weight, with their outputs;
-    `biased` says whether each of them has a bias."""
+    `biased` says whether each of them has a bias.
+
+    `activation` follows it; where it is `gated`, the upper half of its outputs is the gate of the lower half. One that
+    is `exact` is never quantised, and its results are float32. With `experts` the weight is that of all of them, one
+    above the other, and a token multiplies those of `chosen` experts; 0: it belongs to none.
+    """
 
     name: str
     inputs: int
     parts: tuple[tuple[str, int], ...]
     biased: bool = False
+    activation: ActivationName | None = None
+    gated: bool = False
+    exact: bool = False
+    experts: int = 0
+    chosen: int = 1
 
     @property
     def outputs(self) -> int:
-        return sum(outputs for _, outputs in self.parts)
+        """Of one expert, where it has several."""
+        return sum(outputs for _, outputs in self.parts) // max(1, self.experts)
 
     @property
     def values(self) -> int:
         """Values of the weight, without the bias."""
-        return self.inputs * self.outputs
+        return self.inputs * self.outputs * max(1, self.experts)
+
+    @property
+    def active_values(self) -> int:
+        """Those that a token multiplies."""
+        return self.inputs * self.outputs * self.chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +158,53 @@ class FeedForwardSpec:
         """The name of the product that its input goes through."""
         return "gate_up" if self.gated else "up"
 
+    def linears(self, hidden: int, start: str = "") -> tuple[LinearSpec, LinearSpec]:
+        """Its products, in the order in which they run; `start` begins their names and those of their parts."""
+        names = ("gate", "up") if self.gated else ("up",)
+        into = tuple((start + name, self.inner) for name in names)
+        return (
+            LinearSpec(start + self.first, hidden, into, self.biased, self.activation, self.gated),
+            LinearSpec(start + "down", self.inner, ((start + "down", hidden),), self.biased),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Experts, each a gated feed-forward half that is `inner` values wide, of which a token uses those that `routing`
+    chooses by the logits of a router; their weighted results are added up (Shazeer et al., 2017).
+
+    `shared`: what all tokens pass beside them, added to the rest; where it is `shared_gated`, it is multiplied with the
+    sigmoid of a number that is computed of each token.
+    """
+
+    routing: Routing
+    inner: int
+    activation: ActivationName
+    biased: bool = False
+    router_biased: bool = False
+    shared: FeedForwardSpec | None = None
+    shared_gated: bool = False
+
+    def linears(self, hidden: int) -> Iterator[LinearSpec]:
+        """Its products, in the order in which they run."""
+        count = self.routing.experts
+        numbers = range(count)
+        yield LinearSpec("router", hidden, (("router", count),), self.router_biased, exact=True)
+        into = tuple((f"expert.{e}.{name}", self.inner) for e in numbers for name in ("gate", "up"))
+        first = LinearSpec("experts.gate_up", hidden, into, self.biased, self.activation, gated=True)
+        yield replace(first, experts=count, chosen=self.routing.chosen)
+        back = tuple((f"expert.{e}.down", hidden) for e in numbers)
+        second = LinearSpec("experts.down", self.inner, back, self.biased)
+        yield replace(second, experts=count, chosen=self.routing.chosen)
+        if self.shared is not None:
+            yield from self.shared.linears(hidden, SHARED)
+        if self.shared_gated:
+            yield LinearSpec("shared_gate", hidden, (("shared_gate", 1),), exact=True)
+
     @property
-    def into(self) -> tuple[tuple[str, int], ...]:
-        """The parts of that product."""
-        return (("gate", self.inner), ("up", self.inner)) if self.gated else (("up", self.inner),)
+    def vectors(self) -> dict[str, int]:
+        """Parameters that no product has, and their lengths."""
+        return {"correction": self.routing.experts} if self.routing.corrected else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +218,7 @@ class LayerSpec:
     input_norm: NormSpec | None
     attention: AttentionSpec
     post_norm: NormSpec | None
-    feed_forward: FeedForwardSpec
+    feed_forward: FeedForwardSpec | ExpertsSpec
     attention_norm: NormSpec | None = None
     feed_forward_norm: NormSpec | None = None
     residual_multiplier: float = 1.0
@@ -166,14 +227,18 @@ class LayerSpec:
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Its matrix products, in the order in which they run."""
-        a, f = self.attention, self.feed_forward
+        a = self.attention
         qkv = (("q", a.q_width), ("k", a.kv_width), ("v", a.kv_width))
         return (
             LinearSpec("qkv", self.hidden, qkv, a.qkv_bias),
             LinearSpec("o", a.q_width, (("o", self.hidden),), a.o_bias),
-            LinearSpec(f.first, self.hidden, f.into, f.biased),
-            LinearSpec("down", f.inner, (("down", self.hidden),), f.biased),
+            *self.feed_forward.linears(self.hidden),
         )
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        """Parameters that belong to neither a product nor a norm, and their lengths. They are float32."""
+        return self.feed_forward.vectors if isinstance(self.feed_forward, ExpertsSpec) else {}
 
     @property
     def norms(self) -> dict[str, NormSpec]:

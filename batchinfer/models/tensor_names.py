@@ -36,7 +36,8 @@ class StoredParameter:
         rows, stretch = parameter[0], self.part.stop - self.part.start
         stored = self.part.stop if self.part.every is None else rows // stretch * self.part.every
         whole = (stored, *parameter[1:])
-        return whole[::-1] if self.part.transposed else whole
+        matrix = whole[::-1] if self.part.transposed else whole
+        return matrix if self.part.index is None else (self.part.index + 1, *matrix)
 
 
 def prefix_of(family: str, names: Iterable[str]) -> str:
@@ -73,10 +74,11 @@ def _stored(
     parameters: Iterable[str], modules: Mapping[str, str | Part], start: str = ""
 ) -> Iterator[tuple[str, StoredParameter]]:
     for name in parameters:
-        module, suffix = modules[name.removesuffix(BIAS)], BIAS if name.endswith(BIAS) else WEIGHT
+        module, biased = modules[name.removesuffix(BIAS)], name.endswith(BIAS)
         if isinstance(module, str):
-            yield name, StoredParameter(start + module + suffix)
+            yield name, StoredParameter(start + module + (BIAS if biased else WEIGHT))
         else:
+            suffix = module.bias if biased else module.weight
             yield name, StoredParameter(start + module.module + suffix, module)
 
 

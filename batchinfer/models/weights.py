@@ -64,7 +64,7 @@ class CheckpointWeights(Weights):
         names, stored = table_names(self._checkpoint.spec, self._checkpoint.prefix), self._checkpoint.tensors
         with _OpenFiles(self._checkpoint) as files:
             found = {
-                name: self._copied([files.parameter(place)])
+                name: self._copied([files.parameter(place)], self._dtype)
                 for name, place in names.items()
                 if place.tensor in stored
             }
@@ -75,18 +75,20 @@ class CheckpointWeights(Weights):
         return Tables.of(found)
 
     def layer(self, index: int) -> LayerWeights:
+        layer = self._checkpoint.spec.layers[index]
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefix)
         with _OpenFiles(self._checkpoint) as files:
 
             def joined(parameters: Sequence[str]) -> Tensor:
-                return self._copied([files.parameter(names[parameter]) for parameter in parameters])
+                found = [files.parameter(names[parameter]) for parameter in parameters]
+                return self._copied(found, torch.float32 if parameters[0] in layer.vectors else self._dtype)
 
-            return dict(fused(self._checkpoint.spec.layers[index], joined))
+            return dict(fused(layer, joined))
 
-    def _copied(self, parts: Sequence[Tensor]) -> Tensor:
+    def _copied(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The parts above one another, cast and copied out of the mapped file in one pass."""
         rows = sum(part.shape[0] for part in parts)
-        whole = torch.empty((rows, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)
+        whole = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=self._device)
         start = 0
         for part in parts:
             whole[start : start + part.shape[0]].copy_(part)
@@ -99,6 +101,8 @@ def stretches_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
     part = stored.part
     if part is None:
         return tensor[None]
+    if part.index is not None:
+        tensor = tensor[part.index]
     outputs = tensor.t() if part.transposed and tensor.dim() > 1 else tensor
     stretches = outputs[None] if part.every is None else outputs.view(-1, part.every, *outputs.shape[1:])
     return stretches[:, part.start : part.stop]
@@ -111,12 +115,14 @@ class _OpenFiles:
         self._checkpoint = checkpoint
         self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
+        self._last: tuple[str, Tensor] | None = None
 
     def __enter__(self) -> _OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.clear()
+        self._last = None
         self._stack.close()
 
     def parameter(self, stored: StoredParameter) -> Tensor:
@@ -124,6 +130,12 @@ class _OpenFiles:
         return stretches_of(self.tensor(stored.tensor), stored).flatten(0, 1)
 
     def tensor(self, name: str) -> Tensor:
+        """Kept until another is asked for: a tensor may hold the parameters of hundreds of experts."""
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._read(name))
+        return self._last[1]
+
+    def _read(self, name: str) -> Tensor:
         path = self._checkpoint.tensors[name].file
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor
 
-from batchinfer.models.spec import LayerSpec
+from batchinfer.models.spec import FeedForwardSpec, LayerSpec
 from batchinfer.ops.cpu_linear import CompiledLinear
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, DecoderLayer, LayerCache, LayerParts
 from batchinfer_kernels.cpu.attention_plan import Items
@@ -66,6 +66,7 @@ class CompiledLayer(DecoderLayer):
         heads = spec.attention.norms_heads or spec.attention.q_norm is None
         return (
             all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
+            and isinstance(spec.feed_forward, FeedForwardSpec)
             and spec.feed_forward.gated
             and norms.keys() >= BEFORE
             and heads

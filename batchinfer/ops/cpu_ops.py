@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
+from batchinfer.ops.cpu_experts import CompiledExperts, SteppedExperts, pack
 from batchinfer.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.ops.cpu_linear import CompiledHead, CompiledLinear, OneDnnLinear
 from batchinfer.ops.interface import (
     AttentionInputs,
     AttentionPlan,
     DecoderLayer,
+    Experts,
+    ExpertWeights,
     GatedLinear,
     Head,
     LayerCache,
@@ -74,6 +77,17 @@ class CpuOps(TorchOps):
 
     def pack_head(self, weight: Tensor) -> Head:
         return CompiledHead(self._compiled, self._packed(weight, None, "float"))
+
+    def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, "float"))
+
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        kind = GATES.get(activation)
+        into = pack(self._compiled, gate_up, kind or "plain", self._quantization)
+        back = pack(self._compiled, down, "plain", self._quantization)
+        if kind is None:
+            return SteppedExperts(self._compiled, into, back, activation)
+        return CompiledExperts(self._compiled, into, back)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
         if self._quantization == "int8":

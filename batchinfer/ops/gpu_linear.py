@@ -43,6 +43,18 @@ class LibraryHead(Head):
         return sample(self(x))
 
 
+class LibraryExact(Linear):
+    """The same for a layer that is no head."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._head, self._bias = LibraryHead(weight), None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._head(x)
+        return y if self._bias is None else y + self._bias
+
+
 class InvariantLinear(Linear):
     """A row's bits do not depend on the other rows; see batchinfer_kernels.gpu.matmul."""
 
@@ -67,6 +79,17 @@ class InvariantHead(Head):
 
     def argmax(self, x: Tensor) -> Tensor:
         return sample(self(x))
+
+
+class InvariantExact(Linear):
+    """Float32 results of a layer that is no head."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(x, self._weight, self._bias, out_dtype=torch.float32, deterministic=True)
 
 
 class Int8Linear(Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
+from batchinfer_kernels.experts import Choice, choose_experts
 from batchinfer_kernels.gated_activation import Activation, activation_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
+from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.sample import RowSampling, sample_reference
 
@@ -44,6 +46,9 @@ class AttentionInputs:
     query_lens: list[int]  # (S,) tokens of the sequence in this step
     context_lens: list[int]  # (S,) cached tokens of the sequence, this step's included
     host_tables: NDArray[np.int32] | None = None  # the block tables where the host can read them
+    padding_slot: int | None = (
+        None  # where padding rows write to, which are nobody's tokens; None: there are none
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,14 @@ class Linear(ABC):
         """x: (T, in_features) → (T, out_features)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """One matrix product of each expert: weight (experts, out, in), bias (experts, out)."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
 class Head(Linear):
     """The layer that makes logits, float32."""
 
@@ -80,6 +93,18 @@ def finite_argmax(logits: Tensor) -> Tensor:
     """(n, vocab) → (n,) int64: the greatest, the lowest of equals; NO_TOKEN where it is not finite or one is NaN."""
     best, tokens = logits.max(-1)
     return torch.where(best.isfinite(), tokens, NO_TOKEN)
+
+
+class Experts(ABC):
+    """The experts of a layer, with their weights in whatever layout the implementation likes best. `loads` (experts,)
+    int64 counts, in place, the tokens that each was given so far."""
+
+    loads: Tensor
+
+    @abstractmethod
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """x: (T, hidden) → (T, hidden); see batchinfer_kernels.experts. `counted` (T,) bool: the tokens that count as
+        load, all if not given."""
 
 
 class AttentionPlan(ABC):
@@ -108,10 +133,14 @@ class LayerParts:
     linears: Mapping[str, Linear]
     norms: Mapping[str, Tensor]
     rope: RopeTable
+    experts: Experts | None = None
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class DecoderLayer(ABC):
     """A layer of a decoder."""
+
+    loads: Tensor | None = None  # where it has experts: `Experts.loads`
 
     @abstractmethod
     def __call__(
@@ -152,6 +181,18 @@ class Ops(ABC):
     def pack_head(self, weight: Tensor) -> Head:
         """The layer that makes logits: (T, in) → (T, out) float32, never rounded to the weight's dtype: among logits of
         magnitude 100 bfloat16 tells no two apart that differ by less than a half."""
+
+    @abstractmethod
+    def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer whose results are float32, and whose weight is never quantised: the router of experts."""
+
+    @abstractmethod
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        """Experts of gated feed-forward halves, gate above up."""
+
+    def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
+        """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""
+        return choose_experts(logits, routing, correction)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
         """A whole layer, of linear layers that were packed here, as one call; None: these operators do not offer it."""

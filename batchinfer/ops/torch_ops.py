@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, Head, LayerCache, Linear, Ops, RopeTable
+from batchinfer.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    Experts,
+    ExpertWeights,
+    Head,
+    LayerCache,
+    Linear,
+    Ops,
+    RopeTable,
+)
 from batchinfer_kernels.cpu.paged_attention import (
     AttentionGroup,
     SequenceShape,
@@ -14,6 +26,7 @@ from batchinfer_kernels.cpu.paged_attention import (
     group_sequences,
     grouped_attention,
 )
+from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
@@ -53,6 +66,45 @@ class TorchHead(Head):
         return torch.cat([TorchLinear(part.float(), None)(wide) for part in self._parts], dim=-1)
 
 
+class ExactLinear(TorchLinear):
+    """The same in float32, whatever dtype the weight has."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.float(), None if bias is None else bias.float())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x.float())
+
+
+class TorchExperts(Experts):
+    """One expert after the other. The host waits for the number of each one's rows."""
+
+    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
+        self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
+        self._halves = [
+            tuple(TorchLinear(w.weight[e], None if w.bias is None else w.bias[e]) for w in (gate_up, down))
+            for e in range(len(self.loads))
+        ]
+        self._activation = activation
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        groups = group_by_expert(choice.experts, len(self.loads))
+        add_loads(self.loads, choice.experts, counted)
+        rows = x[groups.order // choice.experts.shape[1]]
+        made = torch.empty_like(rows)
+        for (gate_up, down), (first, end) in zip(self._halves, pairwise(groups.starts.tolist()), strict=True):
+            if first < end:
+                inner = gated_activation_reference(gate_up(rows[first:end]), self._activation)
+                made[first:end] = down(inner)
+        return combine_reference(made, groups.order, choice.weights)
+
+
+def add_loads(loads: Tensor, experts: Tensor, counted: Tensor | None) -> None:
+    """Counts each token's experts, of those tokens that are `counted` if that is given."""
+    each = torch.ones_like(experts) if counted is None else counted[:, None].expand_as(experts).long()
+    loads.index_add_(0, experts.flatten(), each.flatten())
+
+
 class GroupedPlan(AttentionPlan):
     """The step's sequences, grouped by shape."""
 
@@ -71,6 +123,12 @@ class TorchOps(Ops):
 
     def pack_head(self, weight: Tensor) -> Head:
         return TorchHead(weight)
+
+    def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return ExactLinear(weight, bias)
+
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        return TorchExperts(gate_up, down, activation)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)

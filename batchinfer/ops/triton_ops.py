@@ -6,17 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer.ops.gpu_experts import TritonExperts
 from batchinfer.ops.gpu_linear import (
     Int8Head,
     Int8Linear,
+    InvariantExact,
     InvariantHead,
     InvariantLinear,
+    LibraryExact,
     LibraryHead,
     LibraryLinear,
 )
 from batchinfer.ops.interface import (
     AttentionInputs,
     AttentionPlan,
+    Experts,
+    ExpertWeights,
     FixedPlan,
     Head,
     LayerCache,
@@ -95,6 +100,13 @@ class TritonOps(Ops):
         if self._quantization == "int8":
             return Int8Head(weight)
         return InvariantHead(weight) if self._shape.deterministic else LibraryHead(weight)
+
+    def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        kind = InvariantExact if self._shape.deterministic else LibraryExact
+        return kind(weight, bias)
+
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        return TritonExperts(gate_up, down, activation, self._quantization, self._shape.deterministic)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Linear | None:
         """As a kernel of ours multiplies it; None where the library does."""

@@ -11,6 +11,7 @@ from batchinfer.models.rope_config import parse_rope, rotary_part
 from batchinfer.models.spec import (
     ActivationName,
     AttentionSpec,
+    ExpertsSpec,
     FeedForwardSpec,
     LayerSpec,
     ModelSpec,
@@ -18,6 +19,7 @@ from batchinfer.models.spec import (
     Rotation,
 )
 from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.routing import Routing
 
 ACTIVATIONS: dict[str, ActivationName] = {
     "silu": "silu",
@@ -40,13 +42,17 @@ LOCAL: LayerKind = "sliding_attention"
 @dataclass(frozen=True, slots=True)
 class Part:
     """A parameter that is some outputs, [start, stop), of a module's weight and bias; with `every`, those of each
-    stretch of so many outputs. `transposed`: the weight is stored as (inputs, outputs)."""
+    stretch of so many outputs. `transposed`: the weight is stored as (inputs, outputs). `index`: which of several
+    matrices in one tensor it is. `weight` and `bias` end the names of the tensors."""
 
     module: str
     start: int
     stop: int
     every: int | None = None
     transposed: bool = False
+    index: int | None = None
+    weight: str = ".weight"
+    bias: str = ".bias"
 
 
 # Parameters (see spec.py) and the modules that hold them, within a layer
@@ -173,6 +179,26 @@ def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
 def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
     """As Llama names it."""
     return FeedForwardSpec(fields.integer("intermediate_size"), activation(fields), biased)
+
+
+def routing(
+    fields: Fields, key: str, absent: int, absent_chosen: int, *, normalised: bool, **more: Any
+) -> Routing:
+    """Of `key` experts as many as `num_experts_per_tok` says; `absent…`: what transformers assumes."""
+    experts = fields.integer(key, absent, high=2**16)
+    chosen = fields.integer("num_experts_per_tok", absent_chosen, high=2**16)
+    if chosen > experts:
+        fields.mistakes.append(f"{fields.name}: num_experts_per_tok is {chosen}, and {key} {experts}")
+    return Routing(experts, min(chosen, experts), normalised=normalised, **more)
+
+
+def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Every expert's parameters in modules of their own, as `names` calls them."""
+    fed = layer.feed_forward
+    if not isinstance(fed, ExpertsSpec):
+        return {}
+    numbers = range(fed.routing.experts)
+    return {f"expert.{e}.{part}": f"{start}.{e}.{name}" for e in numbers for part, name in names.items()}
 
 
 def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") -> ActivationName:

@@ -17,13 +17,16 @@ from batchinfer.models.families.family import (
     model,
     rms_eps,
 )
-from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
 
 ABSENT_EOS = (2,)
 
 
 def llama_layer(
-    fields: Fields, attended: AttentionSpec, feed_forward: FeedForwardSpec, norm: NormSpec | None = None
+    fields: Fields,
+    attended: AttentionSpec,
+    feed_forward: FeedForwardSpec | ExpertsSpec,
+    norm: NormSpec | None = None,
 ) -> LayerSpec:
     """A norm before each of its halves, an RMSNorm if not given."""
     norm = norm or NormSpec(hidden_size(fields), rms_eps(fields))

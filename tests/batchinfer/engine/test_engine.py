@@ -37,10 +37,17 @@ VARIANTS = {
     "llama-biased-linear": ("llama", {"attention_bias": True, "mlp_bias": True, "rope": "linear"}),
     "mistral": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 24, "shards": 2}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 24, "shards": 3}),
     "qwen2": ("qwen2", {"tied": True}),
     "qwen2-yarn-odd-heads": (
         "qwen2",
         {"rope": "yarn", "head_dim": 20, "num_key_value_heads": 4, "shards": 2},
+    ),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "qwen3-moe-dense-layers": (
+        "qwen3_moe",
+        {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
     "qwen3": ("qwen3", {}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
@@ -60,7 +67,7 @@ VARIANTS = {
     "gpt-neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
     "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),
 }
-FULL = ("llama", "mistral-window", "qwen2", "qwen3")  # these run under every setting below
+FULL = ("llama", "mistral-window", "qwen2", "qwen3", "qwen2-moe")  # these run under every setting below
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,43 @@ from tests.checkpoints import FAMILIES, HEADS_FILL_HIDDEN, PARTIAL_ROPES, ROPES,
 
 FEW, MANY = 3, 50
 WINDOW = st.sampled_from([None, 1, 9, 24])
+EXPERTS: dict[str, st.SearchStrategy[Any]] = {
+    "num_experts": st.sampled_from([4, 5, 16, 33]),
+    "num_experts_per_tok": st.integers(1, 4),
+    "moe_intermediate_size": st.sampled_from([15, 32]),
+    "norm_topk_prob": st.booleans(),
+    "decoder_sparse_step": st.integers(1, 2),
+    "mlp_only_layers": st.sampled_from([[], [1]]),
+}
 # What a family has beside the sizes that all have
 OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "llama": {"attention_bias": st.booleans(), "mlp_bias": st.booleans()},
     "mistral": {"sliding_window": WINDOW},
+    "mixtral": {
+        "sliding_window": WINDOW,
+        "num_local_experts": st.sampled_from([2, 3, 8, 17]),
+        "num_experts_per_tok": st.integers(1, 2),
+    },
     "qwen2": {
         "use_sliding_window": st.booleans(),
         "sliding_window": st.sampled_from([9, 24]),
         "max_window_layers": st.integers(0, 3),
     },
     "qwen3": {"attention_bias": st.booleans()},
+    "qwen2_moe": {
+        **EXPERTS,
+        "shared_expert_intermediate_size": st.sampled_from([12, 31]),
+        "qkv_bias": st.booleans(),
+        "use_sliding_window": st.booleans(),
+        "sliding_window": st.sampled_from([9, 24]),
+        "max_window_layers": st.integers(0, 3),
+    },
+    "qwen3_moe": {
+        **EXPERTS,
+        "attention_bias": st.booleans(),
+        "use_sliding_window": st.booleans(),
+        "sliding_window": st.sampled_from([9, 24]),
+    },
     "granite": {
         "attention_bias": st.booleans(),
         "mlp_bias": st.booleans(),

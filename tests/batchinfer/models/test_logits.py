@@ -259,4 +259,5 @@ def test_bfloat16_run_stays_near_float32(tmp_path: Path, family: str) -> None:
         run_paged(decoder, ops, prompts, dtype=torch.bfloat16), wanted, halves, strict=True
     ):
         assert got.dtype == torch.float32
-        assert (got - want).abs().mean() < 1.5 * (other - want).abs().mean() + 1e-3
+        # The median: where two experts are nearly equal, a token may go to the other one
+        assert (got - want).abs().median() < 1.5 * (other - want).abs().median() + 1e-3

@@ -1,0 +1,63 @@
+"""Experts on a CPU: compiled products, one team of threads over all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer.ops.interface import Experts, ExpertWeights
+from batchinfer.ops.torch_ops import add_loads
+from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.packed import Kind, PackedExperts
+from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
+from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
+from batchinfer_kernels.quantized_linear import quantize_weight
+
+
+class CompiledExperts(Experts):
+    """One call, for activations that are compiled; a token's bits do not depend on the other tokens."""
+
+    def __init__(self, compiled: CompiledOperators, gate_up: PackedExperts, down: PackedExperts) -> None:
+        self.loads = torch.zeros(gate_up.count, dtype=torch.int64)
+        self._compiled, self._gate_up, self._down = compiled, gate_up, down
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        loads = self.loads if counted is None else torch.zeros_like(self.loads)
+        if counted is not None:
+            add_loads(self.loads, choice.experts, counted)
+        return self._compiled.experts(x, self._gate_up, self._down, choice, loads)
+
+
+class SteppedExperts(CompiledExperts):
+    """Compiled products with torch's activation between them."""
+
+    def __init__(
+        self,
+        compiled: CompiledOperators,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        activation: Activation,
+    ) -> None:
+        super().__init__(compiled, gate_up, down)
+        self._activation = activation
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        groups = group_by_expert(choice.experts, self._gate_up.count)
+        add_loads(self.loads, choice.experts, counted)
+        rows = x[groups.order // choice.experts.shape[1]]
+        inner = self._compiled.grouped_linear(rows, self._gate_up, groups.starts)
+        inner = gated_activation_reference(inner, self._activation)
+        made = self._compiled.grouped_linear(inner, self._down, groups.starts)
+        return combine_reference(made, groups.order, choice.weights)
+
+
+def pack(
+    compiled: CompiledOperators, weights: ExpertWeights, kind: Kind, quantization: Quantization
+) -> PackedExperts:
+    """The weights in panels."""
+    if quantization == "none":
+        return compiled.pack_experts(weights.weight, weights.bias, kind)
+    coded = [quantize_weight(matrix) for matrix in weights.weight]
+    codes, scales = (torch.stack(parts) for parts in zip(*coded, strict=True))
+    return compiled.pack_expert_codes(codes, scales, weights.bias, kind)

@@ -1,0 +1,69 @@
+"""Experts on a GPU: Triton's grouped products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer.ops.interface import Experts, ExpertWeights
+from batchinfer.ops.torch_ops import add_loads
+from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.experts import Choice, group_by_expert
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.combine import combine
+from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
+from batchinfer_kernels.quantized_linear import quantize_weight
+
+
+class TritonExperts(Experts):
+    """Sorted on the device, so that the host waits for nothing and a graph can replay it."""
+
+    def __init__(
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        activation: Activation,
+        quantization: Quantization,
+        deterministic: bool,
+    ) -> None:
+        self._gate_up, self._down = (_coded(weights, quantization) for weights in (gate_up, down))
+        self._biases = (gate_up.bias, down.bias)
+        self._activation, self._deterministic = activation, deterministic
+        weight = gate_up.weight
+        self.loads = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        groups = group_by_expert(choice.experts, len(self.loads))
+        if counted is None:
+            self.loads += groups.starts.diff()
+        else:
+            add_loads(self.loads, choice.experts, counted)
+        (gate_up, scales), (down, down_scales) = self._gate_up, self._down
+        inner = grouped_matmul(
+            x,
+            gate_up,
+            groups.starts,
+            self._biases[0],
+            scales=scales,
+            activation=self._activation,
+            from_rows=groups.order // choice.experts.shape[1],
+            deterministic=self._deterministic,
+        )
+        made = grouped_matmul(
+            inner,
+            down,
+            groups.starts,
+            self._biases[1],
+            scales=down_scales,
+            deterministic=self._deterministic,
+        )
+        return combine(made, groups.order, choice.weights)
+
+
+def _coded(weights: ExpertWeights, quantization: Quantization) -> tuple[Tensor, Tensor | None]:
+    """(values or codes, scales of codes)"""
+    if quantization == "none":
+        return weights.weight, None
+    coded = [quantize_weight(matrix) for matrix in weights.weight]
+    codes, scales = (torch.stack(parts) for parts in zip(*coded, strict=True))
+    return codes, scales
