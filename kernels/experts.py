@@ -42,12 +42,18 @@ def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
     if routing.scoring == "softmax_of_chosen":
         best, experts = logits.topk(routing.chosen)
         return Choice(experts, _weighted(best.softmax(-1), routing))
-    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
+    scores = sigmoid(logits) if routing.scoring == "sigmoid" else logits.softmax(-1)
     preferred = scores if correction is None else scores + correction.float()
     if routing.chosen_groups < routing.groups:
         preferred = _within_groups(preferred, routing)
     experts = preferred.topk(routing.chosen).indices
     return Choice(experts, _weighted(scores.gather(1, experts), routing))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The same for a value wherever it stands. On a CPU torch computes the last few values of a tensor by other
+    instructions than the others, and the last bit may differ: computed in float64, it is rounded away."""
+    return x.double().sigmoid().to(x.dtype)
 
 
 def _within_groups(scores: Tensor, routing: Routing) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from batchinfer.models.parameters import BIAS
 from batchinfer.models.spec import SHARED, ExpertsSpec, FeedForwardSpec, LayerSpec
 from batchinfer.models.weights import LayerWeights
 from batchinfer.ops.interface import AttentionInputs, Experts, ExpertWeights, LayerParts, Ops
+from batchinfer_kernels.experts import sigmoid
 
 
 def feed_forward(ops: Ops, spec: LayerSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -36,7 +36,7 @@ def _expert_half(
         return routed
     shared = _dense_half(spec.shared, parts, x, SHARED)
     if spec.shared_gated:
-        shared = shared * torch.sigmoid(parts.linears["shared_gate"](x)).to(shared.dtype)
+        shared = shared * sigmoid(parts.linears["shared_gate"](x)).to(shared.dtype)
     return routed + shared
 
 

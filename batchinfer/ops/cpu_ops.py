@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -86,7 +88,9 @@ class CpuOps(TorchOps):
         into = pack(self._compiled, gate_up, kind or "plain", self._quantization)
         back = pack(self._compiled, down, "plain", self._quantization)
         if kind is None:
-            return SteppedExperts(self._compiled, into, back, activation)
+            return SteppedExperts(
+                self._compiled, into, back, partial(self.gated_activation, activation=activation)
+            )
         return CompiledExperts(self._compiled, into, back)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
@@ -160,4 +164,6 @@ class CpuOps(TorchOps):
         kind = GATES.get(activation)
         if kind is not None:
             return self._compiled.gate(gate_up, kind)
-        return super().gated_activation(gate_up, activation)
+        # torch computes the last few values of a tensor by other instructions than the others, and the last bit may
+        # differ: computed in float64, it is rounded away
+        return super().gated_activation(gate_up.double(), activation).to(gate_up.dtype)

@@ -17,10 +17,11 @@ from batchinfer.models.families.family import (
     layer_count,
     layer_kinds,
     model,
+    rms_eps,
     routing,
 )
 from batchinfer.models.families.llama import llama_layer
-from batchinfer.models.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
+from batchinfer.models.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
 
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MODULES: Modules = {
@@ -50,7 +51,8 @@ def parse_qwen3_moe(files: ConfigFiles) -> ModelSpec:
     """Qwen3MoeConfig, which transformers 5 saves with `num_local_experts`."""
     fields = files.config
     bias = fields.boolean("attention_bias", False)
-    attended = attention(fields, absent_kv_heads=4, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    norm = NormSpec(0, rms_eps(fields))
+    attended = attention(fields, absent_kv_heads=4, qkv_bias=bias, o_bias=bias, qk_norm=norm)
     key = "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
     normalised = fields.boolean("norm_topk_prob", False)
     rule = routing(fields, key, 128, 8, normalised=normalised)

@@ -30,6 +30,7 @@ MODELS = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {"num_key_value_heads": 1}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
+    "qwen2-moe": ("qwen2_moe", {}),
     # heads, groups and widths as real models have them, and an odd number of outputs
     "llama-wide": ("llama", {"hidden_size": 256, "head_dim": 64, "intermediate_size": 391, "vocab": 1021}),
 }

@@ -57,6 +57,7 @@ VARIANTS = {
     "llama-window": ("mistral", {"sliding_window": 24}),
     "qwen2-biased": ("qwen2", {"tied": True}),
     "qwen3-normed": ("qwen3", {"rope": "yarn", "num_key_value_heads": 1}),
+    "qwen2-moe": ("qwen2_moe", {}),
     "olmo2": ("olmo2", {"num_key_value_heads": 1}),
     "granite-biased": ("granite", {"attention_bias": True}),
     "phi3-partial": ("phi3", {"rope": "partial-0.5"}),
@@ -67,7 +68,7 @@ VARIANTS = {
     "gpt2": ("gpt2", {}),
     "gpt-neox": ("gpt_neox", {}),
 }
-ALWAYS = ("llama", "llama-window", "qwen2-biased", "qwen3-normed", "olmo2", "gemma2", "cohere2")
+ALWAYS = ("llama", "llama-window", "qwen2-biased", "qwen3-normed", "olmo2", "gemma2", "cohere2", "qwen2-moe")
 SHARED = 40
 OUTPUT = 3
 FORCED = 3
