@@ -17,7 +17,7 @@ from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated
 from batchinfer_kernels.cpu.structures import (
     Attention,
-    Experts,
+    ExpertsStructure,
     Heads,
     Layer,
     LayerStep,
@@ -45,7 +45,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 4 + [_LONG],
-    "experts": [ctypes.POINTER(Experts)],
+    "experts": [ctypes.POINTER(ExpertsStructure)],
     "paged_attention": [ctypes.POINTER(Attention)],
     "decoder_layer": [ctypes.POINTER(Layer), ctypes.POINTER(LayerStep)] + [_POINTER] * 2 + [_LONG],
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.cpu.packed import KINDS, PackedExperts, is_gated
-from batchinfer_kernels.cpu.structures import Experts, Weight, address
+from batchinfer_kernels.cpu.structures import ExpertsStructure, Weight, address
 from batchinfer_kernels.experts import Choice
 
 
@@ -31,7 +31,7 @@ class ExpertsRoom:
         self._kept = (x, choice, loads, places, *rooms, codes, scales)
         given = (x, choice.experts, choice.weights, self.y, loads)
         parts = torch.split(places, [count + 1, count + 1, rows, rows])
-        self.structure = Experts(
+        self.structure = ExpertsStructure(
             *(Weight.from_buffer_copy(weight.structure) for weight in (gate_up, down)),
             *(address(tensor) for tensor in (*given, *parts, *rooms, codes, scales)),
             *(tokens, choices, count, KINDS[gate_up.kind]),

@@ -95,7 +95,7 @@ class LayerStep(ctypes.Structure):
     ]
 
 
-class Experts(ctypes.Structure):
+class ExpertsStructure(ctypes.Structure):
     """experts.h"""
 
     _fields_ = [

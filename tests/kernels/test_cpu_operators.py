@@ -12,7 +12,7 @@ from batchinfer_kernels.cpu.attention_plan import MAX_ROWS
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.structures import (
     Attention,
-    Experts,
+    ExpertsStructure,
     Heads,
     Layer,
     LayerStep,
@@ -87,7 +87,7 @@ def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
 def test_structures_are_those_of_the_library():
     found = (ctypes.c_int64 * 9)()
     build.load_library().sizes(found)
-    structures = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep, Experts)
+    structures = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep, ExpertsStructure)
     ours = [ctypes.sizeof(structure) for structure in structures]
     assert list(found) == [*ours, MAX_HEAD_DIM, MAX_ROWS]
 
