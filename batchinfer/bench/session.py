@@ -54,7 +54,7 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
         series = [_run_series(loaded, workload, options.repeat, peer, notice) for workload in workloads]
     peaks = best_peaks(before, _measured(config, measure, notice))
     results = [
-        WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.windows), runs)
+        WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.layout.windows), runs)
         for workload, runs in zip(workloads, series, strict=True)
     ]
     return BenchReport(options, loaded.info, loaded.runner.cost, peaks, tuple(results))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.ops.interface import AttentionInputs
 
@@ -19,8 +21,9 @@ class HostBatch:
 
     token_ids: NDArray[np.int64]  # (T,)
     positions: NDArray[np.int64]  # (T,)
-    slots: NDArray[np.int64]  # (T,)
-    tables: NDArray[np.int32]  # (S, most blocks), padded with 0
+    slots: list[NDArray[np.int64]]  # of each cache group: (T,)
+    tables: list[NDArray[np.int32]]  # of each cache group: (S, most blocks), padded with 0
+    whole: list[bool]  # of each cache group, whether it keeps all tokens
     sampled_rows: NDArray[np.int64]  # (n,): which of the T tokens are followed by a sampled one
     query_lens: list[int]  # (S,)
     context_lens: list[int]  # (S,)
@@ -30,9 +33,19 @@ class HostBatch:
         """Whether every sequence runs exactly one token and samples the next."""
         return len(self.sampled_rows) == len(self.token_ids) == len(self.query_lens)
 
-    def inputs(self, positions: Tensor, slots: Tensor, tables: Tensor) -> AttentionInputs:
-        """The attention inputs, with these three arrays on the device."""
-        return AttentionInputs(positions, slots, tables, self.query_lens, self.context_lens, self.tables)
+    @property
+    def places(self) -> list[NDArray[Any]]:
+        """The arrays that `inputs` wants on the device."""
+        return [self.positions, *self.slots, *self.tables]
+
+    def inputs(self, positions: Tensor, *places: Tensor) -> list[AttentionInputs]:
+        """The attention inputs of each cache group, with `places` on the device."""
+        lens, groups = (self.query_lens, self.context_lens), len(self.tables)
+        each = zip(places[:groups], places[groups:], self.tables, self.whole, strict=True)
+        return [
+            AttentionInputs(positions, slots, tables, *lens, host, whole=whole)
+            for slots, tables, host, whole in each
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +53,29 @@ class Batch:
     """The tensors that the model reads in one step. Built from the scheduler's chunks, and dropped after the step."""
 
     token_ids: Tensor  # (T,) int64
-    inputs: AttentionInputs
+    inputs: list[AttentionInputs]  # of each cache group
     sampled_rows: Tensor  # (n,) int64
 
 
-def host_batch(chunks: list[Chunk], block_size: int) -> HostBatch:
+def host_batch(chunks: list[Chunk], layout: CacheLayout) -> HostBatch:
     """Lays the scheduler's chunks out as arrays."""
+    block_size = layout.block_size
     lens = np.array([c.length for c in chunks])
     ends = np.cumsum(lens)
     tokens = _tokens(chunks)
     row_of = np.repeat(np.arange(len(chunks)), lens)
     starts = np.array([c.start for c in chunks])
     positions = np.arange(len(tokens)) - (ends - lens)[row_of] + starts[row_of]
-    tables = _block_tables(chunks)
-    slots = tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    tables = [_block_tables(chunks, group) for group in range(len(layout.groups))]
+    at, inside = positions // block_size, positions % block_size
+    slots = [table[row_of, at].astype(np.int64) * block_size + inside for table in tables]
     sampled = ends[[i for i, c in enumerate(chunks) if c.samples]] - 1
     return HostBatch(
         token_ids=tokens,
         positions=positions,
         slots=slots,
         tables=tables,
+        whole=[group.keeps is None for group in layout.groups],
         sampled_rows=sampled.astype(np.int64),
         query_lens=lens.tolist(),
         context_lens=[c.end for c in chunks],
@@ -75,18 +91,18 @@ def _tokens(chunks: list[Chunk]) -> NDArray[np.int64]:
     )
 
 
-def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> Batch:
+def build_batch(chunks: list[Chunk], layout: CacheLayout, device: torch.device) -> Batch:
     """Lays the chunks out as tensors on the device."""
-    host = host_batch(chunks, block_size)
-    arrays = (host.positions, host.slots, host.tables)
-    inputs = host.inputs(*(torch.from_numpy(array).to(device) for array in arrays))
+    host = host_batch(chunks, layout)
+    inputs = host.inputs(*(torch.from_numpy(array).to(device) for array in host.places))
     token_ids, sampled = (torch.from_numpy(a).to(device) for a in (host.token_ids, host.sampled_rows))
     return Batch(token_ids, inputs, sampled)
 
 
-def _block_tables(chunks: list[Chunk]) -> NDArray[np.int32]:
+def _block_tables(chunks: list[Chunk], group: int) -> NDArray[np.int32]:
     """(S, most blocks) int32, padded with 0."""
-    tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
-    for row, chunk in enumerate(chunks):
-        tables[row, : len(chunk.sequence.blocks)] = chunk.sequence.blocks
+    found = [chunk.sequence.tables[group] for chunk in chunks]
+    tables = np.zeros((len(found), max(map(len, found))), np.int32)
+    for row, table in enumerate(found):
+        tables[row, : len(table)] = table
     return tables

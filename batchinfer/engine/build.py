@@ -13,17 +13,20 @@ import torch
 
 from batchinfer.cpus import usable_cpus
 from batchinfer.engine.budget import step_tokens
+from batchinfer.engine.cache_layout import cache_layout
+from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
 from batchinfer.engine.decode_graphs import GraphOps, capture_on_gpu
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.memory import cache_blocks, free_bytes
+from batchinfer.engine.memory import JobSize, cache_blocks, free_bytes
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.rehearsal import GpuMeter
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import StopStreams
+from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import Unavailable
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder import Decoder
@@ -74,7 +77,9 @@ class LoadedModel:
         """An engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share
         the cache tensors. `runner` stands in for the model's own.
         """
-        scheduler = Scheduler(self.limits, BlockPool(self.info.blocks, self.info.block_size))
+        windows = self.runner.layout.sizes.windows
+        pool = BlockPool(self.info.blocks, self.info.block_size, len(windows))
+        scheduler = Scheduler(self.limits, pool, windows=windows)
         return Engine(runner or self.runner, scheduler, self.engine_limits, peaks, stop_streams)
 
 
@@ -110,16 +115,16 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         _log.warning("%s", warning)
     cost = model_cost(source.spec, dtype.itemsize, 1 if quantized else dtype.itemsize)
     limits, block_size = _scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
-    caches = [layer.attention.cache for layer in source.spec.layers]
-    block_bytes = ops.block_bytes(caches, block_size, dtype.itemsize)
-    eos, windows = frozenset(source.spec.eos_token_ids), tuple(source.spec.windows)
+    eos, caches = frozenset(source.spec.eos_token_ids), source.spec.caches
+    layout = cache_layout(caches, block_size, longest)
+    bytes_of_a_block = block_bytes(ops, caches, layout, dtype.itemsize)
     room = CacheRoom(
-        blocks=partial(_blocks, config, device, block_bytes, block_size, limits.max_num_seqs),
-        allocate=lambda blocks: model.allocate_cache(blocks, block_size, dtype, device),
+        blocks=partial(_blocks, config, device, bytes_of_a_block, layout.sizes, limits),
+        allocate=lambda blocks: allocate_caches(ops, caches, layout, blocks, dtype, device),
         longest=longest,
-        block_size=block_size,
+        least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
     )
-    fitted = _fit(ModelRunner(model, ops, [], windows, block_size, Sampler(eos), cost, device), limits, room)
+    fitted = _fit(ModelRunner(model, ops, [], layout, Sampler(eos), cost, device), limits, room)
     limits, blocks = fitted.limits, fitted.blocks
     info = EngineInfo(
         ops=ops.name,
@@ -130,7 +135,7 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         max_num_batched_tokens=limits.max_num_batched_tokens,
         block_size=block_size,
         blocks=blocks,
-        kv_bytes=blocks * block_bytes,
+        kv_bytes=blocks * bytes_of_a_block,
         weight_bytes=_weight_bytes(source, cost),
         quantization=config.quantization,
         deterministic=config.deterministic,
@@ -150,14 +155,15 @@ def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom) -> Fitte
 def _blocks(
     config: EngineConfig,
     device: torch.device,
-    block_bytes: int,
-    block_size: int,
-    max_num_seqs: int,
+    bytes_of_a_block: int,
+    sizes: TableSizes,
+    limits: SchedulerConfig,
     needed: int,
 ) -> int:
     """How many blocks the cache gets of the memory that is free now; see `cache_blocks`."""
-    sizes = (block_bytes, block_size, config.longest, max_num_seqs)
-    return cache_blocks(*sizes, config.kv_memory, free_bytes(device), device.type, needed)
+    job = JobSize(config.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
+    free = free_bytes(device)
+    return cache_blocks(bytes_of_a_block, sizes, job, config.kv_memory, free, device.type, needed)
 
 
 def _ops(config: EngineConfig, model: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:

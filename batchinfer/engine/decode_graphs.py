@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch
+from batchinfer.engine.cache_layout import CacheGroup
 from batchinfer.engine.staging import Upload
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan
 
@@ -30,7 +32,7 @@ STRIDE = 8
 # Bounds of the longest context: each is so many times the one before. Programs behind a context's end return at once.
 SHORTEST, GROWTH = 1024, 4
 
-Forward = Callable[[Tensor, AttentionInputs, AttentionPlan], Tensor]
+Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
 
 
 @runtime_checkable
@@ -38,9 +40,15 @@ class GraphOps(Protocol):
     """Operators that can plan the attention of a graph."""
 
     def plan_captured(
-        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None], longest: int
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        longest: int,
+        beside: AttentionPlan | None = None,
     ) -> FixedPlan:
-        """Plans single queries, for a graph that stays valid while contexts grow up to `longest` tokens."""
+        """Plans single queries, for a graph that stays valid while contexts grow up to `longest` tokens; `beside` as for
+        `Ops.plan_attention`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +98,29 @@ class _Place:
 
     upload: Upload
     token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    tables: Tensor
+    places: list[Tensor]  # of HostBatch
 
     @classmethod
     def of(cls, batch: HostBatch, device: torch.device) -> _Place:
         upload = Upload(_arrays(batch), device)
-        return cls(upload, *upload.tensors)
+        token_ids, *places = upload.tensors
+        return cls(upload, token_ids, places)
 
 
 def _arrays(batch: HostBatch) -> tuple[NDArray[Any], ...]:
-    return (batch.token_ids, batch.positions, batch.slots, batch.tables)
+    return (batch.token_ids, *batch.places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    plan: FixedPlan  # that the graph reads
+    plans: list[FixedPlan]  # that the graph reads, of each cache group
     captured: Captured
 
 
 class DecodeGraphs:
     """Captures graphs of `forward` when a step first needs one, and replays them.
 
-    `windows`: of the model's layers. After a capture that ran out of memory, steps without a graph run as they are.
+    `groups`: of the KV cache. After a capture that ran out of memory, steps without a graph run as they are.
     """
 
     def __init__(
@@ -121,11 +128,11 @@ class DecodeGraphs:
         forward: Forward,
         ops: GraphOps,
         limits: GraphLimits,
-        windows: frozenset[int | None],
+        groups: tuple[CacheGroup, ...],
         device: torch.device,
         capture: Capture,
     ) -> None:
-        self._forward, self._ops, self._limits, self._windows = forward, ops, limits, windows
+        self._forward, self._ops, self._limits, self._groups = forward, ops, limits, groups
         self._device, self._capture = device, capture
         self.sizes = batch_sizes(limits.rows)
         self._places: dict[tuple[int, int], _Place] = {}
@@ -143,7 +150,7 @@ class DecodeGraphs:
         if self._refused or not batch.is_decode or longest > limits.longest:
             return False
         width = limits.blocks(context_bound(longest, limits.longest))
-        return len(batch.query_lens) <= limits.rows and batch.tables.shape[1] <= width
+        return len(batch.query_lens) <= limits.rows and batch.tables[0].shape[1] <= width
 
     def run(self, batch: HostBatch, fill_in: Callable[[Tensor], None]) -> tuple[Tensor, int]:
         """Run a step that is covered → (hidden states of its rows, number of padding rows).
@@ -157,13 +164,21 @@ class DecodeGraphs:
         padded = pad(batch, size, longest, self._limits)
         place = self._place((size, longest), padded)
         fill_in(place.token_ids)
-        inputs = padded.inputs(place.positions, place.slots, place.tables)
-        plan = self._ops.plan_captured(inputs, self._limits.block_size, self._windows, longest)
-        graph = self._graph((size, longest, plan.sizes), place, inputs, plan)
-        if graph.plan is not plan:
-            graph.plan.refill(plan)
+        inputs = padded.inputs(*place.places)
+        plans = self._plans(inputs, longest)
+        graph = self._graph((size, longest, *[plan.sizes for plan in plans]), place, inputs, plans)
+        if graph.plans is not plans:
+            for old, new in zip(graph.plans, plans, strict=True):
+                old.refill(new)
         graph.captured.replay()
         return graph.captured.result[:rows], size - rows
+
+    def _plans(self, inputs: list[AttentionInputs], longest: int) -> list[FixedPlan]:
+        plans: list[FixedPlan] = []
+        for group, own in zip(self._groups, inputs, strict=True):
+            sizes = (self._limits.block_size, group.windows, longest)
+            plans.append(self._ops.plan_captured(own, *sizes, plans[-1] if plans else None))
+        return plans
 
     def _place(self, key: tuple[int, int], batch: HostBatch) -> _Place:
         if key in self._places:
@@ -172,19 +187,21 @@ class DecodeGraphs:
             self._places[key] = _Place.of(batch, self._device)
         return self._places[key]
 
-    def _graph(self, key: Hashable, place: _Place, inputs: AttentionInputs, plan: FixedPlan) -> _Graph:
+    def _graph(
+        self, key: Hashable, place: _Place, inputs: list[AttentionInputs], plans: list[FixedPlan]
+    ) -> _Graph:
         if key not in self._graphs:
             try:
-                captured = self._capture(lambda: self._forward(place.token_ids, inputs, plan))
+                captured = self._capture(lambda: self._forward(place.token_ids, inputs, plans))
             except torch.OutOfMemoryError:
                 self._refused = True
                 _log.warning(
                     "no memory is left to capture decode steps of %s rows: from here on they are launched one "
                     "operator at a time; a lower engine.kv_memory leaves more",
-                    len(inputs.query_lens),
+                    len(inputs[0].query_lens),
                 )
                 raise
-            self._graphs[key] = _Graph(plan, captured)
+            self._graphs[key] = _Graph(plans, captured)
         return self._graphs[key]
 
 
@@ -192,13 +209,13 @@ def pad(batch: HostBatch, size: int, longest: int, limits: GraphLimits) -> HostB
     """Pads a decode step to `size` rows and its tables to contexts of `longest` tokens."""
     missing = size - len(batch.query_lens)
     scratch = limits.scratch_block * limits.block_size
-    width = limits.blocks(longest) - batch.tables.shape[1]
+    width = limits.blocks(longest) - batch.tables[0].shape[1]
     return replace(
         batch,
         token_ids=np.pad(batch.token_ids, (0, missing)),
         positions=np.pad(batch.positions, (0, missing)),
-        slots=np.pad(batch.slots, (0, missing), constant_values=scratch),
-        tables=np.pad(batch.tables, ((0, missing), (0, width))),
+        slots=[np.pad(slots, (0, missing), constant_values=scratch) for slots in batch.slots],
+        tables=[np.pad(tables, ((0, missing), (0, width))) for tables in batch.tables],
         query_lens=[1] * size,
         context_lens=[*batch.context_lens, *[0] * missing],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,12 +33,7 @@ class CacheRoom:
     ]  # bytes that steps need → blocks; raises OutOfMemory when it holds no sequence
     allocate: Callable[[int], list[LayerCache]]  # raises torch.OutOfMemoryError
     longest: int  # tokens of a sequence
-    block_size: int
-
-    @property
-    def least(self) -> int:
-        """Blocks of the longest sequence."""
-        return -(-self.longest // self.block_size)
+    least: int  # blocks that it holds alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +76,7 @@ def fit(
 
 
 def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
-    names = ("model", "ops", "windows", "block_size", "sampler", "cost", "device")
+    names = ("model", "ops", "layout", "sampler", "cost", "device")
     return DeviceRunner(caches=caches, **{name: getattr(runner, name) for name in names})
 
 
@@ -109,9 +105,9 @@ def _graphs(
     blocks: int,
     capture: Capture,
 ) -> DecodeGraphs:
-    def forward(token_ids: Tensor, inputs: AttentionInputs, plan: AttentionPlan) -> Tensor:
-        return runner.model.forward(token_ids, inputs, runner.caches, plan)
+    def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
+        return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
     rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    largest = GraphLimits(rows, room.longest, runner.block_size, scratch_block=blocks)
-    return DecodeGraphs(forward, ops, largest, frozenset(runner.windows), runner.device, capture)
+    largest = GraphLimits(rows, room.longest, runner.layout.block_size, scratch_block=blocks)
+    return DecodeGraphs(forward, ops, largest, runner.layout.groups, runner.device, capture)

@@ -44,6 +44,9 @@ class DeviceRunner(ModelRunner):
     """Launches each step behind the one before: sampled tokens are passed on inside the device.
 
     A step for which there is no memory is run in pieces, one after the other, and so are later steps.
+
+    A step may be scheduled while the one before is running, and take blocks that one reads: of what a window has left,
+    of a sequence that has ended. It writes them only when the one before is done, as both are in one stream.
     """
 
     graphs: DecodeGraphs | None = None
@@ -88,7 +91,7 @@ class DeviceRunner(ModelRunner):
 
     def _run(self, chunks: list[Chunk]) -> tuple[Tensor | None, int]:
         """(sampled tokens if there are any, padded tokens)"""
-        host = host_batch(chunks, self.block_size)
+        host = host_batch(chunks, self.layout)
         hidden, padded = self._forward(host, list(_awaited(chunks, host, self.pending)))
         sampling = [c.sequence for c in chunks if c.samples]
         return (self._sample(hidden, sampling) if sampling else None), padded
@@ -100,13 +103,13 @@ class DeviceRunner(ModelRunner):
                 return self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, awaited))
             except torch.OutOfMemoryError:
                 _log.debug("a step that could not be captured is launched as it is")
-        arrays = (host.token_ids, host.sampled_rows, host.positions, host.slots, host.tables)
+        arrays = (host.token_ids, host.sampled_rows, *host.places)
         token_ids, sampled, *places = upload(arrays, self.device)
         self._fill_in(token_ids, awaited)
         inputs = host.inputs(*places)
-        plan = self.ops.plan_attention(inputs, self.block_size, frozenset(self.windows))
-        hidden = self.model.forward(token_ids, inputs, self.caches, plan)
-        return hidden.index_select(0, sampled), plan.padded_tokens
+        plans = self.plan_attention(inputs)
+        hidden = self.model.forward(token_ids, inputs, self.caches, plans)
+        return hidden.index_select(0, sampled), plans[0].padded_tokens
 
     def _fill_in(self, token_ids: Tensor, awaited: Awaited) -> None:
         if awaited:

@@ -14,9 +14,12 @@ class BlockPool:
     A waiting sequence reserves the contents that it could share (`reserve`), by its turn in the queue. A block that
     nobody uses is kept exactly while its content is reserved. When no free block is left, cached ones give way:
     the one whose next user is farthest away first, children before their parents.
+
+    Blocks of several cache groups may have the same content: K and V of the same tokens, in other layers. A
+    reservation is for all of them.
     """
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: int, block_size: int, groups: int = 1) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"{blocks} blocks of {block_size} tokens: both must be at least 1")
         self.total = blocks
@@ -24,8 +27,8 @@ class BlockPool:
         self._references = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
         self._cached: dict[int, None] = {}  # in the order in which they fell idle, so children before parents
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
+        self._content: dict[int, tuple[int, bytes]] = {}  # block → group, digest
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(groups)]  # of each group
         self._turns: dict[bytes, list[int]] = {}  # content → the turns that reserve it, ascending
 
     @property
@@ -45,9 +48,9 @@ class BlockPool:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def find(self, digest: bytes) -> int | None:
-        """The block that holds this content, if one does."""
-        return self._block_of.get(digest)
+    def find(self, digest: bytes, group: int = 0) -> int | None:
+        """The block of this group that holds this content, if one does."""
+        return self._block_of[group].get(digest)
 
     def users(self, block: int) -> int:
         """How many block tables hold it."""
@@ -69,10 +72,7 @@ class BlockPool:
             del turns[bisect_left(turns, turn)]
             if not turns:
                 del self._turns[digest]
-                block = self._block_of.get(digest)
-                if block is not None and block in self._cached:
-                    del self._cached[block]
-                    self._free_block(block)
+                self._forget(digest)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add a user to each of these blocks, which `find` returned."""
@@ -93,18 +93,42 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a user from each, last blocks first, so that a prefix is kept longer than what follows it."""
         for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._hash_of.get(block) in self._turns:
-                    self._cached[block] = None
-                else:
-                    self._free_block(block)
+            self.drop(block)
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Make a used block findable by its content. Only the first block with a content becomes findable."""
-        if digest not in self._block_of and block not in self._hash_of:
-            self._block_of[digest] = block
-            self._hash_of[block] = digest
+    def drop(self, block: int, beyond: bytes | None = None) -> None:
+        """Remove a user. `beyond`: a computed content behind which no window reaches back to this block, so that it is
+        of no use to those who reserve that, too.
+        """
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if self._is_wanted(block, beyond):
+                self._cached[block] = None
+            else:
+                self._free_block(block)
+
+    def register(self, block: int, digest: bytes, group: int = 0) -> None:
+        """Make a used block findable by its content. Only the first block of a group with a content becomes findable."""
+        if digest not in self._block_of[group] and block not in self._content:
+            self._block_of[group][digest] = block
+            self._content[block] = group, digest
+
+    def _is_wanted(self, block: int, beyond: bytes | None) -> bool:
+        if block not in self._content:
+            return False
+        turns = self._turns.get(self._content[block][1])
+        if turns is None or beyond is None:
+            return turns is not None
+        return len(turns) > len(
+            self._turns.get(beyond, ())
+        )  # who reserves what is beyond reserves this one, too
+
+    def _forget(self, digest: bytes) -> None:
+        """Free the blocks that were kept for their content."""
+        for group in self._block_of:
+            block = group.get(digest)
+            if block is not None and block in self._cached:
+                del self._cached[block]
+                self._free_block(block)
 
     def _evict(self, count: int) -> None:
         """Free the cached blocks whose next use is farthest away; `nlargest` takes the first of equals: the child."""
@@ -115,12 +139,12 @@ class BlockPool:
             self._free_block(block)
 
     def _next_turn(self, block: int) -> int:
-        return self._turns[self._hash_of[block]][0]
+        return self._turns[self._content[block][1]][0]
 
     def _free_block(self, block: int) -> None:
-        digest = self._hash_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
+        content = self._content.pop(block, None)
+        if content is not None:
+            del self._block_of[content[0]][content[1]]
         self._free.append(block)
 
     def check_integrity(
@@ -140,11 +164,14 @@ class BlockPool:
             "free + used + cached differs from the total"
         )
         assert used | free | cached == set(range(self.total)), "a block is in two states"
-        assert not free & set(self._hash_of), "a free block has content"
-        assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hashes and blocks disagree"
+        assert not free & set(self._content), "a free block has content"
+        found = {(g, h): b for g, group in enumerate(self._block_of) for h, b in group.items()}
+        assert {content: b for b, content in self._content.items()} == found, "hashes and blocks disagree"
         wanted: dict[bytes, list[int]] = {}
         for turn, digests in sorted((reservations or {}).items()):
             for digest in digests:
                 wanted.setdefault(digest, []).append(turn)
         assert wanted == self._turns, "reservations differ from what waits"
-        assert all(self._hash_of.get(b) in wanted for b in cached), "a block is kept for nobody"
+        assert all(b in self._content and self._content[b][1] in wanted for b in cached), (
+            "a block is kept for nobody"
+        )

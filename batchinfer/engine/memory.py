@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import OutOfMemory
 from batchinfer.memory import available_memory
 from batchinfer.sizes import sizes
@@ -22,11 +25,19 @@ def free_bytes(device: torch.device) -> int:
     return available_memory()
 
 
+@dataclass(frozen=True, slots=True)
+class JobSize:
+    """What a job puts into the cache at most."""
+
+    longest: int  # tokens of a sequence
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
 def cache_blocks(
     block_bytes: int,
-    block_size: int,
-    longest: int,
-    max_num_seqs: int,
+    tables: TableSizes,
+    job: JobSize,
     memory: int | float | None,
     free: int,
     kind: str,
@@ -38,12 +49,14 @@ def cache_blocks(
     or None for the device's default. Raises OutOfMemory when not even the job's longest sequence fits.
     """
     budget = memory if isinstance(memory, int) else int(free * (memory or AUTO_FRACTION[kind])) - needed
-    per_sequence = -(-longest // block_size)
-    blocks = min(budget // block_bytes, int(per_sequence * max_num_seqs * PREFIX_ROOM) + 1)
-    if blocks < per_sequence:
-        needs, may = sizes(per_sequence * block_bytes, max(0, budget))
+    least = tables.alone(job.longest, job.max_num_batched_tokens)
+    running = tables.among_others(job.longest) * job.max_num_seqs
+    most = int(running * PREFIX_ROOM) + tables.for_chunks(job.max_num_batched_tokens) + 1
+    blocks = min(budget // block_bytes, max(least, most))
+    if blocks < least:
+        needs, may = sizes(least * block_bytes, max(0, budget))
         raise OutOfMemory(
-            f"the KV cache of the longest row ({longest} tokens) needs {needs} and {may} may be used; "
+            f"the KV cache of the longest row ({job.longest} tokens) needs {needs} and {may} may be used; "
             "lower max_tokens or model.max_model_len, "
             "or raise engine.kv_memory"
         )

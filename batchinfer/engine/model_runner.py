@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.batch import build_batch
+from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
@@ -22,9 +24,14 @@ class Model(Protocol):
     """A decoder, as the runner needs it; `batchinfer.models.decoder` has it."""
 
     def forward(
-        self, token_ids: Tensor, inputs: AttentionInputs, caches: list[LayerCache], plan: AttentionPlan
+        self,
+        token_ids: Tensor,
+        inputs: Seq[AttentionInputs],
+        caches: Seq[LayerCache],
+        plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """(T,) → hidden states (T, hidden)."""
+        """(T,) → hidden states (T, hidden). `inputs` and `plans` have an element for each cache group, `caches` one for
+        each layer, which names its group."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, hidden) → (n, vocab) float32."""
@@ -67,8 +74,7 @@ class ModelRunner:
     model: Model
     ops: Ops
     caches: list[LayerCache]
-    windows: tuple[int | None, ...]  # sliding window of each layer; None: full attention
-    block_size: int
+    layout: CacheLayout
     sampler: Sampler
     cost: ModelCost
     device: torch.device
@@ -90,14 +96,22 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk]) -> Launched:
         """Run the chunks, write their K and V, sample where a chunk reaches its sequence's end."""
-        batch = build_batch(chunks, self.block_size, self.device)
-        plan = self.ops.plan_attention(batch.inputs, self.block_size, frozenset(self.windows))
-        hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plan)
+        batch = build_batch(chunks, self.layout, self.device)
+        plans = self.plan_attention(batch.inputs)
+        hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
         sampling = [c.sequence for c in chunks if c.samples]
         if not sampling:
-            return RunResult([], plan.padded_tokens)
+            return RunResult([], plans[0].padded_tokens)
         tokens = self._next_tokens(hidden[batch.sampled_rows], sampling)
-        return RunResult([[token] for token in tokens], plan.padded_tokens)
+        return RunResult([[token] for token in tokens], plans[0].padded_tokens)
+
+    def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
+        """A plan for each cache group."""
+        plans: list[AttentionPlan] = []
+        for group, own in zip(self.layout.groups, inputs, strict=True):
+            beside = plans[-1] if plans else None
+            plans.append(self.ops.plan_attention(own, self.layout.block_size, group.windows, beside))
+        return plans
 
     def _next_tokens(self, hidden: Tensor, sequences: list[Sequence]) -> list[int]:
         if self.sampler.takes_argmax(sequences):
@@ -107,18 +121,20 @@ class ModelRunner:
     def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
         """The least work and memory traffic of these chunks, which sample `sampled` tokens."""
         pairs = kv_tokens = 0
-        for window, layers in Counter(self.windows).items():
-            counted = _attended(chunks, window, self.block_size)
+        for window, layers in Counter(self.layout.windows).items():
+            counted = _attended(chunks, window, self.layout)
             pairs, kv_tokens = pairs + layers * counted[0], kv_tokens + layers * counted[1]
         return StepShape(sum(c.length for c in chunks), sampled, pairs, kv_tokens)
 
 
-def _attended(chunks: list[Chunk], window: int | None, block_size: int) -> tuple[int, int]:
+def _attended(chunks: list[Chunk], window: int | None, layout: CacheLayout) -> tuple[int, int]:
     """(query, key) pairs, and distinct cached tokens read, of one layer."""
     if window is not None:
         pairs = sum(min(at + 1, window) for c in chunks for at in range(c.start, c.end))
         return pairs, sum(min(c.end, window + c.length - 1) for c in chunks)
     pairs = sum(c.length * (c.start + c.end + 1) // 2 for c in chunks)
-    tables = [c.sequence.blocks[: -(-c.end // block_size)] for c in chunks]
+    size, group = layout.block_size, layout.whole
+    assert group is not None, "a layer without a window keeps all tokens"
+    tables = [c.sequence.tables[group][: -(-c.end // size)] for c in chunks]
     shared = sum(map(len, tables)) - len(set().union(*tables))  # a block met again is read once for all
-    return pairs, sum(c.end for c in chunks) - shared * block_size
+    return pairs, sum(c.end for c in chunks) - shared * size

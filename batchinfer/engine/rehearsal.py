@@ -118,13 +118,15 @@ class Rehearsal:
             left -= length - 1
             context = length if length > 1 else longest
             sequence = self._sequence(row, context, params)
-            if length == 1 and len(sequence.blocks) > 1 and not shared and self.scratch:
-                sequence.blocks[0] = row % self.scratch
+            if length == 1 and len(sequence.tables[0]) > 1 and not shared and self.scratch:
+                for table in sequence.tables:
+                    table[0] = row % self.scratch
             chunks.append(Chunk(sequence, context - length, length))
         return chunks
 
     def _sequence(self, row: int, tokens: int, params: SamplingParams) -> Sequence:
         request = Request(row.to_bytes(32, "little"), np.zeros(tokens, np.int32), params)
         sequence = Sequence.of(request, tokens + 1, None, 0.0)
-        sequence.blocks = [self.scratch] * -(-tokens // self.runner.block_size)
+        layout = self.runner.layout
+        sequence.tables = [[self.scratch] * -(-tokens // layout.block_size) for _ in layout.groups]
         return sequence

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from batchinfer.engine.admission import peak_blocks
+from batchinfer.engine.block_tables import BlockTables
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.output_lengths import OutputLengths
 from batchinfer.engine.sequence import Sequence
@@ -90,15 +90,22 @@ class Scheduler:
 
     A chunk's full prompt blocks are findable as soon as it is scheduled, so that a sequence admitted later in the
     same step shares them: in every layer, all K and V of a step are written before any attention reads them.
+
+    `windows`: of the cache groups, whose block tables each sequence has; see `BlockTables`.
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, lengths: OutputLengths | None = None
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        lengths: OutputLengths | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
             raise ValueError(f"both limits must be at least 1: {config}")
         self.config = config
         self.pool = pool
+        self.tables = BlockTables(pool, windows)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first; a dict, because any of them may leave
         self.leaving: dict[
@@ -107,12 +114,14 @@ class Scheduler:
         self._lengths = lengths or OutputLengths()
         self._added = 0
         self._next_prefix: list[bytes] = []  # contents that the request to be added next will look for
-        self._most = 0  # blocks of all that runs or leaves, if none shares and each grows to its max_length
+        self._for_chunks = self.tables.sizes.for_chunks(config.max_num_batched_tokens)
+        # Blocks of all that runs or leaves, if none shares and each grows to its max_length, and of a step's chunks
+        self._most = self._for_chunks
         self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the whole cache could not hold it."""
-        most = self.pool.blocks_for(sequence.max_length)
+        most = self.tables.sizes.alone(sequence.max_length, self.config.max_num_batched_tokens)
         sequence.turn, fits = self._added, most <= self.pool.total
         if fits:
             self._reserve(sequence)
@@ -141,6 +150,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Decide the next step. It is empty only when there is nothing to run, or all of it is blocked."""
         step = Step()
+        self._leave_behind()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if any(c.sequence.drafts for c in step.chunks):
             budget = self._run_drafts(step, budget)
@@ -157,6 +167,7 @@ class Scheduler:
         """Remove a sequence from the running ones. It keeps its blocks until `release`."""
         del self.running[sequence]
         self.leaving[sequence] = None
+        self.tables.leave_behind(sequence, sequence.computed)
         self._lengths.record(sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -169,22 +180,20 @@ class Scheduler:
         """Keep the first `computed` positions of a sequence, which lie behind its prompt or end it: the others were
         computed for tokens that were rejected. Frees the blocks beyond."""
         sequence.computed = computed
-        kept = self.pool.blocks_for(computed)
-        if kept < len(sequence.blocks):
-            self.pool.release(sequence.blocks[kept:])
-            del sequence.blocks[kept:]
+        if self.tables.cut(sequence, computed):
             self._patience = 0
 
     def has_room(self) -> bool:
         """Whether the next step can run every running sequence without a preemption."""
         if self._most <= self.pool.total:
             return True
+        self._leave_behind()
         missing, budget = 0, self.config.max_num_batched_tokens
         for sequence in self.running:
             if sequence.blocked:
                 continue
             length = min(sequence.remaining, budget)
-            missing += max(0, self.pool.blocks_for(sequence.computed + length) - len(sequence.blocks))
+            missing += max(0, self.tables.missing(sequence, sequence.computed + length))
             budget -= length
         return missing <= self.pool.available
 
@@ -200,17 +209,23 @@ class Scheduler:
         reservations = {s.turn: s.hashes[: s.reserved] for s in self.waiting}
         reservations[self._added] = self._next_prefix
         holders = [*self.running, *self.leaving]
-        self.pool.check_integrity((s.blocks for s in holders), reservations)
-        assert not any(s.blocks for s in self.waiting), "a waiting sequence holds blocks"
+        self.pool.check_integrity((t for s in holders for t in self.tables.held(s)), reservations)
+        assert not any(s.tables for s in self.waiting), "a waiting sequence holds blocks"
         assert not any(s.reserved for s in holders), "a running sequence holds a reservation"
         assert not any(s.pending or s.drafts or s.blocked for s in self.waiting), (
             "a waiting sequence awaits tokens"
         )
-        assert self._most == sum(self.pool.blocks_for(s.max_length) for s in holders), "the bound is off"
         for sequence in holders:
-            assert len(sequence.blocks) >= self.pool.blocks_for(sequence.computed), (
-                "computed tokens without block"
-            )
+            self.tables.check(sequence)
+        assert self._most == sum(map(self._bound, holders), self._for_chunks), "the bound is off"
+
+    def _leave_behind(self) -> None:
+        """Free what the windows of running sequences have left. Drafts of an in-flight step, and the token before them,
+        may be taken back."""
+        if self.tables.have_windows:
+            for sequence in self.running:
+                start = sequence.computed - (sequence.drafts + 1 if sequence.blocked else 0)
+                self.tables.leave_behind(sequence, start)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
         for sequence in list(self.running):
@@ -231,7 +246,7 @@ class Scheduler:
             if not sequence.drafts:
                 continue
             end = start + length
-            free = (len(sequence.blocks) + self.pool.available) * self.pool.block_size - end
+            free = self.tables.room(sequence) - end
             runs = min(sequence.drafts, budget, free) if length == sequence.remaining else 0
             sequence.drop_drafts(runs)
             self._make_room(sequence, end + runs, step)
@@ -241,16 +256,17 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, tokens: int, step: Step) -> bool:
         """Allocate blocks for so many tokens, preempting the youngest if needed. False: this one was preempted."""
-        missing = -(-tokens // self.pool.block_size) - len(sequence.blocks)
-        if missing <= 0:
+        missing = -(-tokens // self.pool.block_size) - len(sequence.tables[0])
+        if missing <= 0:  # nearly always
             return True
+        missing *= len(sequence.tables)
         while missing > self.pool.available:
             victim, _ = self.running.popitem()
             self._preempt(victim)
             step.preemptions += 1
             if victim is sequence:
                 return False
-        sequence.blocks += self.pool.allocate(missing)
+        self.tables.extend(sequence, missing)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -279,21 +295,18 @@ class Scheduler:
         return sequence.prompt_blocks(len(sequence) - 1, self.pool.block_size)
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-        self._most -= self.pool.blocks_for(sequence.max_length)
+        self.tables.release(sequence)
+        self._most -= self._bound(sequence)
+
+    def _bound(self, sequence: Sequence) -> int:
+        """Blocks that it holds at most, beside its share of `_for_chunks`."""
+        return self.tables.sizes.among_others(sequence.max_length)
 
     def _run(self, sequence: Sequence, length: int, step: Step) -> None:
         chunk = Chunk(sequence, sequence.computed, length)
         step.chunks.append(chunk)
         if self.config.prefix_caching and chunk.start < sequence.prompt_length:
-            self._register(chunk)
-
-    def _register(self, chunk: Chunk) -> None:
-        sequence, size = chunk.sequence, self.pool.block_size
-        first, last = (sequence.prompt_blocks(n, size) for n in (chunk.start, chunk.end))
-        for index in range(first, last):
-            self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
+            self.tables.register(sequence, chunk.start, chunk.end)
 
     def _admit(self, step: Step, budget: int) -> None:
         self._patience -= 1
@@ -301,10 +314,10 @@ class Scheduler:
             return
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[0]
-            self._take_shared(sequence)
+            self.tables.share(sequence)
             if not self._fits(sequence, budget):
                 self._patience = 0 if self._reading(sequence, budget) else RETRY_STEPS
-                self._give_back(sequence)
+                self.tables.give_back(sequence)
                 return
             self._start(self.waiting.popleft(), step)
             length = min(sequence.remaining, budget)
@@ -312,28 +325,11 @@ class Scheduler:
             self._run(sequence, length, step)
             budget -= length
 
-    def _take_shared(self, sequence: Sequence) -> None:
-        """Acquire its first blocks, as far as they are cached."""
-        shared = list(self._shared_blocks(sequence))
-        self.pool.acquire(shared)
-        sequence.blocks = shared
-
-    def _give_back(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-
-    def _shared_blocks(self, sequence: Sequence) -> Iterator[int]:
-        for digest in sequence.hashes[: sequence.reserved]:
-            block = self.pool.find(digest)
-            if block is None:
-                return
-            yield block
-
     def _fits(self, sequence: Sequence, budget: int) -> bool:
         """Whether its chunk fits now, and it and the running sequences are expected to end without a preemption."""
         if self._chunk_blocks(sequence, budget) > self.pool.available:
             return False
-        if self._most + self.pool.blocks_for(sequence.max_length) <= self.pool.total:
+        if self._most + self._bound(sequence) <= self.pool.total:
             return True
         if not self.running and not self.leaving:
             return True  # `add` has seen to it, and it need not share with anyone's wrong estimate
@@ -342,12 +338,20 @@ class Scheduler:
         ends += [(0, s) for s in self.leaving]
         ends.append((self._steps_left(sequence) + self._reading(sequence, budget), sequence))
         head_room = 0 if sequence.exact else self.pool.total // HEAD_ROOM
-        return peak_blocks(ends, self.pool) <= self.pool.total - head_room
+        return peak_blocks(ends, self.tables) + self._of_chunks(sequence) <= self.pool.total - head_room
+
+    def _of_chunks(self, sequence: Sequence) -> int:
+        """Blocks that chunks of prompts take at most, its own and those of running sequences, beyond the forecast's."""
+        if not self.tables.have_windows:
+            return 0
+        unread = [(len(s.tokens), s.remaining) for s in self.running if s.remaining > 1]
+        unread.append((len(sequence.tokens), len(sequence.tokens) - self.tables.tokens(sequence)))
+        most = self.config.max_num_batched_tokens
+        return sum(self.tables.sizes.of_chunk(tokens, min(left, most)) for tokens, left in unread)
 
     def _chunk_blocks(self, sequence: Sequence, budget: int) -> int:
         """Blocks that its first chunk takes beside those that it shares."""
-        shared = len(sequence.blocks) * self.pool.block_size
-        return self.pool.blocks_for(min(len(sequence.tokens), shared + budget)) - len(sequence.blocks)
+        return self.tables.missing(sequence, min(len(sequence.tokens), self.tables.tokens(sequence) + budget))
 
     def _steps_left(self, sequence: Sequence) -> int:
         """Steps after this one, if this one runs the rest of its prompt. The last token is sampled, never run."""
@@ -355,15 +359,15 @@ class Scheduler:
 
     def _reading(self, sequence: Sequence, budget: int) -> int:
         """Further steps that its prompt takes if `budget` tokens of it run in this one."""
-        left = len(sequence.tokens) - len(sequence.blocks) * self.pool.block_size - budget
+        left = len(sequence.tokens) - self.tables.tokens(sequence) - budget
         return -(-left // max(1, self.config.max_num_batched_tokens - len(self.running))) if left > 0 else 0
 
     def _start(self, sequence: Sequence, step: Step) -> None:
         self._unreserve(sequence)
-        sequence.computed = len(sequence.blocks) * self.pool.block_size
+        sequence.computed = self.tables.tokens(sequence)
         # what it had computed before a preemption was run once, and saves nothing
         saved = max(0, sequence.computed - sequence.high_water)
         sequence.cached_tokens += saved
         step.cached_tokens += saved
         self.running[sequence] = None
-        self._most += self.pool.blocks_for(sequence.max_length)
+        self._most += self._bound(sequence)

@@ -30,7 +30,12 @@ class Sequence:
     barrier: bool = False  # no step looks ahead of its tokens: a step may give it none or several
     blocked: bool = False  # an in-flight step will give it tokens; it is not scheduled until they are known
     high_water: int = 0  # most tokens that were ever computed: less than that again is recomputation
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(
+        default_factory=list
+    )  # of each cache group: blocks by position; none, if it waits
+    left: list[int] = field(
+        default_factory=list
+    )  # of each cache group: so many leading entries are free again
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
     turn: int = 0  # place in the order of admission, kept over a preemption
     reserved: int = 0  # while it waits: how many of its first blocks' contents are kept for it

@@ -30,7 +30,6 @@ class Decoder:
         """Packs the weights a layer at a time. Sequences may be up to `max_positions` long: so much is computed of the
         rotary tables."""
         self.spec, self.max_positions = spec, max_positions
-        self.windows = frozenset(spec.windows)
         self._ops = ops
         self._tables = weights.tables()
         self._norm = {FINAL_NORM: self._tables.final_norm}
@@ -47,36 +46,27 @@ class Decoder:
             for index, layer in enumerate(spec.layers)
         ]
 
-    def allocate_cache(
-        self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
-    ) -> list[LayerCache]:
-        """A zero-filled cache for each layer."""
-        return [
-            self._ops.allocate_cache(layer.attention.cache, blocks, block_size, dtype, device)
-            for layer in self.spec.layers
-        ]
 
     def forward(
         self,
         token_ids: Tensor,
-        inputs: AttentionInputs,
+        inputs: Sequence[AttentionInputs],
         caches: Sequence[LayerCache],
-        plan: AttentionPlan,
+        plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """Run one step: token_ids (T,) int64 → hidden states (T, hidden) before the final norm.
 
-        Writes K and V of the step's tokens to `caches`, one a layer. `plan` comes from
-        `ops.plan_attention(inputs, block_size, decoder.windows)`. Raises ValueError for a position that the rotary
-        table does not have: compiled operators would read behind it.
+        Writes K and V of the step's tokens to `caches`, one a layer, each of which names its group: `inputs` and
+        `plans`, which come from `ops.plan_attention`, have an element a group. Raises ValueError for a position that
+        the rotary table does not have: compiled operators would read behind it.
         """
-        if max(inputs.context_lens) > self.max_positions:
-            raise ValueError(
-                f"a context of {max(inputs.context_lens)} tokens, and {self.max_positions} positions"
-            )
-        x = self._embedded(token_ids, inputs.positions)
+        longest = max(inputs[0].context_lens)
+        if longest > self.max_positions:
+            raise ValueError(f"a context of {longest} tokens, and {self.max_positions} positions")
+        x = self._embedded(token_ids, inputs[0].positions)
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
-            x, residual = layer(x, residual, inputs, cache, plan)
+            x, residual = layer(x, residual, inputs[cache.group], cache, plans[cache.group])
         return x if residual is None else x + residual
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:

@@ -77,10 +77,12 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a layer keeps of each token: K and V of `heads` heads of `dim` values."""
+    """What a layer keeps of each token: K and V of `heads` heads of `dim` values. `window`: of how many tokens, the one
+    that is run included; None: of all."""
 
     heads: int
     dim: int
+    window: int | None = None
 
     @property
     def values(self) -> int:
@@ -140,7 +142,7 @@ class AttentionSpec:
 
     @property
     def cache(self) -> CacheSpec:
-        return CacheSpec(self.kv_heads, self.head_dim)
+        return CacheSpec(self.kv_heads, self.head_dim, self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,11 @@ class ModelSpec:
     def attention(self) -> AttentionSpec:
         """Of the first layer: heads and their sizes are those of all."""
         return self.layers[0].attention
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Of each layer."""
+        return tuple(layer.attention.cache for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

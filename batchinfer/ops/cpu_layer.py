@@ -22,13 +22,21 @@ from batchinfer_kernels.cpu.layer import (
 
 
 class ItemPlan(AttentionPlan):
-    """The step cut into pieces of work, and what its layers leave to one another."""
+    """The step cut into pieces of work, and what its layers leave to one another. `beside`: the plan of another cache
+    group for the same step."""
 
     padded_tokens = 0
 
-    def __init__(self, inputs: AttentionInputs, items: Items) -> None:
+    def __init__(self, inputs: AttentionInputs, items: Items, beside: ItemPlan | None = None) -> None:
         self.inputs, self.items = inputs, items
         self.room: LayerRoom | None = None
+        self.step: list[ItemPlan] = [] if beside is None else beside.step  # the plans of all groups
+        self.step.append(self)
+
+    def left(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
+        """The room in which a layer of any group left x and residual."""
+        rooms = (plan.room for plan in self.step if plan.room is not None)
+        return next((room for room in rooms if x is room.x and residual is room.residual), None)
 
 
 BEFORE = {"input_norm", "post_norm"}  # the norms that every compiled layer has
@@ -88,8 +96,8 @@ class CompiledLayer(DecoderLayer):
             raise TypeError(f"{type(plan).__name__} was not made by the CPU's operators")
         room = plan.room
         if room is None or not self._left(room, x, residual, cache.block_size):
-            room = plan.room = self._room(x, inputs, cache, plan.items)
-            if residual is not None:
+            room = plan.room = self._room(x, inputs, cache, plan, plan.left(x, residual))
+            if residual is not None and residual is not room.residual:
                 room.residual.copy_(residual)
         self._compiled.decoder_layer(self._layer, room, cache.k, cache.v, residual is None)
         return room.x, room.residual
@@ -99,12 +107,14 @@ class CompiledLayer(DecoderLayer):
         same = room.places.block_size == block_size
         return x is room.x and residual is room.residual and same and room.fits(self._layer)
 
-    def _room(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, items: Items) -> LayerRoom:
-        tables, sizes = inputs.block_tables, self._layer.sizes
+    def _room(
+        self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: ItemPlan, beside: LayerRoom | None
+    ) -> LayerRoom:
+        tables, sizes, items = inputs.block_tables, self._layer.sizes, plan.items
         places = (inputs.positions, inputs.slots, tables, items, cache.block_size)
         shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
         state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])
-        return LayerRoom(x, self._layer, StepPlaces(*places), shape, state)
+        return LayerRoom(x, self._layer, StepPlaces(*places), shape, state, beside)
 
 
 def _rotation(parts: LayerParts) -> LayerRotation:

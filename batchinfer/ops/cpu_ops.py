@@ -138,11 +138,21 @@ class CpuOps(TorchOps):
         return self._compiled.rope_store(q, k, v, *places, *norms, offset=offset, interleaved=pairs)
 
     def plan_attention(
-        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
-        tables, pages = inputs.block_tables.numpy(), self._compiled.pages(block_size)
-        items = attention_items(inputs.query_lens, inputs.context_lens, self._group, tables, pages)
-        return ItemPlan(inputs, items)
+        before = beside if isinstance(beside, ItemPlan) else None
+        lens = (inputs.query_lens, inputs.context_lens, self._group)
+        if inputs.whole:
+            tables, pages = inputs.block_tables.numpy(), self._compiled.pages(block_size)
+            return ItemPlan(inputs, attention_items(*lens, tables, pages), before)
+        # Tables of a window do not show what sequences share: entries that it has left are alike in all of them
+        if before is not None and not before.inputs.whole:
+            return ItemPlan(inputs, before.items, before)
+        return ItemPlan(inputs, attention_items(*lens), before)
 
     def attention(
         self,

@@ -31,11 +31,13 @@ class LayerCache:
     k: Tensor
     v: Tensor
     block_size: int
+    group: int = 0  # which of the step's block tables say where its blocks are
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Positions and cache slots of a step's tokens: T tokens of S sequences, one chunk a sequence, in order.
+    """Positions and cache slots of a step's tokens: T tokens of S sequences, one chunk a sequence, in order; for the
+    layers of one cache group.
 
     Lengths are plain ints: the host made them, and no operator should have to ask the device for them.
     """
@@ -48,6 +50,9 @@ class AttentionInputs:
     host_tables: NDArray[np.int32] | None = None  # the block tables where the host can read them
     padding_slot: int | None = (
         None  # where padding rows write to, which are nobody's tokens; None: there are none
+    )
+    whole: bool = (
+        True  # False: of blocks that a window has left the tables say nothing, and no operator reads them
     )
 
 
@@ -254,9 +259,14 @@ class Ops(ABC):
 
     @abstractmethod
     def plan_attention(
-        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
-        """Prepare attention for one step; `windows` are the sliding windows that its layers use."""
+        """Prepare attention for one step of the layers of a cache group; `windows` are the sliding windows that they
+        use. `beside`: the plan of another group for the same step, to share with it what does not depend on tables."""
 
     @abstractmethod
     def attention(

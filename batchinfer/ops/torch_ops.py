@@ -156,7 +156,11 @@ class TorchOps(Ops):
         return rope_store_reference(q, k, v, *places, *norms, offset=offset, interleaved=rope.interleaved)
 
     def plan_attention(
-        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
         shapes, start = [], 0
         for row, (queries, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):

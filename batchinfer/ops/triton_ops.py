@@ -52,8 +52,9 @@ class TritonPlan(FixedPlan):
 
     padded_tokens = 0
 
-    def __init__(self, plan: attention_plan.LaunchPlan, tables: Tensor) -> None:
-        self.plan, self.tables = plan, tables
+    def __init__(self, plan: attention_plan.LaunchPlan, inputs: AttentionInputs) -> None:
+        self.plan, self.tables = plan, inputs.block_tables
+        self.shares = inputs.whole  # whether it was planned what sequences share
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -140,22 +141,35 @@ class TritonOps(Ops):
         return rope_store(q, k, v, *places, *norms, inputs.positions, offset=offset, interleaved=pairs)
 
     def plan_attention(
-        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
+        if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
+            return TritonPlan(beside.plan, inputs)
         shared = self._shared(inputs, block_size)
         lens = (inputs.query_lens, inputs.context_lens)
         device = inputs.block_tables.device
         plan = attention_plan.plan_attention(*lens, self._shape, device, shared)
-        return TritonPlan(plan, inputs.block_tables)
+        return TritonPlan(plan, inputs)
 
     def plan_captured(
-        self, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None], longest: int
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        longest: int,
+        beside: AttentionPlan | None = None,
     ) -> FixedPlan:
         """The plan of single queries for a graph that stays right while contexts grow up to `longest` tokens.
 
         Prefixes are planned twice where there are any: how much room they need is known afterwards. Rounded up to
         powers of two, so that few steps differ in it.
         """
+        if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
+            return TritonPlan(beside.plan, inputs)
         shared, device = self._shared(inputs, block_size), inputs.block_tables.device
         lens = (inputs.query_lens, inputs.context_lens)
         room = Room(longest, len(inputs.query_lens) * longest // 2)
@@ -165,11 +179,12 @@ class TritonOps(Ops):
                 needed = (found.slots, len(found.items), len(found.members))
                 room = Room(room.longest, room.total_context, *(1 << (n - 1).bit_length() for n in needed))
         plan = attention_plan.plan_attention(*lens, self._shape, device, shared, room)
-        return TritonPlan(plan, inputs.block_tables)
+        return TritonPlan(plan, inputs)
 
     def _shared(self, inputs: AttentionInputs, block_size: int) -> list[attention_plan.SharedPrefix]:
-        """What single queries share, where the host can see it."""
-        if inputs.host_tables is None:
+        """What single queries share, where the host can see it. Tables of a window do not show it: entries that it has
+        left are alike in all of them."""
+        if inputs.host_tables is None or not inputs.whole:
             return []
         lens = (inputs.query_lens, inputs.context_lens)
         return attention_plan.find_shared(*lens, inputs.host_tables, block_size, self._shape.unit)

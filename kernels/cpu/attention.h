@@ -57,17 +57,28 @@ INLINE NAME(Walk) NAME(walk_from)(const NAME(Attention) *s, const NAME(Job) *job
     return (NAME(Walk)){job->table, job->head, unit / units, unit % units * LANES};
 }
 
-INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t last, NAME(Tile) *found) {
+INLINE void NAME(next_unit)(const NAME(Attention) *s, NAME(Walk) *walk) {
+    walk->inside += LANES;
+    if (walk->inside >= s->block_pad) walk->inside = 0, walk->block++;
+}
+
+/* The next tile for rows that see nothing before `least`, and of which none is after `last`. */
+INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t least, int32_t last,
+                            NAME(Tile) *found) {
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     found->end = 0;
     for (int c = 0; c < COLUMNS; c++) {
         int64_t first = walk->block * s->block_size + walk->inside, places = s->block_size - walk->inside;
-        if (first > last) { /* nothing is seen there, and there may be no block: anything readable will do */
+        /* Nothing is seen there. Behind `last` there may be no block; before `least` another sequence may have it, whose
+         * V may be no number, and 0 x NaN is NaN. So no V is needed, and any K that is readable will do. */
+        int passed = first > last, before = first + (places < LANES ? places : LANES) <= least;
+        if (passed || before) {
             found->k[c] = c ? found->k[0] : (const vi *)s->k_cache;
             found->v[c] = c ? found->v[0] : (const vi *)s->v_cache;
             found->position[c] = splat_word(PASSED), found->needed[c] = 0;
             found->end = PASSED;
+            if (before) NAME(next_unit)(s, walk);
             continue;
         }
         int64_t at = (walk->table[walk->block] * s->kv_heads + walk->head) * s->block_pad * s->dim_pad;
@@ -81,8 +92,7 @@ INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t 
             found->end = PASSED; /* a place without a key: every row has to be masked */
         else
             found->end = first + LANES - 1;
-        walk->inside += LANES;
-        if (walk->inside >= s->block_pad) walk->inside = 0, walk->block++;
+        NAME(next_unit)(s, walk);
     }
 }
 
@@ -249,10 +259,14 @@ INLINE void NAME(put_down)(const NAME(Attention) *s, const Item *item, int64_t h
         }
 }
 
-/* An item's first tile that any row sees, the first row at `position`: what a window has left behind changes nothing. */
-INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int32_t position) {
-    if (s->window <= 0 || position < s->window) return item->first_tile;
-    int64_t seen = NAME(tile_of)(s, position - s->window + 1);
+/* The first key that a row at `position` sees. */
+INLINE int32_t NAME(first_seen)(const NAME(Attention) *s, int32_t position) {
+    return s->window <= 0 || position < s->window ? 0 : position - (int32_t)s->window + 1;
+}
+
+/* An item's first tile that any row sees, the first of which sees from `least` on. */
+INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int32_t least) {
+    int64_t seen = NAME(tile_of)(s, least);
     return seen > item->first_tile ? seen : item->first_tile;
 }
 
@@ -268,18 +282,20 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
         last = work.position[r] > last ? work.position[r] : last;
         first_position = work.position[r] < first_position ? work.position[r] : first_position;
     }
-    int64_t from = NAME(first_tile)(s, item, first_position);
+    int32_t least = NAME(first_seen)(s, first_position);
+    int64_t from = NAME(first_tile)(s, item, least);
     int64_t end = item->ends ? NAME(tile_of)(s, last) + 1 : item->end_tile;
     NAME(Walk) walk = NAME(walk_from)(s, job, from);
-    NAME(next_tile)(s, &walk, last, &ahead);
+    NAME(next_tile)(s, &walk, least, last, &ahead);
     for (int64_t at = from; at < end; at++) {
         tile = ahead;
         if (at + 1 < end) {
-            NAME(next_tile)(s, &walk, last, &ahead);
+            NAME(next_tile)(s, &walk, least, last, &ahead);
         } else {
             int32_t position = (int32_t)s->plan->rows[next->item->first_row * 2 + 1];
-            walk = NAME(walk_from)(s, next, NAME(first_tile)(s, next->item, position));
-            NAME(next_tile)(s, &walk, position, &ahead);
+            int32_t seen = NAME(first_seen)(s, position);
+            walk = NAME(walk_from)(s, next, NAME(first_tile)(s, next->item, seen));
+            NAME(next_tile)(s, &walk, seen, position, &ahead);
         }
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n, fetch) \

@@ -140,10 +140,33 @@ class StepPlaces:
         _check("block_tables", self.block_tables, tuple(self.block_tables.shape[:2]), torch.int32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tensors:
+    """What layers leave to one another, and room to work in."""
+
+    x: Tensor
+    residual: Tensor
+    attended: Tensor  # rotated q, and what attention makes of it
+    rooms: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, layer: PackedLayer) -> _Tensors:
+        tokens, sizes = len(x), layer.sizes
+        left, residual = (x.clone(memory_format=torch.contiguous_format) for _ in range(2))
+        attended = x.new_empty(2, tokens, sizes.q_heads * sizes.head_dim)
+        widths = (layer.hidden, layer.weights.qkv.columns, layer.inner)
+        inputs = max(layer.hidden, layer.inner, attended.shape[2])
+        codes = torch.empty(tokens, inputs + 3, dtype=torch.uint8)
+        scales = torch.empty(tokens, dtype=torch.float32)
+        rooms = [x.new_empty(tokens, width) for width in widths]
+        return cls(left, residual, attended, (*rooms, codes, scales))
+
+
 class LayerRoom:
     """What the layers of a step share: x and residual (T, hidden), and room to work in.
 
-    `cache_shape` is that of a block of the cache, `state` what `attention_state` gives.
+    `cache_shape` is that of a block of the cache, `state` what `attention_state` gives. `beside`: the room of layers
+    with other places, which left x and residual in it: if sizes are the same, both use the same tensors.
     """
 
     def __init__(
@@ -153,25 +176,22 @@ class LayerRoom:
         places: StepPlaces,
         cache_shape: tuple[int, int, int],
         state: Tensor | None,
+        beside: LayerRoom | None = None,
     ) -> None:
         places.check(len(x))
         if x.shape != (len(x), layer.hidden) or x.dtype != layer.dtype:
             raise ValueError(
                 f"x is {tuple(x.shape)} of {x.dtype}, wanted (T, {layer.hidden}) of {layer.dtype}"
             )
-        self.x, self.residual = (x.clone(memory_format=torch.contiguous_format) for _ in range(2))
         self.places, self.cache_shape = places, cache_shape
         self._layer, self._state = layer, state
-        tokens, sizes = len(x), layer.sizes
-        # rotated q, and what attention makes of it
-        self._attended = x.new_empty(2, tokens, sizes.q_heads * sizes.head_dim)
-        widths = (layer.hidden, layer.weights.qkv.columns, layer.inner)
-        self._rooms = [x.new_empty(tokens, width) for width in widths]
-        inputs = max(layer.hidden, layer.inner, self._attended.shape[2])
-        self._codes = torch.empty(tokens, inputs + 3, dtype=torch.uint8)
-        self._scales = torch.empty(tokens, dtype=torch.float32)
+        shared = beside is not None and beside.x is x and beside.fits(layer)
+        self._tensors: _Tensors = beside._tensors if beside is not None and shared else _Tensors.of(x, layer)
+        self.x: Tensor = self._tensors.x
+        self.residual: Tensor = self._tensors.residual
+        sizes = layer.sizes
         self._plan = places.items.structure(places.block_tables, sizes.q_heads // sizes.kv_heads)
-        rooms = (self.x, self.residual, *self._rooms, self._codes, self._scales)
+        rooms = (self.x, self.residual, *self._tensors.rooms)
         self.structure = LayerStep(self._heads(), self._attention(), *(address(room) for room in rooms))
 
     def fits(self, layer: PackedLayer) -> bool:
@@ -183,17 +203,17 @@ class LayerRoom:
             stride=self._layer.weights.qkv.columns,
             positions=address(self.places.positions),
             slots=address(self.places.slots),
-            q_out=address(self._attended[0]),
+            q_out=address(self._tensors.attended[0]),
             tokens=len(self.x),
             **self._sizes(),
         )
 
     def _attention(self) -> Attention:
         return Attention(
-            q=address(self._attended[0]),
+            q=address(self._tensors.attended[0]),
             plan=ctypes.pointer(self._plan),
             state=address(self._state),
-            out=address(self._attended[1]),
+            out=address(self._tensors.attended[1]),
             **scoring(self._layer.sizes.scale, self._layer.sizes.soft_cap),
             **self._sizes(),
         )

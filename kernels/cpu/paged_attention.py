@@ -31,7 +31,7 @@ class AttentionGroup:
     shape: tuple[int, int, int]  # G, Q, N
     queries: Tensor  # (G × Q,) int64, into the step's tokens; padding repeats the sequence's last query
     real: Tensor | None  # (n,) int64, which of the G × Q are real; None: all
-    unused: Tensor  # (G, 1, K, 1) bool: cached slots behind a sequence's end
+    unused: Tensor  # (G, 1, K, 1) bool: cached slots behind a sequence's end, or that every window has left
     masks: dict[int | None, Tensor]  # window → (G, 1, Q, K) bool, True: attend
 
 
@@ -97,9 +97,15 @@ def build_group(
         shape=(len(members), most, blocks),
         queries=(starts + taken).flatten().to(device),
         real=(step < lens).flatten().nonzero()[:, 0].to(device) if ragged else None,
-        unused=(key_at >= contexts)[:, None, :, None].to(device),
+        unused=_unused(key_at, contexts, lens, windows)[:, None, :, None].to(device),
         masks={w: _mask(query_at, key_at, w).to(device) for w in windows},
     )
+
+
+def _unused(key_at: Tensor, contexts: Tensor, lens: Tensor, windows: frozenset[int | None]) -> Tensor:
+    behind = key_at >= contexts
+    widths = [w for w in windows if w is not None]
+    return behind if len(widths) < len(windows) else behind | (key_at <= contexts - lens - max(widths))
 
 
 def _mask(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
@@ -109,7 +115,7 @@ def _mask(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
 
 
 def _gather(cache: Tensor, group: AttentionGroup) -> Tensor:
-    """(G, kv_heads, K, D), zero behind each sequence's end: what lies there may be anything, NaN included."""
+    """(G, kv_heads, K, D), zero where nothing is seen: what lies there may be anything, NaN included."""
     members, _, blocks = group.shape
     pages = cache.index_select(0, group.blocks).view(members, blocks, *cache.shape[1:])
     return pages.transpose(1, 2).flatten(2, 3).masked_fill_(group.unused, 0)

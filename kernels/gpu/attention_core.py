@@ -74,6 +74,7 @@ def attend_span(
     table_ptr, k_ptr, v_ptr,  # the sequence's block table; the caches from the KV head on
     stride_block, stride_key,
     first, end,  # keys [first, end) of the sequence are passed over
+    least,  # no row sees a key before it; read with a WINDOW only
     scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
@@ -85,13 +86,16 @@ def attend_span(
     for start in range(first, end, TILE):
         key = start + lane
         inside = key < end
+        if WINDOW:
+            inside = inside & (key >= least)
         if WHOLE:
             block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
         else:
             block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         at = block * stride_block + (key % BLOCK_SIZE) * stride_key
         offsets = at[:, None] + dim[None, :]
-        # What is masked reads as 0: the cache behind a sequence's end may hold anything, and 0 × NaN is NaN
+        # What is masked reads as 0: the cache behind a sequence's end, and blocks that its window has left, may hold
+        # anything, and 0 × NaN is NaN
         if WHOLE:
             loaded = (dim < D)[None, :]
         else:

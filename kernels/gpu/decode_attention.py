@@ -69,8 +69,10 @@ def _decode_attention_kernel(
     if parts_ptr is not None:  # noqa: SIM102  known when compiled, the other is not
         if first >= context:  # a shorter sequence has fewer segments
             return
+    least = 0
     if WINDOW:
-        first = tl.maximum(first, tl.maximum(context - window, 0) // TILE * TILE)
+        least = tl.maximum(context - window, 0)
+        first = tl.maximum(first, least // TILE * TILE)
     row = tl.arange(0, ROWS)
     real = row < GROUP
     head = kv_head * GROUP + row
@@ -88,7 +90,7 @@ def _decode_attention_kernel(
     total, top, mass = attend_span(
         total, top, mass, q, row_at, tables_ptr + sequence * stride_table,
         k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
-        stride_block, stride_key, first, end, scale, cap, window,
+        stride_block, stride_key, first, end, least, scale, cap, window,
         D, D_PAD, TILE, BLOCK_SIZE, False, False, WINDOW, CAP, CODES, PRECISION,
     )  # fmt: skip
     part, lse = as_part(total, top, mass)

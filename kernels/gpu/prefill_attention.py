@@ -69,9 +69,10 @@ def _prefill_attention_kernel(
     k_ptr += kv_head.to(tl.int64) * stride_head
     v_ptr += kv_head.to(tl.int64) * stride_head
     end = first_at + tokens
-    begin = 0
+    begin, least = 0, 0
     if WINDOW:  # tiles that even the first row has left behind change nothing
-        begin = tl.maximum(first_at - window + 1, 0) // TILE * TILE
+        least = tl.maximum(first_at - window + 1, 0)
+        begin = least // TILE * TILE
     total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
     if SEGMENTED:
         for segment_start in range(begin // segment * segment, end, segment):
@@ -80,7 +81,8 @@ def _prefill_attention_kernel(
             part_mass = tl.zeros([ROWS], tl.float32)
             part, part_top, part_mass = attend_span(
                 part, part_top, part_mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
-                tl.maximum(begin, segment_start), tl.minimum(end, segment_start + segment), scale, cap, window,
+                tl.maximum(begin, segment_start), tl.minimum(end, segment_start + segment), least, scale, cap,
+                window,
                 D, D_PAD, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, CODES, PRECISION,
             )  # fmt: skip
             part, lse = as_part(part, part_top, part_mass)
@@ -91,12 +93,12 @@ def _prefill_attention_kernel(
             whole = (first_at + 1) // TILE * TILE
             total, top, mass = attend_span(
                 total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
-                0, whole, scale, cap, window,
+                0, whole, least, scale, cap, window,
                 D, D_PAD, TILE, BLOCK_SIZE, True, True, WINDOW, CAP, CODES, PRECISION,
             )  # fmt: skip
         total, top, mass = attend_span(
             total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
-            whole, end, scale, cap, window,
+            whole, end, least, scale, cap, window,
             D, D_PAD, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, CODES, PRECISION,
         )  # fmt: skip
     out, lse = as_part(total, top, mass)

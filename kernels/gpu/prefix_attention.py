@@ -67,11 +67,13 @@ def _prefix_attention_kernel(
         token = tl.load(rows_ptr + index * 2).to(tl.int64)
         sequence = tl.load(rows_ptr + index * 2 + 1).to(tl.int64)
     row_at = tl.full([ROWS], -1, tl.int32)
+    least = 0
     if WINDOW:  # tiles that every row has left behind change nothing
         context = tl.load(contexts_ptr + sequence)
         row_at = tl.where(real, context - 1, -1)
         nearest = tl.min(tl.where(real, context, 2147483647), 0)
-        first = tl.maximum(first, tl.maximum(nearest - window, 0) // TILE * TILE)
+        least = tl.maximum(nearest - window, 0)
+        first = tl.maximum(first, least // TILE * TILE)
     dim = tl.arange(0, D_PAD)
     cells = real[:, None] & (dim < D)[None, :]
     q_at = token[:, None] * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
@@ -83,7 +85,7 @@ def _prefix_attention_kernel(
     total, top, mass = attend_span(
         total, top, mass, q, row_at, tables_ptr + tl.load(item + 2).to(tl.int64) * stride_table,
         k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
-        stride_block, stride_key, first, end, scale, cap, window,
+        stride_block, stride_key, first, end, least, scale, cap, window,
         D, D_PAD, TILE, BLOCK_SIZE, whole, False, WINDOW, CAP, CODES, PRECISION,
     )  # fmt: skip
     part, lse = as_part(total, top, mass)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.build import LoadedModel, ModelSource, load_model
+from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.decode_graphs import Captured
 from batchinfer.engine.device_fit import CacheRoom, fit
@@ -95,11 +96,12 @@ def _interpreted(loaded: LoadedModel, setting: Setting) -> LoadedModel:
     attention, dtype = model.spec.attention, getattr(torch, dtype_of(setting))
     ops = TritonOps(AttentionShape(dtype, attention.q_heads, attention.kv_heads, attention.head_dim))
     decoder = Decoder(model.spec, model.weights(dtype, device), ops, TINY_LONGEST, device)
+    layout = loaded.runner.layout
     room = CacheRoom(
         blocks=lambda needed: info.blocks,
-        allocate=lambda blocks: decoder.allocate_cache(blocks, info.block_size, dtype, device),
+        allocate=lambda blocks: allocate_caches(ops, model.spec.caches, layout, blocks, dtype, device),
         longest=TINY_LONGEST,
-        block_size=info.block_size,
+        least=layout.sizes.alone(TINY_LONGEST, loaded.limits.max_num_batched_tokens),
     )
     runner = replace(loaded.runner, model=decoder, ops=ops, caches=[])
     fitted = fit(runner, loaded.limits, room, _NoMeter(), _captured_by_name)

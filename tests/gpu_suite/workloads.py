@@ -56,6 +56,6 @@ def told(section: Section, workload: Workload, series: Series, peer: str | None 
     result = {"kind": "workload", "workload": workload.name, "ops": loaded.info.ops}
     if section.setting.rehearsal:
         return {**result, "rows": len(workload.rows), "steps": len(series.ours[0].steps)}
-    ideal = ideal_job(workload.rows, loaded.runner.windows)
+    ideal = ideal_job(workload.rows, loaded.runner.layout.windows)
     whole = WorkloadResult(workload, ideal, series)
     return {**result, **whole.to_json(loaded.runner.cost, peaks(section.setting), peer)}

@@ -50,7 +50,7 @@ class Driver:
         for chunk in step.chunks:
             known = prefixes(chunk.sequence)
             for at in range(chunk.start, chunk.end):
-                self.slots[chunk.sequence.blocks[at // size], at % size] = known[at]
+                self.slots[chunk.sequence.tables[0][at // size], at % size] = known[at]
         for chunk in step.chunks:
             self.check_reads(chunk.sequence, chunk.end)
         for chunk in step.chunks:
@@ -77,7 +77,7 @@ class Driver:
         """Everything that attention reads is this sequence's own prefix."""
         size, known = self.scheduler.pool.block_size, prefixes(seq)
         for at in range(end):
-            assert self.slots[seq.blocks[at // size], at % size] == known[at]
+            assert self.slots[seq.tables[0][at // size], at % size] == known[at]
 
     def post_process(self, seq: Sequence, end: int, samples: bool) -> None:
         seq.computed = end

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from batchinfer.engine.cache_layout import one_group
 from batchinfer.engine.decode_graphs import Capture, Captured, DecodeGraphs, GraphLimits
 from batchinfer.engine.sampler import Sampler
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
@@ -73,8 +75,13 @@ class HashingModel:
         self.nan_every, self.room = nan_every, room
 
     def forward(
-        self, token_ids: Tensor, inputs: AttentionInputs, caches: list[LayerCache], plan: AttentionPlan
+        self,
+        token_ids: Tensor,
+        groups: Seq[AttentionInputs],
+        caches: Seq[LayerCache],
+        plans: Seq[AttentionPlan],
     ) -> Tensor:
+        (inputs,), (plan,) = groups, plans
         if len(token_ids) > self.room:
             raise torch.OutOfMemoryError(f"no memory for {len(token_ids)} tokens")
         contexts, queries_of = inputs.context_lens, inputs.query_lens
@@ -112,7 +119,7 @@ def hashing_runner(
     cache = [LayerCache(*(torch.full((blocks + 1, 1, block_size, 1), -1) for _ in "kv"), block_size)]
     model, device = HashingModel(nan_every, room), torch.device("cpu")
     sampler = Sampler(frozenset([EOS]))
-    return kind(model, HashingOps(), cache, (None,), block_size, sampler, SHAPE, device, **more)
+    return kind(model, HashingOps(), cache, one_group([None], block_size), sampler, SHAPE, device, **more)
 
 
 def captured_eagerly(run: Callable[[], Tensor]) -> Captured:
@@ -130,10 +137,9 @@ def with_graphs(
 ) -> Any:
     """The runner, decode steps replayed."""
 
-    def forward(token_ids: Tensor, inputs: AttentionInputs, plan: AttentionPlan) -> Tensor:
-        return runner.model.forward(token_ids, inputs, runner.caches, plan)
+    def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
+        return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
-    limits = GraphLimits(rows, longest, runner.block_size, scratch_block=blocks)
-    windows = frozenset(runner.windows)
-    graphs = DecodeGraphs(forward, runner.ops, limits, windows, runner.device, capture)
+    limits = GraphLimits(rows, longest, runner.layout.block_size, scratch_block=blocks)
+    graphs = DecodeGraphs(forward, runner.ops, limits, runner.layout.groups, runner.device, capture)
     return replace(runner, graphs=graphs)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchinfer.engine.cache_layout import cache_layout
+from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.model_runner import ModelRunner
@@ -78,20 +80,21 @@ def cpu_ops(model: Checkpoint, quantization: Quantization = "none") -> Ops:
 def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
     """In float32. What the cache never held is poisoned."""
     decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN)
-    caches = decoder.allocate_cache(limits.blocks, limits.block_size, torch.float32, device)
+    layout = cache_layout(model.spec.caches, limits.block_size, MAX_LEN)
+    caches = allocate_caches(ops, model.spec.caches, layout, limits.blocks, torch.float32, device)
     for layer in caches:
         layer.k.fill_(float("nan"))
         layer.v.fill_(float("nan"))
     sampler = Sampler(frozenset(model.spec.eos_token_ids))
     cost = model_cost(model.spec, 4, 4)
-    windows = model.spec.windows
-    return ModelRunner(decoder, ops, caches, windows, limits.block_size, sampler, cost, torch.device(device))
+    return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device))
 
 
 def make_engine(runner: Any, limits: Limits, eos: frozenset[int], **more: Any) -> Engine:
     config = SchedulerConfig(limits.seqs, limits.budget, limits.caching)
-    pool = BlockPool(limits.blocks, limits.block_size)
-    scheduler = Scheduler(config, pool, Hopeful() if limits.scarce else None)
+    windows = runner.layout.sizes.windows
+    pool = BlockPool(limits.blocks, limits.block_size, len(windows))
+    scheduler = Scheduler(config, pool, Hopeful() if limits.scarce else None, windows)
     return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos), **more)
 
 

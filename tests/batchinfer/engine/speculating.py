@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchinfer.engine.cache_layout import CacheLayout, one_group
 from batchinfer.engine.model_runner import ModelRunner, RunResult
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
@@ -34,7 +35,6 @@ class Speculating:
     barriers: Callable[[Request], bool] = lambda _: False
     random: random.Random | None = None  # None: as many tokens as drafts are right, and one more
     most_tokens: None = None
-    windows: tuple[None, ...] = (None,)
     cost: Any = SHAPE
     ran: int = 0  # positions
     accepted: int = 0
@@ -44,6 +44,10 @@ class Speculating:
     _tokens: dict[bytes, list[int]] = field(default_factory=dict)  # prompt and all that was given
 
     step_shape = ModelRunner.step_shape
+
+    @property
+    def layout(self) -> CacheLayout:
+        return one_group([None], self.block_size)
 
     def needs_tokens(self, request: Request) -> bool:
         return self.barriers(request)
@@ -62,7 +66,7 @@ class Speculating:
         return RunResult([self._next(c.sequence) for c in chunks if c.samples], 0)
 
     def _slot(self, chunk: Chunk, at: int) -> tuple[int, int]:
-        return chunk.sequence.blocks[at // self.block_size], at % self.block_size
+        return chunk.sequence.tables[0][at // self.block_size], at % self.block_size
 
     def _content(self, sequence: Sequence) -> list[int]:
         """Its tokens with their values, some of which the engine may not know, and its drafts."""

@@ -123,8 +123,9 @@ class Forced:
             max_num_batched_tokens=way.budget,
             prefix_caching=way.caching,
         )
-        pool = BlockPool(way.blocks or loaded.info.blocks, loaded.info.block_size)
-        scheduler = Scheduler(limits, pool, Hopeful() if way.blocks else None)
+        windows = loaded.runner.layout.sizes.windows
+        pool = BlockPool(way.blocks or loaded.info.blocks, loaded.info.block_size, len(windows))
+        scheduler = Scheduler(limits, pool, Hopeful() if way.blocks else None, windows)
         runner = replace(loaded.runner, sampler=self.sampler)
         self._engine = Engine(runner, scheduler, loaded.engine_limits)
         self.steps: list[StepSample] = []

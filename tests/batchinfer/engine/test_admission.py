@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.admission import peak_blocks
+from batchinfer.engine.block_tables import BlockTables
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.output_lengths import BINS, OutputLengths
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
@@ -22,9 +23,10 @@ def walked(ends: list[tuple[int, Sequence]], size: int) -> int:
     peak = 0
     for step in range(max(s for s, _ in ends) + 1):
         alive = [seq for last, seq in ends if step <= last]
+        tables = [(seq.tables[0] if seq.tables else [], seq) for seq in alive]
         blocks = {
-            (at, seq.blocks[at]) if at < len(seq.blocks) else (at, id(seq))
-            for seq in alive
+            (at, table[at]) if at < len(table) else (at, id(seq))
+            for table, seq in tables
             for at in range(-(-(len(seq) + step) // size))
         }
         peak = max(peak, len(blocks))
@@ -46,10 +48,10 @@ def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
     for shared, own, steps in rows:
         seq = sequence([1] * (shared * size + own), 50)
         pool.acquire(chain[:shared])
-        seq.blocks = chain[:shared] + pool.allocate(pool.blocks_for(own) // 2)
+        seq.tables, seq.left = [chain[:shared] + pool.allocate(-(-own // size) // 2)], [0]
         ends.append((steps, seq))
     pool.release(chain)
-    assert peak_blocks(ends, pool) == walked(ends, size)
+    assert peak_blocks(ends, BlockTables(pool, (None,))) == walked(ends, size)
 
 
 @given(

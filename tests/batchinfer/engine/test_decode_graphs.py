@@ -55,17 +55,19 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
     batch = HostBatch(
         token_ids=np.array([5, 6]),
         positions=np.array([8, 3]),
-        slots=np.array([17, 3]),
-        tables=np.array([[4, 1], [0, 0]], np.int32),
+        slots=[np.array([17, 3]), np.array([9, 7])],
+        tables=[np.array([[4, 1], [0, 0]], np.int32), np.array([[0, 2], [1, 0]], np.int32)],
+        whole=[True, False],
         sampled_rows=np.array([0, 1]),
         query_lens=[1, 1],
         context_lens=[9, 4],
     )
     padded = pad(batch, 4, 16, GraphLimits(rows=8, longest=99, block_size=4, scratch_block=30))
-    assert padded.slots.tolist() == [17, 3, 120, 120]
+    assert [slots.tolist() for slots in padded.slots] == [[17, 3, 120, 120], [9, 7, 120, 120]]
     assert padded.context_lens == [9, 4, 0, 0]
     assert padded.query_lens == [1] * 4
-    assert padded.tables.tolist() == [[4, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
+    assert padded.tables[0].tolist() == [[4, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
+    assert padded.tables[1].tolist() == [[0, 2, 0, 0], [1, 0, 0, 0], [0] * 4, [0] * 4]
     assert (padded.token_ids.tolist(), padded.positions.tolist()) == ([5, 6, 0, 0], [8, 3, 0, 0])
 
 

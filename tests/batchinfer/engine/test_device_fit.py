@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
-from batchinfer.engine.memory import cache_blocks
+from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
 from batchinfer.engine.scheduler import SchedulerConfig
+from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import OutOfMemory
 from batchinfer.ops.interface import LayerCache
 from tests.batchinfer.engine.hashing_model import captured_eagerly
@@ -28,6 +30,7 @@ from tests.batchinfer.engine.small_engine import (
 )
 
 LONGEST, SIZE = 100, 8
+SPEC = checkpoint("llama").spec
 STEPS = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=250)
 
 
@@ -49,7 +52,7 @@ class Device:
             self.needed = needed
             return wanted
 
-        room = CacheRoom(blocks, self.allocate, LONGEST, SIZE)
+        room = CacheRoom(blocks, self.allocate, LONGEST, -(-LONGEST // SIZE))
         runner: ModelRunner = replace(self.runner, model=self)
         return fit(runner, limits, room, self, captured_eagerly)
 
@@ -57,8 +60,8 @@ class Device:
         self.wanted.append(blocks)
         if blocks > self.blocks:
             raise torch.OutOfMemoryError(f"no memory for {blocks} blocks")
-        caches: list[LayerCache] = self._decoder.allocate_cache(blocks, SIZE, torch.float32, "cpu")
-        return caches
+        runner = self.runner
+        return allocate_caches(runner.ops, SPEC.caches, runner.layout, blocks, torch.float32, "cpu")
 
     def forward(self, token_ids: Tensor, *rest: Any) -> Tensor:
         if len(token_ids) > self.tokens:
@@ -122,7 +125,11 @@ def test_a_cache_that_does_not_hold_the_longest_sequence_is_an_error():
 
 
 def test_what_steps_need_is_taken_from_the_share_of_the_cache():
-    sizes = (1000, 16, 64, 1000)  # bytes of a block, its tokens, the longest row, sequences
+    sizes = (
+        1000,
+        TableSizes(16),
+        JobSize(64, 1000, 250),
+    )  # bytes of a block, its tokens, the longest row, sequences
     assert cache_blocks(*sizes, None, 100_000, "cuda", 30_000) == 60
     assert cache_blocks(*sizes, 0.5, 100_000, "cuda", 30_000) == 20
     assert cache_blocks(*sizes, 40_000, 100_000, "cuda", 30_000) == 40, "bytes are what the job asked for"
@@ -144,9 +151,9 @@ def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
     rehearsal = Rehearsal(Device().fit().runner, STEPS, LONGEST, 60)
     for shared in (False, True):
         chunks = rehearsal.chunks(250, 6, LONGEST, GREEDY, shared)
-        written = {c.sequence.blocks[at // SIZE] for c in chunks for at in range(c.start, c.end)}
+        written = {c.sequence.tables[0][at // SIZE] for c in chunks for at in range(c.start, c.end)}
         assert written == {60}
-        assert len({c.sequence.blocks[0] for c in chunks[3:]}) == (1 if shared else 3)
+        assert len({c.sequence.tables[0][0] for c in chunks[3:]}) == (1 if shared else 3)
 
 
 def test_the_fitted_runner_runs():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from batchinfer.engine.cache_layout import cache_layout
+from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.model_runner import ModelRunner
@@ -31,6 +34,13 @@ LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)
 OUTPUT = 8
 MAX_LEN = 320
 
+WINDOW, FULL_LAYER = "sliding_attention", "full_attention"
+MIXED: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "layer_types": [WINDOW, WINDOW, FULL_LAYER, WINDOW, WINDOW, WINDOW, FULL_LAYER],
+}
 VARIANTS = {
     "llama": ("llama", {}),
     "llama-tied-sharded-llama3": ("llama", {"tied": True, "shards": 3, "rope": "llama3"}),
@@ -40,6 +50,7 @@ VARIANTS = {
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 24, "shards": 3}),
     "qwen2": ("qwen2", {"tied": True}),
+    "qwen2-mixed": ("qwen2", MIXED),
     "qwen2-yarn-odd-heads": (
         "qwen2",
         {"rope": "yarn", "head_dim": 20, "num_key_value_heads": 4, "shards": 2},
@@ -67,7 +78,8 @@ VARIANTS = {
     "gpt-neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
     "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),
 }
-FULL = ("llama", "mistral-window", "qwen2", "qwen3", "qwen2-moe")  # these run under every setting below
+# these run under every setting below
+FULL = ("llama", "mistral-window", "qwen2-mixed", "qwen3", "qwen2-moe")
 
 
 @dataclass(frozen=True)
@@ -78,11 +90,7 @@ class Setting:
     seqs: int = 64
     caching: bool = True
     blocks: int = 600
-
-    @property
-    def scarce(self) -> bool:
-        """Too few blocks: the scheduler, which would rather wait, is made to hope for short answers."""
-        return self.blocks == 45
+    scarce: bool = False  # too few blocks: the scheduler, which would rather wait, is made to hope for short answers
 
     def __str__(self) -> str:
         shared = "shared" if self.caching else "private"
@@ -95,9 +103,16 @@ SETTINGS = (
     Setting(7, caching=False),
     Setting(1),
     Setting(4096, caching=False),
-    Setting(64, blocks=45),
-    Setting(512, blocks=45, caching=False),
+    Setting(64, blocks=45, scarce=True),
+    Setting(512, blocks=45, caching=False, scarce=True),
 )
+# Blocks that are scarce for rows that keep no more than their windows, and chunks that fit into so few
+SCARCE = {
+    "mistral-window": {"blocks": 14, "budget": 64},
+    "mixtral-window": {"blocks": 14, "budget": 64},
+    "phi3-window-partial": {"blocks": 14, "budget": 64},
+    "qwen2-mixed": {"blocks": 90, "budget": 64},
+}
 
 
 @dataclass(frozen=True)
@@ -155,18 +170,21 @@ def run_engine(folder: Path, setting: Setting, requests: list[Request], recorded
     attention = checkpoint.spec.attention
     ops = choose_ops(torch.device("cpu"), torch.float32, attention.group, attention.head_dim)
     model = load_decoder(checkpoint, ops, torch.float32, torch.device("cpu"), MAX_LEN)
-    cost, windows = model_cost(checkpoint.spec, 4, 4), checkpoint.spec.windows
-    caches = model.allocate_cache(setting.blocks, block_size, torch.float32, torch.device("cpu"))
+    cost, cpu = model_cost(checkpoint.spec, 4, 4), torch.device("cpu")
+    layout = cache_layout(checkpoint.spec.caches, block_size, MAX_LEN)
+    windows = layout.sizes.windows
+    caches = allocate_caches(ops, checkpoint.spec.caches, layout, setting.blocks, torch.float32, cpu)
     for layer in caches:  # nothing may read what was never written
         layer.k.fill_(float("nan"))
         layer.v.fill_(float("nan"))
     kind = RecordingSampler if recorded else Sampler
     sampler = kind(frozenset(checkpoint.spec.eos_token_ids))
-    runner = ModelRunner(model, ops, caches, windows, block_size, sampler, cost, torch.device("cpu"))
+    runner = ModelRunner(model, ops, caches, layout, sampler, cost, cpu)
+    pool = BlockPool(setting.blocks, block_size, len(windows))
     config = SchedulerConfig(setting.seqs, setting.budget, setting.caching)
     engine = Engine(
         runner,
-        Scheduler(config, BlockPool(setting.blocks, block_size), Hopeful() if setting.scarce else None),
+        Scheduler(config, pool, Hopeful() if setting.scarce else None, windows),
         EngineLimits(MAX_LEN, sampler.eos_token_ids),
     )
     engine.add(requests)
@@ -188,6 +206,7 @@ def cases():
     for variant in VARIANTS:
         for number, setting in enumerate(SETTINGS):
             if variant in FULL or number in (0, 5):
+                setting = replace(setting, **SCARCE.get(variant, {})) if setting.scarce else setting
                 slow = setting.budget == 1 and variant != "llama"  # thousands of steps
                 marks = [pytest.mark.slow] if slow else []
                 yield pytest.param(variant, setting, id=f"{variant}-{setting}", marks=marks)

@@ -201,7 +201,7 @@ def test_a_real_model(family):
     requests = [replace_key(r, i) for i, p in enumerate(prompts) for r in greedy([p], 14, **kinds[i])]
     eos = frozenset(model.spec.eos_token_ids)
     wanted = drain(make_engine(base, limits, eos), requests)
-    fields = (base.model, base.ops, base.caches, base.windows, base.block_size, base.sampler, base.cost)
+    fields = (base.model, base.ops, base.caches, base.layout, base.sampler, base.cost)
     got = drain(make_engine(DeviceRunner(*fields, base.device), limits, eos), requests)
     assert got.answers == wanted.answers
 

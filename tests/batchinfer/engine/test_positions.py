@@ -70,4 +70,4 @@ def test_no_step_reads_behind_the_table(promising: Path) -> None:
     places = (torch.tensor([40]), torch.tensor([0]), torch.from_numpy(tables))
     inputs = AttentionInputs(*places, [1], [41], tables)
     with pytest.raises(ValueError, match="a context of 41 tokens, and 40 positions"):
-        runner.model.forward(torch.tensor([1]), inputs, runner.caches, None)  # type: ignore[arg-type]
+        runner.model.forward(torch.tensor([1]), [inputs], runner.caches, [])

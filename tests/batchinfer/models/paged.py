@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from batchinfer.engine.cache_layout import one_group
+from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.models.decoder import Decoder
 from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
 
@@ -41,7 +43,9 @@ def run_paged(
     sequences = [
         PagedSequence(prompt, [ids.pop() for _ in range(n)]) for prompt, n in zip(prompts, needs, strict=True)
     ]
-    caches = decoder.allocate_cache(sum(needs) + 3, block_size, dtype, "cpu")
+    specs = decoder.spec.caches
+    layout = one_group(decoder.spec.windows, block_size)
+    caches = allocate_caches(ops, specs, layout, sum(needs) + 3, dtype, "cpu")
     for cache in caches:
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))
@@ -77,8 +81,8 @@ def _step(
         context_lens=[span.stop for span in spans],
     )
     token_ids = torch.tensor([s.tokens[p] for s, span in zip(batch, spans, strict=True) for p in span])
-    plan = ops.plan_attention(inputs, block_size, decoder.windows)
-    logits = decoder.logits(decoder.forward(token_ids, inputs, caches, plan))
+    plan = ops.plan_attention(inputs, block_size, frozenset(decoder.spec.windows))
+    logits = decoder.logits(decoder.forward(token_ids, [inputs], caches, [plan]))
     for sequence, span, part in zip(batch, spans, logits.split(inputs.query_lens), strict=True):
         sequence.logits.append(part)
         sequence.done = span.stop
