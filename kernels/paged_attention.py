@@ -57,7 +57,8 @@ def paged_attention_reference(
     q: (T, q_heads, D), the sequences' query chunks one after the other; caches: (blocks, kv_heads, block_size, D);
     block_tables: (sequences, max blocks) int32; context_lens: cached tokens of each sequence, this chunk's
     included, so that its queries stand at positions context - query … context - 1. `window`: a query sees at most
-    so many keys, its own included; blocks that the window of a chunk's first query has left are not read. Returns (T, q_heads, D) in q's dtype; zeros for a query that sees no key.
+    so many keys, its own included; blocks that the window of a chunk's first query has left are not read. Returns
+    (T, q_heads, D) in q's dtype; zeros for a query that sees no key.
 
     `soft_cap`: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `sinks`: (q_heads,), a score without
     a value that takes part in each softmax (gpt-oss). A cache of float8_e4m3fn or int8 holds k / k_scale and

@@ -47,8 +47,10 @@ class GraphOps(Protocol):
         longest: int,
         beside: AttentionPlan | None = None,
     ) -> FixedPlan:
-        """Plans single queries, for a graph that stays valid while contexts grow up to `longest` tokens; `beside` as for
-        `Ops.plan_attention`."""
+        """Plans single queries, for a graph that stays valid while contexts grow up to `longest` tokens.
+
+        `beside`: as for `Ops.plan_attention`.
+        """
 
 
 @dataclass(frozen=True, slots=True)

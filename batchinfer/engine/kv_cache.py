@@ -107,7 +107,7 @@ class BlockPool:
                 self._free_block(block)
 
     def register(self, block: int, digest: bytes, group: int = 0) -> None:
-        """Make a used block findable by its content. Only the first block of a group with a content becomes findable."""
+        """Make a used block findable by its content. Only a group's first block with a content becomes findable."""
         if digest not in self._block_of[group] and block not in self._content:
             self._block_of[group][digest] = block
             self._content[block] = group, digest

@@ -46,7 +46,6 @@ class Decoder:
             for index, layer in enumerate(spec.layers)
         ]
 
-
     def forward(
         self,
         token_ids: Tensor,

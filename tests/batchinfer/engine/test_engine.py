@@ -90,7 +90,9 @@ class Setting:
     seqs: int = 64
     caching: bool = True
     blocks: int = 600
-    scarce: bool = False  # too few blocks: the scheduler, which would rather wait, is made to hope for short answers
+    scarce: bool = (
+        False  # too few blocks: the scheduler, which would rather wait, is made to hope for short answers
+    )
 
     def __str__(self) -> str:
         shared = "shared" if self.caching else "private"
