@@ -205,6 +205,22 @@ def attention_cost(
     return Cost(4 * pairs * q_heads * head_dim, head_dim * (2 * tokens * q_heads * itemsize + cached))
 
 
+def latent_attention_cost(
+    tokens: int, pairs: int, kv_tokens: int, heads: int, width: int, rank: int, itemsize: int
+) -> Cost:
+    """Attention over a cache of latents: a query is multiplied with `width` values of a token, and its probability with
+    `rank`. Counts as for `attention_cost`; what is read of a token serves K and V."""
+    moved = tokens * heads * (width + rank) + kv_tokens * width
+    return Cost(2 * pairs * heads * (width + rank), itemsize * moved)
+
+
+def latent_store_cost(tokens: int, heads: int, rank: int, rotary_dim: int, itemsize: int) -> Cost:
+    """Rotate q and the k that all heads share (3 a value), write q back, and k with the latent to the cache; cos and
+    sin are read in float32."""
+    turned = (heads + 1) * rotary_dim
+    return Cost(3 * tokens * turned, tokens * (2 * itemsize * (turned + rank) + 4 * rotary_dim + 8))
+
+
 def merge_state_cost(parts: int, tokens: int, heads: int, head_dim: int, itemsize: int) -> Cost:
     """Parts of attention weighted and added (2 a value); each read once with its log-sum-exp, the result written."""
     values, sums = tokens * heads * head_dim, 4 * tokens * heads

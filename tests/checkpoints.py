@@ -16,6 +16,10 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -71,8 +75,11 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "cohere2": (Cohere2Config, Cohere2ForCausalLM),
     "gpt2": (GPT2Config, GPT2LMHeadModel),
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 HEADS_FILL_HIDDEN = ("stablelm", "cohere2", "gpt2", "gpt_neox")  # families that know no head_dim
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")  # heads of K and V are made of one latent
 NO_KV_HEADS = ("gpt2", "gpt_neox")  # families whose query heads have a KV head each
 # What a family calls what others name otherwise; None: it does not know it
 RENAMED: dict[str, dict[str, str | None]] = {
@@ -84,6 +91,16 @@ RENAMED: dict[str, dict[str, str | None]] = {
         "max_position_embeddings": "n_positions",
         "rope_parameters": None,
     },
+    "deepseek_v2": {"head_dim": None},
+    "deepseek_v3": {"head_dim": None},
+}
+LATENT = {
+    "moe_intermediate_size": 24,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
 }
 # What a family's checkpoints are made with, so that all that it adds to a Llama shows
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -102,6 +119,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True, "logit_scale": 0.3},
     "cohere2": {"sliding_window": 40, "sliding_window_pattern": 2, "logit_scale": 0.6},
     "gpt_neox": {"rotary_pct": 1.0},
+    "deepseek_v2": {
+        **LATENT,
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+    },
     "granite": {
         "attention_multiplier": 0.4,
         "embedding_multiplier": 3.0,
@@ -204,6 +238,8 @@ def make_checkpoint(
         sizes["hidden_size"] = sizes["num_attention_heads"] * sizes.pop("head_dim")
     if family in NO_KV_HEADS:
         del sizes["num_key_value_heads"]
+    if family in LATENT_FAMILIES:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     names = {name: RENAMED.get(family, {}).get(name, name) for name in sizes}
     config = config_class(**{name: sizes[usual] for usual, name in names.items() if name is not None})
     config._attn_implementation = config._experts_implementation = "eager"
@@ -226,6 +262,9 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
     """transformers leaves biases 0 and norm weights 1: then neither could be tested."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)

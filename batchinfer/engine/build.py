@@ -170,7 +170,8 @@ def _ops(config: EngineConfig, model: ModelSpec, device: torch.device, dtype: to
     """Choose the operators. Raises Unavailable if none here have the arithmetic that the job asks for."""
     attention, arithmetic = model.attention, (config.quantization, config.deterministic)
     sizes = (attention.group, attention.head_dim)
-    return choose_ops(device, dtype, *sizes, *arithmetic, attention.kv_heads, config.linear)
+    kv_heads, latent = attention.kv_heads, attention.cache.latent
+    return choose_ops(device, dtype, *sizes, *arithmetic, kv_heads, config.linear, latent)
 
 
 def _weight_bytes(source: ModelSource, cost: ModelCost) -> int:

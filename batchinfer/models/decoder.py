@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from batchinfer.models.block import apply_norm, build_layer
+from batchinfer.models.block import build_layer
 from batchinfer.models.checkpoint import Checkpoint
+from batchinfer.models.norm import apply_norm
 from batchinfer.models.parameters import BIAS, FINAL_NORM
 from batchinfer.models.rope import rope_table
 from batchinfer.models.spec import ModelSpec

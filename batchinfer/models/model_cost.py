@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from batchinfer.models.spec import ExpertsSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
+from batchinfer.models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    NormSpec,
+)
 from batchinfer_kernels.cost import (
     Cost,
     ModelCost,
@@ -17,6 +25,8 @@ from batchinfer_kernels.cost import (
     embedding_cost,
     gated_activation_cost,
     grouped_linear_cost,
+    latent_attention_cost,
+    latent_store_cost,
     layer_norm_cost,
     linear_cost,
     quantized_grouped_linear_cost,
@@ -31,23 +41,17 @@ from batchinfer_kernels.cost import (
 def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCost:
     """`itemsize`: bytes of an activation and of a cached value; `weight_itemsize`: of a weight of a linear layer;
     1: int8."""
-    attention, layers = spec.attention, len(spec.layers)
+    layers = len(spec.layers)
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
         for operator in _layer_operators(layer, itemsize, weight_itemsize):
             known = summed.get(operator.name, OperatorCost(operator.name))
             summed[operator.name] = known + operator * times
-    sizes = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
     once = (
         OperatorCost(
             "embedding", token=embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
         ),
-        OperatorCost(
-            "attention",
-            token=attention_cost(1, 0, 0, *sizes) * layers,
-            pair=attention_cost(0, 1, 0, *sizes),
-            kv_token=attention_cost(0, 0, 1, *sizes),
-        ),
+        _attention(spec.attention, layers, itemsize),
         _sampled("final_norm", lambda n: _norm(spec.final_norm, n, itemsize, residual=True)),
         _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize)),
         _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize)),
@@ -65,13 +69,12 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
 
 
 def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
-    attention = layer.attention
-    heads = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
-    turned, normed = attention.rotation.dim if attention.rotation.rope else 0, attention.norms_heads
     yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
-    yield _token("rope_store", lambda n: rope_store_cost(n, *heads, rotary_dim=turned, normed=normed))
+    yield _token("rope_store", _store(layer.attention, itemsize))
     for linear in layer.linears:
-        if linear.experts:
+        if linear.heads:
+            yield _token(linear.name, _heads(layer.attention, itemsize, weight_itemsize))
+        elif linear.experts:
             yield _experts(linear, itemsize, weight_itemsize)
         else:
             yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
@@ -82,6 +85,41 @@ def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> I
         sizes = (routing.experts, routing.chosen)
         yield _token("routing", lambda n: routing_cost(n, *sizes))
         yield _token("combine", lambda n: combine_cost(n, routing.chosen, layer.hidden, itemsize))
+
+
+def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Callable[[int], Cost]:
+    """Of rotating heads and filling the cache."""
+    heads, rotation = attention.q_heads, attention.rotation
+    turned = rotation.dim if rotation.rope else 0
+    if isinstance(attention, LatentAttentionSpec):
+        return lambda n: latent_store_cost(n, heads, attention.rank, turned, itemsize)
+    sizes, normed = (heads, attention.kv_heads, attention.head_dim, itemsize), attention.norms_heads
+    return lambda n: rope_store_cost(n, *sizes, rotary_dim=turned, normed=normed)
+
+
+def _heads(
+    attention: AttentionSpec | LatentAttentionSpec, itemsize: int, weight_itemsize: int
+) -> Callable[[int], Cost]:
+    """Of the products that take queries into the latent, and results out of it."""
+    assert isinstance(attention, LatentAttentionSpec)
+    into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),)), itemsize, weight_itemsize)
+    out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),)), itemsize, weight_itemsize)
+    return lambda n: (into(n) + out(n)) * attention.q_heads
+
+
+def _attention(attention: AttentionSpec | LatentAttentionSpec, layers: int, itemsize: int) -> OperatorCost:
+    """Of all layers together: pairs and tokens are counted over all of them already."""
+    if isinstance(attention, LatentAttentionSpec):
+        sizes = (attention.q_heads, attention.head_dim, attention.rank, itemsize)
+        cost: Callable[..., Cost] = latent_attention_cost
+    else:
+        sizes, cost = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize), attention_cost
+    return OperatorCost(
+        "attention",
+        token=cost(1, 0, 0, *sizes) * layers,
+        pair=cost(0, 1, 0, *sizes),
+        kv_token=cost(0, 0, 1, *sizes),
+    )
 
 
 def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
@@ -112,7 +150,9 @@ def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
     k where they are no heads' norms, which `rope_store` has."""
     found = Cost()
     for name, norm in layer.norms.items():
-        if not (layer.attention.norms_heads and name in ("q_norm", "k_norm")):
+        attention = layer.attention
+        of_heads = isinstance(attention, AttentionSpec) and attention.norms_heads
+        if not (of_heads and name in ("q_norm", "k_norm")):
             residual = name in ("input_norm", "post_norm")
             found += _norm(norm, tokens, itemsize, residual)
     return found

@@ -131,5 +131,12 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
     return _mscale(factor, 1.0)
 
 
+def yarn_scale(raw: Mapping[str, Any], rope: RopeConfig) -> float:
+    """What DeepSeek's attention multiplies queries and keys with beside the rotation: derived from `mscale_all_dim`."""
+    stated = _stated(raw)
+    weight = stated.get("mscale_all_dim") if isinstance(stated, Mapping) else None
+    return _mscale(rope.factor, weight) if rope.kind != "default" and isinstance(weight, int | float) else 1.0
+
+
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

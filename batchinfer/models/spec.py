@@ -46,7 +46,8 @@ class LinearSpec:
 
     `activation` follows it; where it is `gated`, the upper half of its outputs is the gate of the lower half. One that
     is `exact` is never quantised, and its results are float32. With `experts` the weight is that of all of them, one
-    above the other, and a token multiplies those of `chosen` experts; 0: it belongs to none.
+    above the other, and a token multiplies those of `chosen` experts; 0: it belongs to none. With `heads` it has a part
+    for each of so many, which queries and results of attention are multiplied with (LatentAttentionSpec).
     """
 
     name: str
@@ -58,6 +59,7 @@ class LinearSpec:
     exact: bool = False
     experts: int = 0
     chosen: int = 1
+    heads: int = 0
 
     @property
     def outputs(self) -> int:
@@ -78,16 +80,23 @@ class LinearSpec:
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """What a layer keeps of each token: K and V of `heads` heads of `dim` values. `window`: of how many tokens, the one
-    that is run included; None: of all."""
+    that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept once.
+    """
 
     heads: int
     dim: int
     window: int | None = None
+    latent: bool = False
+
+    @property
+    def tensors(self) -> int:
+        """Tensors that hold it."""
+        return 1 if self.latent else 2
 
     @property
     def values(self) -> int:
         """Values of one token."""
-        return 2 * self.heads * self.dim
+        return self.tensors * self.heads * self.dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,87 @@ class AttentionSpec:
     @property
     def cache(self) -> CacheSpec:
         return CacheSpec(self.kv_heads, self.head_dim, self.window)
+
+    def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
+        """Its products, in the order in which they run."""
+        qkv = (("q", self.q_width), ("k", self.kv_width), ("v", self.kv_width))
+        return (
+            LinearSpec("qkv", hidden, qkv, self.qkv_bias),
+            LinearSpec("o", self.q_width, (("o", hidden),), self.o_bias),
+        )
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        """By the name of their parameter."""
+        return {"q_norm": self.q_norm, "k_norm": self.k_norm}
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2"): K and V of all heads are products of the same
+    `rank` values of a token, its latent, which are normed. The cache keeps the latent, and beside it values of k that
+    are rotated and that all heads share.
+
+    A head of q and k has `plain_dim` values without a position, then rotated ones; one of v has `v_dim`. With a
+    `q_rank` q is a product of so many values, which are normed. `eps` is of both norms.
+    """
+
+    q_heads: int
+    rank: int
+    plain_dim: int
+    v_dim: int
+    scale: float
+    rotation: Rotation
+    q_rank: int | None = None
+    biased: bool = False
+    eps: float = 1e-6
+    window: None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """All query heads read the same values."""
+        return 1
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.q_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Values of a head of q."""
+        return self.plain_dim + self.rotation.dim
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a token that a query is multiplied with."""
+        return self.rank + self.rotation.dim
+
+    @property
+    def cache(self) -> CacheSpec:
+        return CacheSpec(1, self.head_dim, latent=True)
+
+    def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
+        """Its products, in the order in which they run; `kv_b` has k and v of each head above one another."""
+        width = self.q_heads * self.q_dim
+        if self.q_rank is None:
+            q = [LinearSpec("q", hidden, (("q", width),))]
+        else:
+            first = LinearSpec("q_a", hidden, (("q_a", self.q_rank),), self.biased)
+            q = [first, LinearSpec("q_b", self.q_rank, (("q_b", width),))]
+        made = self.q_heads * (self.plain_dim + self.v_dim)
+        return (
+            *q,
+            LinearSpec("kv_a", hidden, (("kv_a", self.head_dim),), self.biased),
+            LinearSpec("kv_b", self.rank, (("kv_b", made),), heads=self.q_heads),
+            LinearSpec("o", self.q_heads * self.v_dim, (("o", hidden),), self.biased),
+        )
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        """By the name of their parameter."""
+        q = None if self.q_rank is None else NormSpec(self.q_rank, self.eps)
+        return {"q_a_norm": q, "kv_a_norm": NormSpec(self.rank, self.eps)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +308,7 @@ class LayerSpec:
 
     hidden: int
     input_norm: NormSpec | None
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     post_norm: NormSpec | None
     feed_forward: FeedForwardSpec | ExpertsSpec
     attention_norm: NormSpec | None = None
@@ -229,13 +319,7 @@ class LayerSpec:
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Its matrix products, in the order in which they run."""
-        a = self.attention
-        qkv = (("q", a.q_width), ("k", a.kv_width), ("v", a.kv_width))
-        return (
-            LinearSpec("qkv", self.hidden, qkv, a.qkv_bias),
-            LinearSpec("o", a.q_width, (("o", self.hidden),), a.o_bias),
-            *self.feed_forward.linears(self.hidden),
-        )
+        return (*self.attention.linears(self.hidden), *self.feed_forward.linears(self.hidden))
 
     @property
     def vectors(self) -> dict[str, int]:
@@ -250,8 +334,7 @@ class LayerSpec:
             "attention_norm": self.attention_norm,
             "post_norm": self.post_norm,
             "feed_forward_norm": self.feed_forward_norm,
-            "q_norm": self.attention.q_norm,
-            "k_norm": self.attention.k_norm,
+            **self.attention.norms,
         }
         return {name: norm for name, norm in found.items() if norm is not None}
 
@@ -280,7 +363,7 @@ class ModelSpec:
     learned_positions: bool = False
 
     @property
-    def attention(self) -> AttentionSpec:
+    def attention(self) -> AttentionSpec | LatentAttentionSpec:
         """Of the first layer: heads and their sizes are those of all."""
         return self.layers[0].attention
 

@@ -43,21 +43,23 @@ def choose_ops(
     deterministic: bool = False,
     kv_heads: int = 1,
     linear: LinearWay = "compiled",
+    latent: bool = False,
 ) -> Ops:
     """Compiled operators on a CPU that has a compiler, Triton's on a GPU, for the dtypes and sizes that they cover;
     else torch's.
 
     `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `linear` is who
-    multiplies weights on a CPU. Falling back to torch's operators is logged, and `ops` in the report says it. Raises
-    Unavailable where torch's would have to do, and cannot: they neither quantise nor promise row-invariance.
+    multiplies weights on a CPU; `latent`: whether the cache keeps latents, of which `head_dim` is the size. Falling
+    back to torch's operators is logged, and `ops` in the report says it. Raises Unavailable where torch's would have to
+    do, and cannot: they neither quantise nor promise row-invariance.
     """
     wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
     wanted += ["engine.deterministic: true"] if deterministic else []
     sizes, arithmetic = (dtype, group, head_dim), (quantization, deterministic)
     if device.type == "cpu":
-        needed, found = "compiled CPU operators", _compiled(*sizes, quantization, linear)
+        needed, found = "compiled CPU operators", _compiled(*sizes, quantization, linear, latent)
     else:
-        needed, found = "Triton operators", _triton(*sizes, *arithmetic, kv_heads)
+        needed, found = "Triton operators", _triton(*sizes, *arithmetic, kv_heads, latent)
     if isinstance(found, Ops):
         return found
     if wanted:
@@ -68,15 +70,20 @@ def choose_ops(
 
 
 def _compiled(
-    dtype: torch.dtype, group: int, head_dim: int, quantization: Quantization, linear: LinearWay
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    quantization: Quantization,
+    linear: LinearWay,
+    latent: bool,
 ) -> Ops | Lacking:
-    if not CpuOps.can_run(dtype, group, head_dim):
+    if not CpuOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
     if linear == "onednn" and not onednn_multiplies(dtype):
         _log.warning("this torch has no oneDNN products in %s; compiled operators multiply", dtype)
         linear = "compiled"
     try:
-        return CpuOps(CompiledOperators(), group, quantization, linear)
+        return CpuOps(CompiledOperators(), group, quantization, linear, latent)
     except NoCompiler as error:
         return Lacking(str(error), "install one (apt install gcc)")
 
@@ -93,6 +100,7 @@ def _triton(
     quantization: Quantization,
     deterministic: bool,
     kv_heads: int,
+    latent: bool,
 ) -> Ops | Lacking:
     """The same for a GPU. Triton is imported only here: it looks for a driver."""
     if importlib.util.find_spec("triton") is None:
@@ -100,13 +108,13 @@ def _triton(
     from batchinfer.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
-    if not TritonOps.can_run(dtype, group, head_dim):
+    if not TritonOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
     lacking = _unfit_gpu()
     if lacking is not None:
         return lacking
     shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic)
-    return TritonOps(shape, quantization)
+    return TritonOps(shape, quantization, latent)
 
 
 def _unfit_gpu() -> Lacking | None:

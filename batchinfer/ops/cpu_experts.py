@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchinfer.ops.interface import Experts, ExpertWeights
+from batchinfer.ops.interface import Experts, ExpertWeights, HeadsLinear
 from batchinfer.ops.torch_ops import add_loads
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators
@@ -50,6 +50,21 @@ class SteppedExperts(CompiledExperts):
         inner = self._compiled.grouped_linear(rows, self._gate_up, groups.starts)
         made = self._compiled.grouped_linear(self._gate(inner), self._down, groups.starts)
         return combine_reference(made, groups.order, choice.weights)
+
+
+class CompiledHeads(HeadsLinear):
+    """A matrix product for each head, as the experts' are: of each token a row goes to every head."""
+
+    def __init__(self, compiled: CompiledOperators, weight: PackedExperts) -> None:
+        self._compiled, self._weight = compiled, weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        heads, tokens = self._weight.count, len(x)
+        starts = torch.arange(heads + 1) * tokens
+        rows = x.transpose(0, 1).reshape(heads * tokens, -1).contiguous()
+        return (
+            self._compiled.grouped_linear(rows, self._weight, starts).view(heads, tokens, -1).transpose(0, 1)
+        )
 
 
 def pack(

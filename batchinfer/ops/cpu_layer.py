@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor
 
-from batchinfer.models.spec import FeedForwardSpec, LayerSpec
+from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec
 from batchinfer.ops.cpu_linear import CompiledLinear
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, DecoderLayer, LayerCache, LayerParts
 from batchinfer_kernels.cpu.attention_plan import Items
@@ -49,6 +49,7 @@ class CompiledLayer(DecoderLayer):
         """For what `covers` says. Raises ValueError where weights do not fit one another."""
         self._compiled = compiled
         attention, norms = spec.attention, parts.norms
+        assert isinstance(attention, AttentionSpec), "see `covers`"
         linears = {name: cast(CompiledLinear, linear).weight for name, linear in parts.linears.items()}
         weights = LayerWeights(
             input_norm=norms["input_norm"],
@@ -70,8 +71,10 @@ class CompiledLayer(DecoderLayer):
     def covers(spec: LayerSpec, parts: LayerParts) -> bool:
         """Whether the compiled layer can do it: an RMSNorm before each half, all norms of one epsilon and offset, and
         products that are compiled, the gate in one of them."""
-        norms = spec.norms
-        heads = spec.attention.norms_heads or spec.attention.q_norm is None
+        norms, attention = spec.norms, spec.attention
+        if not isinstance(attention, AttentionSpec):
+            return False
+        heads = attention.norms_heads or attention.q_norm is None
         return (
             all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
             and isinstance(spec.feed_forward, FeedForwardSpec)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
-from batchinfer.ops.cpu_experts import CompiledExperts, SteppedExperts, pack
+from batchinfer.ops.cpu_experts import CompiledExperts, CompiledHeads, SteppedExperts, pack
 from batchinfer.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.ops.cpu_linear import CompiledHead, CompiledLinear, OneDnnLinear
 from batchinfer.ops.interface import (
@@ -19,6 +19,7 @@ from batchinfer.ops.interface import (
     ExpertWeights,
     GatedLinear,
     Head,
+    HeadsLinear,
     LayerCache,
     LayerParts,
     Linear,
@@ -33,12 +34,14 @@ from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantize_weight
 
+# Heads that read a tile of latents together: with them it is worth its way from the L2 cache
+MOST_SLICE = 16
 # Activations whose gate is compiled
 GATES: dict[Activation, Kind] = {"silu": "gated", "gelu_tanh": "gelu_gated"}
 
 
 class CpuOps(TorchOps):
-    """`group` is the model's number of query heads a KV head.
+    """`group` is the model's number of query heads a KV head; `latent`: whether what its cache keeps are latents.
 
     `linear` says who multiplies bfloat16 and float32 weights, but for the head: its logits are float32, which oneDNN
     would round to bfloat16. Compiled products give a row results that depend on that row alone, bit by bit, and so does
@@ -53,14 +56,17 @@ class CpuOps(TorchOps):
         group: int,
         quantization: Quantization = "none",
         linear: LinearWay = "compiled",
+        latent: bool = False,
     ) -> None:
-        self._compiled, self._group = compiled, group
+        self._compiled, self._latent = compiled, latent
+        self._group = _slice(group) if latent else group
         self._quantization, self._way = quantization, linear
 
     @staticmethod
-    def can_run(dtype: torch.dtype, group: int, head_dim: int) -> bool:
+    def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
         """Whether the compiled operators cover a model."""
-        return dtype in (torch.float32, torch.bfloat16) and group <= MAX_ROWS and head_dim <= MAX_HEAD_DIM
+        sizes = latent or (group <= MAX_ROWS and head_dim <= MAX_HEAD_DIM)
+        return dtype in (torch.float32, torch.bfloat16) and sizes
 
     @property
     def linear(self) -> str:
@@ -102,6 +108,8 @@ class CpuOps(TorchOps):
         return CompiledLayer(self._compiled, spec, parts) if CompiledLayer.covers(spec, parts) else None
 
     def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
+        if cache.latent:
+            return super().cache_shape(cache, block_size)
         return self._compiled.cache_shape(cache.heads, block_size, cache.dim)
 
     def allocate_cache(
@@ -113,7 +121,8 @@ class CpuOps(TorchOps):
         device: torch.device | str,
     ) -> LayerCache:
         shape = (blocks, *self.cache_shape(cache, block_size))
-        return LayerCache(zeros_in_huge_pages(shape, dtype), zeros_in_huge_pages(shape, dtype), block_size)
+        made = [zeros_in_huge_pages(shape, dtype) for _ in range(cache.tensors)]
+        return LayerCache(made[0], made[-1], block_size)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
@@ -147,7 +156,8 @@ class CpuOps(TorchOps):
         before = beside if isinstance(beside, ItemPlan) else None
         lens = (inputs.query_lens, inputs.context_lens, self._group)
         if inputs.whole:
-            tables, pages = inputs.block_tables.numpy(), self._compiled.pages(block_size)
+            tables, latent = inputs.block_tables.numpy(), self._latent
+            pages = (self._compiled.latent_pages if latent else self._compiled.pages)(block_size)
             return ItemPlan(inputs, attention_items(*lens, tables, pages), before)
         # Tables of a window do not show what sequences share: entries that it has left are alike in all of them
         if before is not None and not before.inputs.whole:
@@ -170,6 +180,18 @@ class CpuOps(TorchOps):
         places = (cache.k, cache.v, cache.block_size, tables, plan.items)
         return self._compiled.paged_attention(q, *places, scale, window, soft_cap, sinks)
 
+    def pack_heads(self, weight: Tensor) -> HeadsLinear:
+        packed = pack(self._compiled, ExpertWeights(weight), "plain", self._quantization)
+        return CompiledHeads(self._compiled, packed)
+
+    def latent_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+    ) -> Tensor:
+        if not isinstance(plan, ItemPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        tables = plan.inputs.block_tables
+        return self._compiled.latent_attention(q, cache.k, tables, plan.items, scale, rank)
+
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         kind = GATES.get(activation)
         if kind is not None:
@@ -177,3 +199,8 @@ class CpuOps(TorchOps):
         # torch computes the last few values of a tensor by other instructions than the others, and the last bit may
         # differ: computed in float64, it is rounded away
         return super().gated_activation(gate_up.double(), activation).to(gate_up.dtype)
+
+
+def _slice(heads: int) -> int:
+    """How many heads pass over latents together."""
+    return max(n for n in range(1, MOST_SLICE + 1) if heads % n == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer.ops.interface import Experts, ExpertWeights
+from batchinfer.ops.interface import Experts, ExpertWeights, HeadsLinear
 from batchinfer.ops.torch_ops import add_loads
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.experts import Choice, group_by_expert
@@ -58,6 +58,21 @@ class TritonExperts(Experts):
             deterministic=self._deterministic,
         )
         return combine(made, groups.order, choice.weights)
+
+
+class TritonHeads(HeadsLinear):
+    """A grouped product in which each head has a row of every token."""
+
+    def __init__(self, weight: Tensor, quantization: Quantization, deterministic: bool) -> None:
+        self._weight, self._scales = _coded(ExpertWeights(weight.contiguous()), quantization)
+        self._deterministic = deterministic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (tokens, heads, _), weight = x.shape, self._weight
+        starts = torch.arange(heads + 1, device=x.device) * tokens
+        rows = x.transpose(0, 1).reshape(heads * tokens, -1)
+        made = grouped_matmul(rows, weight, starts, scales=self._scales, deterministic=self._deterministic)
+        return made.view(heads, tokens, -1).transpose(0, 1)
 
 
 def _coded(weights: ExpertWeights, quantization: Quantization) -> tuple[Tensor, Tensor | None]:

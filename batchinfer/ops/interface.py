@@ -15,6 +15,7 @@ from torch import Tensor
 from batchinfer.models.spec import CacheSpec, LayerSpec
 from batchinfer_kernels.experts import Choice, choose_experts
 from batchinfer_kernels.gated_activation import Activation, activation_reference
+from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
@@ -26,7 +27,8 @@ from batchinfer_kernels.sample import RowSampling, sample_reference
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """K and V of one layer, (blocks, kv_heads, block_size, head_dim) each; how values lie within a block is the
-    business of the operators that allocated it, which may round its two inner sizes up."""
+    business of the operators that allocated it, which may round its two inner sizes up. Where the layer keeps latents,
+    (blocks, 1, block_size, dim), both are the same tensor."""
 
     k: Tensor
     v: Tensor
@@ -100,6 +102,22 @@ def finite_argmax(logits: Tensor) -> Tensor:
     return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
+class HeadsLinear(ABC):
+    """A matrix product for each head."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, heads, in) → (T, heads, out)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentHeads:
+    """What takes queries to the latent that K is made of, and results from the one that V is made of, head by head."""
+
+    k: HeadsLinear
+    v: HeadsLinear
+
+
 class Experts(ABC):
     """The experts of a layer, with their weights in whatever layout the implementation likes best. `loads` (experts,)
     int64 counts, in place, the tokens that each was given so far."""
@@ -140,6 +158,7 @@ class LayerParts:
     rope: RopeTable
     experts: Experts | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict)
+    latent_heads: LatentHeads | None = None
 
 
 class DecoderLayer(ABC):
@@ -195,6 +214,10 @@ class Ops(ABC):
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         """Experts of gated feed-forward halves, gate above up."""
 
+    @abstractmethod
+    def pack_heads(self, weight: Tensor) -> HeadsLinear:
+        """weight: (heads, out, in)."""
+
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
         """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""
         return choose_experts(logits, routing, correction)
@@ -209,7 +232,8 @@ class Ops(ABC):
 
     def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
         """Bytes of one block of all these layers, with what is rounded up."""
-        return 2 * itemsize * sum(math.prod(self.cache_shape(cache, block_size)) for cache in caches)
+        each = (cache.tensors * math.prod(self.cache_shape(cache, block_size)) for cache in caches)
+        return itemsize * sum(each)
 
     def allocate_cache(
         self,
@@ -221,8 +245,8 @@ class Ops(ABC):
     ) -> LayerCache:
         """A zero-filled cache of one layer."""
         shape = (blocks, *self.cache_shape(cache, block_size))
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        return LayerCache(k, v, block_size)
+        made = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(cache.tensors)]
+        return LayerCache(made[0], made[-1], block_size)
 
     @abstractmethod
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -280,6 +304,27 @@ class Ops(ABC):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """(T, q_heads, D) → (T, q_heads, D). See batchinfer_kernels.paged_attention."""
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+    ) -> Tensor:
+        """Rotated q (T, heads, R); latent (T, rank) and rotated k (T, R) go to the cache beside one another. See
+        batchinfer_kernels.latent_attention. torch's own serves every device: it takes each row by itself."""
+        cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
+        places = (cos, sin, cache.k, inputs.slots)
+        return latent_store_reference(q, latent, k, *places, interleaved=rope.interleaved)
+
+    @abstractmethod
+    def latent_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+    ) -> Tensor:
+        """(T, heads, rank + R) → (T, heads, rank). See batchinfer_kernels.latent_attention."""
 
     def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
         """(n, vocab) → (n,) int64. See batchinfer_kernels.sample."""

@@ -14,6 +14,7 @@ from batchinfer.ops.interface import (
     Experts,
     ExpertWeights,
     Head,
+    HeadsLinear,
     LayerCache,
     Linear,
     Ops,
@@ -25,6 +26,7 @@ from batchinfer_kernels.cpu.paged_attention import (
     build_group,
     group_sequences,
     grouped_attention,
+    grouped_latent_attention,
 )
 from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
@@ -105,6 +107,16 @@ def add_loads(loads: Tensor, experts: Tensor, counted: Tensor | None) -> None:
     loads.index_add_(0, experts.flatten(), each.flatten())
 
 
+class TorchHeads(HeadsLinear):
+    """One product for all heads."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.einsum("thi,hoi->tho", x, self._weight)
+
+
 class GroupedPlan(AttentionPlan):
     """The step's sequences, grouped by shape."""
 
@@ -129,6 +141,9 @@ class TorchOps(Ops):
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         return TorchExperts(gate_up, down, activation)
+
+    def pack_heads(self, weight: Tensor) -> HeadsLinear:
+        return TorchHeads(weight)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)
@@ -182,6 +197,13 @@ class TorchOps(Ops):
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         return grouped_attention(q, cache.k, cache.v, plan.groups, scale, window, soft_cap, sinks)
+
+    def latent_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+    ) -> Tensor:
+        if not isinstance(plan, GroupedPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        return grouped_latent_attention(q, cache.k, plan.groups, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation_reference(gate_up, activation)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.ops.gpu_experts import TritonExperts
+from batchinfer.ops.gpu_experts import TritonExperts, TritonHeads
 from batchinfer.ops.gpu_linear import (
     Int8Head,
     Int8Linear,
@@ -24,6 +24,7 @@ from batchinfer.ops.interface import (
     ExpertWeights,
     FixedPlan,
     Head,
+    HeadsLinear,
     LayerCache,
     Linear,
     Ops,
@@ -35,6 +36,7 @@ from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
 from batchinfer_kernels.gpu.gated_activation import gated_activation
+from batchinfer_kernels.gpu.latent_attention import MAX_LATENT, latent_attention
 from batchinfer_kernels.gpu.mask import mask
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.penalties import penalise
@@ -70,19 +72,44 @@ class TritonPlan(FixedPlan):
         self.plan.refill(other.plan)
 
 
+class LatentPlan(FixedPlan):
+    """Where each token of a step reads latents: its sequence's block table, up to its own position."""
+
+    padded_tokens = 0
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        self.tables, self.positions = inputs.block_tables, inputs.positions
+        lens = torch.tensor(inputs.query_lens)
+        rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
+        self.sequences = rows.to(inputs.block_tables.device)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return ()
+
+    def refill(self, other: FixedPlan) -> None:
+        """Single queries read the tables and positions that who captures a step keeps filled."""
+        if not isinstance(other, LatentPlan):
+            raise TypeError(f"{type(other).__name__} was not made by these operators")
+
+
 class TritonOps(Ops):
-    """`shape`: of the model whose attention is planned. Where it is deterministic, a row's results depend on that row
-    alone, bit by bit, in linear layers too.
+    """`shape`: of the model whose attention is planned; `latent`: whether its cache keeps latents. Where it is
+    deterministic, a row's results depend on that row alone, bit by bit, in linear layers too.
     """
 
     name = "triton"
 
-    def __init__(self, shape: AttentionShape, quantization: Quantization = "none") -> None:
-        self._shape, self._quantization = shape, quantization
+    def __init__(
+        self, shape: AttentionShape, quantization: Quantization = "none", latent: bool = False
+    ) -> None:
+        self._shape, self._quantization, self._latent = shape, quantization, latent
 
     @staticmethod
-    def can_run(dtype: torch.dtype, group: int, head_dim: int) -> bool:
+    def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
         """Whether the kernels cover a model."""
+        if latent:
+            return dtype in DTYPES and head_dim <= MAX_LATENT
         return dtype in DTYPES and group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM
 
     @property
@@ -147,6 +174,8 @@ class TritonOps(Ops):
         windows: frozenset[int | None],
         beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
+        if self._latent:
+            return LatentPlan(inputs)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan, inputs)
         shared = self._shared(inputs, block_size)
@@ -168,6 +197,8 @@ class TritonOps(Ops):
         Prefixes are planned twice where there are any: how much room they need is known afterwards. Rounded up to
         powers of two, so that few steps differ in it.
         """
+        if self._latent:
+            return LatentPlan(inputs)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan, inputs)
         shared, device = self._shared(inputs, block_size), inputs.block_tables.device
@@ -203,6 +234,16 @@ class TritonOps(Ops):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         places = (cache.k, cache.v, plan.tables, plan.plan)
         return paged_attention(q, *places, scale, window, soft_cap=soft_cap, sinks=sinks)
+
+    def pack_heads(self, weight: Tensor) -> HeadsLinear:
+        return TritonHeads(weight, self._quantization, self._shape.deterministic)
+
+    def latent_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+    ) -> Tensor:
+        if not isinstance(plan, LatentPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        return latent_attention(q, cache.k, plan.tables, plan.sequences, plan.positions, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation(gate_up, activation)

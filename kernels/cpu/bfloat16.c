@@ -16,4 +16,5 @@
 #include "quantized_linear.h"
 #include "experts.h"
 #include "attention.h"
+#include "latent.h"
 #include "layer.h"

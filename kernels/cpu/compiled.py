@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.cpu.attention_plan import CachePages, Items
+from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
 from batchinfer_kernels.cpu.experts import ExpertsRoom
 from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
 from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated
 from batchinfer_kernels.cpu.structures import (
+    LOG2_E,
     Attention,
     ExpertsStructure,
     Heads,
+    Latent,
     Layer,
     LayerStep,
     RotationStructure,
@@ -27,6 +29,7 @@ from batchinfer_kernels.cpu.structures import (
     scoring,
 )
 from batchinfer_kernels.experts import Choice, check_choice
+from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.paged_attention import check_attention_extras
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_rotary
@@ -34,6 +37,7 @@ from batchinfer_kernels.rope_store import check_rotary
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 WORD_BYTES = 4
 MAX_HEAD_DIM = 256
+LATENT_TILE = 16  # tokens; as in latent.h
 _GREATEST = 3
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _WEIGHT = ctypes.POINTER(Weight)
@@ -47,6 +51,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 4 + [_LONG],
     "experts": [ctypes.POINTER(ExpertsStructure)],
     "paged_attention": [ctypes.POINTER(Attention)],
+    "latent_attention": [ctypes.POINTER(Latent), _POINTER],
     "decoder_layer": [ctypes.POINTER(Layer), ctypes.POINTER(LayerStep)] + [_POINTER] * 2 + [_LONG],
 }
 _RESULTS: dict[str, Any] = {"experts": _LONG}
@@ -285,6 +290,28 @@ class CompiledOperators:
             *places, *rows, *sizes, window or 0, **scoring(scale, soft_cap), sinks=address(sinks)
         )
         self._call("paged_attention", q, attention)
+        return out
+
+    def latent_pages(self, block_size: int) -> CachePages:
+        """How a cache of latents of this block size is laid out in tiles."""
+        return CachePages(block_size, 1, LATENT_TILE)
+
+    def latent_attention(
+        self, q: Tensor, cache: Tensor, block_tables: Tensor, items: Items, scale: float, rank: int
+    ) -> Tensor:
+        """See batchinfer_kernels.latent_attention; `items` were planned for these tables with `latent_pages`, and for
+        slices of so many heads as divide those of q."""
+        check_latent_attention(q, cache, block_tables, rank)
+        (tokens, heads, width), slice_heads = q.shape, items.group
+        if heads % slice_heads:
+            raise ValueError(f"{heads} heads are not cut into slices of {slice_heads}")
+        self._checked("latent_attention", q, cache, block_tables)
+        out = q.new_empty(tokens, heads, rank)
+        state = None if items.levels == 1 else torch.empty(tokens, heads, rank + 2)
+        plan = items.structure(block_tables, slice_heads)
+        places = (q.data_ptr(), cache.data_ptr(), ctypes.pointer(plan), address(state), out.data_ptr())
+        latent = Latent(*places, heads, slice_heads, width, rank, cache.shape[2], scale * LOG2_E)
+        self._call("latent_attention", q, latent, torch.empty(torch.get_num_threads(), MAX_ROWS, rank))
         return out
 
     def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer_kernels.latent_attention import check_latent_attention
+
 # A group may hold at most so many (query, key) pairs a head, padding included: 4 Mi scores are 16 MiB in float32,
 # which stays near the cache of a large CPU while amortising the ~10 us that an operator call costs.
 MAX_GROUP_PAIRS = 4 << 20
@@ -134,40 +136,58 @@ def grouped_attention(
     """Paged attention over prepared groups; shapes as batchinfer_kernels.paged_attention."""
     out = torch.empty_like(q)
     for group in groups:
-        rules = (scale, window, soft_cap, sinks)
-        result = _attend(q.index_select(0, group.queries), k_cache, v_cache, group, *rules)
-        if group.real is None:
-            out.index_copy_(0, group.queries, result)
-        else:
-            out.index_copy_(0, group.queries[group.real], result[group.real])
+        k, v = _gather(k_cache, group), _gather(v_cache, group)
+        made = _attend(q.index_select(0, group.queries), k, v, group, scale, window, soft_cap, sinks)
+        _put(made, group, out)
     return out
+
+
+def grouped_latent_attention(
+    q: Tensor, cache: Tensor, groups: list[AttentionGroup], scale: float, rank: int
+) -> Tensor:
+    """The same over a cache of latents; shapes as batchinfer_kernels.latent_attention."""
+    check_latent_attention(q, cache, groups[0].blocks[None], rank)
+    out = q.new_empty(*q.shape[:2], rank)
+    for group in groups:
+        k = _gather(cache, group)
+        made = _attend(q.index_select(0, group.queries), k, k[..., :rank], group, scale, None, None, None)
+        _put(made, group, out)
+    return out
+
+
+def _put(result: Tensor, group: AttentionGroup, out: Tensor) -> None:
+    """Results of a group's queries, padding left out."""
+    if group.real is None:
+        out.index_copy_(0, group.queries, result)
+    else:
+        out.index_copy_(0, group.queries[group.real], result[group.real])
 
 
 def _attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
     group: AttentionGroup,
     scale: float,
     window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The heads that share a KV head become rows of one query matrix, so that K and V are read once for all."""
+    """K and V are gathered, (G, kv_heads, keys, D). The heads that share a KV head become rows of one query matrix, so
+    that K and V are read once for all."""
     (members, queries, _), (_, heads, dim) = group.shape, q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads = k.shape[1]
     share = heads // kv_heads
     rows = q.view(members, queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(members, kv_heads, share * queries, dim)
     mask = group.masks[window].expand(members, 1, queries, -1).repeat(1, 1, share, 1)
-    k, v = _gather(k_cache, group), _gather(v_cache, group)
     if soft_cap is None and sinks is None:
         result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
     else:
         each = None if sinks is None else sinks.view(kv_heads, share, 1).expand(-1, -1, queries).flatten(1)
         result = _weighed(rows, k, v, mask, scale, soft_cap, each)
-    result = result.view(members, kv_heads, share, queries, dim).permute(0, 3, 1, 2, 4)
-    return result.reshape(members * queries, heads, dim)
+    result = result.view(members, kv_heads, share, queries, -1).permute(0, 3, 1, 2, 4)
+    return result.reshape(members * queries, heads, -1)
 
 
 def _weighed(

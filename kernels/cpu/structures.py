@@ -73,6 +73,18 @@ class Attention(ctypes.Structure):
     ]
 
 
+class Latent(ctypes.Structure):
+    """latent.h"""
+
+    _fields_ = [
+        *((name, _P) for name in ("q", "cache")),
+        ("plan", ctypes.POINTER(PlanStructure)),
+        *((name, _P) for name in ("state", "out")),
+        *((name, _L) for name in ("q_heads", "slice", "width", "rank", "block_size")),
+        ("scale", _F),
+    ]
+
+
 class Layer(ctypes.Structure):
     """layer.h"""
 

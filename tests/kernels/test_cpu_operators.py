@@ -14,6 +14,7 @@ from batchinfer_kernels.cpu.structures import (
     Attention,
     ExpertsStructure,
     Heads,
+    Latent,
     Layer,
     LayerStep,
     PlanStructure,
@@ -85,9 +86,9 @@ def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
 
 
 def test_structures_are_those_of_the_library():
-    found = (ctypes.c_int64 * 9)()
+    found = (ctypes.c_int64 * 10)()
     build.load_library().sizes(found)
-    structures = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep, ExpertsStructure)
+    structures = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep, ExpertsStructure, Latent)
     ours = [ctypes.sizeof(structure) for structure in structures]
     assert list(found) == [*ours, MAX_HEAD_DIM, MAX_ROWS]
 

@@ -100,7 +100,7 @@ def _norm(fields: Fields, key: str) -> NormSpec:
 
 def gpt2_modules(layer: LayerSpec) -> Modules:
     """q, k and v above one another, everything transposed."""
-    width = layer.attention.q_width
+    width = layer.attention.q_heads * layer.attention.head_dim
     parts = {
         name: Part("attn.c_attn", i * width, (i + 1) * width, transposed=True) for i, name in enumerate("qkv")
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.models.families.cohere import COHERE, COHERE2
+from batchinfer.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from batchinfer.models.families.family import Family
 from batchinfer.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from batchinfer.models.families.gpt import GPT2, GPT_NEOX
@@ -18,6 +19,6 @@ from batchinfer.models.families.stablelm import STABLELM
 _KNOWN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, OLMO2, PHI3, STABLELM),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
-    *(GEMMA, GEMMA2, GEMMA3, COHERE, COHERE2, GPT2, GPT_NEOX),
+    *(GEMMA, GEMMA2, GEMMA3, COHERE, COHERE2, GPT2, GPT_NEOX, DEEPSEEK_V2, DEEPSEEK_V3),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _KNOWN}

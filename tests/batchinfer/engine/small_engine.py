@@ -74,7 +74,8 @@ def checkpoint(family: str, **options: Any) -> Checkpoint:
 
 def cpu_ops(model: Checkpoint, quantization: Quantization = "none") -> Ops:
     attention, cpu = model.spec.attention, torch.device("cpu")
-    return choose_ops(cpu, torch.float32, attention.group, attention.head_dim, quantization)
+    sizes, latent = (attention.group, attention.head_dim), attention.cache.latent
+    return choose_ops(cpu, torch.float32, *sizes, quantization, latent=latent)
 
 
 def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:

@@ -76,6 +76,8 @@ VARIANTS = {
     "gpt2": ("gpt2", {}),
     "gpt-neox-partial": ("gpt_neox", {"head_dim": 16, "rope": "partial-0.25"}),
     "gpt-neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
+    "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "tied": True}),
+    "deepseek-v3-yarn": ("deepseek_v3", {"rope": "yarn-mscale", "num_hidden_layers": 3}),
     "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),
 }
 # these run under every setting below
@@ -170,7 +172,8 @@ def run_engine(folder: Path, setting: Setting, requests: list[Request], recorded
     """(completions by key, logits by key and position, steps): integrity is checked after every step."""
     checkpoint, block_size = inspect_checkpoint(folder), 8
     attention = checkpoint.spec.attention
-    ops = choose_ops(torch.device("cpu"), torch.float32, attention.group, attention.head_dim)
+    sizes, latent = (attention.group, attention.head_dim), attention.cache.latent
+    ops = choose_ops(torch.device("cpu"), torch.float32, *sizes, latent=latent)
     model = load_decoder(checkpoint, ops, torch.float32, torch.device("cpu"), MAX_LEN)
     cost, cpu = model_cost(checkpoint.spec, 4, 4), torch.device("cpu")
     layout = cache_layout(checkpoint.spec.caches, block_size, MAX_LEN)

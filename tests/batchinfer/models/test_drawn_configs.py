@@ -23,6 +23,16 @@ EXPERTS: dict[str, st.SearchStrategy[Any]] = {
     "decoder_sparse_step": st.integers(1, 2),
     "mlp_only_layers": st.sampled_from([[], [1]]),
 }
+LATENT_SIZES: dict[str, st.SearchStrategy[Any]] = {
+    "attention_bias": st.booleans(),
+    "kv_lora_rank": st.sampled_from([2, 12, 34]),
+    "q_lora_rank": st.sampled_from([None, 20]),
+    "qk_nope_head_dim": st.sampled_from([6, 16]),
+    "qk_rope_head_dim": st.sampled_from([2, 8]),
+    "v_head_dim": st.sampled_from([5, 16]),
+    "first_k_dense_replace": st.integers(0, 2),
+    "routed_scaling_factor": st.sampled_from([1.0, 2.5]),
+}
 # What a family has beside the sizes that all have
 OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "llama": {"attention_bias": st.booleans(), "mlp_bias": st.booleans()},
@@ -90,6 +100,18 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "activation_function": st.sampled_from(["gelu_new", "gelu", "silu"]),
     },
     "gpt_neox": {"attention_bias": st.booleans(), "use_parallel_residual": st.booleans()},
+    "deepseek_v2": {
+        **LATENT_SIZES,
+        "topk_method": st.sampled_from(["greedy", "group_limited_greedy"]),
+        "n_shared_experts": st.integers(1, 2),
+    },
+    "deepseek_v3": {
+        **LATENT_SIZES,
+        "rope_interleave": st.booleans(),
+        "norm_topk_prob": st.booleans(),
+        "topk_group": st.integers(2, 4),
+        "n_shared_experts": st.integers(1, 2),
+    },
 }
 PARTIAL = ("phi3", "stablelm", "gpt_neox")
 

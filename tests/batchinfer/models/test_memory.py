@@ -8,8 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.checkpoints import make_checkpoint
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.decoder import load_decoder
+from batchinfer.ops.choose import choose_ops
+from batchinfer.ops.torch_ops import TorchOps
+from tests.checkpoints import LATENT, make_checkpoint
 
 LOAD = """
 import resource, sys
@@ -43,3 +48,21 @@ def test_peak_while_loading(tmp_path: Path, shards: int, dtype: str, limit: floa
         env=os.environ,
     )
     assert float(out.stdout) < limit
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cache_of_latents_holds_them_once(tmp_path: Path, compiled: bool) -> None:
+    """Of a token and layer, `kv_lora_rank` values and those of k that are rotated: counted in the cache's storage."""
+    make_checkpoint(tmp_path, "deepseek_v3")
+    checkpoint, blocks, block_size = inspect_checkpoint(tmp_path), 7, 16
+    attention, cpu = checkpoint.spec.attention, torch.device("cpu")
+    sizes = (attention.group, attention.head_dim)
+    ops = choose_ops(cpu, torch.bfloat16, *sizes, latent=True) if compiled else TorchOps()
+    caches = load_decoder(checkpoint, ops, torch.bfloat16, cpu, 512).allocate_cache(
+        blocks, block_size, torch.bfloat16, cpu
+    )
+    held = {t.untyped_storage().data_ptr(): t.numel() for cache in caches for t in (cache.k, cache.v)}
+    each = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
+    assert sum(held.values()) == blocks * block_size * len(caches) * each
+    of_layers = [layer.attention.cache for layer in checkpoint.spec.layers]
+    assert ops.block_bytes(of_layers, block_size, 2) * blocks == 2 * sum(held.values())

@@ -1,0 +1,175 @@
+/* Attention of query rows over a paged cache of latents; included once a dtype. A token's `width` values lie beside one
+ * another, as they come: all of them are its key, the first `rank` its value, for every head. Items are those of
+ * attention.h, their tiles LATENT_TILE tokens counted from the sequence's first; heads are cut into slices, and a job is an
+ * item with one slice of its rows' heads.
+ *
+ * A row's sums run in the order of the values and of the tokens, alone in their lanes: its bits do not depend on the rows
+ * that it is computed with, nor on where its tiles are cut into levels.
+ */
+#define LATENT_TILE 16
+
+typedef struct {
+    const REAL *q, *cache; /* q: (tokens, q_heads, width) */
+    const Plan *plan;
+    float *state; /* (tokens, q_heads, rank + 2): weighted sum, maximum and mass, kept between levels */
+    REAL *out;    /* (tokens, q_heads, rank) */
+    int64_t q_heads, slice, width, rank, block_size;
+    float scale; /* times log2(e): exponentials are powers of 2 here */
+} NAME(Latent);
+
+/* The rows of a job: which query each is, and the state that it takes along. `sum` is (rows, rank). */
+typedef struct {
+    const REAL *q[MOST_ROWS];
+    int64_t at[MOST_ROWS]; /* token * q_heads + head */
+    int32_t position[MOST_ROWS];
+    float most[MOST_ROWS], mass[MOST_ROWS], p[MOST_ROWS][LATENT_TILE], shrink[MOST_ROWS];
+    float *sum;
+    int64_t rows;
+} NAME(LatentWork);
+
+/* Products of `rows` (a constant) queries with two keys. */
+INLINE void NAME(latent_scores)(const REAL *const *q, const REAL *a, const REAL *b, int64_t width, float (*p)[LATENT_TILE],
+                                const int rows) {
+    vf sums[ROWS][2];
+    int64_t step = LANES * PAIR, whole = width / step * step;
+    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = splat(0.0f);
+    for (int64_t d = 0; d < whole; d += step) {
+        vi first = *(const vi *)(a + d), second = *(const vi *)(b + d);
+        for (int r = 0; r < rows; r++) {
+            vi query = *(const vi *)(q[r] + d);
+            sums[r][0] = DOT(sums[r][0], query, first), sums[r][1] = DOT(sums[r][1], query, second);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        float one = 0, two = 0;
+        for (int64_t d = whole; d < width; d++) {
+            one = fused_one(LOAD(q[r][d]), LOAD(a[d]), one);
+            two = fused_one(LOAD(q[r][d]), LOAD(b[d]), two);
+        }
+        p[r][0] = lane_sum(sums[r][0]) + one, p[r][1] = lane_sum(sums[r][1]) + two;
+    }
+}
+
+/* Scores become probabilities relative to the row's maximum so far, which may rise: then `shrink` says by what its sum has
+ * to be multiplied. */
+INLINE void NAME(latent_weigh)(const NAME(Latent) *s, NAME(LatentWork) *work, int64_t r, int32_t first, int64_t count) {
+    float *p = work->p[r], top = work->most[r], added = 0;
+    for (int64_t j = 0; j < LATENT_TILE; j++) {
+        int seen = j < count && first + j <= work->position[r];
+        p[j] = seen ? p[j] * s->scale : -INFINITY;
+        top = p[j] > top ? p[j] : top;
+    }
+    work->shrink[r] = top == work->most[r] ? 1.0f : exp2f(work->most[r] - top);
+    work->most[r] = top;
+    for (int64_t j = 0; j < LATENT_TILE; j += LANES)
+        store_f32(p + j, exp2_bounded(load_f32(p + j) - splat(top == -INFINITY ? 0.0f : top)));
+    for (int64_t j = 0; j < LATENT_TILE; j++) added += p[j];
+    work->mass[r] = work->mass[r] * work->shrink[r] + added;
+}
+
+/* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the latent from `from` on. */
+INLINE void NAME(latent_add)(const REAL *const *keys, int64_t count, float *sum, int64_t rank, float (*p)[LATENT_TILE],
+                             const float *shrink, int64_t from, const int rows, const int columns) {
+    vf total[ROWS][2];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) total[r][c] = load_f32(sum + r * rank + from + c * LANES) * shrink[r];
+    for (int64_t j = 0; j < count; j++)
+        for (int c = 0; c < columns; c++) {
+            vf value = LOADV(keys[j] + from + c * LANES);
+            for (int r = 0; r < rows; r++) total[r][c] = fused(splat(p[r][j]), value, total[r][c]);
+        }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) store_f32(sum + r * rank + from + c * LANES, total[r][c]);
+}
+
+INLINE void NAME(latent_rows)(const NAME(Latent) *s, NAME(LatentWork) *work, const REAL *const *keys, int32_t first_token,
+                              int64_t count, int64_t first, const int rows) {
+    float (*p)[LATENT_TILE] = work->p + first, *sum = work->sum + first * s->rank;
+    int64_t from = 0;
+    for (int64_t j = 0; j < count; j += 2) {
+        float pair[ROWS][LATENT_TILE];
+        NAME(latent_scores)(work->q + first, keys[j], keys[j + 1 < count ? j + 1 : j], s->width, pair, rows);
+        for (int r = 0; r < rows; r++) p[r][j] = pair[r][0], p[r][j + 1] = pair[r][1];
+    }
+    for (int r = 0; r < rows; r++) NAME(latent_weigh)(s, work, first + r, first_token, count);
+    for (; from + 2 * LANES <= s->rank; from += 2 * LANES)
+        NAME(latent_add)(keys, count, sum, s->rank, p, work->shrink + first, from, rows, 2);
+    for (; from + LANES <= s->rank; from += LANES)
+        NAME(latent_add)(keys, count, sum, s->rank, p, work->shrink + first, from, rows, 1);
+    for (; from < s->rank; from++)
+        for (int r = 0; r < rows; r++) {
+            float total = sum[r * s->rank + from] * work->shrink[first + r];
+            for (int64_t j = 0; j < count; j++) total = fused_one(p[r][j], LOAD(keys[j][from]), total);
+            sum[r * s->rank + from] = total;
+        }
+}
+
+INLINE void NAME(latent_take_up)(const NAME(Latent) *s, const Item *item, int64_t slice, NAME(LatentWork) *work) {
+    work->rows = item->rows * s->slice;
+    for (int64_t r = 0; r < work->rows; r++) {
+        const int64_t *row = s->plan->rows + (item->first_row + r / s->slice) * 2;
+        int64_t at = row[0] * s->q_heads + slice * s->slice + r % s->slice;
+        work->at[r] = at, work->q[r] = s->q + at * s->width, work->position[r] = (int32_t)row[1];
+        if (item->starts) {
+            memset(work->sum + r * s->rank, 0, s->rank * sizeof(float));
+            work->most[r] = -INFINITY, work->mass[r] = 0;
+        } else {
+            const float *kept = s->state + at * (s->rank + 2);
+            memcpy(work->sum + r * s->rank, kept, s->rank * sizeof(float));
+            work->most[r] = kept[s->rank], work->mass[r] = kept[s->rank + 1];
+        }
+    }
+}
+
+INLINE void NAME(latent_put_down)(const NAME(Latent) *s, const Item *item, const NAME(LatentWork) *work) {
+    for (int64_t r = 0; r < work->rows; r++) {
+        const float *sum = work->sum + r * s->rank;
+        if (item->ends) {
+            float share = 1.0f / work->mass[r];
+            for (int64_t d = 0; d < s->rank; d++) s->out[work->at[r] * s->rank + d] = STORE(sum[d] * share);
+        } else {
+            float *kept = s->state + work->at[r] * (s->rank + 2);
+            memcpy(kept, sum, s->rank * sizeof(float));
+            kept[s->rank] = work->most[r], kept[s->rank + 1] = work->mass[r];
+        }
+    }
+}
+
+static void NAME(latent_attend)(const NAME(Latent) *s, const Item *item, int64_t slice, float *sum) {
+    NAME(LatentWork) work;
+    const int32_t *table = s->plan->tables + item->sequence * s->plan->table_width;
+    int64_t last = 0;
+    work.sum = sum;
+    NAME(latent_take_up)(s, item, slice, &work);
+    for (int64_t r = 0; r < work.rows; r++) last = work.position[r] > last ? work.position[r] : last;
+    int64_t end = item->ends ? last / LATENT_TILE + 1 : item->end_tile;
+    for (int64_t tile = item->first_tile; tile < end; tile++) {
+        const REAL *keys[LATENT_TILE];
+        int64_t token = tile * LATENT_TILE, count = last + 1 - token < LATENT_TILE ? last + 1 - token : LATENT_TILE;
+        for (int64_t j = 0; j < count; j++) {
+            int64_t at = token + j;
+            keys[j] = s->cache + (table[at / s->block_size] * s->block_size + at % s->block_size) * s->width;
+        }
+        for (int64_t first = 0; first < work.rows; first += ROWS)
+#define CASE(n) \
+    case n: NAME(latent_rows)(s, &work, keys, (int32_t)token, count, first, n); break;
+            switch (work.rows - first < ROWS ? work.rows - first : ROWS) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+            }
+#undef CASE
+    }
+    NAME(latent_put_down)(s, item, &work);
+}
+
+/* `room`: (threads, MOST_ROWS, rank) */
+void NAME(latent_attention)(const NAME(Latent) *s, float *room) {
+    int64_t slices = s->q_heads / s->slice;
+#pragma omp parallel
+    for (int64_t level = 0; level < s->plan->levels; level++) {
+        int64_t first = level ? s->plan->level_ends[level - 1] : 0, end = s->plan->level_ends[level];
+#pragma omp for schedule(dynamic)
+        for (int64_t job = first * slices; job < end * slices; job++)
+            NAME(latent_attend)(s, s->plan->items + job / slices, job % slices,
+                                room + omp_get_thread_num() * MOST_ROWS * s->rank);
+    }
+}

@@ -1,0 +1,71 @@
+"""Causal attention over a paged cache of latents (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1): what all heads read
+of a token is kept once, and K is all of it, V the first part of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.rope_store import rotate_reference
+
+
+def check_latent_attention(q: Tensor, cache: Tensor, block_tables: Tensor, rank: int) -> None:
+    """Raises ValueError when shapes or dtypes do not fit."""
+    if q.dim() != 3 or cache.dim() != 4 or cache.shape[1] != 1 or q.shape[2] != cache.shape[3]:
+        raise ValueError(f"q is {tuple(q.shape)}, the cache {tuple(cache.shape)}")
+    if q.dtype != cache.dtype or not 0 < rank <= q.shape[2]:
+        raise ValueError(
+            f"q is {q.dtype}, the cache {cache.dtype}; V is the first {rank} of {q.shape[2]} values"
+        )
+    if block_tables.dim() != 2:
+        raise ValueError(f"block tables are (sequences, blocks), got {tuple(block_tables.shape)}")
+
+
+def latent_attention_reference(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_lens: list[int],
+    context_lens: list[int],
+    scale: float,
+    rank: int,
+) -> Tensor:
+    """Attention in float32, one sequence after the other.
+
+    q: (T, heads, D), the sequences' query chunks one after the other; cache: (blocks, 1, block_size, D); block_tables
+    and lengths as for batchinfer_kernels.paged_attention. A token's D values are its key, for every head, and the first
+    `rank` of them its value. Returns (T, heads, rank) in q's dtype.
+    """
+    check_latent_attention(q, cache, block_tables, rank)
+    out, start = q.new_empty(*q.shape[:2], rank), 0
+    for i, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        rows = slice(start, start + queries)
+        start += queries
+        keys = cache[block_tables[i].long()].flatten(0, 2)[:context].float()
+        scores = torch.einsum("qhd,kd->hqk", q[rows].float(), keys) * scale
+        query_at, key_at = torch.arange(context - queries, context), torch.arange(context)
+        hidden = (key_at[None] > query_at[:, None]).to(q.device)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[rows] = torch.einsum("hqk,kd->qhd", weights, keys[:, :rank]).to(q.dtype)
+    return out
+
+
+def latent_store_reference(
+    q: Tensor,
+    latent: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotated q; the latent and rotated k are written to the cache, in place, beside one another.
+
+    q: (T, heads, R); latent: (T, rank); k: (T, R); cos, sin: (T, R / 2) float32; cache: (blocks, 1, block_size,
+    rank + R); slots: (T,) int64, block * block_size + offset. `interleaved`: see rotate_reference.
+    """
+    turned = rotate_reference(k[:, None], cos, sin, interleaved)[:, 0]
+    cache.view(-1, cache.shape[3]).index_copy_(0, slots, torch.cat((latent, turned), -1))
+    return rotate_reference(q, cos, sin, interleaved)
