@@ -22,7 +22,7 @@ from batchinfer.ops.interface import (
 )
 
 
-class Attention(ABC):
+class AttentionHalf(ABC):
     """(T, hidden) → (T, hidden); K and V of the step's tokens are written to the cache."""
 
     @abstractmethod
@@ -31,7 +31,7 @@ class Attention(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadsAttention(Attention):
+class HeadsAttention(AttentionHalf):
     """q, k and v by heads."""
 
     ops: Ops
@@ -71,7 +71,7 @@ def _each_head(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LatentAttention(Attention):
+class LatentAttention(AttentionHalf):
     """K and V stay latent: what would make them of it is multiplied into the queries and the results instead."""
 
     ops: Ops
@@ -102,7 +102,7 @@ class LatentAttention(Attention):
         return apply_norm(self.ops, norm, self.parts.norms, name, x)[0]
 
 
-def attention_half(ops: Ops, spec: LayerSpec, parts: LayerParts) -> Attention:
+def attention_half(ops: Ops, spec: LayerSpec, parts: LayerParts) -> AttentionHalf:
     """The one that the spec describes."""
     attention = spec.attention
     if isinstance(attention, AttentionSpec):

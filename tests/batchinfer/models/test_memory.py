@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.torch_ops import TorchOps
 from tests.checkpoints import LATENT, make_checkpoint
@@ -21,7 +20,6 @@ import resource, sys
 from pathlib import Path
 import torch
 from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.torch_ops import TorchOps
 
 checkpoint = inspect_checkpoint(Path(sys.argv[1]))
@@ -58,11 +56,9 @@ def test_a_cache_of_latents_holds_them_once(tmp_path: Path, compiled: bool) -> N
     attention, cpu = checkpoint.spec.attention, torch.device("cpu")
     sizes = (attention.group, attention.head_dim)
     ops = choose_ops(cpu, torch.bfloat16, *sizes, latent=True) if compiled else TorchOps()
-    caches = load_decoder(checkpoint, ops, torch.bfloat16, cpu, 512).allocate_cache(
-        blocks, block_size, torch.bfloat16, cpu
-    )
+    of_layers = [layer.attention.cache for layer in checkpoint.spec.layers]
+    caches = [ops.allocate_cache(cache, blocks, block_size, torch.bfloat16, cpu) for cache in of_layers]
     held = {t.untyped_storage().data_ptr(): t.numel() for cache in caches for t in (cache.k, cache.v)}
     each = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
     assert sum(held.values()) == blocks * block_size * len(caches) * each
-    of_layers = [layer.attention.cache for layer in checkpoint.spec.layers]
     assert ops.block_bytes(of_layers, block_size, 2) * blocks == 2 * sum(held.values())
