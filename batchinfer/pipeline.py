@@ -351,7 +351,7 @@ class _Run:
                     run_plan(plan, index.tokens, host, collector, self.interrupts, self._draining)
             finally:
                 store.commit()
-                self.report.ran(host.info, host.peak_rss, host.other_cores)
+                self.report.ran(host.info, host.peak_rss, host.other_cores, host.expert_tokens)
                 self.report.note(
                     worker_restarts=host.restarts,
                     duplicate_saved_tokens=collector.saved_tokens,

@@ -104,6 +104,9 @@ BOUNDS: Mapping[str, Bounds] = {
 }
 
 
+ExpertTokens = Mapping[int, list[int]]  # layer → tokens that each of its experts was given
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One piece of work: what is computed once, however many rows ask for it."""

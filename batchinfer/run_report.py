@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from batchinfer.engine.config import EngineInfo
@@ -14,11 +15,13 @@ from batchinfer.job import Job
 from batchinfer.memory import peak_memory
 from batchinfer.plan.plan import Plan
 from batchinfer.report.columns import RUN
+from batchinfer.report.expert_tokens import write_experts
 from batchinfer.report.folder import new_run_id, report_folder, table_path
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.row_keys import write_rows
 from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.report.tables import RunFacts, RunRow, run_row, write_run
+from batchinfer.request import ExpertTokens
 from batchinfer.resolve import Setting
 
 
@@ -39,6 +42,7 @@ class RunReport:
         self._meter: Meter | None = None
         self._measured: Measured | None = None
         self._row: RunRow | None = None
+        self._expert_tokens: ExpertTokens = {}
         self._kept = True
 
     def note(self, **facts: Any) -> None:
@@ -74,9 +78,14 @@ class RunReport:
         return self._meter is not None
 
     def ran(
-        self, info: EngineInfo | None, worker_peak_rss: int | None, other_cores: float | None = None
+        self,
+        info: EngineInfo | None,
+        worker_peak_rss: int | None,
+        other_cores: float | None = None,
+        expert_tokens: ExpertTokens = MappingProxyType({}),
     ) -> None:
         """What the engine's process turned out to be; None where it never got so far."""
+        self._expert_tokens = expert_tokens
         self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores)
         if info is not None:
             linear = {"linear": info.linear} if info.linear else {}
@@ -94,8 +103,10 @@ class RunReport:
         self.done(meant.status, meant.exit_code)
 
     def close(self) -> None:
-        """Write the run table. Raises OSError."""
+        """Write the run table, and that of the experts if there are some. Raises OSError."""
         row = self.done(BatchInferError.status, BatchInferError.exit_code)
+        if self._kept and self._expert_tokens:
+            write_experts(self.folder, self._run_id, self._expert_tokens)
         if self._kept:
             write_run(self.folder, row)
 

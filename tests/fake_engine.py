@@ -9,14 +9,14 @@ import builtins
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.engine.sequence import StopStreams
-from batchinfer.request import Completion, Request, RequestSample, RowError, StepSample
+from batchinfer.request import Completion, ExpertTokens, Request, RequestSample, RowError, StepSample
 from tests.batchinfer.child_tasks import break_the_next_message
 
 BATCH = 512
@@ -37,6 +37,7 @@ class BuiltFake:
 
     engine: FakeEngine
     info: EngineInfo
+    read_loads: Callable[[], ExpertTokens] = dict
 
 
 def answer(request: Request) -> np.ndarray:

@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from batchinfer.cpus import usable_cpus
 from batchinfer.engine.budget import step_tokens
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
-from batchinfer.engine.decode_graphs import GraphOps, capture_on_gpu
+from batchinfer.engine.decode_graphs import Captured, GraphOps, capture_on_gpu
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
@@ -30,12 +31,14 @@ from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import Unavailable
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder import Decoder
+from batchinfer.models.expert_loads import ExpertLoads
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.outliers import WatchedWeights, warning_of
 from batchinfer.models.spec import ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
+from batchinfer.request import ExpertTokens
 from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
 
@@ -48,6 +51,7 @@ _log = logging.getLogger(__name__)
 class BuiltEngine:
     engine: Engine
     info: EngineInfo
+    read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class LoadedModel:
     limits: SchedulerConfig
     engine_limits: EngineLimits
     info: EngineInfo
+    expert_loads: ExpertLoads
 
     def engine(
         self,
@@ -86,7 +91,7 @@ class LoadedModel:
 def build_engine(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltEngine:
     """Load the checkpoint that `config.model` names and wire the rooms together; raises as `load_model` does."""
     loaded = load_model(config)
-    return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info)
+    return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read)
 
 
 def checkpoint_source(path: Path) -> ModelSource:
@@ -124,7 +129,8 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         longest=longest,
         least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
     )
-    fitted = _fit(ModelRunner(model, ops, [], layout, Sampler(eos), cost, device), limits, room)
+    runner = ModelRunner(model, ops, [], layout, Sampler(eos), cost, device)
+    fitted = _fit(runner, limits, room, model.expert_loads)
     limits, blocks = fitted.limits, fitted.blocks
     info = EngineInfo(
         ops=ops.name,
@@ -141,13 +147,21 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         deterministic=config.deterministic,
         linear=ops.linear,
     )
-    return LoadedModel(fitted.runner, limits, EngineLimits(longest, eos), info)
+    loads = model.expert_loads
+    loads.restart()  # what was measured and compiled with is nobody's work
+    return LoadedModel(fitted.runner, limits, EngineLimits(longest, eos), info, loads)
 
 
-def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom) -> Fitted:
+def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, loads: ExpertLoads) -> Fitted:
     """Give the runner its cache. On a GPU whose steps can be captured, they are measured first."""
     if isinstance(runner.ops, GraphOps):
-        return fit(runner, limits, room, GpuMeter(runner.device), capture_on_gpu())
+        capture = capture_on_gpu()
+
+        def uncounted(run: Callable[[], Tensor]) -> Captured:
+            with loads.paused():  # a step that is captured runs for nobody, and is replayed afterwards
+                return capture(run)
+
+        return fit(runner, limits, room, GpuMeter(runner.device), uncounted)
     blocks = room.blocks(0)
     return Fitted(replace(runner, caches=room.allocate(blocks)), limits, blocks)
 

@@ -74,6 +74,11 @@ class GraphLimits:
     block_size: int
     scratch_block: int  # takes the keys of padding rows
 
+    @property
+    def padding_slot(self) -> int:
+        """The slot that padding rows write to."""
+        return self.scratch_block * self.block_size
+
     def blocks(self, tokens: int) -> int:
         """Blocks of a sequence of so many tokens."""
         return -(-tokens // self.block_size)
@@ -166,7 +171,9 @@ class DecodeGraphs:
         padded = pad(batch, size, longest, self._limits)
         place = self._place((size, longest), padded)
         fill_in(place.token_ids)
-        inputs = padded.inputs(*place.places)
+        inputs = [
+            replace(each, padding_slot=self._limits.padding_slot) for each in padded.inputs(*place.places)
+        ]
         plans = self._plans(inputs, longest)
         graph = self._graph((size, longest, *[plan.sizes for plan in plans]), place, inputs, plans)
         if graph.plans is not plans:
@@ -210,7 +217,7 @@ class DecodeGraphs:
 def pad(batch: HostBatch, size: int, longest: int, limits: GraphLimits) -> HostBatch:
     """Pads a decode step to `size` rows and its tables to contexts of `longest` tokens."""
     missing = size - len(batch.query_lens)
-    scratch = limits.scratch_block * limits.block_size
+    scratch = limits.padding_slot
     width = limits.blocks(longest) - batch.tables[0].shape[1]
     return replace(
         batch,

@@ -20,7 +20,7 @@ from batchinfer.errors import (
     Unavailable,
 )
 from batchinfer.launch.messages import Add, Failed, Finish, Left, Ready, WorkDone, WorkerSpec
-from batchinfer.request import Request
+from batchinfer.request import ExpertTokens, Request
 from batchinfer.spawning import Child, receiving
 
 WORKER = "batchinfer.launch.worker:main"
@@ -62,6 +62,7 @@ class EngineHost:
         self.other_cores: float | None = (
             None  # CPU cores that other processes used meanwhile; known then, too
         )
+        self.expert_tokens: ExpertTokens = {}  # known then, too
         self._ready_at = time.monotonic(), time.process_time()
         self.info: EngineInfo | None = None  # known once it is ready
         self.crash: Crash | None = None  # what `receive` raised, if it is one
@@ -131,6 +132,7 @@ class EngineHost:
         elif isinstance(message, Left):
             self._left, self.peak_rss = True, message.peak_rss
             self.other_cores = self._without_this_process(message.other_cores)
+            self.expert_tokens = message.expert_tokens
         elif isinstance(message, Failed):
             self._failed = message
         else:

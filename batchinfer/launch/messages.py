@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchinfer.engine.config import EngineConfig, EngineInfo
-from batchinfer.request import Completion, Request, RequestSample, StepSample
+from batchinfer.request import Completion, ExpertTokens, Request, RequestSample, StepSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +66,4 @@ class Left:
     other_cores: float | None = (
         None  # CPU cores that other processes used meanwhile, on average; None: unknown
     )
+    expert_tokens: ExpertTokens = field(default_factory=dict)  # of its model's layers that have experts

@@ -12,7 +12,7 @@ from batchinfer.errors import BatchInferError
 from batchinfer.launch.engine_host import Crash, EngineHost
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone, WorkerSpec
-from batchinfer.request import Request
+from batchinfer.request import ExpertTokens, Request
 
 RESTARTS = 1  # a second death is no accident
 
@@ -63,6 +63,11 @@ class Supervisor:
     def other_cores(self) -> float | None:
         """CPU cores that other processes used meanwhile; known with `peak_rss`."""
         return self._host.other_cores
+
+    @property
+    def expert_tokens(self) -> ExpertTokens:
+        """What the last worker's experts were given; known with `peak_rss`."""
+        return self._host.expert_tokens
 
     @property
     def left(self) -> bool:

@@ -79,7 +79,7 @@ class _Worker:
         self._connection = connection
         module, _, name = spec.factory.partition(":")
         built = getattr(importlib.import_module(module), name)(spec.config, _stop_streams(spec))
-        self._engine, info = built.engine, built.info
+        self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()
         self._cores = _shared_cores(info)
@@ -93,7 +93,8 @@ class _Worker:
             self._work()
         finally:
             self._send(force=True)
-        self._connection.send(Left(peak_memory(), self._cores.other_cores if self._cores else None))
+        others = self._cores.other_cores if self._cores else None
+        self._connection.send(Left(peak_memory(), others, self._read_loads()))
 
     def _work(self) -> None:
         while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):

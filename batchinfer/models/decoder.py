@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchinfer.models.block import build_layer
 from batchinfer.models.checkpoint import Checkpoint
+from batchinfer.models.expert_loads import ExpertLoads
 from batchinfer.models.norm import apply_norm
 from batchinfer.models.parameters import BIAS, FINAL_NORM
 from batchinfer.models.rope import rope_table
@@ -46,6 +47,12 @@ class Decoder:
             build_layer(ops, layer, weights.layer(index), tables[layer.attention.rotation])
             for index, layer in enumerate(spec.layers)
         ]
+
+    @property
+    def expert_loads(self) -> ExpertLoads:
+        """How many tokens the experts of its layers were given; empty where there are none."""
+        found = {index: layer.loads for index, layer in enumerate(self._layers)}
+        return ExpertLoads({index: loads for index, loads in found.items() if loads is not None})
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Every column of the run, steps, requests and rows tables: its type, its unit and what it means.
+"""Every column of the run, steps, requests, rows and experts tables: its type, its unit and what it means.
 
 `docs/report.md` shows the same text; a test compares the two. Null always means "not known", never zero.
 """
@@ -15,6 +15,7 @@ RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
 ROWS = "rows"
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +219,26 @@ ROW_COLUMNS: tuple[Column, ...] = (
     _text("key", "the work key of its answer in hexadecimal, as in `requests`"),
 )
 
+EXPERT_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    _count("layer", "", "the layer, from 0; layers without experts are left out"),
+    _count("expert", "", "the expert, from 0"),
+    _count("tokens", "tokens", "tokens that passed it, recomputed ones included, padding not"),
+    Column("load", _REAL, "", "`tokens` ÷ the mean of the layer's experts; 1: its even share"),
+)
+
 RUN_SCHEMA = schema_of(RUN_COLUMNS, RUN)
 STEP_SCHEMA = schema_of(STEP_COLUMNS, STEPS)
 REQUEST_SCHEMA = schema_of(REQUEST_COLUMNS, REQUESTS)
 ROW_SCHEMA = schema_of(ROW_COLUMNS, ROWS)
-SCHEMAS = {RUN: RUN_SCHEMA, STEPS: STEP_SCHEMA, REQUESTS: REQUEST_SCHEMA, ROWS: ROW_SCHEMA}
+EXPERT_SCHEMA = schema_of(EXPERT_COLUMNS, EXPERTS)
+SCHEMAS = {
+    RUN: RUN_SCHEMA,
+    STEPS: STEP_SCHEMA,
+    REQUESTS: REQUEST_SCHEMA,
+    ROWS: ROW_SCHEMA,
+    EXPERTS: EXPERT_SCHEMA,
+}
 
 
 def markdown(columns: Sequence[Column]) -> str:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from batchinfer.report.columns import REQUESTS, ROWS, RUN, STEPS
+from batchinfer.report.columns import RUN, SCHEMAS
 from batchinfer.report.spool import TEMPORARY
 
-# Steps, requests and rows can be millions a run: those of the newest runs are kept. Run rows are one row
+# Other tables can have millions of rows a run: those of the newest runs are kept. Run rows are one row
 # each and are kept for ever, so that a year of nightly runs can be compared.
 KEPT_DETAILS = 10
 _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6,7}")
@@ -31,7 +31,7 @@ def new_run_id(now: datetime | None = None) -> str:
 
 
 def table_path(folder: Path, table: str, run_id: str) -> Path:
-    """`table` is "run", "steps", "requests" or "rows"."""
+    """`table` is one of `SCHEMAS`."""
     return folder / f"{table}-{run_id}.parquet"
 
 
@@ -42,9 +42,9 @@ def tables(folder: Path, table: str, suffix: str = "") -> list[Path]:
 
 
 def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
-    """Delete steps, requests and rows of all but the newest `kept` runs; returns what went. Never a run row."""
+    """Delete the tables of all but the newest `kept` runs; returns what went. Never a run row."""
     gone: list[Path] = []
-    for table in (STEPS, REQUESTS, ROWS):
+    for table in SCHEMAS.keys() - {RUN}:
         newest_first = sorted(tables(folder, table), reverse=True)
         gone += newest_first[kept:]
     for path in gone:
@@ -78,7 +78,7 @@ def _is_alone(fd: int) -> bool:
 
 def sweep(folder: Path) -> list[Path]:
     """Delete what a killed run left half written; only while nobody else writes. Returns what went."""
-    gone = [path for table in (RUN, STEPS, REQUESTS, ROWS) for path in tables(folder, table, TEMPORARY)]
+    gone = [path for table in SCHEMAS for path in tables(folder, table, TEMPORARY)]
     for path in gone:
         path.unlink(missing_ok=True)
     return gone

@@ -105,3 +105,17 @@ def test_what_only_triton_can_do_is_refused_without_it(
     runs = report_folder(path.parent / "out" / "res")
     assert duckdb.sql(f"SELECT exit_code FROM '{runs}/run-*.parquet'").fetchall() == [(69,)]
     assert not (path.parent / "out" / "res").exists()
+
+
+def test_experts_count_each_token_once(tmp_path: Path) -> None:
+    """Not what was run to measure and to capture, nor the padding of graphs."""
+    make_model_folder(tmp_path / "model", "qwen2_moe", seed=2)
+    path = write_job(tmp_path / "job", tmp_path / "model", "none", max_num_seqs=4, max_num_batched_tokens=512)
+    assert run(path).exit_code == 0
+    tables = report_folder(path.parent / "out" / "res")
+    (padded, ran), *_ = duckdb.sql(
+        f"SELECT sum(padded_tokens), sum(prefill_tokens + decode_tokens)::BIGINT FROM '{tables}/steps-*.parquet'"
+    ).fetchall()
+    loads = duckdb.sql(f"SELECT sum(tokens)::BIGINT FROM '{tables}/experts-*.parquet' GROUP BY layer")
+    assert padded > 0
+    assert loads.fetchall() == [(3 * ran,)] * 2

@@ -183,7 +183,10 @@ def test_wrong_sql_is_a_usage_error(finished: Place, ask: Command, sql: str) -> 
 
 
 def test_a_wrong_name_is_told_with_the_right_ones(finished: Place, ask: Command) -> None:
-    assert "Tables here: results, run, steps, requests, rows." in ask(finished.results, "from nowhere").err
+    assert (
+        "Tables here: results, run, steps, requests, rows, experts."
+        in ask(finished.results, "from nowhere").err
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,7 +305,7 @@ def test_a_report_folder_is_queried_like_its_result(copy: Place, ask: Command) -
     shutil.rmtree(copy.results)
     ended = ask(report, "--json")
     assert json.loads(ended.out)["exit_code"] == 0
-    assert "Tables here: run, steps, requests, rows." in ask(report, "from results").err
+    assert "Tables here: run, steps, requests, rows, experts." in ask(report, "from results").err
 
 
 def test_every_report_table_carries_the_run(finished: Place, ask: Command) -> None:

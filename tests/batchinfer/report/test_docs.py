@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.report.columns import (
+    EXPERT_COLUMNS,
     REQUEST_COLUMNS,
     ROW_COLUMNS,
     RUN_COLUMNS,
@@ -24,7 +25,13 @@ DOCUMENT = (Path(__file__).parents[3] / "docs" / "report.md").read_text(encoding
 
 @pytest.mark.parametrize(
     ("heading", "columns"),
-    [("run", RUN_COLUMNS), ("steps", STEP_COLUMNS), ("requests", REQUEST_COLUMNS), ("rows", ROW_COLUMNS)],
+    [
+        ("run", RUN_COLUMNS),
+        ("steps", STEP_COLUMNS),
+        ("requests", REQUEST_COLUMNS),
+        ("rows", ROW_COLUMNS),
+        ("experts", EXPERT_COLUMNS),
+    ],
 )
 def test_every_column_is_documented(heading: str, columns: Sequence[Column]) -> None:
     section = re.split(rf"^## {heading}$", DOCUMENT, flags=re.MULTILINE)[1]
@@ -32,7 +39,7 @@ def test_every_column_is_documented(heading: str, columns: Sequence[Column]) -> 
 
 
 def test_every_column_has_a_meaning_and_a_name_of_its_own() -> None:
-    for columns in (RUN_COLUMNS, STEP_COLUMNS, REQUEST_COLUMNS, ROW_COLUMNS):
+    for columns in (RUN_COLUMNS, STEP_COLUMNS, REQUEST_COLUMNS, ROW_COLUMNS, EXPERT_COLUMNS):
         names = [column.name for column in columns]
         assert len(set(names)) == len(names)
         assert all(column.meaning for column in columns)
