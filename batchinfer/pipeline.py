@@ -43,6 +43,7 @@ from batchinfer.errors import (
     StorageError,
     UsageError,
 )
+from batchinfer.hub import short_name
 from batchinfer.job import Job
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
@@ -416,7 +417,7 @@ class _Run:
         created = int(self.now.timestamp()) if self.options.openai_timestamps else 0
         try:
             write_openai(
-                self.state.results, self.openai, rows, model=self.job.model.path.name, created=created
+                self.state.results, self.openai, rows, model=short_name(self.job.model.path), created=created
             )
         except (StorageError, OutputConflict, InputCorrupt) as error:
             raise type(error)(

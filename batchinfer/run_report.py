@@ -11,6 +11,7 @@ from typing import Any
 
 from batchinfer.engine.config import EngineInfo
 from batchinfer.errors import BatchInferError, known
+from batchinfer.hub import described
 from batchinfer.job import Job
 from batchinfer.memory import peak_memory
 from batchinfer.plan.plan import Plan
@@ -133,6 +134,7 @@ class RunReport:
             run_id=self._run_id,
             job=self._job.name,
             output=str(self._job.output.path),
+            model=described(self._job.model.path),
             started_at=self._started,
             finished_at=self._started + timedelta(seconds=sum(phases.values())),
             exit_code=exit_code,

@@ -75,6 +75,10 @@ def root(
     if version:
         say(f"batchinfer {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand != "pull":
+        os.environ["HF_HUB_OFFLINE"] = (
+            "1"  # no library of ours may download, here or in the processes that we start
+        )
     if context.invoked_subcommand is None:
         context.get_help()  # typer prints it itself
         raise typer.Exit(UsageError.exit_code)

@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
+from batchinfer.hub import NoModel, locate_model
 from batchinfer.job.file import JobFile, absolute
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
 
@@ -225,15 +226,10 @@ def _alike(one: str, other: str) -> str:
 
 
 def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    model = _folder_at(sections, "model", file)
+    model, findings = _model(sections, file)
+    yield from findings
     output = _folder_at(sections, "output", file)
     cache = _folder_at(sections, "cache", file)
-    if model is not None and not os.path.isdir(model):
-        yield Finding(
-            ("model", "path"),
-            f"{shorten(model, 200)} {_no_folder(model)}",
-            "it is the folder of a checkpoint",
-        )
     yield from _store(cache, model, _inputs(sections.get("input", {}), file))
     if output is None:
         return
@@ -255,6 +251,17 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
         message = _input_overlap(path, real)
         if message:
             yield _overlap("output", f"{shorten(output, 200)} {message}")
+
+
+def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str | None, list[Finding]]:
+    """The model's folder, and what is wrong with how it is named."""
+    path = _folder_at(sections, "model", file)
+    if path is None:
+        return None, []
+    try:
+        return str(locate_model(sections["model"]["path"], Path(path))), []
+    except NoModel as error:
+        return path, [Finding(("model", "path"), str(error), error.hint)]
 
 
 def _store(cache: str | None, model: str | None, inputs: Sequence[str]) -> Iterator[Finding]:
@@ -283,10 +290,6 @@ def _folder_at(sections: Mapping[str, dict[str, Any]], section: str, file: JobFi
 
 def _usable(text: str) -> bool:
     return bool(text) and "\0" not in text and not text.startswith("~") and "://" not in text
-
-
-def _no_folder(path: str) -> str:
-    return "is a file, not a folder" if os.path.isfile(path) else "does not exist"
 
 
 def _within(path: Path, folder: str) -> bool:

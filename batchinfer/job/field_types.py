@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
 
+from batchinfer.hub import NoModel, locate_model
 from batchinfer.job.file import absolute
 from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
@@ -44,6 +45,17 @@ def _anchored(text: str, info: Info) -> str:
 
 def _to_path(value: object, info: Info) -> object:
     return Path(_anchored(value, info)) if isinstance(value, str) and value else value
+
+
+def _to_model(value: object, info: Info) -> object:
+    """A folder, or the cache's folder of the model that is named; `check` says what is wrong where there is none."""
+    if not isinstance(value, str) or not value:
+        return value
+    path = Path(_anchored(value, info))
+    try:
+        return locate_model(value, path)
+    except NoModel:
+        return path
 
 
 def _anchor_all(value: str | tuple[str, ...], info: Info) -> str | tuple[str, ...]:
@@ -133,6 +145,11 @@ PathField = Annotated[
     Path,
     BeforeValidator(_to_path, json_schema_input_type=Text),
     Right("a path, relative to the job file's folder"),
+]
+ModelPath = Annotated[
+    Path,
+    BeforeValidator(_to_model, json_schema_input_type=Text),
+    Right("a path, relative to the job file's folder, or a model's name, as in org/name"),
 ]
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]

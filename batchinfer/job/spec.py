@@ -26,6 +26,7 @@ from batchinfer.job.field_types import (
     FromColumns,
     KvMemory,
     MaxLength,
+    ModelPath,
     Name,
     OneOrMorePaths,
     PathField,
@@ -53,8 +54,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The checkpoint that answers."""
 
-    path: PathField = Field(
-        description="Folder of the checkpoint, as from Hugging Face: config.json, *.safetensors, tokenizer.json."
+    path: ModelPath = Field(
+        description="Folder of the checkpoint (config.json, *.safetensors, tokenizer.json), or the name of a model "
+        "that batchinfer pull has downloaded: org/name or org/name@revision."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",

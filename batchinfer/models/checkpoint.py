@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.errors import SecurityRefusal
+from batchinfer.hub import PICKLE_SUFFIXES
+from batchinfer.hub import WEIGHT_INDEX as INDEX
+from batchinfer.hub import WEIGHTS as SINGLE
 from batchinfer.models.config import load_config
 from batchinfer.models.config_fields import load_json_object, shown, wrong_checkpoint
 from batchinfer.models.fingerprint import Progress, model_fingerprint
@@ -18,9 +21,6 @@ from batchinfer.models.spec import ModelSpec
 from batchinfer.models.tensor_names import expected_shapes, ignores, prefix_of, table_names
 from batchinfer_kernels.arithmetic import Dtype
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 FLOAT_DTYPES: dict[str, Dtype] = {
     "F32": "float32",
     "BF16": "bfloat16",

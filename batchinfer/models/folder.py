@@ -6,9 +6,10 @@ import stat
 from pathlib import Path, PurePosixPath
 
 from batchinfer.errors import SecurityRefusal
+from batchinfer.hub import HUB_PREFIX
 from batchinfer.models.config_fields import load_json_object, shown, wrong_checkpoint
 
-HUB_PREFIX = "models--"
+SHARED_BLOBS_MARKER = (".huggingface-shared-blobs", "1\n")  # file and content: the layout that we know
 REMOTE_CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -16,7 +17,8 @@ class CheckpointFolder:
     """A folder whose files are regular files inside it.
 
     A Hugging Face cache keeps a model as `models--org--name/snapshots/<revision>/` full of links into
-    `models--org--name/blobs/`: links into that `blobs` folder are allowed, any other link that leaves is not.
+    `models--org--name/blobs/`, and those may be links into the cache's own `blobs/`, which its models share: links into
+    these two folders are allowed, any other link that leaves is not.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +88,20 @@ def _is_plain(name: str) -> bool:
 
 
 def _hub_blobs(path: Path) -> list[Path]:
-    """The blobs folder of the hub cache entry that `path` is a snapshot of, if it is one."""
+    """Where a hub cache keeps the content of the snapshot `path`, if it is one: its own blobs, and the shared ones."""
     snapshots = path.parent
     entry = snapshots.parent
-    return [entry / "blobs"] if snapshots.name == "snapshots" and entry.name.startswith(HUB_PREFIX) else []
+    if snapshots.name != "snapshots" or not entry.name.startswith(HUB_PREFIX):
+        return []
+    shared = entry.parent / "blobs"
+    return [entry / "blobs", shared] if _is_shared_blobs(shared) else [entry / "blobs"]
+
+
+def _is_shared_blobs(folder: Path) -> bool:
+    """Whether huggingface_hub made the folder: beside a model's entry, another `blobs` could be anybody's."""
+    name, content = SHARED_BLOBS_MARKER
+    marker = folder / name
+    if folder.is_symlink() or marker.is_symlink() or not marker.is_file():
+        return False
+    with marker.open("rb") as file:
+        return file.read(len(content) + 1) == content.encode()

@@ -67,6 +67,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _text("run_id", "names the run; starts with its UTC start time, so that names sort by time"),
     _text("job", "`name` of the job file"),
     _text("output", "folder of the results"),
+    _text("model", "`org/name@commit` where the job names the model so, else the folder of the checkpoint"),
     Column("started_at", _TIME, "", "when the command's process started"),
     Column("finished_at", _TIME, "", "when the tables were written"),
     _seconds("wall_s", "`finished_at` − `started_at`; the sum of the phases, `startup_s` to `other_s`"),

@@ -38,6 +38,7 @@ class RunFacts:
     output: str
     started_at: datetime  # with a time zone
     finished_at: datetime
+    model: str | None = None  # org/name@commit, or the checkpoint's folder
     exit_code: int | None = None
     exit_status: str | None = None  # one of exit_status.MEANINGS
     trial: bool | None = None

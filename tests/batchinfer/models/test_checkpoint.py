@@ -188,6 +188,21 @@ class TestSecurity:
         (snapshot / "extra").symlink_to("../../refs/main")
         refused(snapshot, 77, "extra leads to")
 
+    def test_blobs_that_the_models_of_a_hub_cache_share(self, sound: Path, tmp_path: Path) -> None:
+        snapshot = tmp_path / "models--org--tiny" / "snapshots" / "abc123"
+        blobs, shared = snapshot.parents[1] / "blobs", tmp_path / "blobs" / "ab"
+        for folder in (snapshot, blobs):
+            folder.mkdir(parents=True)
+        shutil.copytree(sound, shared)
+        for file in shared.iterdir():
+            (blobs / file.name).symlink_to(f"../../blobs/ab/{file.name}")
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+        refused(snapshot, 77, "leads to")  # any folder may be called blobs
+        (tmp_path / "blobs" / ".huggingface-shared-blobs").write_text("1\n")
+        assert inspect_checkpoint(snapshot).spec.family == "llama"
+        (snapshot / "extra").symlink_to(__file__)
+        refused(snapshot, 77, "extra leads to")
+
     @pytest.mark.parametrize(
         "name",
         ["../outside.safetensors", "/etc/x.safetensors", "sub/../../x.safetensors", "..\\x.safetensors"],
