@@ -49,7 +49,7 @@ from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
 from batchinfer.launch.supervisor import Supervisor
-from batchinfer.models.checkpoint import Checkpoint
+from batchinfer.models.stored import StoredModel
 from batchinfer.plan.forecast import Forecast, describe, forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
@@ -152,7 +152,7 @@ class _Run:
         self.now = datetime.now().astimezone()
 
     @property
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> StoredModel:
         return self.setup.checkpoint
 
     @property
@@ -339,6 +339,8 @@ class _Run:
         spec = WorkerSpec(config, self.job.model.path, self.options.engine)
         meter = self.report.open_meter()
         collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows))
+        if self.checkpoint.notice is not None:
+            self.notice(self.checkpoint.notice)
         self.progress.phase("loading model")
         with self.interrupts.deferred(), self.report.timed("close_s"), self._engine(spec, index) as host:
             try:

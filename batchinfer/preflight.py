@@ -31,7 +31,8 @@ from batchinfer.data.storage.state import StateFolder
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import ErrorBudgetExceeded, Unavailable
 from batchinfer.job import Job
-from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.opening import open_checkpoint
+from batchinfer.models.stored import StoredModel
 from batchinfer.report.hardware import nvidia_gpus
 from batchinfer.request import RowError
 from batchinfer.resolve import Setting, resolve
@@ -44,7 +45,7 @@ FIRST_ROWS = 512  # of every file: one batch of each format
 class Setup:
     """A job's model, device and tokenizer, found right."""
 
-    checkpoint: Checkpoint
+    checkpoint: StoredModel
     setting: Setting
     tokenizer: Tokenizer
 
@@ -60,7 +61,7 @@ class InputFacts:
 
 def check_setup(job: Job, state: StateFolder, replace: bool = False) -> Setup:
     """Raises JobFileError, SecurityRefusal, Unavailable, OutputConflict, StorageError and what the tokenizer raises."""
-    checkpoint = inspect_checkpoint(job.model.path)
+    checkpoint = open_checkpoint(job.model.path)
     _check_device(job)
     setting = resolve(job, checkpoint)
     tokenizer = Tokenizer.load(job.model.path)

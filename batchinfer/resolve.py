@@ -12,8 +12,8 @@ from typing import Any, Literal
 from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig
 from batchinfer.errors import JobFileError, Mistake
 from batchinfer.job import Job
-from batchinfer.models.checkpoint import Checkpoint
-from batchinfer.models.model_cost import model_cost
+from batchinfer.models.checkpoint import OWN
+from batchinfer.models.stored import StoredModel
 from batchinfer.report.hardware import Hardware, detect, has_bf16_tiles, has_fast_bf16, nvidia_gpus
 from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
@@ -26,6 +26,7 @@ _ABSENT: Mapping[str, Any] = {
     "deterministic": False,
     "block_size": "auto",
     "device": "cpu",
+    "modelling": OWN,
 }
 
 
@@ -53,12 +54,12 @@ class Setting:
         """What the hardware reaches in this arithmetic; None where that is not known."""
         return self.hardware.peaks(self.dtype, self.quantization)
 
-    def model_cost(self, checkpoint: Checkpoint) -> ModelCost:
+    def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """What steps of the model cost as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
-        return model_cost(checkpoint.spec, itemsize, 1 if self.quantization == "int8" else itemsize)
+        return checkpoint.cost(itemsize, 1 if self.quantization == "int8" else itemsize)
 
-    def context(self, checkpoint: Checkpoint, model_fingerprint: str, tokenizer_fingerprint: str) -> bytes:
+    def context(self, checkpoint: StoredModel, model_fingerprint: str, tokenizer_fingerprint: str) -> bytes:
         """sha256 over everything but the row itself that can change an answer; the first part of every work key.
 
         An option at its default is absent, so that one which is added later throws no stored answer away.
@@ -71,7 +72,8 @@ class Setting:
             "eos": sorted(checkpoint.spec.eos_token_ids),
             "numerics": NUMERICS_VERSION,
         }
-        parts |= {name: value for name, value in self._options().items() if value != _ABSENT[name]}
+        options = {**self._options(), "modelling": checkpoint.modelling}
+        parts |= {name: value for name, value in options.items() if value != _ABSENT[name]}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def _options(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class Setting:
         )
 
 
-def resolve(job: Job, checkpoint: Checkpoint) -> Setting:
+def resolve(job: Job, checkpoint: StoredModel) -> Setting:
     """Raises JobFileError for a max_model_len that the model was not made for, and for what the device cannot do."""
     device = job.engine.device if job.engine.device != "auto" else _device()
     dtype = (
@@ -117,7 +119,9 @@ def resolve(job: Job, checkpoint: Checkpoint) -> Setting:
         else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
     )
     positions = checkpoint.spec.max_positions
+    refused = checkpoint.refusals(job.model.quantization != "none", job.engine.deterministic)
     mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, dtype, job)]
+    mistakes += [Mistake(key, text) for key, text in refused]
     if mistakes:
         raise JobFileError(str(job.source), mistakes)
     length = job.model.max_model_len or positions

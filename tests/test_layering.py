@@ -103,7 +103,14 @@ MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
 CHILDREN = ("batchinfer.data.prompts.render_worker", "batchinfer.launch.worker", "batchinfer.spawning")
 # models/checkpoint.py inspects a checkpoint before anything loads, in the parent
-TORCH_FREE = ("batchinfer.models.checkpoint", "batchinfer.models.model_cost")
+TORCH_FREE = (
+    "batchinfer.models.checkpoint",
+    "batchinfer.models.model_cost",
+    "batchinfer.models.opening",
+    "batchinfer.models.foreign.apart",
+    "batchinfer.models.foreign.checkpoint",
+    "batchinfer.models.foreign.spec",
+)
 
 
 def under(module: str, prefix: str) -> bool:

@@ -18,11 +18,12 @@ from batchinfer.bench.report import BenchReport, Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.cpus import usable_cpus
-from batchinfer.engine.build import LoadedModel, ModelSource, checkpoint_source, load_model
+from batchinfer.engine.build import LoadedModel, load_model
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.garbage import loaded_for_good
-from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.engine.sources import ModelSource, Source, checkpoint_source
 from batchinfer.models.dummy import DummyWeights, write_checkpoint
+from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import SHAPES, shape_config
 from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
@@ -63,8 +64,8 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
 def workload_of(options: BenchOptions, name: str) -> Workload:
     """The workload over the vocabulary of the model that the options name."""
     path = Path(options.model)
-    config = shape_config(options.model) if options.is_shape else inspect_checkpoint(path).spec
-    return make_workload(name, config.vocab, options.rows)
+    vocab = (shape_config(options.model) if options.is_shape else open_checkpoint(path).spec).vocab
+    return make_workload(name, vocab, options.rows)
 
 
 def best_peaks(before: Peaks, after: Peaks) -> Peaks:
@@ -103,11 +104,11 @@ def _dtype(options: BenchOptions, device: Literal["cpu", "cuda"]) -> Dtype:
     """`auto`: as a job would run it; dummy weights count as stored in bfloat16."""
     if options.dtype != "auto":
         return cast(Dtype, options.dtype)
-    stored: Dtype = "bfloat16" if options.is_shape else inspect_checkpoint(Path(options.model)).dtype
+    stored: Dtype = "bfloat16" if options.is_shape else open_checkpoint(Path(options.model)).dtype
     return auto_dtype(device, stored, has_fast_bf16())
 
 
-def _source(options: BenchOptions) -> ModelSource:
+def _source(options: BenchOptions) -> Source:
     if not options.is_shape:
         return checkpoint_source(Path(options.model))
     spec = shape_config(options.model)

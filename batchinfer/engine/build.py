@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from batchinfer.engine.budget import step_tokens
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
-from batchinfer.engine.decode_graphs import Captured, GraphOps, capture_on_gpu
+from batchinfer.engine.decode_graphs import Capture, Captured, GraphOps, capture_on_gpu
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
@@ -27,17 +25,10 @@ from batchinfer.engine.rehearsal import GpuMeter
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import StopStreams
+from batchinfer.engine.sources import Arithmetic, Source, checkpoint_source
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import Unavailable
-from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.decoder import Decoder
 from batchinfer.models.expert_loads import ExpertLoads
-from batchinfer.models.model_cost import model_cost
-from batchinfer.models.outliers import WatchedWeights, warning_of
-from batchinfer.models.spec import ModelSpec
-from batchinfer.models.weights import CheckpointWeights, Weights
-from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.interface import Ops
 from batchinfer.request import ExpertTokens
 from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
@@ -52,15 +43,6 @@ class BuiltEngine:
     engine: Engine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model that an engine can be built of: what it is, and where its weights come from."""
-
-    spec: ModelSpec
-    parameters: int  # values in all its tensors
-    weights: Callable[[torch.dtype, torch.device], Weights]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,14 +76,7 @@ def build_engine(config: EngineConfig, stop_streams: StopStreams | None = None) 
     return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read)
 
 
-def checkpoint_source(path: Path) -> ModelSource:
-    """The model of a checkpoint folder. Raises what inspecting a checkpoint raises."""
-    checkpoint = inspect_checkpoint(path)
-    parameters = sum(math.prod(tensor.info.shape) for tensor in checkpoint.tensors.values())
-    return ModelSource(checkpoint.spec, parameters, partial(CheckpointWeights, checkpoint))
-
-
-def load_model(config: EngineConfig, source: ModelSource | None = None) -> LoadedModel:
+def load_model(config: EngineConfig, source: Source | None = None) -> LoadedModel:
     """Load the weights and size the KV cache; `source` takes the place of the checkpoint at `config.model`.
 
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
@@ -109,18 +84,13 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
     device, dtype = _device(config), getattr(torch, config.dtype)
     threads = _set_threads(config)
     source = source or checkpoint_source(config.model)
-    ops = _ops(config, source.spec, device, dtype)
+    arithmetic = Arithmetic(dtype, device, config.quantization, config.deterministic, config.linear)
+    ops = source.choose_ops(arithmetic)
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
-    quantized = config.quantization == "int8"
-    weights = WatchedWeights(source.weights(dtype, device), source.spec)
-    model = Decoder(source.spec, weights, ops, longest, device)
-    warning = warning_of(weights.worst) if quantized else None
-    if warning is not None:
-        _log.warning("%s", warning)
-    cost = model_cost(source.spec, dtype.itemsize, 1 if quantized else dtype.itemsize)
+    model, cost = source.load(ops, arithmetic, longest), source.cost(arithmetic)
     limits, block_size = _scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
-    eos, caches = frozenset(source.spec.eos_token_ids), source.spec.caches
+    eos, caches = frozenset(source.eos_token_ids), source.caches
     layout = cache_layout(caches, block_size, longest)
     bytes_of_a_block = block_bytes(ops, caches, layout, dtype.itemsize)
     room = CacheRoom(
@@ -130,10 +100,11 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
     )
     runner = ModelRunner(model, ops, [], layout, Sampler(eos), cost, device)
-    fitted = _fit(runner, limits, room, model.expert_loads)
+    fitted = _fit(runner, limits, room, model.expert_loads if source.can_be_captured else None)
     limits, blocks = fitted.limits, fitted.blocks
+    whose, linear = source.computed_by(ops)
     info = EngineInfo(
-        ops=ops.name,
+        ops=whose,
         device=_device_name(device),
         dtype=config.dtype,
         threads=threads,
@@ -142,28 +113,34 @@ def load_model(config: EngineConfig, source: ModelSource | None = None) -> Loade
         block_size=block_size,
         blocks=blocks,
         kv_bytes=blocks * bytes_of_a_block,
-        weight_bytes=_weight_bytes(source, cost),
+        weight_bytes=source.weight_bytes(cost),
         quantization=config.quantization,
         deterministic=config.deterministic,
-        linear=ops.linear,
+        linear=linear,
     )
     loads = model.expert_loads
     loads.restart()  # what was measured and compiled with is nobody's work
     return LoadedModel(fitted.runner, limits, EngineLimits(longest, eos), info, loads)
 
 
-def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, loads: ExpertLoads) -> Fitted:
-    """Give the runner its cache. On a GPU whose steps can be captured, they are measured first."""
+def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, loads: ExpertLoads | None) -> Fitted:
+    """Give the runner its cache. On a GPU steps are measured first, and decode steps captured; `loads` are the counters
+    of a model that can be captured, None one that cannot."""
     if isinstance(runner.ops, GraphOps):
-        capture = capture_on_gpu()
-
-        def uncounted(run: Callable[[], Tensor]) -> Captured:
-            with loads.paused():  # a step that is captured runs for nobody, and is replayed afterwards
-                return capture(run)
-
-        return fit(runner, limits, room, GpuMeter(runner.device), uncounted)
+        capture = None if loads is None else _uncounted(capture_on_gpu(), loads)
+        return fit(runner, limits, room, GpuMeter(runner.device), capture)
     blocks = room.blocks(0)
     return Fitted(replace(runner, caches=room.allocate(blocks)), limits, blocks)
+
+
+def _uncounted(capture: Capture, loads: ExpertLoads) -> Capture:
+    """A step that is captured runs for nobody, and is replayed afterwards."""
+
+    def captured(run: Callable[[], Tensor]) -> Captured:
+        with loads.paused():
+            return capture(run)
+
+    return captured
 
 
 def _blocks(
@@ -178,24 +155,6 @@ def _blocks(
     job = JobSize(config.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
     free = free_bytes(device)
     return cache_blocks(bytes_of_a_block, sizes, job, config.kv_memory, free, device.type, needed)
-
-
-def _ops(config: EngineConfig, model: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:
-    """Choose the operators. Raises Unavailable if none here have the arithmetic that the job asks for."""
-    attention, arithmetic = model.attention, (config.quantization, config.deterministic)
-    sizes = (attention.group, attention.head_dim)
-    kv_heads, latent = attention.kv_heads, attention.cache.latent
-    return choose_ops(device, dtype, *sizes, *arithmetic, kv_heads, config.linear, latent)
-
-
-def _weight_bytes(source: ModelSource, cost: ModelCost) -> int:
-    """Bytes of the loaded weights. A tied head counts once, unless it is quantised beside its embedding."""
-    if not cost.quantized:
-        return source.parameters * cost.itemsize
-    head = source.spec.head.values
-    linear = sum(linear.values for linear in source.spec.linears() if not linear.exact)
-    others = source.parameters - linear - (0 if source.spec.tied else head)
-    return (linear + head) * cost.weight_itemsize + others * cost.itemsize
 
 
 def _scheduler_config(config: EngineConfig, cost: ModelCost) -> SchedulerConfig:

@@ -50,12 +50,13 @@ def fit(
     limits: SchedulerConfig,
     room: CacheRoom,
     meter: MemoryMeter,
-    capture: Capture,
+    capture: Capture | None,
 ) -> Fitted:
     """Gives `runner`, which has no cache yet, the largest cache that leaves room for its steps.
 
-    `capture` turns decode steps into graphs, if the operators can plan for graphs. Halves the largest step until there
-    is memory for it. Raises OutOfMemory when there is none for a step of one token or for the longest sequence.
+    `capture` turns decode steps into graphs, if the operators can plan for graphs; None: the model cannot be captured.
+    Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for a step of one token
+    or for the longest sequence.
     """
     measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     try:
@@ -69,7 +70,7 @@ def fit(
     meter.restart()
     blocks, caches = _cache(room, room.blocks(needed))
     fitted = replace(_with_cache(runner, caches), pieces=pieces)
-    if isinstance(runner.ops, GraphOps):
+    if capture is not None and isinstance(runner.ops, GraphOps):
         fitted = replace(fitted, graphs=_graphs(fitted, runner.ops, limits, room, blocks, capture))
     Rehearsal(fitted, limits, room.longest, blocks).warm_up()
     return Fitted(fitted, limits, blocks)

@@ -65,11 +65,12 @@ class CheckpointFolder:
         """Names right in the folder that end so, sorted."""
         return sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(suffixes))
 
-    def refuse_remote_code(self) -> None:
-        """Raises SecurityRefusal when a configuration file asks for the checkpoint's own Python code."""
+    def refuse_remote_code(self, besides: str = "") -> None:
+        """Raises SecurityRefusal when a configuration file, `besides` excepted, asks for the checkpoint's own Python
+        code."""
         for name in REMOTE_CODE_FILES:
             path = self.file(name)
-            if path is not None and load_json_object(path).get("auto_map"):
+            if name != besides and path is not None and load_json_object(path).get("auto_map"):
                 raise SecurityRefusal(
                     f"{path} has an auto_map: the checkpoint wants its own Python code run, which batchinfer "
                     "never does; use a checkpoint of a supported architecture without it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -280,6 +280,15 @@ class Ops(ABC):
         offset: float = 0.0,
     ) -> Tensor:
         """Rotated q (T, q_heads, D); k and v (T, kv_heads, D) go to the cache. See batchinfer_kernels.rope_store."""
+
+    def store(self, k: Tensor, v: Tensor, inputs: AttentionInputs, cache: LayerCache) -> None:
+        """k and v (T, kv_heads, D), rotated or not, go to the cache as they are: one pair of each head is turned by an
+        angle of 0. For models whose own code rotates; a family of ours uses `rope_store`."""
+        heads, ones = k.shape[1], torch.ones(1, 1, device=k.device)
+        still = RopeTable(ones, torch.zeros_like(ones))
+        both = torch.cat((k, v), dim=1)  # in rows of equal stride, as rope_store takes them
+        at_zero = replace(inputs, positions=torch.zeros_like(inputs.positions))
+        self.rope_store(both[:, :heads], both[:, :heads], both[:, heads:], still, at_zero, cache)
 
     @abstractmethod
     def plan_attention(

@@ -227,3 +227,32 @@ def test_bits_that_were_promised_are_a_devices_own(checkpoint: Checkpoint) -> No
             for device in ("cpu", "cuda")
         }
         assert len(contexts) == (2 if deterministic else 1)
+
+
+class OfAnother:
+    """A stored model that transformers computes, as far as a setting asks."""
+
+    def __init__(self, plain: Checkpoint, modelling: str) -> None:
+        self.spec, self.dtype, self.modelling = plain.spec, plain.dtype, modelling
+
+    def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
+        wanted = (("model.quantization", quantized), ("engine.deterministic", deterministic))
+        return [(key, "is not to be had") for key, asked in wanted if asked]
+
+
+def test_another_version_of_transformers_has_answers_of_its_own(checkpoint: Checkpoint) -> None:
+    """Only where it computes the model: for a family of ours the context is as if there were no such option."""
+    versions = ("batchinfer", "transformers 5.23.0", "transformers 5.24.0")
+    contexts = [SETTING.context(OfAnother(checkpoint, one), "m", "t") for one in versions]  # type: ignore[arg-type]
+    assert contexts[0] == SETTING.context(checkpoint, "m", "t")
+    assert len(set(contexts)) == len(versions)
+
+
+def test_what_a_model_cannot_is_refused_with_the_job(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    asked = (("model.quantization", "int8"), ("engine.deterministic", "true"))
+    with pytest.raises(JobFileError) as caught:
+        resolve(job_of(tmp_path, *asked), OfAnother(checkpoint, "transformers 5.23.0"))  # type: ignore[arg-type]
+    assert [(one.where, one.message) for one in caught.value.mistakes] == [
+        ("model.quantization", "is not to be had"),
+        ("engine.deterministic", "is not to be had"),
+    ]

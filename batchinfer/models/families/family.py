@@ -280,14 +280,14 @@ def model(
         final_norm=norm or NormSpec(hidden, rms_eps(fields)),
         tied=fields.boolean("tie_word_embeddings", absent_tied),
         max_positions=max_positions(fields),
-        eos_token_ids=_eos_token_ids(files, absent_eos),
+        eos_token_ids=eos_token_ids(files, absent_eos),
         bos_token_id=fields.optional_integer("bos_token_id", low=0),
         dtype=stated_dtype(fields),
         **special,
     )
 
 
-def _eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...]:
+def eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...]:
     """All of generation_config.json's; else config.json's; else what the family's configuration assumes."""
     found = files.generation.token_ids("eos_token_id")
     if found is None:

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchinfer.errors import BatchInferError, JobFileError, SecurityRefusal
-from batchinfer.models.checkpoint import INDEX, inspect_checkpoint
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.weight_files import INDEX
 from tests.checkpoints import edit_json, make_checkpoint, make_model_folder
 
 SINGLE = "model.safetensors"

@@ -1,0 +1,1 @@
+"""Decoders that are no family of ours: transformers' modelling code over our paged cache and attention."""

@@ -1,0 +1,112 @@
+"""A checkpoint folder that transformers' code can run, checked before its weights are loaded. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchinfer.models.checkpoint import config_folder
+from batchinfer.models.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.foreign.refusal import CannotRun
+from batchinfer.models.foreign.spec import ForeignSpec, foreign_cost
+from batchinfer.models.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
+from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.cost import ModelCost
+
+# (config.json, generation_config.json) → what they describe; raises CannotRun
+Describe = Callable[[Mapping[str, Any], Mapping[str, Any]], ForeignSpec]
+# Of buffers that old checkpoints hold, which transformers ignores
+WHOLE_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCheckpoint(WeightFiles):
+    """A folder of a decoder that is no family of ours, and that transformers can run."""
+
+    spec: ForeignSpec
+    raw: dict[str, Any] = field(repr=False)  # config.json
+
+    @property
+    def dtype(self) -> Dtype:
+        """As config.json states it; else that of most of the stored bytes."""
+        return self.spec.dtype or self.stored_dtype
+
+    @property
+    def modelling(self) -> str:
+        """See StoredModel."""
+        return f"transformers {self.spec.version}"
+
+    @property
+    def notice(self) -> str | None:
+        """See StoredModel."""
+        return (
+            f"{self.spec.family} is no family that batchinfer has code for: transformers {self.spec.version} computes "
+            "it, which is slower (docs/models.md)"
+        )
+
+    def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
+        """See StoredModel."""
+        why = f"{self.spec.family} is computed by transformers' code, in which"
+        asked = (
+            (quantized, "model.quantization", f"{why} no layer is quantised; leave it out"),
+            (
+                deterministic,
+                "engine.deterministic",
+                f"{why} a row's numbers may depend on others; leave it out",
+            ),
+        )
+        return [(key, text) for wanted, key, text in asked if wanted]
+
+    def cost(self, itemsize: int, weight_itemsize: int) -> ModelCost:
+        """See StoredModel."""
+        return foreign_cost(self.spec, itemsize)
+
+
+def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
+    """Check the folder of a model that is none of our families.
+
+    Raises SecurityRefusal as `inspect_checkpoint` does, but for an auto_map in config.json: a model type that
+    transformers knows is run by its own class. Raises JobFileError for what cannot be run, with the reason.
+    """
+    folder = config_folder(path)
+    raw = load_json_object(folder.path / "config.json")
+    try:
+        if raw.get("quantization_config"):
+            raise CannotRun(
+                "it is a quantized checkpoint (quantization_config)", "only float weights are supported"
+            )
+        spec = describe(raw, _generation(folder.path))
+    except CannotRun as error:
+        folder.refuse_remote_code()  # which may well be why transformers does not know it
+        raise _refused(folder.path, raw, error) from error
+    folder.refuse_remote_code(besides="config.json")
+    files = read_weight_files(folder)
+    _check_dtypes(files)
+    return ForeignCheckpoint(folder.path, files.files, files.tensors, spec, raw)
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    return load_json_object(file) if file.is_file() else {}
+
+
+def _refused(path: Path, raw: Mapping[str, Any], error: CannotRun) -> Exception:
+    own = ", ".join(FAMILIES)
+    return wrong_checkpoint(
+        path / "config.json",
+        f"config.json: model_type {shown(raw.get('model_type'))} is not supported: {error}",
+        hint=f"batchinfer has code for {own}; of the others, docs/models.md lists what transformers can run here",
+    )
+
+
+def _check_dtypes(files: WeightFiles) -> None:
+    wrong = [
+        f"{name} ({tensor.info.dtype})"
+        for name, tensor in files.tensors.items()
+        if tensor.info.dtype not in (*FLOAT_DTYPES, *WHOLE_DTYPES)
+    ]
+    if wrong:
+        raise wrong_checkpoint(files.path, f"tensors that are not float: {listed(wrong)}")

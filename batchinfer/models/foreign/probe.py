@@ -1,0 +1,196 @@
+"""Describes a model that transformers computes, by running it without weights on the meta device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from batchinfer.models.config_fields import Fields, shown
+from batchinfer.models.families.family import ConfigFiles, eos_token_ids, stated_dtype
+from batchinfer.models.foreign.classes import class_of, config_of
+from batchinfer.models.foreign.interface import NAME, attach
+from batchinfer.models.foreign.recorder import Recorder
+from batchinfer.models.foreign.refusal import CannotRun
+from batchinfer.models.foreign.spec import ForeignSpec
+from batchinfer.models.foreign.split import Given
+
+TOKENS = 13  # of the sequence that is run
+MOST_POSITIONS = 1 << 22
+STATEFUL = "it keeps more than keys and values of each layer, as state-space and recurrent models do"
+MIXING = "it mixes tokens beside attention"
+ELSEWHERE = "its attention does not go through transformers' attention interface"
+# What tells one token of another in another way than through attention
+MIXERS = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
+
+
+def serve(raw: Mapping[str, Any], generation: Mapping[str, Any], connection: Connection[Any, Any]) -> None:
+    """Entry point of a process of its own: sends a ForeignSpec, or the reason why there is none."""
+    try:
+        connection.send(describe(raw, generation))
+    except CannotRun as error:
+        connection.send((error.reason, error.detail))
+
+
+def describe(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
+    """What these JSON objects (config.json, generation_config.json) describe. Raises CannotRun."""
+    with quiet():
+        config = config_of(raw)
+        kind = class_of(config, raw)
+        positions = _positions(config)
+        model = _without_weights(kind, config)
+        _check_modules(model)
+        recorder = Recorder(positions)
+        attach(model, recorder)
+        with _told_apart(), recorder.watching(model), FlopCounterMode(display=False) as flops:
+            vocab = _run(model).logits.shape[-1]
+        _check_calls(recorder, config)
+        with _told_apart():
+            _check_caches(recorder, config, positions)
+        decoder = recorder.outermost[0]
+        with _told_apart():
+            halves = _halves(model, decoder, vocab)
+        return ForeignSpec(
+            architecture=kind.__name__,
+            decoder=decoder,
+            version=transformers.__version__,
+            vocab=vocab,
+            max_positions=positions,
+            layers=tuple(recorder.layers),
+            active=flops.get_total_flops() // (2 * TOKENS) - halves.head,
+            **asdict(halves),
+            **_facts(config, raw, generation),
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers warns of much that is no business of a job's."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _positions(config: Any) -> int:
+    found = getattr(config, "max_position_embeddings", None)
+    if not isinstance(found, int) or found < 1:
+        raise CannotRun("it states no max_position_embeddings, so that nobody knows how long a row may be")
+    return min(found, MOST_POSITIONS)
+
+
+def _without_weights(kind: Any, config: Any) -> Any:
+    """Experts are computed for each token by itself, where the model lets that be chosen: other ways look at numbers,
+    which the meta device does not have."""
+    more = {"experts_implementation": "batched_mm"} if kind._can_set_experts_implementation() else {}
+    with _told_apart(), torch.device("meta"):
+        return kind._from_config(config, attn_implementation=NAME, dtype=torch.float32, **more).eval()
+
+
+def _check_modules(model: Any) -> None:
+    """Raises CannotRun for what passes something from token to token beside attention."""
+    if model._is_stateful:
+        raise CannotRun(STATEFUL)
+    for name, module in model.named_modules():
+        if isinstance(module, MIXERS):
+            raise CannotRun(MIXING, f"{name} is a {type(module).__name__}")
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Whatever goes wrong in the model's own code is a reason."""
+    try:
+        yield
+    except CannotRun:
+        raise
+    except Exception as error:
+        if NAME in str(error):  # a table of its own, in which ours is not
+            raise CannotRun(ELSEWHERE) from error
+        text = f"{type(error).__name__}: {error}"
+        raise CannotRun("its code cannot be run without weights, to look at it", shown(text)) from error
+
+
+def _run(model: Any) -> Any:
+    row = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        return model(input_ids=row, attention_mask=row, position_ids=row, use_cache=False)
+
+
+def _check_calls(recorder: Recorder, config: Any) -> None:
+    calls, layers = len(recorder.layers), config.num_hidden_layers
+    if not calls:
+        raise CannotRun(ELSEWHERE)
+    if calls != layers:
+        raise CannotRun("not every layer calls attention once", f"{calls} calls, {layers} layers")
+    if len(set(recorder.outermost)) > 1 or not recorder.outermost[0]:
+        raise CannotRun("its decoder and its head are no separate modules")
+
+
+def _check_caches(recorder: Recorder, config: Any, positions: int) -> None:
+    """Raises CannotRun where transformers' own cache keeps something else than the masks say: its answers then depend
+    on how a prompt is cut, and nobody could say which is right."""
+    for layer, cache in zip(recorder.layers, DynamicCache(config=config).layers, strict=True):
+        if type(cache) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise CannotRun(STATEFUL, type(cache).__name__)
+        kept = cache.sliding_window if cache.is_sliding else None
+        kept = kept if kept is None or kept < positions else None
+        if kept is not None and kept != layer.window:
+            raise CannotRun(
+                "its cache keeps fewer tokens than its mask shows, so that its answers depend on how a prompt is cut",
+                f"{kept} and {layer.window or 'all'}",
+            )
+
+
+def _facts(config: Any, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stated rather than found."""
+    mistakes: list[str] = []
+    files = ConfigFiles(
+        Fields(raw, "config.json", mistakes), Fields(generation, "generation_config.json", mistakes)
+    )
+    absent = config.eos_token_id
+    ids = () if absent is None else (absent,) if isinstance(absent, int) else tuple(absent)
+    eos = eos_token_ids(files, ids)
+    if mistakes:
+        raise CannotRun("wrong values", "; ".join(mistakes))
+    return {"family": config.model_type, "eos_token_ids": eos, "dtype": stated_dtype(files.config)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """Counts of values; see ForeignSpec."""
+
+    hidden: int
+    parameters: int
+    streamed: int
+    head: int
+
+
+def _halves(model: Any, path: str, vocab: int) -> _Halves:
+    """Run the decoder and what is around it one after the other. Raises CannotRun where that is not the same."""
+    decoder, embedding = model.get_submodule(path), model.get_input_embeddings().weight
+    attach(model, Recorder(TOKENS))
+    out = _run(decoder)
+    hidden, parameters = out.last_hidden_state, _values(model)
+    model.set_submodule(path, Given(type(out)))
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        logits = model(inputs_embeds=hidden, use_cache=False).logits
+    if logits.shape != (1, TOKENS, vocab) or embedding.shape[0] < vocab:
+        raise CannotRun(
+            "its logits are not one a token id", f"{tuple(logits.shape)}, {embedding.shape[0]} ids"
+        )
+    streamed = _values(decoder) - embedding.numel()
+    return _Halves(hidden.shape[-1], parameters, streamed, flops.get_total_flops() // (2 * TOKENS))
+
+
+def _values(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,121 @@
+"""Writes down what a model asks of attention while it runs on the meta device, where nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.foreign.masks import window_of
+from batchinfer.models.foreign.refusal import CannotRun
+from batchinfer.models.foreign.spec import ForeignLayer
+
+_WINDOW = "batchinfer_window"
+# What layers hand to attention that changes nothing here: positions are in q and k already, the mask says the window
+NEUTRAL = (
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "max_length_k",
+    "max_length_q",
+    "output_attentions",
+    "position_embeddings",
+    "position_ids",
+    "sliding_window",
+    "use_cache",
+)
+
+
+class Recorder:
+    """Stands in for attention. `layers` are the calls so far; `outermost` has for each the path of the outermost module
+    under the whole model that it came through, "" where there is none."""
+
+    def __init__(self, positions: int) -> None:
+        self.layers: list[ForeignLayer] = []
+        self.outermost: list[str] = []
+        self._positions = positions
+        self._path: list[str] = []
+
+    def attend(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
+    ) -> Tensor:
+        """See Attending."""
+        self.outermost.append(self._path[1] if len(self._path) > 1 else "")
+        self.layers.append(_layer(module, q, k, v, mask, scale, more))
+        return q.new_empty(*(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+    def mask(self, **of: Any) -> Any:
+        """See Attending. A tensor that knows its window; a layer that changes it hands on one that does not."""
+        found = torch.empty(1, 1, of["q_length"], of["kv_length"], dtype=torch.bool, device="meta")
+        setattr(found, _WINDOW, window_of(of["mask_function"], self._positions))
+        return found
+
+    def _leave(self, *_: object) -> None:
+        self._path.pop()
+
+    @contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        """Know which modules of the model a call comes through."""
+        hooks = []
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
+            hooks.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _unknown(more: dict[str, Any]) -> list[str]:
+    """What is asked for beside the usual."""
+    found = [
+        name
+        for name, value in more.items()
+        if value is not None
+        and value is not False
+        and name not in (*NEUTRAL, "is_causal", "softcap", "s_aux")
+    ]
+    return found if more.get("is_causal", True) in (True, None) else [*found, "is_causal=False"]
+
+
+def _layer(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, more: dict[str, Any]
+) -> ForeignLayer:
+    unknown = _unknown(more)
+    if unknown:
+        raise CannotRun("its attention takes what our operators lack", ", ".join(unknown))
+    if not hasattr(mask, _WINDOW):
+        raise CannotRun("its layers make masks of attention of their own, or none")
+    if scale is not None and not isinstance(scale, int | float):
+        raise CannotRun("its attention takes what our operators lack", "a scale that is no number")
+    tokens = {t.shape[0] * t.shape[2] for t in (q, k, v)}
+    if len(tokens) > 1 or q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
+        sizes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise CannotRun("its attention has more or fewer keys than tokens", sizes)
+    dim = q.shape[3]
+    return ForeignLayer(
+        q_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        k_dim=dim,
+        v_dim=v.shape[3],
+        scale=dim**-0.5 if scale is None else float(scale),
+        window=getattr(mask, _WINDOW),
+        soft_cap=_soft_cap(more.get("softcap")),
+        sinks=_has_sinks(more.get("s_aux"), q.shape[1]),
+    )
+
+
+def _soft_cap(stated: object) -> float | None:
+    if stated is not None and not isinstance(stated, int | float):
+        raise CannotRun("its attention takes what our operators lack", "a cap that is no number")
+    return None if stated is None else float(stated)
+
+
+def _has_sinks(stated: object, heads: int) -> bool:
+    if stated is not None and (not isinstance(stated, Tensor) or stated.shape != (heads,)):
+        raise CannotRun("its attention takes what our operators lack", "sinks that are not one number a head")
+    return stated is not None

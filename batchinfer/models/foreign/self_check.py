@@ -1,0 +1,119 @@
+"""Looks, once the weights are loaded, whether a model computes the same here as in transformers' own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.foreign.interface import NAME
+from batchinfer.models.foreign.model import TransformersModel
+from batchinfer.models.foreign.refusal import CannotRun
+from batchinfer.models.foreign.spec import ForeignSpec
+from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
+
+LENGTHS = (11, 7, 1)  # of the rows that are run together
+CHUNKS = (4, 3, 1)  # how many tokens of each of them a step takes: their ends and beginnings are everywhere
+BLOCK = 4
+# Mean over tokens of how far logits are from transformers', as a share of their length. Right models are at 1e-6 in
+# float32 and below 2e-2 in halves of it, whose products round differently with each number of rows; a token that read
+# a neighbour which it must not see is at about 1.
+FARTHEST = {torch.float32: 1e-2}
+FARTHEST_HALF = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Rows of token ids, their logits in transformers' own attention, and the class of what the decoder returned."""
+
+    rows: tuple[Tensor, ...]
+    logits: tuple[Tensor, ...]
+    returned: type
+
+
+def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wanted:
+    """Run each row by itself, as transformers does by default. Raises CannotRun where logits are no numbers."""
+    generator, returned = torch.Generator().manual_seed(0), []
+    rows = tuple(torch.randint(spec.vocab, (n,), generator=generator).to(device) for n in LENGTHS)
+    causal.set_attn_implementation("eager")
+    hook = causal.get_submodule(spec.decoder).register_forward_hook(
+        lambda _module, _inputs, out: returned.append(type(out))
+    )
+    try:
+        with torch.inference_mode():
+            logits = tuple(causal(input_ids=row[None], use_cache=False).logits[0].float() for row in rows)
+    finally:
+        hook.remove()
+        causal.set_attn_implementation(NAME)
+    if not all(bool(found.isfinite().all()) for found in logits):
+        raise CannotRun("its logits are no finite numbers in this dtype; take another model.dtype")
+    return Wanted(rows, logits, returned[0])
+
+
+def check_together(model: TransformersModel, ops: Ops, wanted: Wanted, dtype: torch.dtype) -> None:
+    """Raises CannotRun unless the rows have the same logits when they share steps, chunks and a paged cache."""
+    blocks = sum(-(-length // BLOCK) for length in LENGTHS)
+    device = wanted.rows[0].device
+    caches = [ops.allocate_cache(layer.cache, blocks, BLOCK, dtype, device) for layer in model.spec.layers]
+    with torch.inference_mode():
+        found = _together(model, ops, wanted.rows, caches)
+    far = torch.cat([_distance(a, b) for a, b in zip(found, wanted.logits, strict=True)]).mean().item()
+    if not far <= FARTHEST.get(dtype, FARTHEST_HALF):
+        raise CannotRun(
+            "rows that are computed together get other logits than alone: it mixes tokens beside attention, or their "
+            "positions are lost",
+            f"off by {far:.1%}",
+        )
+
+
+def _distance(found: Tensor, wanted: Tensor) -> Tensor:
+    """(tokens,)"""
+    centred = wanted - wanted.mean(-1, keepdim=True)
+    off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (found - wanted, centred))
+    share: Tensor = off / size.clamp_min(1e-6)
+    return share
+
+
+def _together(
+    model: TransformersModel, ops: Ops, rows: Sequence[Tensor], caches: list[LayerCache]
+) -> list[Tensor]:
+    parts: list[list[Tensor]] = [[] for _ in rows]
+    for spans in _steps():
+        inputs = _inputs(spans, rows[0].device)
+        tokens = torch.cat([rows[row][span.start : span.stop] for row, span in spans])
+        plan = ops.plan_attention(inputs, BLOCK, frozenset(model.spec.windows))
+        logits = model.logits(model.forward(tokens, [inputs], caches, [plan]))
+        for (row, _), part in zip(spans, torch.split(logits, inputs.query_lens), strict=True):
+            parts[row].append(part)
+    return [torch.cat(part) for part in parts]
+
+
+def _steps() -> Iterator[list[tuple[int, range]]]:
+    """(row, positions) of each step, until all rows are through."""
+    starts = [0] * len(LENGTHS)
+    while any(start < length for start, length in zip(starts, LENGTHS, strict=True)):
+        spans = []
+        for row, (length, chunk) in enumerate(zip(LENGTHS, CHUNKS, strict=True)):
+            span = range(starts[row], min(starts[row] + chunk, length))
+            starts[row] = span.stop
+            spans += [(row, span)] if span else []
+        yield spans
+
+
+def _inputs(spans: list[tuple[int, range]], device: torch.device) -> AttentionInputs:
+    """The blocks of the rows lie one row after the other."""
+    counts = [-(-length // BLOCK) for length in LENGTHS]
+    first = [sum(counts[:row]) for row in range(len(counts))]
+    width = max(counts)
+    tables = [[first[row] + min(at, counts[row] - 1) for at in range(width)] for row, _ in spans]
+    slots = [first[row] * BLOCK + position for row, span in spans for position in span]
+    return AttentionInputs(
+        positions=torch.tensor([position for _, span in spans for position in span], device=device),
+        slots=torch.tensor(slots, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+        query_lens=[len(span) for _, span in spans],
+        context_lens=[span.stop for _, span in spans],
+    )

@@ -1,0 +1,113 @@
+"""What a model is that transformers computes: found by running it without weights. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.models.spec import CacheSpec
+from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.cost import (
+    Cost,
+    ModelCost,
+    OperatorCost,
+    attention_cost,
+    linear_cost,
+    sample_cost,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignLayer:
+    """What a layer asks of attention. `scale` multiplies scores; with a `soft_cap` they then become
+    soft_cap * tanh(score / soft_cap). `window`: how many keys a query sees, its own included; None: all. `sinks`: each
+    head has a score without a value, which the layer hands over with every call."""
+
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a cached head: K and V are padded to the wider of them, and to pairs, which operators read."""
+        widest = max(self.k_dim, self.v_dim)
+        return widest + widest % 2
+
+    @property
+    def cache(self) -> CacheSpec:
+        return CacheSpec(self.kv_heads, self.head_dim, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSpec:
+    """A decoder as transformers' code showed it. Of its values, `parameters` counts all; `active` those that a token is
+    multiplied with before the head, `head` those of the head, `streamed` those that a step reads at most."""
+
+    family: str
+    architecture: str  # the class of transformers
+    decoder: str  # the path of the module under it that makes hidden states of token ids
+    version: str  # of transformers
+    hidden: int
+    vocab: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    dtype: Dtype | None  # as config.json states it
+    layers: tuple[ForeignLayer, ...]
+    parameters: int
+    active: int
+    head: int
+    streamed: int
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer."""
+        return tuple(layer.window for layer in self.layers)
+
+
+def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
+    """All but attention and the head is one operator: what it multiplies was counted when the model was described; its
+    activations are left out."""
+    layers = len(spec.layers)
+    decoder = OperatorCost(
+        "decoder",
+        step=Cost(0, spec.streamed * itemsize),
+        token=Cost(2 * spec.active, 2 * spec.hidden * itemsize),
+    )
+    head, none = (linear_cost(n, spec.hidden, spec.vocab, itemsize, itemsize) for n in (1, 0))
+    sample = sample_cost(1, spec.vocab, itemsize)
+    return ModelCost(
+        operators=(
+            decoder,
+            _attention(spec, itemsize),
+            OperatorCost("lm_head", step=none, sampled=head - none, only_sampled=True),
+            OperatorCost("sample", sampled=sample, only_sampled=True),
+        ),
+        layers=layers,
+        parameters=spec.streamed,
+        active_parameters=max(1, spec.active),
+        head_parameters=spec.head,
+        kv_bytes_per_token=itemsize * sum(layer.cache.values for layer in spec.layers),
+        itemsize=itemsize,
+        weight_itemsize=itemsize,
+    )
+
+
+def _attention(spec: ForeignSpec, itemsize: int) -> OperatorCost:
+    """Pairs and cached tokens are counted over all layers together: each costs what it does in a mean layer."""
+    token = pair = cached = Cost()
+    for layer in spec.layers:
+        sizes = (layer.q_heads, layer.kv_heads, layer.head_dim, itemsize)
+        token += attention_cost(1, 0, 0, *sizes)
+        pair += attention_cost(0, 1, 0, *sizes)
+        cached += attention_cost(0, 0, 1, *sizes)
+    pair, cached = (Cost(c.flops // len(spec.layers), c.bytes // len(spec.layers)) for c in (pair, cached))
+    return OperatorCost("attention", token=token, pair=pair, kv_token=cached)

@@ -1,0 +1,24 @@
+"""Opens a checkpoint folder, whoever's code computes what it holds. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchinfer.models.checkpoint import Checkpoint, config_folder, inspect_checkpoint
+from batchinfer.models.config_fields import load_json_object
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.foreign.apart import describe_apart
+from batchinfer.models.foreign.checkpoint import Describe, ForeignCheckpoint, inspect_foreign
+
+
+def open_checkpoint(path: Path, describe: Describe = describe_apart) -> Checkpoint | ForeignCheckpoint:
+    """Check a checkpoint folder without loading it: a StoredModel. `describe` finds out what a model is that none of
+    our families covers; by default in a process of its own.
+
+    Raises SecurityRefusal or JobFileError, with the reason, for what cannot be run.
+    """
+    folder = config_folder(path)
+    kind = load_json_object(folder.path / "config.json").get("model_type")
+    if isinstance(kind, str) and kind not in FAMILIES:
+        return inspect_foreign(path, describe)
+    return inspect_checkpoint(path)

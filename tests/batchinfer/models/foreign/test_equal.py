@@ -1,0 +1,56 @@
+"""Model types that transformers computes, over our cache: the greedy tokens of its own generate."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.batchinfer.engine.small_engine import Limits, drain, greedy, make_engine
+from tests.batchinfer.models.foreign.kit import Foreign, make
+from tests.foreign_models import EOS, RUNS, THINNED, VOCAB
+from tests.foreign_table import row_of, rows_on_page
+
+OUTPUT = 10
+LENGTHS = (1, 5, 17, 33, 40)
+BUDGET, BLOCK = 24, 8  # most prompts are cut
+
+
+def scarcities(foreign: Foreign) -> list[Limits]:
+    """Room for the longest row, and for a little more: where rows of other lengths collide, some are preempted."""
+    least = foreign.layout(BLOCK).sizes.alone(max(map(len, prompts())) + OUTPUT, BUDGET)
+    return [
+        Limits(budget=BUDGET, blocks=least + more, block_size=BLOCK, scarce=True) for more in (0, 1, 3, 6)
+    ]
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(VOCAB - 10) for _ in range(60)]
+    own = [[rng.randrange(VOCAB - 10) for _ in range(n)] for n in LENGTHS]
+    return [*own, [*shared[:40], 9, 8], [*shared[:41], 7], shared, shared[:25]]
+
+
+def kinds() -> list[object]:
+    return [pytest.param(kind, marks=[] if kind in THINNED else [pytest.mark.slow], id=kind) for kind in RUNS]
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_greedy_tokens_equal_transformers(kind: str) -> None:
+    """With chunks, steps of prompts and decoding rows, shared prefixes and preemption; and the page's row is true."""
+    foreign = make(kind)
+    wanted = foreign.greedy(prompts(), OUTPUT)
+    room = scarcities(foreign)
+    runner, steps = foreign.runner(room[-1]), []
+    for limits in room:
+        ran = drain(make_engine(runner, limits, frozenset({EOS})), greedy(prompts(), OUTPUT))
+        found = [ran.completions[i.to_bytes(32, "big")].token_ids.tolist() for i in range(len(wanted))]
+        assert found == wanted
+        steps += ran.steps
+    assert len({token for answer in wanted for token in answer}) > 5, "answers too flat to show a slip"
+    assert sum(step.cached_tokens for step in steps) > 0
+    assert sum(step.preemptions for step in steps) > 0
+    assert any(step.prefill_tokens and step.decode_tokens for step in steps)
+    assert max(step.prefill_tokens + step.decode_tokens for step in steps) <= BUDGET
+    if kind in rows_on_page():  # a type that became a family of ours has no row
+        assert rows_on_page()[kind] == row_of(kind, foreign.checkpoint.spec)

@@ -1,0 +1,310 @@
+"""What transformers' code cannot run right over our cache is refused, with the reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.models.phi.modeling_phi import PhiMLP
+
+from batchinfer.engine.sources import Arithmetic, checkpoint_source
+from batchinfer.errors import JobFileError, SecurityRefusal, Unavailable
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.foreign import apart
+from batchinfer.models.foreign.apart import describe_apart
+from batchinfer.models.foreign.checkpoint import inspect_foreign
+from batchinfer.models.foreign.masks import MaskFunction, window_of
+from batchinfer.models.foreign.probe import describe
+from batchinfer.models.foreign.refusal import CannotRun
+from batchinfer.models.foreign.source import ForeignSource
+from batchinfer.models.opening import open_checkpoint
+from tests.batchinfer.models.foreign.kit import LONGEST, PLACE, Foreign, make, raw_config
+from tests.checkpoints import edit_json, kept_folder, make_checkpoint
+from tests.foreign_models import RESERVED, RUNS, make_foreign, other_types, stated
+from tests.foreign_table import reason_of, reasons_on_page, rows_on_page
+
+# One for each reason
+SOME = ("bart", "bert", "bloom", "diffllama", "doge", "falcon", "jamba", "llama4", "minimax_m3_vl_text")
+
+
+@pytest.fixture(scope="module")
+def phi() -> Foreign:
+    return make("phi")
+
+
+@pytest.fixture
+def own(phi: Foreign, tmp_path: Path) -> Path:
+    """A copy of its folder that a test may change."""
+    for file in phi.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def kinds() -> list[Any]:
+    named = [kind for kind in other_types() if kind not in RESERVED]
+    return [pytest.param(kind, marks=[] if kind in SOME else [pytest.mark.slow], id=kind) for kind in named]
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_the_page_says_why(kind: str) -> None:
+    assert reasons_on_page()[kind] == reason_of(kind)
+
+
+def test_the_page_has_every_type() -> None:
+    """If this fails after a family was added or transformers was upgraded: python -m tests.foreign_table."""
+    assert set(rows_on_page()) == set(RUNS) - set(FAMILIES)
+    assert set(reasons_on_page()) == set(other_types()) - set(RESERVED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "banana"}, "model_type 'banana' is not supported: transformers knows no model"),
+        ({"quantization_config": {"bits": 4}}, "only float weights are supported"),
+        ({"architectures": ["PhiForTokenClassification"]}, r"\['PhiForCausalLM'\] would run"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longest row of a batch"),
+        ({"num_attention_heads": 0}, "cannot be run without weights"),
+        ({"hidden_size": "wide"}, "transformers does not accept config.json"),
+        ({"max_position_embeddings": ...}, ""),
+    ],
+)
+def test_configurations(own: Path, changes: dict[str, Any], text: str) -> None:
+    edit_json(own / "config.json", **changes)
+    if not text:  # transformers' default counts
+        assert inspect_foreign(own, describe).spec.max_positions == 2048
+        return
+    with pytest.raises(JobFileError, match=text):
+        inspect_foreign(own, describe)
+
+
+def test_tokens_that_end_nothing(own: Path) -> None:
+    (own / "generation_config.json").write_text('{"eos_token_id": [7, -3]}')
+    with pytest.raises(JobFileError, match=r"generation_config.json: eos_token_id"):
+        inspect_foreign(own, describe)
+
+
+def changed(own: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(own / "model.safetensors")
+    change(tensors)
+    save_file(tensors, own / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.bias"),
+            "missing tensors: model.layers.1.self_attn.q_proj.bias",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.3.mlp.fc1.bias": torch.ones(3)}),
+            "unexpected tensors: model.layers.3.mlp.fc1.bias",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.bias": torch.ones(7)}),
+            "tensors of a wrong shape: lm_head.bias",
+        ),
+    ],
+)
+def test_weights_of_another_model(own: Path, change: Callable[..., object], text: str) -> None:
+    changed(own, change)
+    source = ForeignSource(inspect_foreign(own, describe))
+    with pytest.raises(JobFileError, match=text):
+        source.load(source.choose_ops(PLACE), PLACE, LONGEST)
+
+
+def test_dtypes_that_are_no_numbers_of_a_model(own: Path) -> None:
+    changed(own, lambda tensors: tensors.update({"lm_head.bias": torch.ones(260).to(torch.float8_e4m3fn)}))
+    with pytest.raises(JobFileError, match=r"not float: lm_head.bias \(F8_E4M3\)"):
+        inspect_foreign(own, describe)
+
+
+class TestSecurity:
+    def test_a_known_type_with_remote_code_is_run_by_transformers_own_class(
+        self, phi: Foreign, own: Path
+    ) -> None:
+        edit_json(own / "config.json", auto_map={"AutoModelForCausalLM": "modeling_phi.PhiForCausalLM"})
+        (own / "modeling_phi.py").write_text("raise SystemExit('code of the checkpoint was run')")
+        found = ForeignSource(inspect_foreign(own, describe))
+        model = found.load(found.choose_ops(PLACE), PLACE, LONGEST)
+        assert model.spec == phi.checkpoint.spec
+
+    def test_an_unknown_type_with_remote_code(self, own: Path) -> None:
+        edit_json(own / "config.json", auto_map={"AutoConfig": "x.X"}, model_type="banana")
+        with pytest.raises(SecurityRefusal, match="has an auto_map"):
+            inspect_foreign(own, describe)
+
+    def test_code_of_the_tokenizer(self, own: Path) -> None:
+        (own / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "x.X"}}')
+        with pytest.raises(SecurityRefusal, match=r"tokenizer_config.json has an auto_map"):
+            inspect_foreign(own, describe)
+
+    def test_pickles(self, own: Path) -> None:
+        (own / "model.safetensors").rename(own / "pytorch_model.bin")
+        with pytest.raises(SecurityRefusal, match="pickle"):
+            inspect_foreign(own, describe)
+
+    def test_other_files_than_those_that_were_checked_are_not_read(self, own: Path) -> None:
+        """Neither weights that config.json names, nor a model that an adapter belongs to, nor kernels of a hub."""
+        edit_json(
+            own / "config.json",
+            transformers_weights="../other.safetensors",
+            _attn_implementation="org/kernel",
+            attn_implementation="org/kernel",
+            experts_implementation="org/kernel",
+        )
+        (own / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere"}')
+        source = ForeignSource(inspect_foreign(own, describe))
+        assert source.load(source.choose_ops(PLACE), PLACE, LONGEST)
+
+
+@pytest.mark.parametrize(
+    "arithmetic",
+    [
+        Arithmetic(torch.float32, torch.device("cpu"), quantization="int8"),
+        Arithmetic(torch.float32, torch.device("cpu"), deterministic=True),
+    ],
+)
+def test_arithmetic_that_transformers_code_does_not_have(phi: Foreign, arithmetic: Arithmetic) -> None:
+    with pytest.raises(Unavailable, match="phi is computed by transformers' code"):
+        phi.source.choose_ops(arithmetic)
+
+
+def test_a_model_that_mixes_tokens_is_found_out(phi: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, a token sees the one before it; in a step, that is another row's, or was in another step."""
+    plain = PhiMLP.forward
+
+    def shifted(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = plain(self, x + 0.2 * torch.roll(x, 1, dims=1))
+        return out
+
+    monkeypatch.setattr(PhiMLP, "forward", shifted)
+    with pytest.raises(JobFileError, match="get other logits than alone"):
+        phi.loaded()
+
+
+def test_positions_that_are_lost_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
+
+    opt, plain = make("opt"), OPTLearnedPositionalEmbedding.forward
+
+    def counted(self: Any, attention_mask: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Any:
+        return plain(self, attention_mask, past, torch.arange(attention_mask.shape[1])[None])
+
+    monkeypatch.setattr(OPTLearnedPositionalEmbedding, "forward", counted)
+    with pytest.raises(JobFileError, match="get other logits than alone"):
+        opt.loaded()
+
+
+def test_logits_that_are_no_numbers(own: Path) -> None:
+    changed(own, lambda tensors: tensors["model.layers.0.mlp.fc1.weight"].fill_(1e38))
+    source = ForeignSource(inspect_foreign(own, describe))
+    with pytest.raises(JobFileError, match=r"no finite numbers in this dtype; take another model.dtype"):
+        source.load(source.choose_ops(PLACE), PLACE, LONGEST)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["phi", "opt"])
+def test_half_precision_passes_the_check(kind: str, dtype: torch.dtype) -> None:
+    source = make(kind).source
+    place = Arithmetic(dtype, torch.device("cpu"))
+    assert source.load(source.choose_ops(place), place, LONGEST)
+
+
+class TestMasks:
+    @pytest.mark.parametrize(
+        ("mask", "window"),
+        [
+            (causal_mask_function, None),
+            (sliding_window_causal_mask_function(24), 24),
+            (sliding_window_causal_mask_function(1), 1),
+            (sliding_window_causal_mask_function(99), 99),
+            (sliding_window_causal_mask_function(100), None),
+            (sliding_window_causal_mask_function(5000), None),
+        ],
+    )
+    def test_windows(self, mask: MaskFunction, window: int | None) -> None:
+        assert window_of(mask, 100) == window
+
+    @pytest.mark.parametrize(
+        "mask", [bidirectional_mask_function, chunked_causal_mask_function(32, torch.zeros(1))]
+    )
+    def test_others(self, mask: MaskFunction) -> None:
+        with pytest.raises(CannotRun, match="neither causal nor a sliding window"):
+            window_of(mask, 100)
+
+    def test_one_that_looks_at_the_tokens(self) -> None:
+        seen = torch.ones(1, 7, device="meta")
+        with pytest.raises(CannotRun, match="more than positions"):
+            window_of(lambda b, h, q, kv: seen[b, kv], 100)
+
+
+class TestApart:
+    def test_the_same_as_here(self, phi: Foreign) -> None:
+        raw = raw_config(phi.folder)
+        assert describe_apart(raw, {"eos_token_id": [7, 9]}) == describe(raw, {"eos_token_id": [7, 9]})
+
+    def test_reasons_come_back(self) -> None:
+        with pytest.raises(CannotRun, match="not every layer calls attention once"):
+            describe_apart(stated("diffllama"), {})
+
+    def test_a_process_that_dies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(apart, "PROBE", "os:_exit_of_nothing")
+        with pytest.raises(CannotRun, match="the process that looked at it ended"):
+            describe_apart({}, {})
+
+    def test_one_that_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(apart, "WITHIN_S", 0.0)
+        with pytest.raises(CannotRun, match="took too long"):
+            describe_apart({}, {})
+
+
+def test_our_families_never_go_through_transformers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+
+    def nobody(*_: object) -> Any:
+        raise AssertionError("a family of ours was described")
+
+    assert open_checkpoint(tmp_path, nobody).modelling == "batchinfer"
+
+
+def test_the_engine_takes_either() -> None:
+    """What a job names is opened the same way, and the engine gets a source for it."""
+    folder = kept_folder()
+    make_foreign(folder, "phi")
+    source = checkpoint_source(folder)
+    assert source.computed_by(source.choose_ops(PLACE)) == ("transformers", "transformers")
+    assert not source.can_be_captured
+
+
+def test_costs_count_active_experts() -> None:
+    """Two of four experts of a layer, and all that every token passes."""
+    spec = make("olmoe").checkpoint.spec
+    hidden, inner, layers = 48, 64, 3
+    attention = hidden * 12 * (4 + 2 + 2) + 4 * 12 * hidden
+    experts = 2 * 3 * hidden * inner + hidden * 4  # chosen ones, and the router
+    assert spec.active == pytest.approx(layers * (attention + experts), rel=0.01)
+    assert spec.head == 260 * hidden
+    cost = make("olmoe").checkpoint.cost(4, 4)
+    assert cost.kv_bytes_per_token == 4 * layers * 2 * 2 * 12
+    assert cost.active_parameters == spec.active
+
+
+def test_rows_are_not_told_from_the_seed(phi: Foreign) -> None:
+    """The check's rows do not touch torch's own generator, nor Python's."""
+    states = torch.get_rng_state(), random.getstate()
+    phi.loaded()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]

@@ -1,0 +1,109 @@
+"""The tables of docs/models.md that say which model types run through transformers' code, and why others do not.
+
+`python -m tests.foreign_table` writes them anew from what it finds; tests fail while they say something else.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.foreign.checkpoint import inspect_foreign
+from batchinfer.models.foreign.probe import describe
+from batchinfer.models.foreign.refusal import CannotRun
+from batchinfer.models.foreign.spec import ForeignSpec
+from tests.foreign_models import RESERVED, RUNS, make_foreign, other_types, stated
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- written by `python -m tests.foreign_table` -->\n", "<!-- end -->"
+HEAD = "| Model type | Class | Beside plain attention |\n|---|---|---|\n"
+REASONS = "| Why | Model types |\n|---|---|\n"
+
+
+def row_of(kind: str, spec: ForeignSpec) -> str:
+    """The page's row of a type that runs."""
+    return f"| `{kind}` | `{spec.architecture}` | {', '.join(_special(spec))} |"
+
+
+def _special(spec: ForeignSpec) -> Iterator[str]:
+    """What its layers ask of attention that a plain one does not."""
+    layers = spec.layers
+    if any(layer.window for layer in layers):
+        yield "sliding window"
+    if any(layer.soft_cap for layer in layers):
+        yield "capped scores"
+    if any(layer.sinks for layer in layers):
+        yield "sinks"
+    if any(layer.k_dim != layer.v_dim for layer in layers):
+        yield "keys wider than values"
+    if len({(layer.q_heads, layer.kv_heads, layer.head_dim) for layer in layers}) > 1:
+        yield "layers with other heads"
+
+
+def rows_on_page() -> dict[str, str]:
+    """Type → its row, of those that run."""
+    lines = _written(0).removeprefix(HEAD).splitlines()
+    return {line.split("`")[1]: line for line in lines}
+
+
+def reasons_on_page() -> dict[str, str]:
+    """Type → why it does not run."""
+    found = {}
+    for line in _written(1).removeprefix(REASONS).splitlines():
+        _, reason, kinds, _ = (part.strip() for part in line.split("|"))
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", kinds), reason)
+    return found
+
+
+def _written(which: int) -> str:
+    parts = re.findall(f"{re.escape(BEGIN)}(.*?){re.escape(END)}", PAGE.read_text("utf-8"), re.DOTALL)
+    found: str = parts[which]
+    return found
+
+
+def reason_of(kind: str) -> str | None:
+    """Why a type that is none of RUNS does not run; None if it does."""
+    try:
+        describe(stated(kind), {})
+    except CannotRun as error:
+        return error.reason
+    return None
+
+
+def _running() -> str:
+    rows = []
+    for kind in sorted({*RUNS} - {*FAMILIES}):
+        with tempfile.TemporaryDirectory() as folder:
+            make_foreign(Path(folder), kind)
+            rows.append(row_of(kind, inspect_foreign(Path(folder), describe).spec))
+    return HEAD + "".join(f"{row}\n" for row in rows)
+
+
+def _refused() -> str:
+    kinds: dict[str, list[str]] = {}
+    for kind in other_types():
+        if kind not in RESERVED:
+            kinds.setdefault(reason_of(kind) or "not tested", []).append(kind)
+    rows = [f"| {reason} | {', '.join(f'`{kind}`' for kind in found)} |" for reason, found in kinds.items()]
+    return REASONS + "".join(f"{row}\n" for row in sorted(rows))
+
+
+def write() -> None:
+    """Put both tables into the page."""
+    fresh = iter((_running(), _refused()))
+    text = re.sub(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}",
+        lambda _: BEGIN + next(fresh) + END,
+        PAGE.read_text("utf-8"),
+        flags=re.DOTALL,
+    )
+    PAGE.write_text(re.sub(r"transformers [0-9.]+[0-9]", f"transformers {transformers.__version__}", text))
+
+
+if __name__ == "__main__":
+    write()
