@@ -1,13 +1,19 @@
-"""The gate of a gated feed-forward layer (Shazeer, 2020): act(gate) * up."""
+"""The gate of a gated feed-forward layer (Shazeer, 2020): act(gate) * up.
+
+"clamped_swiglu" is GPT-OSS's (OpenAI, 2025): gate * sigmoid(1.702 gate) * (up + 1), of gates of at most 7 and ups
+between -7 and 7.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -15,11 +21,16 @@ def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tenso
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[-1]}")
     gate, up = gate_up.chunk(2, -1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (up + 1)
     return activation_reference(gate, activation) * up
 
 
 def activation_reference(x: Tensor, activation: Activation) -> Tensor:
-    """Of each value."""
+    """Of each value. Raises ValueError for one that needs a gate and an up."""
+    if activation == "clamped_swiglu":
+        raise ValueError("clamped_swiglu is computed of a gate and an up")
     if activation == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

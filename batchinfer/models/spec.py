@@ -16,7 +16,7 @@ from batchinfer.models.rope_config import RopeConfig
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.routing import Routing
 
-ActivationName = Literal["silu", "gelu", "gelu_tanh"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 SHARED = "shared."  # begins the names of the products of shared experts
 
 

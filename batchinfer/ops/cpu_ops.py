@@ -37,7 +37,11 @@ from batchinfer_kernels.quantized_linear import quantize_weight
 # Heads that read a tile of latents together: with them it is worth its way from the L2 cache
 MOST_SLICE = 16
 # Activations whose gate is compiled
-GATES: dict[Activation, Kind] = {"silu": "gated", "gelu_tanh": "gelu_gated"}
+GATES: dict[Activation, Kind] = {
+    "silu": "gated",
+    "gelu_tanh": "gelu_gated",
+    "clamped_swiglu": "clamped_gated",
+}
 
 
 class CpuOps(TorchOps):

@@ -38,15 +38,17 @@ INLINE void NAME(put_activated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y,
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS / 2; c++) {
             vf gate = ROUNDV(sums[r][c] + bias[c]), up = ROUNDV(sums[r][COLUMNS / 2 + c] + bias[COLUMNS / 2 + c]);
-            STOREV(y + r * stride + c * LANES, ROUNDV(kind == GATED ? silu(gate) : gelu_tanh(gate)) * up);
+            STOREV(y + r * stride + c * LANES, ROUNDV(gate_factor(gate, kind)) * ROUNDV(up_factor(up, kind)));
         }
 }
 
 static void NAME(put_gated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows, int kind) {
     if (kind == GATED)
         NAME(put_activated)(sums, bias, y, stride, rows, GATED);
-    else
+    else if (kind == GELU_GATED)
         NAME(put_activated)(sums, bias, y, stride, rows, GELU_GATED);
+    else
+        NAME(put_activated)(sums, bias, y, stride, rows, CLAMPED_GATED);
 }
 
 /* `columns` of the panel's results belong to y: what the last panel has beyond them is dropped. */

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import Weight, address
 
-# What a product writes: the stored type, float32, silu(gate) * up, gelu_tanh(gate) * up
-Kind = Literal["plain", "float", "gated", "gelu_gated"]
-KINDS: dict[Kind, int] = {"plain": 0, "float": 1, "gated": 2, "gelu_gated": 4}  # as in panels.h
+# What a product writes: the stored type, float32, or a gate of silu, gelu_tanh or clamped_swiglu
+Kind = Literal["plain", "float", "gated", "gelu_gated", "clamped_gated"]
+# As in panels.h
+KINDS: dict[Kind, int] = {"plain": 0, "float": 1, "gated": 2, "gelu_gated": 4, "clamped_gated": 5}
 
 
 def is_gated(kind: Kind) -> bool:
     """Whether the weight is a gate above an up."""
-    return kind in ("gated", "gelu_gated")
+    return kind.endswith("gated")
 
 
 class PackedWeight:

@@ -1,9 +1,14 @@
 /* How the results of a matrix product are cut up: shared by every kind of weight. */
 
-/* What a product writes: the stored type, float, silu(gate) * up, only where a row's greatest result stands, or
- * gelu_tanh(gate) * up. */
-enum { PLAIN, FLOAT, GATED, GREATEST, GELU_GATED };
-INLINE int is_gated(int64_t kind) { return kind == GATED || kind == GELU_GATED; }
+/* What a product writes: the stored type, float, silu(gate) * up, only where a row's greatest result stands,
+ * gelu_tanh(gate) * up, or clamped_gate(gate) * clamped_up(up). */
+enum { PLAIN, FLOAT, GATED, GREATEST, GELU_GATED, CLAMPED_GATED };
+INLINE int is_gated(int64_t kind) { return kind == GATED || kind == GELU_GATED || kind == CLAMPED_GATED; }
+
+INLINE vf gate_factor(vf gate, const int kind) {
+    return kind == GATED ? silu(gate) : kind == GELU_GATED ? gelu_tanh(gate) : clamped_gate(gate);
+}
+INLINE vf up_factor(vf up, const int kind) { return kind == CLAMPED_GATED ? clamped_up(up) : up; }
 
 /* A packed weight. `bias` lies in the order of the panels' columns, padding included, and may be NULL; so do `starts` and
  * `scales`, which a quantised weight alone has. */

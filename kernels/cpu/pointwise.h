@@ -70,17 +70,18 @@ void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REA
     NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, eps, offset);
 }
 
-/* y = silu(gate) * up, or gelu_tanh(gate) * up; gate_up: (rows, 2 * width) */
+/* y = gate_factor(gate) * up_factor(up); gate_up: (rows, 2 * width) */
 void NAME(gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width, int64_t kind) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const REAL *gate = gate_up + row * 2 * width, *up = gate + width;
-        REAL *out = y + row * width, some[LANES] = {0};
+        REAL *out = y + row * width, some[LANES] = {0}, others[LANES] = {0};
         for (int64_t i = 0; i < width; i += LANES) {
             int64_t count = width - i < LANES ? width - i : LANES;
             memcpy(some, gate + i, count * sizeof(REAL));
-            STOREV(some, kind == GATED ? silu(LOADV(some)) : gelu_tanh(LOADV(some)));
-            for (int64_t j = 0; j < count; j++) out[i + j] = STORE(LOAD(some[j]) * LOAD(up[i + j]));
+            memcpy(others, up + i, count * sizeof(REAL));
+            STOREV(some, ROUNDV(gate_factor(LOADV(some), kind)) * ROUNDV(up_factor(LOADV(others), kind)));
+            memcpy(out + i, some, count * sizeof(REAL));
         }
     }
 }

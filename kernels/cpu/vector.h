@@ -199,6 +199,13 @@ INLINE vf gelu_tanh(vf g) {
     return g * reciprocal(1.0f + exp2_bounded(inner * (-2.0f * 0.7978845608f * 1.44269504f)));
 }
 
+/* GPT-OSS's gate and up: g * sigmoid(1.702 g) * (u + 1), both clamped. */
+INLINE vf clamped_gate(vf g) {
+    g = pick(g > 7.0f, splat(7.0f), g);
+    return g * reciprocal(1.0f + exp2_bounded(g * (-1.702f * 1.44269504f)));
+}
+INLINE vf clamped_up(vf u) { return 1.0f + pick(u > 7.0f, splat(7.0f), pick(u < -7.0f, splat(-7.0f), u)); }
+
 /* tanh(x), off by less than 2e-7. */
 INLINE vf tanh_vector(vf x) { return 1.0f - 2.0f * reciprocal(1.0f + exp2_bounded(x * (2.0f * 1.44269504f))); }
 

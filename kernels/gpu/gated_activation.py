@@ -23,7 +23,7 @@ def _sigmoid(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """act(x) in float32, for the values of batchinfer_kernels.gated_activation.Activation."""
+    """act(x) in float32, for those of batchinfer_kernels.gated_activation.Activation that take one value."""
     if ACTIVATION == "silu":
         return x * _sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -31,6 +31,26 @@ def activated(x, ACTIVATION: tl.constexpr):
     else:
         # x/2 (1 + tanh u) is x sigmoid(2u), with u = sqrt(2/pi) (x + 0.044715 x^3)
         return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def gate_factor(gate, ACTIVATION: tl.constexpr):
+    """What the up's factor is multiplied with. A comparison, not a minimum, leaves a NaN what it is."""
+    if ACTIVATION == "clamped_swiglu":
+        bounded = tl.where(gate > 7.0, 7.0, gate)
+        return bounded * _sigmoid(1.702 * bounded)
+    else:
+        return activated(gate, ACTIVATION)
+
+
+@triton.jit
+def up_factor(up, ACTIVATION: tl.constexpr):
+    """What the gate's factor is multiplied with."""
+    if ACTIVATION == "clamped_swiglu":
+        bounded = tl.where(up > 7.0, 7.0, up)
+        return tl.where(bounded < -7.0, -7.0, bounded) + 1.0
+    else:
+        return up
 
 
 @triton.jit
@@ -44,8 +64,9 @@ def _gated_activation_kernel(
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + intermediate + at, mask=mask, other=0.0)
     # Rounded between the two steps, as torch does
-    active = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
-    tl.store(y_ptr + row * intermediate + at, (active * up.to(tl.float32)).to(gate.dtype), mask=mask)
+    active = gate_factor(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
+    factor = up_factor(up.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
+    tl.store(y_ptr + row * intermediate + at, (active * factor).to(gate.dtype), mask=mask)
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:

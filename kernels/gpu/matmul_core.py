@@ -18,7 +18,7 @@ from torch import Tensor
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import target
 from batchinfer_kernels.gpu.checks import unit_columns
-from batchinfer_kernels.gpu.gated_activation import activated
+from batchinfer_kernels.gpu.gated_activation import gate_factor, up_factor
 from batchinfer_kernels.gpu.matmul_tiles import Cut, Kind, choose_cut
 
 # Tiles of outputs that are taken side by side, so that the rows and weights that they read stay in the L2 cache
@@ -158,7 +158,7 @@ def finish(
         columns = outputs // 2
         column = first_line // 2 + tl.arange(0, LINES // 2)
         gate, up = tl.split(tl.permute(tl.reshape(values, (LINES // 2, 2, ROWS)), (0, 2, 1)))
-        values = activated(gate, ACTIVATION) * up
+        values = gate_factor(gate, ACTIVATION) * up_factor(up, ACTIVATION)
     y_at = y_ptr + row.to(tl.int64)[None, :] * stride_y + column[:, None]
     mask = (row < rows)[None, :] & (column < columns)[:, None]
     tl.store(y_at, values.to(y_ptr.dtype.element_ty), mask=mask)

@@ -107,7 +107,10 @@ def packed_pair(compiled, dtype, int8=False, biased=False, hidden=70, inner=37, 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 40])
 @pytest.mark.parametrize("chosen", [1, 2, 5])
-@pytest.mark.parametrize(("kind", "activation"), [("gated", "silu"), ("gelu_gated", "gelu_tanh")])
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [("gated", "silu"), ("gelu_gated", "gelu_tanh"), ("clamped_gated", "clamped_swiglu")],
+)
 def test_experts_equal_the_reference(compiled, dtype, biased, tokens, chosen, kind, activation):
     packed, (gate_up, down, biases) = packed_pair(compiled, dtype, biased=biased, kind=kind)
     x, choice, loads = torch.randn(tokens, 70).to(dtype), choice_of(tokens, chosen), torch.full((COUNT,), 3)

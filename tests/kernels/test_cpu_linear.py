@@ -20,7 +20,7 @@ TOLERANCE = {
     torch.bfloat16: {"atol": 2e-1, "rtol": 1.6e-2},
 }
 
-GATES = {"gated": "silu", "gelu_gated": "gelu_tanh"}
+GATES = {"gated": "silu", "gelu_gated": "gelu_tanh", "clamped_gated": "clamped_swiglu"}
 AVX2_LANES = 8  # and what has AVX2 has fused multiply-adds
 
 
@@ -51,7 +51,7 @@ def wide(x, weight, bias):
     rows=st.sampled_from([1, 2, 5, 6, 7, 13, 64]),
     inputs=st.sampled_from([1, 2, 3, 31, 64, 129]),
     outputs=st.sampled_from([2, 6, 62, 64, 66, 128, 200]),
-    kind=st.sampled_from(["plain", "float", "gated", "gelu_gated"]),
+    kind=st.sampled_from(["plain", "float", *GATES]),
     biased=st.booleans(),
 )
 @settings(max_examples=120, deadline=None)
@@ -75,7 +75,7 @@ def test_equals_torch(seed, dtype, rows, inputs, outputs, kind, biased):
     rows=st.sampled_from([1, 5, 6, 7, 40]),
     inputs=st.sampled_from([1, 3, 4, 31, 64, 130]),
     outputs=st.sampled_from([2, 62, 64, 130]),
-    kind=st.sampled_from(["plain", "float", "gated", "gelu_gated"]),
+    kind=st.sampled_from(["plain", "float", *GATES]),
     biased=st.booleans(),
 )
 @settings(max_examples=120, deadline=None)

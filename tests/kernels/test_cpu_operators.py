@@ -50,7 +50,10 @@ def test_rms_norm(compiled, dtype, rows, hidden):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("activation", "kind"), [("silu", "gated"), ("gelu_tanh", "gelu_gated")])
+@pytest.mark.parametrize(
+    ("activation", "kind"),
+    [("silu", "gated"), ("gelu_tanh", "gelu_gated"), ("clamped_swiglu", "clamped_gated")],
+)
 def test_gate(compiled, dtype, activation, kind):
     torch.manual_seed(0)
     gate_up = (torch.randn(7, 2 * 33) * 20).to(dtype)

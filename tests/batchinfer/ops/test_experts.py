@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen2MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen2MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
@@ -77,6 +78,11 @@ def modules() -> Iterator[Any]:
     v3 = DeepseekV3Config(**sizes, **inner, **groups, n_routed_experts=9)
     routing = Routing(9, 2, "sigmoid", normalised=True, corrected=True, group_score="top_two", **rule)
     yield "deepseek_v3", DeepseekV3MoE(v3), ExpertsSpec(routing, INNER, "silu", shared=shared)
+    del sizes["num_attention_heads"]
+    gpt = GptOssConfig(**sizes, intermediate_size=INNER, num_local_experts=6)
+    routing = Routing(6, 2, "softmax_of_chosen")
+    spec = ExpertsSpec(routing, INNER, "clamped_swiglu", biased=True, router_biased=True)
+    yield "gpt_oss", GptOssMLP(gpt), spec
 
 
 CASES = {name: (module, spec) for name, module, spec in modules()}
@@ -86,9 +92,14 @@ def filled(module: nn.Module) -> dict[str, Tensor]:
     """Random parameters; in return, those that a spec names otherwise."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for values in (*module.parameters(), *module.buffers()):
-            values.copy_(torch.randn(values.shape, generator=generator) * 0.4)
+        for name, values in (*module.named_parameters(), *module.named_buffers()):
+            # GPT-OSS clamps what is large
+            values.copy_(
+                torch.randn(values.shape, generator=generator) * (1.6 if "gate_up_proj" in name else 0.4)
+            )
     state = {name: values.detach() for name, values in module.state_dict().items()}
+    if isinstance(module, GptOssMLP):
+        return gpt_oss(state)
     renamed = {
         "experts.gate_up_proj": "experts.gate_up",
         "experts.down_proj": "experts.down",
@@ -104,6 +115,22 @@ def filled(module: nn.Module) -> dict[str, Tensor]:
             found["shared.gate_up"] = torch.cat((gate, up))
             found["shared.down"] = state[f"{start}down_proj.weight"]
     return found
+
+
+def gpt_oss(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Its experts' weights are transposed, and the rows of gate and up take turns."""
+
+    def apart(values: Tensor) -> Tensor:
+        return torch.cat((values[:, ::2], values[:, 1::2]), 1).flatten(0, 1)
+
+    return {
+        "router": state["router.weight"],
+        "router.bias": state["router.bias"],
+        "experts.gate_up": apart(state["experts.gate_up_proj"].mT),
+        "experts.gate_up.bias": apart(state["experts.gate_up_proj_bias"]),
+        "experts.down": state["experts.down_proj"].mT.flatten(0, 1),
+        "experts.down.bias": state["experts.down_proj_bias"].flatten(0, 1),
+    }
 
 
 def layer_of(spec: ExpertsSpec) -> tuple[LayerSpec, ModelSpec]:
@@ -146,7 +173,9 @@ def test_experts_are_those_of_transformers(name: str, kind: str) -> None:
     for count in (1, 23):
         x = tokens_of(count)
         got = feed_forward(ops, layer, parts, x.to(device), inputs_of(count, device))
-        torch.testing.assert_close(got.cpu(), module(x[None])[0], atol=1e-4, rtol=1e-4)
+        made = module(x[None])
+        wanted = made[0] if isinstance(made, tuple) else made  # GPT-OSS gives its scores, too
+        torch.testing.assert_close(got.cpu(), wanted[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

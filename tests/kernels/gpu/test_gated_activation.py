@@ -13,7 +13,7 @@ from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.pairs import every_pair
 from tests.kernels.gpu.poison import poisoned
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 # Two roundings of the stored type, relative
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # An activation is x times a factor between 0 and 1: (1 + erf) / 2, or a sigmoid. Near 0 the factor has the absolute

@@ -75,7 +75,7 @@ def test_no_rows_at_all() -> None:
     assert grouped_matmul(random(0, 16), weight, starts_of((0, 0, 0))).shape == (0, 8)
 
 
-@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "clamped_swiglu"])
 def test_codes(activation: Activation | None) -> None:
     counts = (0, 19, 1, 0, 4)
     weight = random(5 * 34, 70, seed=1)
