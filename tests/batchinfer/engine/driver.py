@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from batchinfer.engine.output_lengths import OutputLengths
-from batchinfer.engine.scheduler import Scheduler, Step
+from batchinfer.engine.scheduler import Chunk, Scheduler, Step
 from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Request, SamplingParams
 
@@ -38,7 +38,8 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler, seed: int = 0, stops: float = 0.0) -> None:
         self.scheduler, self.random, self.stops = scheduler, random.Random(seed), stops
-        self.slots: dict[tuple[int, int], int] = {}  # (block, offset) → digest of the tokens up to this one
+        # (block, offset) → the cache group that wrote it, digest of the tokens up to this one
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.finished: list[Sequence] = []
         self.cached = self.preempted = self.steps = self.ran = 0
 
@@ -49,10 +50,11 @@ class Driver:
         size = self.scheduler.pool.block_size
         for chunk in step.chunks:
             known = prefixes(chunk.sequence)
-            for at in range(chunk.start, chunk.end):
-                self.slots[chunk.sequence.tables[0][at // size], at % size] = known[at]
+            for group, table in enumerate(chunk.sequence.tables):
+                for at in range(chunk.start, chunk.end):
+                    self.slots[table[at // size], at % size] = group, known[at]
         for chunk in step.chunks:
-            self.check_reads(chunk.sequence, chunk.end)
+            self.check_reads(chunk)
         for chunk in step.chunks:
             self.post_process(chunk.sequence, chunk.end, chunk.samples)
         self.scheduler.check_integrity()
@@ -73,11 +75,15 @@ class Driver:
         assert len({id(c.sequence) for c in step.chunks}) == len(step.chunks)
         assert all(c.length >= 1 for c in step.chunks)
 
-    def check_reads(self, seq: Sequence, end: int) -> None:
-        """Everything that attention reads is this sequence's own prefix."""
-        size, known = self.scheduler.pool.block_size, prefixes(seq)
-        for at in range(end):
-            assert self.slots[seq.tables[0][at // size], at % size] == known[at]
+    def check_reads(self, chunk: Chunk) -> None:
+        """Everything that attention reads is this sequence's own prefix, and what it does not read any more is free."""
+        seq, size, known = chunk.sequence, self.scheduler.pool.block_size, prefixes(chunk.sequence)
+        for group, window in enumerate(self.scheduler.tables.sizes.windows):
+            least = 0 if window is None else max(0, chunk.start - window + 1)
+            table = seq.tables[group]
+            for at in range(least, chunk.end):
+                assert self.slots[table[at // size], at % size] == (group, known[at])
+            assert seq.left[group] == least // size, "a block that no token sees is held"
 
     def post_process(self, seq: Sequence, end: int, samples: bool) -> None:
         seq.computed = end

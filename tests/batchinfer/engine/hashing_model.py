@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.engine.cache_layout import one_group
 from batchinfer.engine.decode_graphs import Capture, Captured, DecodeGraphs, GraphLimits
 from batchinfer.engine.sampler import Sampler
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
 from batchinfer.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost
 
 VOCAB, EOS = 12, 0
@@ -65,14 +65,34 @@ class HashingOps(TorchOps):
         return Contexts(inputs.context_lens)
 
 
-class HashingModel:
-    """`forward` gives, for the last token of each sequence, a number made of all tokens of its context.
+def _attended(inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan, window: int | None) -> Tensor:
+    """(T, 1): in the row of each sequence's last token a number made of the tokens that it sees, else -1."""
+    contexts, queries_of = inputs.context_lens, inputs.query_lens
+    if isinstance(plan, Contexts):
+        contexts, queries_of = plan.contexts.tolist(), [1] * len(inputs.positions)
+    hidden, end = torch.full((len(inputs.positions), 1), -1 << 40), 0
+    for table, queries, context in zip(inputs.block_tables, queries_of, contexts, strict=True):
+        end += queries
+        at = torch.arange(0 if window is None else max(0, context - queries - window + 1), context)
+        slots = table[at // cache.block_size].long() * cache.block_size + at % cache.block_size
+        assert torch.equal(cache.v.view(-1)[slots], at), "a block holds another sequence's tokens"
+        seen = at if window is None else at[-window:]
+        tokens = cache.k.view(-1)[slots[len(slots) - len(seen) :]]
+        hidden[end - 1] = ((tokens + 1) * (seen * 40_503 % 1009 + 1)).sum() % 65_521
+    return hidden
 
-    `room`: tokens that there is memory for.
+
+class HashingModel:
+    """`forward` gives, for the last token of each sequence, a number made of all tokens of its context, in a layer with
+    a window of those that it sees.
+
+    `room`: tokens that there is memory for; `windows`: of the layers, each in a cache group of its own.
     """
 
-    def __init__(self, nan_every: int = 0, room: int = 1 << 30) -> None:
-        self.nan_every, self.room = nan_every, room
+    def __init__(
+        self, nan_every: int = 0, room: int = 1 << 30, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
+        self.nan_every, self.room, self.windows = nan_every, room, windows
 
     def forward(
         self,
@@ -81,24 +101,13 @@ class HashingModel:
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        (inputs,), (plan,) = groups, plans
         if len(token_ids) > self.room:
             raise torch.OutOfMemoryError(f"no memory for {len(token_ids)} tokens")
-        contexts, queries_of = inputs.context_lens, inputs.query_lens
-        if isinstance(plan, Contexts):
-            contexts, queries_of = plan.contexts.tolist(), [1] * len(token_ids)
-        tokens, positions = caches[0].k.view(-1), caches[0].v.view(-1)
-        tokens[inputs.slots], positions[inputs.slots] = token_ids, inputs.positions
-        hidden, end = torch.full((len(token_ids), 1), -1), 0
-        for table, queries, context in zip(inputs.block_tables, queries_of, contexts, strict=True):
-            end += queries
-            at = torch.arange(context)
-            slots = (
-                table[at // caches[0].block_size].long() * caches[0].block_size + at % caches[0].block_size
-            )
-            assert torch.equal(positions[slots], at), "a block holds another sequence's tokens"
-            hidden[end - 1] = ((tokens[slots] + 1) * (at * 40_503 % 1009 + 1)).sum() % 65_521
-        return hidden
+        layers = list(zip(groups, caches, plans, self.windows, strict=True))
+        for inputs, cache, _, _ in layers:
+            cache.k.view(-1)[inputs.slots], cache.v.view(-1)[inputs.slots] = token_ids, inputs.positions
+        hidden = torch.stack([_attended(*layer) for layer in layers]).sum(0)
+        return torch.where(hidden < 0, -1, hidden % 65_521)
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert (hidden >= 0).all(), "a row was sampled in the middle of a chunk"
@@ -113,13 +122,21 @@ class HashingModel:
 
 
 def hashing_runner(
-    kind: Any, blocks: int, block_size: int, nan_every: int = 0, room: int = 1 << 30, **more: Any
+    kind: Any,
+    blocks: int,
+    block_size: int,
+    nan_every: int = 0,
+    room: int = 1 << 30,
+    windows: tuple[int | None, ...] = (None,),
+    **more: Any,
 ) -> Any:
     """The cache has one block more, which belongs to nobody."""
-    cache = [LayerCache(*(torch.full((blocks + 1, 1, block_size, 1), -1) for _ in "kv"), block_size)]
-    model, device = HashingModel(nan_every, room), torch.device("cpu")
+    k, v = (torch.full((blocks + 1, 1, block_size, 1), -1) for _ in "kv")
+    cache = [LayerCache(k, v, block_size, group) for group in range(len(windows))]
+    model, device = HashingModel(nan_every, room, windows), torch.device("cpu")
     sampler = Sampler(frozenset([EOS]))
-    return kind(model, HashingOps(), cache, one_group([None], block_size), sampler, SHAPE, device, **more)
+    layout = layer_each(windows, block_size)
+    return kind(model, HashingOps(), cache, layout, sampler, SHAPE, device, **more)
 
 
 def captured_eagerly(run: Callable[[], Tensor]) -> Captured:

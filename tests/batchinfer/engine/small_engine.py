@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchinfer.engine.cache_layout import cache_layout
+from batchinfer.engine.cache_layout import CacheGroup, CacheLayout, cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
@@ -97,6 +97,12 @@ def make_engine(runner: Any, limits: Limits, eos: frozenset[int], **more: Any) -
     pool = BlockPool(limits.blocks, limits.block_size, len(windows))
     scheduler = Scheduler(config, pool, Hopeful() if limits.scarce else None, windows)
     return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos), **more)
+
+
+def layer_each(windows: Sequence[int | None], block_size: int) -> CacheLayout:
+    """A cache group for each of these layers."""
+    groups = [CacheGroup((i,), window, frozenset([window])) for i, window in enumerate(windows)]
+    return CacheLayout(tuple(windows), tuple(groups), 1, block_size)
 
 
 def watcher(_: SamplingParams) -> Callable[[int], int | None]:

@@ -8,13 +8,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinfer.engine.cache_layout import CacheLayout, one_group
+from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.model_runner import ModelRunner, RunResult
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import NO_TOKEN
 from batchinfer.request import Request
 from tests.batchinfer.engine.hashing_model import SHAPE
+from tests.batchinfer.engine.small_engine import layer_each
 
 VOCAB = 9
 
@@ -35,19 +36,20 @@ class Speculating:
     barriers: Callable[[Request], bool] = lambda _: False
     random: random.Random | None = None  # None: as many tokens as drafts are right, and one more
     most_tokens: None = None
+    windows: tuple[int | None, ...] = (None,)  # of cache groups
     cost: Any = SHAPE
     ran: int = 0  # positions
     accepted: int = 0
     rejected: int = 0
     counts: list[int] = field(default_factory=list)  # tokens given at once
-    _slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    _slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # → group, content
     _tokens: dict[bytes, list[int]] = field(default_factory=dict)  # prompt and all that was given
 
     step_shape = ModelRunner.step_shape
 
     @property
     def layout(self) -> CacheLayout:
-        return one_group([None], self.block_size)
+        return layer_each(self.windows, self.block_size)
 
     def needs_tokens(self, request: Request) -> bool:
         return self.barriers(request)
@@ -55,18 +57,19 @@ class Speculating:
     def launch(self, chunks: list[Chunk]) -> RunResult:
         contents = [self._content(c.sequence) for c in chunks]
         for chunk, content in zip(chunks, contents, strict=True):
-            for at in range(chunk.start, chunk.end):
-                self._slots[self._slot(chunk, at)] = hash(tuple(content[: at + 1]))
+            for group in range(len(self.windows)):
+                for at in range(chunk.start, chunk.end):
+                    self._slots[self._slot(chunk, group, at)] = group, hash(tuple(content[: at + 1]))
         for chunk, content in zip(chunks, contents, strict=True):
-            for at in range(chunk.end):
-                assert self._slots[self._slot(chunk, at)] == hash(tuple(content[: at + 1])), (
-                    "a wrong key is read"
-                )
+            for group, window in enumerate(self.windows):
+                for at in range(0 if window is None else max(0, chunk.start - window + 1), chunk.end):
+                    wanted = group, hash(tuple(content[: at + 1]))
+                    assert self._slots[self._slot(chunk, group, at)] == wanted, "a wrong key is read"
         self.ran += sum(c.length for c in chunks)
         return RunResult([self._next(c.sequence) for c in chunks if c.samples], 0)
 
-    def _slot(self, chunk: Chunk, at: int) -> tuple[int, int]:
-        return chunk.sequence.tables[0][at // self.block_size], at % self.block_size
+    def _slot(self, chunk: Chunk, group: int, at: int) -> tuple[int, int]:
+        return chunk.sequence.tables[group][at // self.block_size], at % self.block_size
 
     def _content(self, sequence: Sequence) -> list[int]:
         """Its tokens with their values, some of which the engine may not know, and its drafts."""

@@ -55,16 +55,21 @@ def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
 
 
 @given(
-    rows=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=40),
-    blocks=st.integers(25, 80),
+    rows=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=40
+    ),
+    blocks=st.integers(34, 80),
     budget=st.sampled_from([16, 64, 512]),
+    windows=st.sampled_from([(None,), (5,), (None, 9), (None, 1, 1), (30, None, 6)]),
 )
-@settings(max_examples=100, deadline=None, print_blob=True)
-def test_nothing_is_preempted_when_lengths_are_known(rows, blocks, budget):
-    scheduler = Scheduler(SchedulerConfig(16, budget), BlockPool(blocks, 4))
+@settings(max_examples=200, deadline=None, print_blob=True)
+def test_nothing_is_preempted_when_lengths_are_known(rows, blocks, budget, windows):
+    """Whatever rows share, and whichever layers have a window."""
+    pool = BlockPool(blocks * len(windows), 4, len(windows))
+    scheduler = Scheduler(SchedulerConfig(16, budget), pool, windows=windows)
     driver = Driver(scheduler)
-    for key, (prompt, output) in enumerate(rows):
-        scheduler.add(sequence([key] * prompt, output, key, exact=True))
+    for key, (shared, prompt, output) in enumerate(rows):
+        scheduler.add(sequence([99] * shared + [key] * prompt, output, key, exact=True))
     driver.drain()
     assert driver.preempted == 0
 

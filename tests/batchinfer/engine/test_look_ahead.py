@@ -71,8 +71,15 @@ class Arriving:
     step: int
 
 
-def run(kind: Any, limits: Limits, rows: list[Arriving], nan_every: int = 0, graphs: bool = False) -> Ran:
-    runner = hashing_runner(kind, limits.blocks, limits.block_size, nan_every)
+def run(
+    kind: Any,
+    limits: Limits,
+    rows: list[Arriving],
+    nan_every: int = 0,
+    graphs: bool = False,
+    windows: tuple[int | None, ...] = (None,),
+) -> Ran:
+    runner = hashing_runner(kind, limits.blocks, limits.block_size, nan_every, windows=windows)
     if graphs:
         runner = with_graphs(runner, limits.seqs, 40, limits.blocks)
     engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher)
@@ -113,33 +120,34 @@ def requests(draw: Any, number: int, shared: list[int]) -> Request:
 
 
 @st.composite
-def work(draw: Any) -> tuple[Limits, list[Arriving], int]:
+def work(draw: Any) -> tuple[Limits, list[Arriving], int, tuple[int | None, ...]]:
     shared = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=14))
     count = draw(st.integers(1, 9))
     rows = [Arriving(draw(requests(i, shared)), draw(st.integers(0, 12))) for i in range(count)]
+    windows = draw(st.sampled_from([(None,), (None,), (5,), (None, 3), (9, None, 1)]))
     limits = Limits(
         budget=draw(st.sampled_from([1, 3, 8, 40])),
         seqs=draw(st.integers(1, 6)),
         caching=draw(st.booleans()),
-        blocks=draw(st.integers(9, 24)),
+        blocks=draw(st.integers(9, 24)) * len(windows),
         block_size=4,
         scarce=draw(st.booleans()),
     )
-    return limits, rows, draw(st.sampled_from([0, 0, 11]))
+    return limits, rows, draw(st.sampled_from([0, 0, 11])), windows
 
 
 @settings(max_examples=150, deadline=None)
 @given(work())
 def test_answers_do_not_depend_on_it(case):
-    """Any arrivals, lengths, stops, penalties, broken logits and preemptions."""
-    limits, rows, nan_every = case
-    wanted = run(OneByOne, limits, rows, nan_every)
-    got = run(DeviceRunner, limits, rows, nan_every)
+    """Any arrivals, lengths, stops, penalties, broken logits, preemptions and cache groups."""
+    limits, rows, nan_every, windows = case
+    wanted = run(OneByOne, limits, rows, nan_every, windows=windows)
+    got = run(DeviceRunner, limits, rows, nan_every, windows=windows)
     assert got.answers == wanted.answers
     assert sum(s.sampled_tokens for s in got.steps) == sum(s.sampled_tokens for s in wanted.steps)
     tokens = sum(len(c.token_ids) + (c.error is not None) for c in got.completions.values())
     assert sum(s.sampled_tokens for s in got.steps) == tokens
-    replayed = run(DeviceRunner, limits, rows, nan_every, graphs=True)
+    replayed = run(DeviceRunner, limits, rows, nan_every, graphs=True, windows=windows)
     assert replayed.answers == wanted.answers
 
 

@@ -23,6 +23,10 @@ prompts = st.lists(
 )
 
 
+# of one to three cache groups
+windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1, max_size=3).map(tuple)
+
+
 @given(
     rows=prompts,
     blocks=st.integers(20, 60),
@@ -32,16 +36,17 @@ prompts = st.lists(
     caching=st.booleans(),
     hopeful=st.booleans(),
     stops=st.sampled_from([0.0, 0.1, 0.5]),
+    windows=windows,
     seed=st.integers(0, 1 << 16),
 )
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=300, deadline=None, print_blob=True)
 def test_every_sequence_finishes_and_reads_only_its_own_prefix(
-    rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, seed
+    rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, seed
 ):
-    """Random arrivals, lengths, trees, early ends and preemptions; `Driver` checks every step."""
-    pool = BlockPool(blocks * (4 // block_size), block_size)
+    """Random arrivals, lengths, trees, early ends, preemptions and cache groups; `Driver` checks every step."""
+    pool = BlockPool(blocks * (4 // block_size) * len(windows), block_size, len(windows))
     lengths = Hopeful() if hopeful else None
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, caching), pool, lengths)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, caching), pool, lengths, windows)
     driver = Driver(scheduler, seed, stops)
     tokens = [[10 + branch for branch in path for _ in range(5)] + [99] * own for path, own, _ in rows]
     waiting = [
@@ -56,7 +61,7 @@ def test_every_sequence_finishes_and_reads_only_its_own_prefix(
         driver.step()
         assert driver.steps < 20_000, "the scheduler does not get ahead"
     event(f"preempted: {driver.preempted > 0}")
-    event(f"shared: {driver.cached > 0}")
+    event(f"shared: {driver.cached > 0}, windows: {set(windows) != {None}}")
     assert len(driver.finished) == len(rows)
     assert (pool.used, pool.cached) == (0, 0)
     assert caching or driver.cached == 0
@@ -70,10 +75,11 @@ def common(tokens: list[list[int]], row: int) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(map(len, tokens[row : row + 2])))
 
 
-@given(rows=prompts, seed=st.integers(0, 1 << 16))
-@settings(max_examples=30, deadline=None, print_blob=True)
-def test_what_waits_can_be_forgotten_at_any_time(rows, seed):
-    scheduler = Scheduler(SchedulerConfig(4, 16), BlockPool(24, 2), Hopeful())
+@given(rows=prompts, windows=windows, seed=st.integers(0, 1 << 16))
+@settings(max_examples=50, deadline=None, print_blob=True)
+def test_what_waits_can_be_forgotten_at_any_time(rows, windows, seed):
+    pool = BlockPool(24 * len(windows), 2, len(windows))
+    scheduler = Scheduler(SchedulerConfig(4, 16), pool, Hopeful(), windows)
     driver = Driver(scheduler, seed)
     for key, (path, own, out) in enumerate(rows):
         scheduler.add(

@@ -79,6 +79,7 @@ class Case:
     looks_ahead: bool
     drafting: float | None  # the share of drafts that are right; None: no drafts
     nan_every: int
+    windows: tuple[int | None, ...]  # of cache groups
     seed: int
 
 
@@ -86,27 +87,32 @@ class Case:
 def cases(draw: Any) -> Case:
     shared = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=14))
     rows = [draw(requests(i, shared)) for i in range(draw(st.integers(1, 9)))]
+    windows = draw(st.sampled_from([(None,), (None,), (3,), (None, 6), (12, None, 1)]))
     limits = Limits(
         budget=draw(st.sampled_from([1, 3, 8, 40])),
         seqs=draw(st.integers(1, 6)),
         caching=draw(st.booleans()),
-        blocks=draw(st.integers(10, 15)),
+        blocks=draw(st.integers(10, 15)) * len(windows),
         block_size=4,
         scarce=draw(st.booleans()),
     )
     drafting, nan_every = draw(st.sampled_from([None, 0.0, 0.5, 1.0])), draw(st.sampled_from([0, 0, 11]))
-    return Case(limits, rows, draw(st.booleans()), drafting, nan_every, draw(st.integers(0, 1 << 16)))
+    return Case(
+        limits, rows, draw(st.booleans()), drafting, nan_every, windows, draw(st.integers(0, 1 << 16))
+    )
 
 
 @settings(max_examples=250, deadline=None, print_blob=True)
 @given(cases())
 def test_answers_are_those_of_one_token_a_step(case: Case) -> None:
     """Random numbers of tokens, drafts and rejections, barriers, lengths, stops, broken logits and preemptions."""
-    wanted = run(Speculating(nan_every=case.nan_every), case.limits, case.rows, seed=case.seed)
+    one = Speculating(nan_every=case.nan_every, windows=case.windows)
+    wanted = run(one, case.limits, case.rows, seed=case.seed)
     runner = Speculating(
         looks_ahead=case.looks_ahead,
         nan_every=case.nan_every,
         barriers=lambda request: request.key[-1] % 2 == 0,
+        windows=case.windows,
         random=random.Random(case.seed),
     )
     draft = None if case.drafting is None else guesses(case.seed, case.drafting)
