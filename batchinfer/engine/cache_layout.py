@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.models.spec import CacheSpec
@@ -67,7 +67,7 @@ def cache_layout(caches: Sequence[CacheSpec], block_size: int, longest: int) -> 
     block: such a model keeps all tokens of all layers.
     """
     windows = [cache.window for cache in caches]
-    alike = len({(cache.heads, cache.dim) for cache in caches}) == 1
+    alike = len({replace(cache, window=None) for cache in caches}) == 1
     keeps = [None if w is None or w >= longest or not alike else w for w in windows]
     kinds = Counter(keeps)
     if set(kinds) == {None}:

@@ -12,7 +12,7 @@ from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.paged_attention import paged_attention_reference
 from tests.kernels.cpu_cache import laid_out
 from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
-from tests.kernels.test_paged_attention import poisoned_case
+from tests.kernels.test_paged_attention import leave_behind, poisoned_case
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,9 @@ def test_equals_the_reference(seed, dtype, kv_heads, share, dim, block_size, win
     wanted = paged_attention_reference(q, *caches, table, queries, contexts, 0.3, window, **rules)
     got = attend(compiled, q, caches, table, queries, contexts, 0.3, window, **rules)
     torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
+    leave_behind(caches, table, chunks, window)
+    left = attend(compiled, q, caches, table, queries, contexts, 0.3, window, share=False, **rules)
+    assert torch.equal(left, got), "a block is read that a window has left"
 
 
 def tree_case(seed, dtype, kv_heads, group, dim, block_size, children, depths, own):

@@ -41,6 +41,16 @@ def poisoned_case(
     return q, caches, table
 
 
+def leave_behind(caches, table, chunks: list[tuple[int, int]], window: int | None) -> None:
+    """Poisons the blocks that the window of each chunk's first query has left, and names another one in the tables."""
+    for row, (queries, context) in enumerate(chunks):
+        seen = 0 if window is None else max(0, context - queries - window + 1)
+        left = table[row, : seen // caches[0].shape[2]]
+        for cache in caches:
+            cache[left.long()] = float("nan")
+        left[:] = table[row, 0]
+
+
 def grouped(q, caches, table, chunks, block_size, scale, window):
     shapes, start = [], 0
     for row, (queries, context) in enumerate(chunks):
@@ -63,9 +73,10 @@ def grouped(q, caches, table, chunks, block_size, scale, window):
 def test_grouped_equals_reference(seed, kv_heads, share, dim, block_size, window, lengths):
     chunks = [(queries, queries + before) for queries, before in lengths]
     q, caches, table = poisoned_case(seed, kv_heads * share, kv_heads, dim, block_size, chunks)
-    wanted = paged_attention_reference(
-        q, *caches, table, [n for n, _ in chunks], [c for _, c in chunks], 0.3, window
-    )
+    lens = [n for n, _ in chunks], [c for _, c in chunks]
+    wanted = paged_attention_reference(q, *caches, table, *lens, 0.3, window)
+    leave_behind(caches, table, chunks, window)
+    assert torch.equal(paged_attention_reference(q, *caches, table, *lens, 0.3, window), wanted)
     got = grouped(q, caches, table, chunks, block_size, 0.3, window)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 

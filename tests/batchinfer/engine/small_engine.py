@@ -63,7 +63,8 @@ def greedy(prompts: Sequence[list[int]], most: int, **more: Any) -> list[Request
 @cache
 def folder(family: str, **options: Any) -> Path:
     made = kept_folder()
-    make_checkpoint(made, family, seed=5, **options)
+    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    make_checkpoint(made, family, seed=5, **lists)
     return made
 
 

@@ -25,7 +25,7 @@ from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.models.model_cost import model_cost
 from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.interface import Ops
+from batchinfer.ops.interface import LayerCache, Ops
 from batchinfer.request import Completion, Request, SamplingParams
 from tests.batchinfer.engine.driver import Hopeful
 from tests.checkpoints import EOS, kept_folder, make_checkpoint
@@ -168,12 +168,28 @@ def key_of(row: int) -> bytes:
     return row.to_bytes(32, "big")
 
 
-def run_engine(folder: Path, setting: Setting, requests: list[Request], recorded: bool = True):
+class PoisoningPool(BlockPool):
+    """Fills blocks with NaN as soon as they are free: nothing may read them."""
+
+    def __init__(self, blocks: int, block_size: int, groups: int, caches: list[LayerCache]) -> None:
+        super().__init__(blocks, block_size, groups)
+        self._caches = caches
+
+    def _free_block(self, block: int) -> None:
+        super()._free_block(block)
+        for layer in self._caches:
+            layer.k[block].fill_(float("nan"))
+            layer.v[block].fill_(float("nan"))
+
+
+def run_engine(
+    folder: Path, setting: Setting, requests: list[Request], recorded: bool = True, ops: Ops | None = None
+):
     """(completions by key, logits by key and position, steps): integrity is checked after every step."""
     checkpoint, block_size = inspect_checkpoint(folder), 8
     attention = checkpoint.spec.attention
     sizes, latent = (attention.group, attention.head_dim), attention.cache.latent
-    ops = choose_ops(torch.device("cpu"), torch.float32, *sizes, latent=latent)
+    ops = ops or choose_ops(torch.device("cpu"), torch.float32, *sizes, latent=latent)
     model = load_decoder(checkpoint, ops, torch.float32, torch.device("cpu"), MAX_LEN)
     cost, cpu = model_cost(checkpoint.spec, 4, 4), torch.device("cpu")
     layout = cache_layout(checkpoint.spec.caches, block_size, MAX_LEN)
@@ -185,7 +201,7 @@ def run_engine(folder: Path, setting: Setting, requests: list[Request], recorded
     kind = RecordingSampler if recorded else Sampler
     sampler = kind(frozenset(checkpoint.spec.eos_token_ids))
     runner = ModelRunner(model, ops, caches, layout, sampler, cost, cpu)
-    pool = BlockPool(setting.blocks, block_size, len(windows))
+    pool = PoisoningPool(setting.blocks, block_size, len(windows), caches)
     config = SchedulerConfig(setting.seqs, setting.budget, setting.caching)
     engine = Engine(
         runner,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig
+from batchinfer.engine.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, Hopeful, sequence
 
 prompts = st.lists(
@@ -102,6 +103,40 @@ def test_rows_of_one_step_share_the_prefix_that_is_computed_in_it():
     assert [c.length for c in step.chunks] == [41] + [1] * 7
     assert step.cached_tokens == 7 * 40
     scheduler.check_integrity()
+
+
+def shared_rows(windows: tuple[int | None, ...], later: bool) -> tuple[Driver, list[Sequence]]:
+    """Two rows that share 40 tokens run one after the other; the second is added at once, or once the first decodes."""
+    pool = BlockPool(200, 4, len(windows))
+    scheduler = Scheduler(SchedulerConfig(1, 256), pool, windows=windows)
+    rows = [sequence([7] * 40 + [i] * 3, 30, i, exact=True) for i in (1, 2)]
+    driver = Driver(scheduler)
+    scheduler.add(rows[0])
+    if later:
+        for _ in range(20):
+            driver.step()
+    scheduler.add(rows[1])
+    return driver, rows
+
+
+@pytest.mark.parametrize("windows", [(None,), (8,), (None, 8), (9, None, 1)])
+def test_a_prefix_is_kept_for_a_row_that_waits_as_far_as_its_windows_reach_back(windows):
+    driver, (first, second) = shared_rows(windows, later=False)
+    while first not in driver.finished:
+        driver.step()
+    # 10 blocks where all tokens are kept; before the token that comes next windows of 8 and 9 see 2, and of 1 none
+    kept = {None: 10, 8: 2, 9: 2, 1: 0}
+    assert driver.scheduler.pool.cached == sum(kept[window] for window in windows)
+    driver.drain()
+    assert second.cached_tokens == 40
+
+
+@pytest.mark.parametrize(("windows", "found"), [((None,), 40), ((None, 100), 40), ((None, 8), 0), ((8,), 0)])
+def test_a_prefix_whose_end_a_window_has_lost_is_computed_again(windows, found):
+    driver, (_, second) = shared_rows(windows, later=True)
+    driver.drain()
+    assert second.cached_tokens == found
+    assert driver.preempted == 0
 
 
 def test_the_youngest_is_preempted_and_comes_back_first():

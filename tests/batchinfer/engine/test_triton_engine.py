@@ -53,10 +53,17 @@ from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
 
+MIXED = {
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+}
 VARIANTS = {
     "llama": ("llama", {}),
     "llama-window": ("mistral", {"sliding_window": 24}),
     "qwen2-biased": ("qwen2", {"tied": True}),
+    "qwen2-mixed-windows": ("qwen2", MIXED),
     "qwen3-normed": ("qwen3", {"rope": "yarn", "num_key_value_heads": 1}),
     "qwen2-moe": ("qwen2_moe", {}),
     "olmo2": ("olmo2", {"num_key_value_heads": 1}),
@@ -75,6 +82,7 @@ ALWAYS = (
     "llama",
     "llama-window",
     "qwen2-biased",
+    "qwen2-mixed-windows",
     "qwen3-normed",
     "olmo2",
     "gemma2",

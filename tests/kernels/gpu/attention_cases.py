@@ -101,6 +101,15 @@ def sharing(case: Case, block_size: int, prefixes: list[tuple[list[int], int]]) 
     return case
 
 
+def left_behind(case: Case, window: int, block_size: int = 16) -> Case:
+    """`case` with the blocks poisoned that the window of each chunk's first query has left."""
+    for row, (queries, context) in enumerate(case.chunks):
+        left = case.table[row, : max(0, context - queries - window + 1) // block_size].long()
+        for cache in (case.k, case.v):
+            cache[left] = float("nan")
+    return case
+
+
 def coded(cache: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     codes = cache / scale[:, None, None]
     if dtype == torch.int8:

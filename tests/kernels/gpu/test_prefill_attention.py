@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention, prefill_items, prefill_tokens
-from tests.kernels.gpu.attention_cases import DTYPES, assert_near, paged_case, poisoned_like
+from tests.kernels.gpu.attention_cases import DTYPES, assert_near, left_behind, paged_case, poisoned_like
 
 # (queries, context): none, one, a whole prompt, chunks behind a cached part, around a block's and a tile's end
 CHUNKS = ((1, 1), (5, 5), (3, 17), (0, 9), (17, 33), (16, 16), (15, 47), (1, 64), (34, 65))
@@ -34,7 +34,9 @@ def test_chunks_of_any_length_share_a_launch(dtype, device) -> None:
 
 @pytest.mark.parametrize("window", [1, 16, 40])
 def test_a_window_hides_what_is_behind_it(window, device) -> None:
-    check(paged_case(CHUNKS, device=device), window=window)
+    for deterministic in (False, True):
+        case = left_behind(paged_case(CHUNKS, device=device), window)
+        check(case, window=window, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("extras", [{"soft_cap": 1.5}, {"sinks": True}, {"soft_cap": 2.0, "sinks": True}])

@@ -1,0 +1,165 @@
+"""Layers with and without a window: which share block tables, and that windows hold no more than they see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.engine import build
+from batchinfer.engine.build import LoadedModel, load_model
+from batchinfer.engine.cache_layout import MOST_TABLES, CacheLayout, cache_layout, one_group
+from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.table_sizes import TableSizes
+from batchinfer.models.spec import CacheSpec
+from batchinfer.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.small_engine import drain, folder, greedy
+from tests.batchinfer.engine.test_engine import (
+    MIXED,
+    SCARCE,
+    SETTINGS,
+    Setting,
+    key_of,
+    prompts,
+    reference,
+    run_engine,
+)
+from tests.batchinfer.engine.test_engine import greedy as eight_tokens
+
+
+def layout_of(windows: list[int | None], longest: int = 8192) -> CacheLayout:
+    return cache_layout([CacheSpec(4, 64, w) for w in windows], 16, longest)
+
+
+def shape(layout: CacheLayout) -> tuple[int, list[tuple[int | None, int]]]:
+    """(layers of a block, what each group keeps and how many layers it has)"""
+    return layout.depth, [(group.keeps, len(group.layers)) for group in layout.groups]
+
+
+def test_layers_of_one_kind_share_a_table() -> None:
+    assert shape(layout_of([None] * 32)) == (32, [(None, 32)])
+    assert shape(layout_of([4096] * 32)) == (32, [(4096, 32)])
+
+
+def test_layers_of_two_kinds_take_turns_in_a_block() -> None:
+    assert shape(layout_of([128, None] * 12)) == (12, [(128, 12), (None, 12)])
+    assert layout_of([128, None] * 2).groups[0].layers == (0, 2)
+    gemma3_12b = [1024, 1024, 1024, 1024, 1024, None] * 8
+    assert shape(layout_of(gemma3_12b, 32_768)) == (8, [(1024, 8)] * 5 + [(None, 8)])
+    gemma3_4b = [*[1024, 1024, 1024, 1024, 1024, None] * 5, *[1024] * 4]
+    assert shape(layout_of(gemma3_4b, 32_768)) == (5, [(1024, 5)] * 5 + [(1024, 4), (None, 5)])
+
+
+def test_a_window_that_no_row_outgrows_is_none() -> None:
+    """A job of short rows runs as if the model had no windows: one table."""
+    layout = layout_of([4096, None] * 13, longest=4096)
+    assert shape(layout) == (26, [(None, 26)])
+    assert layout.groups[0].windows == {4096, None}
+
+
+def test_layers_that_are_not_alike_keep_all() -> None:
+    caches = [CacheSpec(4, 64, 128), CacheSpec(2, 64, None)]
+    assert shape(cache_layout(caches, 16, 8192)) == (2, [(None, 2)])
+
+
+@given(
+    st.lists(st.sampled_from([None, 64, 1024]), min_size=1, max_size=70),
+    st.integers(1, 20_000),
+    st.sampled_from([1, 16, 100]),
+)
+def test_every_layer_is_in_one_group_and_memory_is_no_more_than_without(windows, longest, size) -> None:
+    layout = cache_layout([CacheSpec(1, 8, w) for w in windows], size, longest)
+    assert sorted(i for group in layout.groups for i in group.layers) == list(range(len(windows)))
+    assert all(1 <= len(group.layers) <= layout.depth for group in layout.groups)
+    assert len(layout.groups) <= MOST_TABLES
+    for group in layout.groups:
+        assert group.windows == {windows[i] for i in group.layers}
+        assert group.keeps is None or group.windows == {group.keeps}
+    without = one_group(windows, size)
+    blocks = layout.sizes.among_others(longest), without.sizes.among_others(longest)
+    assert blocks[0] * layout.depth <= blocks[1] * without.depth * 1.02
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 300), st.sampled_from([1, 2, 5, 16]))
+def test_sizes_are_those_of_what_is_seen(window, chunk, start, size) -> None:
+    sizes = TableSizes(size, (window,))
+    seen = range(max(0, start - window + 1), start + chunk)
+    blocks = {at // size for at in seen}
+    assert sizes.left(window, start) == min(blocks)
+    assert len(blocks) <= sizes.span(window, chunk)
+    assert len(blocks) <= sizes.alone(start + chunk, chunk)
+    assert len(blocks) <= sizes.among_others(start + chunk) + chunk // size
+    widest = max(len({at // size for at in range(at, at + window + chunk - 1)}) for at in range(size))
+    assert widest == sizes.span(window, chunk)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_torchs_operators_give_the_tokens_of_transformers(setting: Setting) -> None:
+    """Mixed batches, pieces of prompts, shared prefixes and preemptions; blocks that are free are poisoned."""
+    if setting.budget == 1:
+        pytest.skip("thousands of steps of slow operators; the CPU's do it")
+    setting = replace(setting, **SCARCE["qwen2-mixed"]) if setting.scarce else setting
+    path, tokens, _ = reference("qwen2-mixed")
+    done, _, steps = run_engine(path, setting, eight_tokens(prompts()), recorded=False, ops=TorchOps())
+    assert [done[key_of(row)].token_ids.tolist() for row in range(len(tokens))] == tokens
+    assert (sum(s.cached_tokens for s in steps) > 0) == setting.caching
+    assert (sum(s.preemptions for s in steps) > 0) == setting.scarce
+    if setting.budget == 64:
+        assert any(s.prefill_tokens and s.decode_tokens for s in steps)
+
+
+LONG = [[(7 * i + j) % 250 for j in range(250)] for i in range(12)]
+
+
+def loaded(memory: int | None = None, budget: int = 32) -> LoadedModel:
+    config = EngineConfig(
+        model=folder("qwen2", **{**MIXED, "layer_types": tuple(MIXED["layer_types"])}),
+        dtype="float32",
+        device="cpu",
+        max_model_len=400,
+        longest=300,
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        block_size=8,
+        kv_memory=memory,
+        threads=1,
+    )
+    return load_model(config)
+
+
+def without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layout(caches: list[CacheSpec], block_size: int, longest: int) -> CacheLayout:
+        return one_group([cache.window for cache in caches], block_size)
+
+    monkeypatch.setattr(build, "cache_layout", layout)
+
+
+def test_blocks_that_a_window_has_left_are_free_again() -> None:
+    made = loaded()
+    layout = made.runner.layout
+    assert shape(layout) == (2, [(24, 2), (24, 2), (24, 1), (None, 2)])
+    ran = drain(made.engine(), greedy(LONG[:1], 50, ignore_eos=True))
+    decodes = [step for step in ran.steps if step.decode_tokens]
+    assert len(decodes) == 49
+    for step, tokens in zip(decodes[:-1], range(251, 299), strict=True):  # with the last one it has ended
+        seen = {at // 8 for at in range(tokens - 24, tokens)}
+        assert step.blocks_used == 3 * len(seen) + -(-tokens // 8)
+    # in the largest chunk, beside the whole context
+    assert max(s.blocks_used for s in ran.steps) <= layout.sizes.alone(300, 32) == 38 + 3 * 8
+
+
+def test_a_window_needs_less_memory_and_the_same_memory_holds_more_rows(monkeypatch) -> None:
+    """For rows of 300 tokens and a window of 24 in 5 of 7 layers: 2 of 7 layers keep all."""
+    windows = loaded()
+    least = windows.runner.layout.sizes.alone(300, 32) * windows.info.kv_bytes // windows.info.blocks
+    memory = 3 * least
+    held = drain(loaded(memory).engine(), greedy(LONG, 50, ignore_eos=True))
+    without_windows(monkeypatch)
+    whole = loaded()
+    assert windows.info.kv_bytes < 0.6 * whole.info.kv_bytes
+    wanted = drain(loaded(memory).engine(), greedy(LONG, 50, ignore_eos=True))
+    assert held.answers == wanted.answers
+    assert max(s.running for s in held.steps) >= 2 * max(s.running for s in wanted.steps)
+    assert sum(s.preemptions for s in held.steps) == 0
