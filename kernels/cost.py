@@ -321,13 +321,29 @@ class ModelCost:
     makes it."""
 
     operators: tuple[OperatorCost, ...]
-    layers: int
+    windows: tuple[int | None, ...]  # of each layer: how many keys a query sees; None: all
     parameters: int  # weights of linear maps, the head's not among them
     active_parameters: int  # of these, how many a token multiplies: not those of experts that it does not use
     head_parameters: int
-    kv_bytes_per_token: int  # over all layers
+    kv_bytes_per_token: int  # over all layers, of a token that none has left behind
     itemsize: int  # bytes of an activation and of a cached value
     weight_itemsize: int  # bytes of a weight of the linear layers; 1: int8
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+    def seen(self, tokens: int) -> int:
+        """How many of so many cached tokens the next query sees, itself included, summed over layers."""
+        return sum(tokens if window is None else min(tokens, window) for window in self.windows)
+
+    def pairs(self, tokens: int) -> int:
+        """(query, key) pairs of a whole prompt, summed over layers."""
+        total = 0
+        for window in self.windows:
+            growing = tokens if window is None else min(tokens, window)
+            total += growing * (growing + 1) // 2 + (tokens - growing) * growing
+        return total
 
     @property
     def quantized(self) -> bool:

@@ -68,7 +68,14 @@ RULES = (
     ),
     Rule(("batchinfer.engine",), (*TEXT, *FILES, *JOB, "batchinfer.report"), "token ids in, token ids out"),
     Rule(
-        ("batchinfer.engine.scheduler", "batchinfer.engine.kv_cache", "batchinfer.engine.sequence"),
+        (
+            "batchinfer.engine.scheduler",
+            "batchinfer.engine.kv_cache",
+            "batchinfer.engine.block_tables",
+            "batchinfer.engine.table_sizes",
+            "batchinfer.engine.admission",
+            "batchinfer.engine.sequence",
+        ),
         (*TORCH, "batchinfer_kernels", "batchinfer.ops", "batchinfer.models"),
         "the scheduler and the KV cache's book-keeping are pure ints",
     ),

@@ -58,7 +58,7 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
     )
     return ModelCost(
         operators=(*summed.values(), *once),
-        layers=layers,
+        windows=spec.windows,
         parameters=sum(linear.values for linear in spec.linears()),
         active_parameters=sum(linear.active_values for linear in spec.linears()),
         head_parameters=spec.head.values,

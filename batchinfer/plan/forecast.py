@@ -17,14 +17,17 @@ class Forecast:
     flops: int | None  # None: the model is not known
     bytes: int | None
     seconds: float | None  # at the roofline; None: no cost, or peaks unknown
-    kv_bytes: int | None  # K and V of the largest batch of `max_num_seqs` requests, sharing not counted
+    kv_bytes: (
+        int | None
+    )  # K and V of the largest batch of `max_num_seqs` requests, sharing not counted, windows are
 
 
 def forecast(plan: Plan, cost: ModelCost | None, peaks: Peaks | None, max_num_seqs: int) -> Forecast:
     """Forecast a plan on a decoder. Raises ValueError for `max_num_seqs` < 1.
 
     Prefill is taken as one large step, decoding as the fewest steps of `max_num_seqs` rows; a prompt or a context
-    counts with the plan's mean length, which bounds the attention of a mixture from below.
+    counts with the plan's mean length, which bounds the attention of a mixture from below. Only decoding in layers with
+    a window may take less: of contexts both shorter and longer than the window.
     """
     if max_num_seqs < 1:
         raise ValueError(f"max_num_seqs is {max_num_seqs}, must be at least 1")
@@ -43,7 +46,7 @@ def forecast(plan: Plan, cost: ModelCost | None, peaks: Peaks | None, max_num_se
     if peaks is not None:
         bounds = (c.seconds(peaks) for c in once.values()), (c.seconds(peaks) for c in each.values())
         seconds = sum(bounds[0]) + steps * sum(bounds[1])
-    kv_bytes = rows * plan.longest * cost.kv_bytes_per_token
+    kv_bytes = rows * cost.seen(plan.longest) * cost.kv_bytes_per_token // cost.layers
     return Forecast(prefill, decode, total.flops, total.bytes, seconds, kv_bytes)
 
 
@@ -60,10 +63,10 @@ def describe(plan: Plan, at_the_limit: str | None) -> str:
 
 def _prefill_step(plan: Plan, tokens: int, cost: ModelCost) -> StepShape:
     mean_prompt = plan.prompt_tokens / plan.to_run
-    pairs = int(tokens * (mean_prompt + 1) / 2)
-    return StepShape(tokens, plan.to_run, pairs * cost.layers, tokens * cost.layers)
+    pairs = int(tokens * cost.pairs(round(mean_prompt)) / max(1, round(mean_prompt)))
+    return StepShape(tokens, plan.to_run, pairs, tokens * cost.layers)
 
 
 def _decode_step(plan: Plan, rows: int, cost: ModelCost) -> StepShape:
     context = int((plan.prompt_tokens + plan.expected_tokens / 2) / plan.to_run)
-    return StepShape(rows, rows, rows * context * cost.layers, rows * context * cost.layers)
+    return StepShape(rows, rows, rows * cost.seen(context), rows * cost.seen(context))

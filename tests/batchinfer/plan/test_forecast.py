@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_it_counts_tokens_flops_and_memory() -> None:
     assert got.kv_bytes == 8 * 120 * SHAPE.kv_bytes_per_token
     assert got.seconds is not None
     assert got.seconds >= got.flops / PEAKS.flops_per_s
+
+
+def test_layers_with_a_window_attend_to_no_more_and_hold_no_more() -> None:
+    """Prompts of 100 tokens and contexts of 110 in the mean, 120 at the most."""
+    cut = replace(SHAPE, windows=(40, None))
+    assert cut.pairs(100) == sum(min(at, 40) + at for at in range(1, 101))
+    got, whole = forecast(plan(), cut, PEAKS, 8), forecast(plan(), SHAPE, PEAKS, 8)
+    assert got.kv_bytes == 8 * (40 + 120) * SHAPE.kv_bytes_per_token // 2
+    pair = next(operator.pair.flops for operator in SHAPE.operators if operator.name == "attention")
+    saved = 10 * (100 * 101 // 2 - cut.pairs(100) + 100 * 101 // 2) + 25 * 8 * (110 - 40)
+    assert whole.flops is not None
+    assert got.flops == whole.flops - pair * saved
+    wide = forecast(plan(), replace(SHAPE, windows=(120, None)), PEAKS, 8)
+    assert wide == whole
 
 
 def test_sharing_and_larger_batches_make_it_faster() -> None:
