@@ -76,7 +76,6 @@ class ForeignSpec:
 def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
     """All but attention and the head is one operator: what it multiplies was counted when the model was described; its
     activations are left out."""
-    layers = len(spec.layers)
     decoder = OperatorCost(
         "decoder",
         step=Cost(0, spec.streamed * itemsize),
@@ -91,7 +90,7 @@ def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
             OperatorCost("lm_head", step=none, sampled=head - none, only_sampled=True),
             OperatorCost("sample", sampled=sample, only_sampled=True),
         ),
-        layers=layers,
+        windows=spec.windows,
         parameters=spec.streamed,
         active_parameters=max(1, spec.active),
         head_parameters=spec.head,
