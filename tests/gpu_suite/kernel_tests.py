@@ -25,6 +25,7 @@ MOST_PROCESSES = 12
 TESTS = (
     "tests/kernels/gpu",
     "tests/batchinfer/ops/test_triton_ops.py",
+    "tests/batchinfer/ops/test_experts.py",
     "tests/batchinfer/engine/test_triton_engine.py",
 )
 REHEARSED = "tests/kernels/gpu/test_merge_state.py"

@@ -34,7 +34,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def beside_nan(values: Tensor) -> Tensor:
     """The same matrix with NaN in front of it, behind each row and below it; strides no multiple of 16 bytes."""
     rows, columns = values.shape
-    around = torch.full((rows + 2, columns + 5), float("nan")).to(values.dtype)
+    around = torch.full((rows + 2, columns + 5), float("nan"), device=values.device).to(values.dtype)
     around[1 : rows + 1, 2 : columns + 2] = values
     return around[1 : rows + 1, 2 : columns + 2]
 

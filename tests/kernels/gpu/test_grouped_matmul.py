@@ -18,7 +18,9 @@ from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul, tile_ends
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
-from tests.kernels.gpu.matmul_cases import DTYPES, TOLERANCE, beside_nan, random
+from tests.kernels.gpu import matmul_cases
+from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.matmul_cases import DTYPES, TOLERANCE, beside_nan
 
 PROCESSORS = 132
 
@@ -38,8 +40,12 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
         monkeypatch.setattr(target, "processors", lambda _device: PROCESSORS)
 
 
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return matmul_cases.random(*shape, dtype=dtype, seed=seed).to(DEVICE)
+
+
 def starts_of(counts: tuple[int, ...]) -> Tensor:
-    return torch.tensor([0, *counts]).cumsum(0)
+    return torch.tensor([0, *counts], device=DEVICE).cumsum(0)
 
 
 def weights_of(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -91,7 +97,7 @@ def test_codes(activation: Activation | None) -> None:
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_rows_are_read_where_they_stand(int8: bool) -> None:
-    counts, from_rows = (3, 0, 5), torch.tensor([4, 0, 2, 3, 3, 1, 0, 4])
+    counts, from_rows = (3, 0, 5), torch.tensor([4, 0, 2, 3, 3, 1, 0, 4], device=DEVICE)
     x, weight = random(5, 40), weights_of(3, 6, 40, torch.float32)
     more: dict[str, Any] = {}
     if int8:
@@ -141,13 +147,13 @@ def test_tiles_of_experts() -> None:
 @pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 1, 1), (7, 3, 100), (2, 8, 1030)])
 def test_combine(dtype: torch.dtype, tokens: int, chosen: int, width: int) -> None:
     made, weights = random(tokens * chosen, width, dtype=dtype), random(tokens, chosen, seed=3)
-    order = torch.randperm(tokens * chosen, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(tokens * chosen, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     assert torch.equal(combine(made, order, weights), combine_reference(made, order, weights))
 
 
 def test_both_products_and_their_combination() -> None:
     x, gate_up, down = random(9, 40), random(5, 26, 40, seed=1) / 6, random(5, 40, 13, seed=2) / 4
-    experts = torch.rand(9, 5, generator=torch.Generator().manual_seed(4)).topk(2).indices
+    experts = torch.rand(9, 5, generator=torch.Generator().manual_seed(4)).topk(2).indices.to(DEVICE)
     choice, groups = Choice(experts, random(9, 2, seed=5).abs()), group_by_expert(experts, 5)
     options: dict[str, Any] = {"activation": "silu", "from_rows": groups.order // 2}
     inner = grouped_matmul(x, gate_up, groups.starts, **options)
@@ -159,9 +165,9 @@ def test_both_products_and_their_combination() -> None:
 @pytest.mark.parametrize(
     ("made", "order", "weights"),
     [
-        (random(6, 4), torch.arange(5), random(3, 2)),
-        (random(6, 4), torch.arange(6), random(2, 2)),
-        (random(6), torch.arange(6), random(3, 2)),
+        (random(6, 4), torch.arange(5, device=DEVICE), random(3, 2)),
+        (random(6, 4), torch.arange(6, device=DEVICE), random(2, 2)),
+        (random(6), torch.arange(6, device=DEVICE), random(3, 2)),
     ],
 )
 def test_what_does_not_fit_is_refused(made: Tensor, order: Tensor, weights: Tensor) -> None:
