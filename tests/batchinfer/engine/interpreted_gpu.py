@@ -17,9 +17,12 @@ if interpreter.is_wanted():
 import torch
 
 from batchinfer.engine import build as building
+from batchinfer.engine import sources
 from batchinfer.engine.build import BuiltEngine
+from batchinfer.models.foreign import source as foreign_source
 from batchinfer.ops import choose
 from batchinfer.ops.choose import choose_ops
+from batchinfer.ops.interface import Ops
 from tests.batchinfer.engine.hashing_model import captured_eagerly
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
@@ -36,12 +39,17 @@ class NoMeter:
         return 0
 
 
+def _as_on_a_gpu(_: torch.device, *arithmetic: Any, **more: Any) -> Ops:
+    return choose_ops(torch.device("cuda"), *arithmetic, **more)
+
+
 def stand_in(replace: Replace) -> None:
     """Puts the stand-ins in place, as `replace(module, name, value)` does it; nothing where there is a GPU."""
     if DEVICE == "cuda":
         return
     replace(building, "_device", lambda _: torch.device("cpu"))
-    replace(building, "choose_ops", lambda _, *arithmetic: choose_ops(torch.device("cuda"), *arithmetic))
+    for module in (sources, foreign_source):
+        replace(module, "choose_ops", _as_on_a_gpu)
     replace(building, "GpuMeter", lambda _: NoMeter())
     replace(building, "capture_on_gpu", lambda: captured_eagerly)
 

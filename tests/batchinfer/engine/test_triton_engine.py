@@ -49,6 +49,9 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
 )
 from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
+from tests.checkpoints import kept_folder
+from tests.foreign_models import EOS as FOREIGN_EOS
+from tests.foreign_models import make_foreign
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -354,6 +357,27 @@ def test_all_of_the_gpus_path(monkeypatch):
     got = drain(loaded.engine(), greedy(prompts(), OUTPUT))
     assert got.answers == on_the_cpu("llama", SETTINGS["chunked"]).answers
     assert runner.graphs.captured > before, "steps whose rows share keys need graphs of their own"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+def test_transformers_code_on_the_gpus_path(monkeypatch):
+    """Measured, warmed up, looking ahead, and never captured."""
+    foreign = kept_folder()
+    theirs = make_foreign(foreign, "phi")
+    theirs.set_attn_implementation("eager")
+    rows = [prompt for prompt in prompts() if len(prompt) < 40][:4]
+    loaded, _ = loaded_as_a_job_does(monkeypatch, replace(gpus_config("none", False), model=foreign))
+    assert (loaded.info.ops, loaded.info.linear) == ("transformers", "transformers")
+    assert isinstance(loaded.runner, DeviceRunner)
+    assert isinstance(loaded.runner.ops, TritonOps)
+    assert loaded.runner.graphs is None
+    got = drain(loaded.engine(), greedy(rows, 3))
+    for (tokens, _), row in zip(got.answers.values(), rows, strict=True):
+        ids = torch.tensor([row])
+        asked = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": FOREIGN_EOS, "pad_token_id": 0}
+        wanted = theirs.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+        assert tokens == wanted[0, len(row) :].tolist()
 
 
 @pytest.mark.usefixtures("short_segments")
