@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.cache_tensors import allocate_caches
+from batchinfer.engine.decode_graphs import Capture, GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
@@ -47,14 +48,19 @@ class Device:
         self.needed: int | None = None
         self._from = 0
 
-    def fit(self, wanted: int = 60, limits: SchedulerConfig = STEPS) -> Fitted:
+    def fit(
+        self,
+        wanted: int = 60,
+        limits: SchedulerConfig = STEPS,
+        capture: Capture | None = captured_eagerly,
+    ) -> Fitted:
         def blocks(needed: int) -> int:
             self.needed = needed
             return wanted
 
         room = CacheRoom(blocks, self.allocate, LONGEST, -(-LONGEST // SIZE))
         runner: ModelRunner = replace(self.runner, model=self)
-        return fit(runner, limits, room, self, captured_eagerly)
+        return fit(runner, limits, room, self, capture)
 
     def allocate(self, blocks: int) -> list[LayerCache]:
         self.wanted.append(blocks)
@@ -78,6 +84,19 @@ class Device:
 
     def peak(self) -> int:
         return 1000 * max(self.steps[self._from :])
+
+
+class PlansGraphs:
+    """Operators that could plan for graphs, and must not be asked to."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def plan_captured(self, *_: Any) -> Any:
+        raise AssertionError("a step was planned to be captured")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
 
 
 def test_the_largest_step_and_the_largest_decode_step_are_measured():
@@ -104,6 +123,15 @@ def test_a_step_for_which_there_is_no_memory_is_halved(caplog):
     assert device.needed == 1000 * (50 + 6)
     assert "no memory for 250 tokens of 6 rows" in caplog.text
     assert "at most 50 are run from here on" in caplog.text
+
+
+def test_a_model_that_cannot_be_captured_is_measured_and_warmed_up_all_the_same():
+    device = Device()
+    device.runner = replace(device.runner, ops=PlansGraphs(device.runner.ops))
+    assert isinstance(device.runner.ops, GraphOps)
+    fitted = device.fit(capture=None)
+    assert fitted.runner.graphs is None
+    assert device.needed == 1000 * (250 + 6)
 
 
 def test_not_even_one_token():
