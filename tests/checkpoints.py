@@ -30,6 +30,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -75,6 +77,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "cohere2": (Cohere2Config, Cohere2ForCausalLM),
     "gpt2": (GPT2Config, GPT2LMHeadModel),
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
@@ -119,6 +122,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True, "logit_scale": 0.3},
     "cohere2": {"sliding_window": 40, "sliding_window_pattern": 2, "logit_scale": 0.6},
     "gpt_neox": {"rotary_pct": 1.0},
+    "gpt_oss": {"sliding_window": 40, "num_local_experts": 5, "num_experts_per_tok": 2},
     "deepseek_v2": {
         **LATENT,
         "n_routed_experts": 6,
@@ -266,7 +270,7 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
             elif "norm" in name or ".ln_" in name:
                 usual = 0 if "gemma" in model.config.model_type else 1

@@ -48,7 +48,7 @@ class HeadsAttention(AttentionHalf):
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         each = _each_head(spec.q_norm, self.parts.norms) if spec.norms_heads else ()
         q = self.ops.rope_store(q, k, v, self.parts.rope, inputs, cache, *each)
-        rules = (spec.scale, spec.window, spec.soft_cap)
+        rules = (spec.scale, spec.window, spec.soft_cap, self.parts.vectors.get("sinks"))
         return linears["o"](self.ops.attention(q, cache, plan, *rules).flatten(1))
 
     def _norm_apart(self, qkv: Tensor) -> None:

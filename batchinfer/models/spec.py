@@ -115,7 +115,8 @@ class AttentionSpec:
 
     `scale` multiplies scores; with a `soft_cap` they then become soft_cap * tanh(score / soft_cap). `window`: how many
     keys a query sees, its own included; None: all. `q_norm` and `k_norm` come before the rotation: of each head where
-    they are as wide as a head, else of all heads together.
+    they are as wide as a head, else of all heads together. With `sinks` each query head has a score without a value,
+    which takes part in every softmax.
     """
 
     q_heads: int
@@ -125,6 +126,7 @@ class AttentionSpec:
     rotation: Rotation
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     q_norm: NormSpec | None = None
     k_norm: NormSpec | None = None
     qkv_bias: bool = False
@@ -324,7 +326,10 @@ class LayerSpec:
     @property
     def vectors(self) -> dict[str, int]:
         """Parameters that belong to neither a product nor a norm, and their lengths. They are float32."""
-        return self.feed_forward.vectors if isinstance(self.feed_forward, ExpertsSpec) else {}
+        attention = self.attention
+        sinks = isinstance(attention, AttentionSpec) and attention.sinks
+        of_experts = self.feed_forward.vectors if isinstance(self.feed_forward, ExpertsSpec) else {}
+        return {"sinks": attention.q_heads, **of_experts} if sinks else of_experts
 
     @property
     def norms(self) -> dict[str, NormSpec]:

@@ -62,6 +62,7 @@ class CompiledLayer(DecoderLayer):
             gated=linears["gate_up"],
             down=linears["down"],
             window=attention.window,
+            sinks=parts.vectors.get("sinks"),
         )
         heads, norm = (attention.q_heads, attention.kv_heads, attention.head_dim), spec.norms["input_norm"]
         sizes = LayerSizes(*heads, attention.scale, norm.eps, attention.soft_cap, norm.offset)

@@ -7,6 +7,7 @@ from batchinfer.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from batchinfer.models.families.family import Family
 from batchinfer.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from batchinfer.models.families.gpt import GPT2, GPT_NEOX
+from batchinfer.models.families.gpt_oss import GPT_OSS
 from batchinfer.models.families.granite import GRANITE
 from batchinfer.models.families.llama import LLAMA, MISTRAL
 from batchinfer.models.families.mixtral import MIXTRAL
@@ -19,6 +20,6 @@ from batchinfer.models.families.stablelm import STABLELM
 _KNOWN = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, OLMO2, PHI3, STABLELM),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
-    *(GEMMA, GEMMA2, GEMMA3, COHERE, COHERE2, GPT2, GPT_NEOX, DEEPSEEK_V2, DEEPSEEK_V3),
+    *(GEMMA, GEMMA2, GEMMA3, COHERE, COHERE2, GPT2, GPT_NEOX, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _KNOWN}

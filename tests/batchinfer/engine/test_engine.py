@@ -76,6 +76,7 @@ VARIANTS = {
     "gpt2": ("gpt2", {}),
     "gpt-neox-partial": ("gpt_neox", {"head_dim": 16, "rope": "partial-0.25"}),
     "gpt-neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
+    "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3, "sliding_window": 24}),
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "tied": True}),
     "deepseek-v3-yarn": ("deepseek_v3", {"rope": "yarn-mscale", "num_hidden_layers": 3}),
     "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),

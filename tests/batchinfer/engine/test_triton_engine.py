@@ -78,6 +78,7 @@ VARIANTS = {
     "cohere2": ("cohere2", {"sliding_window": 24}),
     "gpt2": ("gpt2", {}),
     "gpt-neox": ("gpt_neox", {}),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 24}),
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v3": ("deepseek_v3", {}),
 }
@@ -92,6 +93,7 @@ ALWAYS = (
     "cohere2",
     "qwen2-moe",
     "deepseek-v3",
+    "gpt-oss",
 )
 SHARED = 40
 OUTPUT = 3

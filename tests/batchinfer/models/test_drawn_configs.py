@@ -100,6 +100,12 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "activation_function": st.sampled_from(["gelu_new", "gelu", "silu"]),
     },
     "gpt_neox": {"attention_bias": st.booleans(), "use_parallel_residual": st.booleans()},
+    "gpt_oss": {
+        "attention_bias": st.booleans(),
+        "sliding_window": st.sampled_from([1, 9, 24]),
+        "num_local_experts": st.integers(2, 6),
+        "num_experts_per_tok": st.integers(1, 2),
+    },
     "deepseek_v2": {
         **LATENT_SIZES,
         "topk_method": st.sampled_from(["greedy", "group_limited_greedy"]),

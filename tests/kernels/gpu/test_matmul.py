@@ -101,7 +101,7 @@ def test_sizes_swept(kind: tuple[str, torch.dtype], rows: int, size: tuple[int, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("inputs", [50, 1100])
 def test_a_gated_layer_rounds_once(dtype: torch.dtype, activation: str, inputs: int) -> None:
     """With whole sums (50 inputs) and with sums of segments (1100)."""
