@@ -117,7 +117,7 @@ SCARCE = {
     "mixtral-window": {"blocks": 14, "budget": 64},
     "phi3-window-partial": {"blocks": 14, "budget": 64},
     "qwen2-mixed": {"blocks": 90, "budget": 64},
-    **dict.fromkeys(("gemma2", "gemma3", "cohere2", "gpt-oss"), {"blocks": 75, "budget": 64}),
+    **{key: {"blocks": 75, "budget": 64} for key in ("gemma2", "gemma3", "cohere2", "gpt-oss")},
 }
 
 
