@@ -7,3 +7,5 @@ from typing import Literal
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
 LinearWay = Literal["compiled", "onednn"]  # who multiplies the weights of linear layers on a CPU
+# Of the clamped SwiGLU of gpt-oss (OpenAI, 2025); see batchinfer_kernels.gated_activation
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer_kernels.arithmetic import SWIGLU_ALPHA, SWIGLU_LIMIT
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tensor:

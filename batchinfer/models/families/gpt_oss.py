@@ -25,7 +25,7 @@ from batchinfer.models.families.family import (
 from batchinfer.models.families.llama import llama_layer
 from batchinfer.models.rope_config import parse_rope
 from batchinfer.models.spec import ExpertsSpec, LayerSpec, ModelSpec, NormSpec, Rotation
-from batchinfer_kernels.gated_activation import SWIGLU_ALPHA, SWIGLU_LIMIT
+from batchinfer_kernels.arithmetic import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ABSENT_EPS, ABSENT_THETA, PATTERN = 1e-5, 150_000.0, 2
 ABSENT_ROPE = {
