@@ -493,7 +493,10 @@ def test_what_pytest_wrote_is_counted(tmp_path):
 
 
 def test_on_a_gpu_all_its_tests_are_selected():
-    assert tuple(kernel_tests.selected(Setting(False, 10.0, str(ROOT)))[:3]) == kernel_tests.TESTS
+    assert (
+        tuple(kernel_tests.selected(Setting(False, 10.0, str(ROOT))))[: len(kernel_tests.TESTS)]
+        == kernel_tests.TESTS
+    )
     assert all((ROOT / name).exists() for name in kernel_tests.TESTS)
     assert f"GPU_TESTS := {' '.join(kernel_tests.TESTS)}\n" in (ROOT / "Makefile").read_text("utf-8")
 
