@@ -17,7 +17,7 @@ from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.models.model_cost import model_cost
@@ -92,11 +92,32 @@ def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu"
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device))
 
 
+class Preempting(Scheduler):
+    """Preempts the youngest sequence before each fourth step, if no step awaits its tokens."""
+
+    _steps = 0
+
+    def schedule(self) -> Step:
+        self._steps += 1
+        youngest = next(reversed(self.running), None)
+        forced = youngest is not None and len(self.running) > 1 and self._steps % 4 == 0
+        if youngest is not None and forced and not (youngest.pending or youngest.blocked):
+            del self.running[youngest]
+            self._preempt(youngest)
+        else:
+            forced = False
+        step = super().schedule()
+        step.preemptions += forced
+        return step
+
+
 def make_engine(runner: Any, limits: Limits, eos: frozenset[int], **more: Any) -> Engine:
     config = SchedulerConfig(limits.seqs, limits.budget, limits.caching)
     windows = runner.layout.sizes.windows
     pool = BlockPool(limits.blocks, limits.block_size, len(windows))
-    scheduler = Scheduler(config, pool, Hopeful() if limits.scarce else None, windows)
+    # windows give blocks back as fast as rows grow, so that few memories are so scarce that a row is preempted
+    kind = Preempting if limits.scarce and windows != (None,) else Scheduler
+    scheduler = kind(config, pool, Hopeful() if limits.scarce else None, windows)
     return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos), **more)
 
 

@@ -144,6 +144,13 @@ def cases():
 @pytest.mark.parametrize(("variant", "setting"), list(cases()))
 def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
     limits = SETTINGS[setting]
+    family, options = VARIANTS[variant]
+    caches = checkpoint(family, **options).spec.caches
+    layout = cache_layout(caches, limits.block_size, MAX_LEN)
+    if limits.scarce and layout.sizes.windowed:
+        limits = replace(
+            limits, blocks=60
+        )  # of fewer layers; rows are preempted all the same, see `Preempting`
     wanted = on_the_cpu(variant, limits)
     levels = []
     find = attention_plan.find_shared
@@ -159,10 +166,7 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
     got = ran(variant, limits, triton_ops(variant), DEVICE)
     assert got.answers == wanted.answers
     assert len({tuple(tokens) for tokens, _ in got.answers.values()}) == len(prompts())
-    family, options = VARIANTS[variant]
-    caches = checkpoint(family, **options).spec.caches
-    together = cache_layout(caches, limits.block_size, MAX_LEN).whole is not None
-    together = together and not caches[0].latent
+    together = layout.whole is not None and not caches[0].latent
     assert any(levels) == (limits.caching and together), "rows that begin alike are to be attended together"
     assert (sum(s.preemptions for s in got.steps) > 0) == limits.scarce
     if limits.budget == 32:
