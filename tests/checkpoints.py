@@ -183,6 +183,14 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 1.3,
     },
 }
+# Of heads of 12 values, of which all are rotated
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 50,
+    "short_factor": [1.0, 1.1, 1.3, 1.0, 2.0, 1.7],
+    "long_factor": [1.5, 2.0, 3.5, 5.0, 9.0, 20.0],
+}
 # Not for every family: a part of each head is rotated
 PARTIAL_ROPES: dict[str, dict[str, Any]] = {
     f"partial-{part}": {**ROPES["default"], "partial_rotary_factor": part} for part in (0.25, 0.5, 0.75)

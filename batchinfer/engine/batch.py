@@ -20,7 +20,7 @@ class HostBatch:
     """T tokens of S chunks, one chunk after the other, as the host has them."""
 
     token_ids: NDArray[np.int64]  # (T,)
-    positions: NDArray[np.int64]  # (T,)
+    positions: NDArray[np.int64]  # (T,): rows of the rotary tables
     slots: list[NDArray[np.int64]]  # of each cache group: (T,)
     tables: list[NDArray[np.int32]]  # of each cache group: (S, most blocks), padded with 0
     whole: list[bool]  # of each cache group, whether it keeps all tokens
@@ -69,10 +69,11 @@ def host_batch(chunks: list[Chunk], layout: CacheLayout) -> HostBatch:
     tables = [_block_tables(chunks, group) for group in range(len(layout.groups))]
     at, inside = positions // block_size, positions % block_size
     slots = [table[row_of, at].astype(np.int64) * block_size + inside for table in tables]
+    rotated = np.array([c.sequence.rotated_from for c in chunks])
     sampled = ends[[i for i, c in enumerate(chunks) if c.samples]] - 1
     return HostBatch(
         token_ids=tokens,
-        positions=positions,
+        positions=positions + rotated[row_of],
         slots=slots,
         tables=tables,
         whole=[group.keeps is None for group in layout.groups],

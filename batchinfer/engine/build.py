@@ -120,7 +120,7 @@ def load_model(config: EngineConfig, source: Source | None = None) -> LoadedMode
     )
     loads = model.expert_loads
     loads.restart()  # what was measured and compiled with is nobody's work
-    return LoadedModel(fitted.runner, limits, EngineLimits(longest, eos), info, loads)
+    return LoadedModel(fitted.runner, limits, EngineLimits(longest, eos, model.long_from), info, loads)
 
 
 def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, loads: ExpertLoads | None) -> Fitted:

@@ -33,6 +33,9 @@ class EngineLimits:
 
     max_model_len: int  # tokens of prompt and answer, for which there are positions
     eos_token_ids: frozenset[int]
+    long_from: int | None = (
+        None  # a sequence that may become longer is rotated from position max_model_len on
+    )
 
 
 # Proposes tokens that may follow a sequence.
@@ -96,7 +99,8 @@ class Engine:
                 raise ValueError(
                     f"a prompt of {len(request.prompt)} tokens, and positions for {self._limits.max_model_len}"
                 )
-            sequence = Sequence.of(request, self._limits.max_model_len, self._watch(request), self._now())
+            limits, watch = self._limits, self._watch(request)
+            sequence = Sequence.of(request, limits.max_model_len, watch, self._now(), limits.long_from)
             sequence.barrier = self._draft is not None or self._runner.needs_tokens(request)
             try:
                 self._scheduler.add(sequence)

@@ -15,6 +15,9 @@ StopStream = Callable[[int], int | None]
 StopStreams = Callable[[SamplingParams], StopStream]
 
 
+_ROTATED_LATER = b"rotated from a later row"
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Token ids, block table and state of one request. Owned by the scheduler; plain ints only."""
@@ -24,6 +27,7 @@ class Sequence:
     prompt_length: int
     max_length: int  # prompt and output together may not grow beyond this
     stop_stream: StopStream | None = None
+    rotated_from: int = 0  # the row of the rotary tables at which its positions begin
     computed: int = 0  # tokens whose K and V are in the cache
     pending: int = 0  # how many of its last tokens are placeholders, whose values are still on the device
     drafts: int = 0  # how many of its last tokens are proposals, which the next step that runs it verifies
@@ -46,10 +50,20 @@ class Sequence:
     first_token_s: float | None = None
 
     @classmethod
-    def of(cls, request: Request, max_model_len: int, stop_stream: StopStream | None, now: float) -> Sequence:
+    def of(
+        cls,
+        request: Request,
+        max_model_len: int,
+        stop_stream: StopStream | None,
+        now: float,
+        long_from: int | None = None,
+    ) -> Sequence:
+        """A sequence that may become longer than `long_from` is rotated in the way that begins at `max_model_len`: what
+        it may become is part of the row, so that its answer does not depend on other rows."""
         tokens = array("i", request.prompt.tobytes())
         longest = min(max_model_len, len(tokens) + request.params.max_tokens)
-        return cls(request, tokens, len(tokens), longest, stop_stream, queued_s=now)
+        first = max_model_len if long_from is not None and longest > long_from else 0
+        return cls(request, tokens, len(tokens), longest, stop_stream, first, queued_s=now)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -115,10 +129,11 @@ class Sequence:
             self.drafts = keep
 
     def block_hash(self, index: int, block_size: int) -> bytes:
-        """Digest of the first (index + 1) × block_size prompt tokens: each block hashes its parent's digest."""
+        """Digest of the first (index + 1) × block_size prompt tokens: each block hashes its parent's digest, the first
+        how the sequence is rotated."""
         while len(self.hashes) <= index:
             start = len(self.hashes) * block_size
-            parent = self.hashes[-1] if self.hashes else b""
+            parent = self.hashes[-1] if self.hashes else _ROTATED_LATER if self.rotated_from else b""
             piece = self.tokens[start : start + block_size].tobytes()
             self.hashes.append(blake2b(parent + piece, digest_size=16).digest())
         return self.hashes[index]

@@ -30,8 +30,13 @@ from batchinfer_kernels.cost import ModelCost
 _log = logging.getLogger(__name__)
 
 
-class CountingModel(Model, Protocol):
-    """A model that knows how many tokens its experts were given."""
+class LoadedDecoder(Model, Protocol):
+    """A model that knows how many tokens its experts were given, and which sequences it rotates in another way."""
+
+    @property
+    def long_from(self) -> int | None:
+        """Positions of sequences that may become longer than this are given as those behind `longest`; None: of
+        none."""
 
     @property
     def expert_loads(self) -> ExpertLoads:
@@ -71,7 +76,7 @@ class Source(Protocol):
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
         """The operators that it runs with. Raises Unavailable if none here have the arithmetic."""
 
-    def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> CountingModel:
+    def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> LoadedDecoder:
         """The model with its weights, for sequences of up to `longest` tokens. Raises what its files make it raise."""
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
@@ -114,7 +119,7 @@ class ModelSource:
         how = (chosen.quantization, chosen.deterministic, attention.kv_heads, chosen.linear)
         return choose_ops(*place, *how, attention.cache.latent)
 
-    def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> CountingModel:
+    def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> LoadedDecoder:
         """See Source."""
         weights = WatchedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
         model = Decoder(self.spec, weights, ops, longest, arithmetic.device)

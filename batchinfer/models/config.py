@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from batchinfer.models.config_fields import Fields, load_json_object, shown, wrong_checkpoint
 from batchinfer.models.families.family import ConfigFiles, Family
 from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.rope_config import RopeConfig
 from batchinfer.models.spec import ModelSpec
 
 
@@ -58,16 +59,26 @@ def _family(raw: Mapping[str, Any], mistakes: list[str]) -> Family | None:
 
 def _contradictions(spec: ModelSpec) -> list[str]:
     """What is wrong although every single value is possible."""
-    found, attention = [], spec.attention
+    found: list[str] = []
+    attention = spec.attention
     for rotation in {layer.attention.rotation for layer in spec.layers}:
-        if rotation.rope is not None and (rotation.dim % 2 or not rotation.dim):
-            part = "" if rotation.dim == attention.head_dim else f", {rotation.dim} of it rotated"
-            found.append(
-                f"config.json: head_dim is {attention.head_dim}{part}; rotary embedding needs an even one"
-            )
+        if rotation.rope is not None:
+            found += _wrong_rotation(rotation.rope, rotation.dim, attention.head_dim)
+    if spec.long_from is not None and attention.cache.latent:
+        found.append("config.json: rope type 'longrope' is not supported with latent attention")
     if attention.q_heads % attention.kv_heads:
         found.append(
             f"config.json: num_attention_heads {attention.q_heads} is no multiple of "
             f"num_key_value_heads {attention.kv_heads}"
         )
     return found
+
+
+def _wrong_rotation(rope: RopeConfig, dim: int, head_dim: int) -> Iterator[str]:
+    if dim % 2 or not dim:
+        part = "" if dim == head_dim else f", {dim} of it rotated"
+        yield f"config.json: head_dim is {head_dim}{part}; rotary embedding needs an even one"
+    elif rope.kind == "longrope":
+        for name, factors in (("short_factor", rope.short), ("long_factor", rope.long)):
+            if len(factors) != dim // 2:
+                yield f"config.json: {name} has {len(factors)} numbers; {dim // 2} pairs are rotated"

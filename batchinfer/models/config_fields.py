@@ -100,6 +100,14 @@ class Fields:
             return None
         return self.number(key, above=math.nextafter(0.0, -1.0), high=high)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers above 0."""
+        value = self.raw.get(key)
+        if isinstance(value, list) and all(type(v) in (int, float) and 0 < v < 1e30 for v in value):
+            return tuple(map(float, value))
+        self._wrong(key, "a list of numbers above 0")
+        return ()
+
     def boolean(self, key: str, default: bool) -> bool:
         """true or false; null counts as absent."""
         value = self.raw.get(key)

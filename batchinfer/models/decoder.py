@@ -49,6 +49,11 @@ class Decoder:
         ]
 
     @property
+    def long_from(self) -> int | None:
+        """See ModelSpec; such a sequence's positions are those of the second half of the rotary tables."""
+        return self.spec.long_from
+
+    @property
     def expert_loads(self) -> ExpertLoads:
         """How many tokens the experts of its layers were given; empty where there are none."""
         found = {index: layer.loads for index, layer in enumerate(self._layers)}

@@ -16,25 +16,29 @@ def rope_table(rotation: Rotation, max_positions: int, device: torch.device | st
     """cos and sin of positions 0 … max_positions - 1, each (max_positions, rotary_dim / 2) float32.
 
     Computed on the CPU, so that every device multiplies the same numbers; YaRN's attention factor is in them. Where
-    nothing is rotated, one pair of each head is, by an angle of 0.
+    nothing is rotated, one pair of each head is, by an angle of 0. LongRoPE's table has max_positions rows more: those
+    for sequences that may grow beyond the positions that the model was first made for.
     """
     if rotation.rope is None:
         cos = torch.ones(max_positions, 1, device=device)
         return RopeTable(cos, torch.zeros_like(cos))
     frequencies = inverse_frequencies(rotation.rope, rotation.dim)
-    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None]
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[..., None, :]
+    angles = angles.flatten(0, -2)
     factor = rotation.rope.attention_factor
     cos, sin = ((part * factor).to(device) for part in (angles.cos(), angles.sin()))
     return RopeTable(cos, sin, rotation.interleaved)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """(head_dim / 2,) float32, on the CPU."""
+    """(head_dim / 2,) float32, on the CPU; LongRoPE's are (2, head_dim / 2): short and long."""
     plain = 1.0 / _position_frequencies(rope.theta, head_dim)
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(plain, rope)
+    if rope.kind == "longrope":
+        return plain / torch.tensor([rope.short, rope.long])
     if rope.kind == "yarn":
         return _yarn(rope, head_dim)
     return plain

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from batchinfer.models.config_fields import Fields, shown
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 
@@ -27,6 +27,10 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: whole dimensions bound the ramp
     attention_factor: float = 1.0  # multiplies cos and sin
+    short: tuple[
+        float, ...
+    ] = ()  # longrope: what each pair's period is multiplied with up to the original positions
+    long: tuple[float, ...] = ()  # and in sequences that may be longer
 
 
 def _stated(raw: Mapping[str, Any]) -> Any:
@@ -63,6 +67,7 @@ def parse_rope(
         return RopeConfig()
     rope = {"rope_theta": raw.get("rope_theta"), **source}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # as it was first called
     before = len(mistakes)
     _check_supported(kind, rope, raw, mistakes, partial)
     if len(mistakes) > before:
@@ -93,6 +98,8 @@ def _parse_kind(kind: RopeKind, fields: Fields, max_positions: int) -> RopeConfi
     if kind == "linear":
         return RopeConfig("linear", theta, fields.number("factor"))
     original = fields.integer("original_max_position_embeddings", max_positions, high=2**31 - 1)
+    if kind == "longrope":
+        return _parse_longrope(fields, theta, original, max_positions)
     return (_parse_llama3 if kind == "llama3" else _parse_yarn)(fields, theta, original, max_positions)
 
 
@@ -104,6 +111,21 @@ def _parse_llama3(fields: Fields, theta: float, original: int, max_positions: in
         )
     factor = fields.number("factor")
     return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _parse_longrope(fields: Fields, theta: float, original: int, max_positions: int) -> RopeConfig:
+    """LongRoPE (Ding et al., 2024)."""
+    factor = fields.number("factor", max_positions / original)
+    usual = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeConfig(
+        "longrope",
+        theta,
+        factor,
+        original,
+        attention_factor=fields.number("attention_factor", usual),
+        short=fields.numbers("short_factor"),
+        long=fields.numbers("long_factor"),
+    )
 
 
 def _parse_yarn(fields: Fields, theta: float, original: int, max_positions: int) -> RopeConfig:

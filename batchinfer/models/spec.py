@@ -378,6 +378,12 @@ class ModelSpec:
         return tuple(layer.attention.cache for layer in self.layers)
 
     @property
+    def long_from(self) -> int | None:
+        """Sequences that may become longer are rotated in another way; None: there is but one."""
+        rope = self.attention.rotation.rope
+        return rope.original_max_positions if rope is not None and rope.kind == "longrope" else None
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer."""
         return tuple(layer.attention.window for layer in self.layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchinfer.models.config_fields import Fields
 from batchinfer.models.families.family import (
     LLAMA_MODULES,
     ConfigFiles,
@@ -15,25 +16,38 @@ from batchinfer.models.families.family import (
     gated_feed_forward,
     hidden_size,
     layer_count,
+    max_positions,
     model,
-    parts_of_heads,
     rms_eps,
 )
 from batchinfer.models.families.llama import llama_layer
-from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.rope_config import parse_rope, rotary_part
+from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec, Rotation
 
 ABSENT_EPS = 1e-5
 ABSENT_EOS = (32000,)
+ABSENT_ORIGINAL = 4096
 
 
 def parse_phi3(files: ConfigFiles) -> ModelSpec:
-    """Phi3Config. Its "longrope" is not supported yet, which `attention` says."""
+    """Phi3Config."""
     fields = files.config
     window = fields.optional_integer("sliding_window")
-    attended = replace(attention(fields, rotation=parts_of_heads()), window=window)
+    attended = replace(attention(fields, rotation=_rotation), window=window)
     norm = NormSpec(hidden_size(fields), rms_eps(fields, ABSENT_EPS))
     layer = llama_layer(fields, attended, gated_feed_forward(fields), norm)
     return model("phi3", files, (layer,) * layer_count(fields), norm=norm, absent_eos=ABSENT_EOS)
+
+
+def _rotation(fields: Fields, head_dim: int) -> Rotation:
+    """Its "yarn" means LongRoPE, as transformers says; a model was made for 4096 positions first if it does not say."""
+    raw = {"original_max_position_embeddings": ABSENT_ORIGINAL, **fields.raw}
+    for key in ("rope_scaling", "rope_parameters"):
+        stated = raw.get(key)
+        if isinstance(stated, dict) and "yarn" in (stated.get("type"), stated.get("rope_type")):
+            raw[key] = {**stated, "rope_type": "longrope"}
+    rope = parse_rope(raw, max_positions(fields), fields.mistakes, partial=True)
+    return Rotation(rope, rotary_part(raw, head_dim, fields.mistakes))
 
 
 def phi3_modules(layer: LayerSpec) -> Modules:

@@ -41,6 +41,11 @@ class TransformersModel:
         self._around = causal
 
     @property
+    def long_from(self) -> int | None:
+        """transformers' own code chooses the rotation."""
+        return None
+
+    @property
     def expert_loads(self) -> ExpertLoads:
         """None: transformers' code does not count them."""
         return ExpertLoads({})

@@ -28,7 +28,7 @@ from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import LayerCache, Ops
 from batchinfer.request import Completion, Request, SamplingParams
 from tests.batchinfer.engine.driver import Hopeful
-from tests.checkpoints import EOS, kept_folder, make_checkpoint
+from tests.checkpoints import EOS, LONGROPE, kept_folder, make_checkpoint
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)
 OUTPUT = 8
@@ -68,6 +68,7 @@ VARIANTS = {
         "phi3",
         {"sliding_window": 24, "head_dim": 16, "rope": "partial-0.75"},
     ),
+    "phi3-longrope": ("phi3", {"rope": LONGROPE, "original_max_position_embeddings": 50}),
     "gemma": ("gemma", {"hidden_act": "gelu"}),
     "gemma2": ("gemma2", {"num_hidden_layers": 3, "sliding_window": 24}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 3, "sliding_window": 24}),
@@ -208,7 +209,7 @@ def run_engine(
     engine = Engine(
         runner,
         Scheduler(config, pool, Hopeful() if setting.scarce else None, windows),
-        EngineLimits(MAX_LEN, sampler.eos_token_ids),
+        EngineLimits(MAX_LEN, sampler.eos_token_ids, checkpoint.spec.long_from),
     )
     engine.add(requests)
     done: dict[bytes, Completion] = {}

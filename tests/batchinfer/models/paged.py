@@ -72,7 +72,9 @@ def _step(
     ]
     width = max(len(s.blocks) for s in batch)
     inputs = AttentionInputs(
-        positions=torch.tensor([p for span in spans for p in span]),
+        positions=torch.tensor(
+            [p + _rotated_from(decoder, s) for s, span in zip(batch, spans, strict=True) for p in span]
+        ),
         slots=torch.tensor(slots),
         block_tables=torch.tensor(
             [s.blocks + [0] * (width - len(s.blocks)) for s in batch], dtype=torch.int32
@@ -86,3 +88,9 @@ def _step(
     for sequence, span, part in zip(batch, spans, logits.split(inputs.query_lens), strict=True):
         sequence.logits.append(part)
         sequence.done = span.stop
+
+
+def _rotated_from(decoder: Decoder, sequence: PagedSequence) -> int:
+    """Where the rotary tables' rows of a prompt of this length begin."""
+    long_from = decoder.long_from
+    return decoder.max_positions if long_from is not None and len(sequence.tokens) > long_from else 0

@@ -112,10 +112,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": [1, -1]}, "eos_token_id is [1, -1]"),
     ({"rope_scaling": "yarn"}, "the rope parameters are 'yarn'; wanted an object"),
     (
-        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-        "rope type 'longrope' is not supported; default, linear",
+        {"rope_scaling": {"type": "proportional", "factor": 2.0}},
+        "rope type 'proportional' is not supported; default, linear",
     ),
-    ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ({"rope_scaling": {"type": "longrope"}}, "short_factor is missing; wanted a list of numbers above 0"),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1, 2]}},
+        "short_factor has 1 numbers",
+    ),
     ({"rope_scaling": {"type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing; wanted a number above 0"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0; wanted"),

@@ -15,7 +15,7 @@ from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.torch_ops import TorchOps
 from tests.batchinfer.models.paged import run_paged
-from tests.checkpoints import FAMILIES, ROPES, cast_parameters, edit_json, make_checkpoint
+from tests.checkpoints import FAMILIES, LONGROPE, ROPES, cast_parameters, edit_json, make_checkpoint
 
 LENGTHS = (1, 2, 17, 63, 100, 300)
 
@@ -111,6 +111,17 @@ def test_a_rotation_for_each_kind_of_layer(tmp_path: Path, transformers_4: bool)
     local, full = ({layer.attention.rotation.rope for layer in checkpoint.spec.layers[i::2]} for i in (0, 1))
     assert {rope.theta for rope in local if rope} == {77.0}
     assert {rope.kind for rope in full if rope} == {"linear"}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("stated", [{}, {"factor": 3.0}, {"attention_factor": 1.4}])
+def test_longrope(tmp_path: Path, family: str, stated: dict[str, Any]) -> None:
+    """Prompts up to the original positions are rotated by the short factors, others by the long ones."""
+    original = LONGROPE["original_max_position_embeddings"]
+    more = {"original_max_position_embeddings": original} if family == "phi3" else {}
+    model = make_checkpoint(tmp_path, family, rope={**LONGROPE, **stated}, **more)
+    checkpoint = check_logits(tmp_path, model, lengths=(2, original, original + 1, 100, 300))
+    assert checkpoint.spec.long_from == original
 
 
 @pytest.mark.parametrize("inverse", [False, True])
