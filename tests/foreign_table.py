@@ -17,7 +17,7 @@ from batchinfer.models.foreign.checkpoint import inspect_foreign
 from batchinfer.models.foreign.probe import describe
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.spec import ForeignSpec
-from tests.foreign_models import RESERVED, RUNS, make_foreign, other_types, stated
+from tests.foreign_models import RUNS, make_foreign, other_types, stated
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- written by `python -m tests.foreign_table` -->\n", "<!-- end -->"
@@ -87,8 +87,7 @@ def _running() -> str:
 def _refused() -> str:
     kinds: dict[str, list[str]] = {}
     for kind in other_types():
-        if kind not in RESERVED:
-            kinds.setdefault(reason_of(kind) or "not tested", []).append(kind)
+        kinds.setdefault(reason_of(kind) or "not tested", []).append(kind)
     rows = [f"| {reason} | {', '.join(f'`{kind}`' for kind in found)} |" for reason, found in kinds.items()]
     return REASONS + "".join(f"{row}\n" for row in sorted(rows))
 

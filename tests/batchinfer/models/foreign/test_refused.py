@@ -32,7 +32,7 @@ from batchinfer.models.foreign.source import ForeignSource
 from batchinfer.models.opening import open_checkpoint
 from tests.batchinfer.models.foreign.kit import LONGEST, PLACE, Foreign, make, raw_config
 from tests.checkpoints import edit_json, kept_folder, make_checkpoint
-from tests.foreign_models import RESERVED, RUNS, make_foreign, other_types, stated
+from tests.foreign_models import RUNS, make_foreign, other_types, stated
 from tests.foreign_table import reason_of, reasons_on_page, rows_on_page
 
 # One for each reason
@@ -53,8 +53,10 @@ def own(phi: Foreign, tmp_path: Path) -> Path:
 
 
 def kinds() -> list[Any]:
-    named = [kind for kind in other_types() if kind not in RESERVED]
-    return [pytest.param(kind, marks=[] if kind in SOME else [pytest.mark.slow], id=kind) for kind in named]
+    return [
+        pytest.param(kind, marks=[] if kind in SOME else [pytest.mark.slow], id=kind)
+        for kind in other_types()
+    ]
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -65,7 +67,7 @@ def test_the_page_says_why(kind: str) -> None:
 def test_the_page_has_every_type() -> None:
     """If this fails after a family was added or transformers was upgraded: python -m tests.foreign_table."""
     assert set(rows_on_page()) == set(RUNS) - set(FAMILIES)
-    assert set(reasons_on_page()) == set(other_types()) - set(RESERVED)
+    assert set(reasons_on_page()) == set(other_types())
 
 
 @pytest.mark.parametrize(
