@@ -4,12 +4,12 @@
     ├── UsageError                  2  the command line
     ├── InputCorrupt               65  an input file is damaged, or changed while it was read
     ├── ErrorBudgetExceeded        65  more error rows than `on_error.max_error_rate` allows
-    ├── InputMissing               66  an input file is missing, or a glob matches nothing
-    ├── Unavailable                69  the device or the store cannot be reached
+    ├── InputMissing               66  an input file is missing, a glob matches nothing, or a hub has no such model
+    ├── Unavailable                69  the device, the store or a hub cannot be reached
     ├── OutOfMemory                71  the device or the host has no memory left
     ├── OutputConflict             73  the result folder belongs to somebody else
     ├── StorageError               74  disk full or input/output error; the job can be resumed
-    ├── Locked                     75  another run of this job holds the state folder
+    ├── Locked                     75  another run of this job, or pull of this model, is at work
     ├── Busy                       75  other processes use the cores that were to be measured
     ├── SecurityRefusal            77  pickle, remote code, or a path that escapes
     ├── JobFileError               78  the job file, with every mistake listed
@@ -56,14 +56,14 @@ class ErrorBudgetExceeded(BatchInferError):
 
 
 class InputMissing(BatchInferError):
-    """An input file does not exist, or a glob matches no file."""
+    """An input file does not exist, a glob matches no file, or a hub has no such model."""
 
     exit_code = 66
     status = "input missing"
 
 
 class Unavailable(BatchInferError):
-    """The device, or the engine's process, is gone or cannot be started."""
+    """The device, or the engine's process, is gone or cannot be started; or a hub cannot be reached."""
 
     exit_code = 69
     status = "unavailable"
@@ -91,7 +91,7 @@ class StorageError(BatchInferError):
 
 
 class Locked(BatchInferError):
-    """Another run holds the lock of this job's state folder."""
+    """Another run holds the lock of this job's state folder, or another pull that of the model."""
 
     exit_code = 75
     status = "locked"

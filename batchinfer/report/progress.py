@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from batchinfer.report.units import about, count, short
 from batchinfer.request import StepSample
+from batchinfer.sizes import size
 from batchinfer.text import printable
 
-Phase = Literal["reading", "planning", "loading model", "running", "publishing"]
+Phase = Literal["listing", "downloading", "reading", "planning", "loading model", "running", "publishing"]
 
-UNCOUNTED: tuple[Phase, ...] = ("planning", "loading model")
+UNCOUNTED: tuple[Phase, ...] = ("listing", "planning", "loading model")
 
 FIRST_LINE_S = 5.0
 LINE_EVERY_S = 30.0
@@ -74,7 +75,7 @@ class _Work:
     phase: Phase
     rows: int = 0
     total_rows: int | None = None
-    bytes: int = 0  # of the input files
+    bytes: int = 0  # of the input files, or of a download
     total_bytes: int | None = None
     prompt_tokens: int | None = None  # None: not a phase of tokens
     expected_tokens: int = 0  # upper bound of the output
@@ -86,11 +87,15 @@ class _Work:
 
     @property
     def done(self) -> int:
+        if self.phase == "downloading":
+            return self.bytes
         return self.rows if self.prompt_tokens is None else self.ran_tokens
 
     @property
     def total(self) -> int | None:
         """What the phase comes to; shrinks as outputs end before the most they may have."""
+        if self.phase == "downloading":
+            return self.total_bytes
         if self.prompt_tokens is None:
             return self.total_rows
         left = self.expected_tokens - self.finished_expected
@@ -171,6 +176,15 @@ class Progress:
         self._begin(
             _Work("running", total_rows=rows, prompt_tokens=prompt_tokens, expected_tokens=expected_tokens)
         )
+
+    def downloading(self, received: int, total: int) -> None:
+        """Begin the phase of a download, of which so many bytes are there already."""
+        self._begin(_Work("downloading", bytes=received, total_bytes=total))
+
+    def received(self, received: int) -> None:
+        """So many bytes of the download are there in all."""
+        self._current().bytes = received
+        self.tick()
 
     def rows(self, number: int) -> None:
         """So many more rows were read or published."""
@@ -269,6 +283,8 @@ def _bar_format(work: _Work, now: float) -> str:
 
 def _amount(work: _Work) -> str:
     done, total = work.done, work.total
+    if work.phase == "downloading":
+        return f"{size(done)} of {size(total or 0)}"
     if work.prompt_tokens is not None:
         return f"{short(done)} of {short(total)} tokens"
     return (
@@ -299,5 +315,6 @@ def line_of(work: _Work, now: float) -> str:
 def _details(work: _Work, now: float) -> list[str]:
     """Rate and time left, as far as they are known."""
     rate, left = work.rate(now), work.left_s(now)
-    parts = [] if rate is None else [f"{short(rate)} {work.unit}/s"]
+    told = "" if rate is None else size(rate) if work.phase == "downloading" else f"{short(rate)} {work.unit}"
+    parts = [f"{told}/s"] if told else []
     return parts if left is None else [*parts, f"about {about(left)} left"]

@@ -17,7 +17,7 @@ _FAST = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-_FILES = (_FAST, _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
+FILES = (_FAST, _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -65,7 +65,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """sha256 over the tokenizer's files, the chat template among them."""
         digest = hashlib.sha256()
-        for name in _FILES:
+        for name in FILES:
             path = self.folder / name
             if path.is_file():
                 digest.update(f"{name}:{path.stat().st_size}:".encode())

@@ -1,0 +1,64 @@
+"""The verb that downloads a model: pull."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from batchinfer.cli.options import Json, Quiet
+from batchinfer.cli.terminal import painted, say, say_json, tell_error
+from batchinfer.errors import UsageError
+from batchinfer.hub import ModelName
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.pull import Pulled, pull_model
+from batchinfer.report.progress import Progress
+from batchinfer.sizes import size
+
+
+def pull(
+    model: Annotated[
+        str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="The model, and its branch, tag or commit.")
+    ],
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> int:
+    """Download a model into the Hugging Face cache, or continue with it. Jobs then name it as ORG/NAME."""
+    try:
+        name = ModelName.parse(model)
+    except ValueError as error:
+        raise UsageError(f"{model} names no model: {error}") from error
+    progress = Progress(sys.stderr, job=name.repo, quiet=quiet or as_json)
+    with Interrupts().installed(), progress:
+        pulled = pull_model(name, progress)
+    code = 0 if pulled.problem is None else pulled.problem.exit_code
+    if as_json:
+        say_json(_facts(pulled, code))
+    elif not quiet:
+        say("\n".join(_lines(pulled)))
+    if pulled.problem is not None:
+        tell_error(f"{pulled.name} is downloaded, but cannot be run: {pulled.problem}")
+    return code
+
+
+def _lines(pulled: Pulled) -> list[str]:
+    sizes = f"{pulled.files} files, {size(pulled.bytes)}; {size(pulled.downloaded_bytes)} of weights downloaded now"
+    named = [("folder", str(pulled.folder)), ("size", sizes)]
+    if pulled.problem is None:
+        named.append(("job file", f"model: {{path: {pulled.name}}}"))
+    head = painted(f"{pulled.name.repo}@{pulled.commit}", "heading")
+    return [head, *(painted(f"  {key:<9}", "quiet") + painted(text) for key, text in named)]
+
+
+def _facts(pulled: Pulled, code: int) -> dict[str, object]:
+    return {
+        "exit_code": code,
+        "model": str(pulled.name),
+        "commit": pulled.commit,
+        "path": str(pulled.folder),
+        "files": pulled.files,
+        "bytes": pulled.bytes,
+        "downloaded_bytes": pulled.downloaded_bytes,
+        "message": None if pulled.problem is None else str(pulled.problem),
+    }
