@@ -22,6 +22,7 @@ from batchinfer.ops.interface import Ops
 from batchinfer.request import Request, SamplingParams, StepSample
 from batchinfer_kernels.arithmetic import Dtype, Quantization
 from tests.batchinfer.engine.driver import Hopeful
+from tests.batchinfer.engine.small_engine import Preempting
 
 Place = tuple[int, int]  # number of a row, position in its answer
 
@@ -125,7 +126,8 @@ class Forced:
         )
         windows = loaded.runner.layout.sizes.windows
         pool = BlockPool(way.blocks or loaded.info.blocks, loaded.info.block_size, len(windows))
-        scheduler = Scheduler(limits, pool, Hopeful() if way.blocks else None, windows)
+        kind = Preempting if way.blocks and windows != (None,) else Scheduler
+        scheduler = kind(limits, pool, Hopeful() if way.blocks else None, windows)
         runner = replace(loaded.runner, sampler=self.sampler)
         self._engine = Engine(runner, scheduler, loaded.engine_limits)
         self.steps: list[StepSample] = []

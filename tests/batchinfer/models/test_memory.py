@@ -20,6 +20,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.decoder import load_decoder
 from batchinfer.ops.torch_ops import TorchOps
 
 checkpoint = inspect_checkpoint(Path(sys.argv[1]))
