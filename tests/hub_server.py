@@ -157,6 +157,5 @@ class _Handler(BaseHTTPRequestHandler):
         if end is not None:
             self.hub.reached.set()
             if self.hub.stalled.is_set():
-                self.hub.stalled.wait(0)
                 threading.Event().wait(8)
             self.close_connection = True

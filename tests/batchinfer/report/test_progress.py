@@ -47,6 +47,18 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
+def test_a_download_is_told_in_bytes_and_what_was_there_before_is_no_rate(clock: Clock) -> None:
+    stream = io.StringIO()
+    with Progress(stream, clock=clock) as progress:
+        progress.downloading(1 << 30, 4 << 30)
+        for second in range(1, 11):
+            clock.now += 1
+            progress.received((1 << 30) + second * (100 << 20))
+    assert stream.getvalue().splitlines() == [
+        "downloading 37% · 100 MiB/s · about 26 s left · 1.49 GiB of 4 GiB"
+    ]
+
+
 def test_plain_lines_come_after_5_then_every_30_seconds(clock: Clock, step: Any) -> None:
     stream = io.StringIO()
     with Progress(stream, clock=clock) as progress:
