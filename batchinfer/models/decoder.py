@@ -95,7 +95,7 @@ class Decoder:
         if self.spec.logit_multiplier != 1:
             logits = logits * self.spec.logit_multiplier
         cap = self.spec.logit_cap
-        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
+        return logits if cap is None else self._ops.cap_logits(logits, cap)
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """hidden: as for `logits` → (n,) int64, the argmax of the logits; NO_TOKEN where they are no finite numbers."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from batchinfer.ops.torch_ops import add_loads
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.packed import Kind, PackedExperts
-from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
+from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.quantized_linear import quantize_weight
 
 
@@ -28,28 +26,6 @@ class CompiledExperts(Experts):
         if counted is not None:
             add_loads(self.loads, choice.experts, counted)
         return self._compiled.experts(x, self._gate_up, self._down, choice, loads)
-
-
-class SteppedExperts(CompiledExperts):
-    """Compiled products with a gate of torch's own between them."""
-
-    def __init__(
-        self,
-        compiled: CompiledOperators,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        gate: Callable[[Tensor], Tensor],
-    ) -> None:
-        super().__init__(compiled, gate_up, down)
-        self._gate = gate
-
-    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        groups = group_by_expert(choice.experts, self._gate_up.count)
-        add_loads(self.loads, choice.experts, counted)
-        rows = x[groups.order // choice.experts.shape[1]]
-        inner = self._compiled.grouped_linear(rows, self._gate_up, groups.starts)
-        made = self._compiled.grouped_linear(self._gate(inner), self._down, groups.starts)
-        return combine_reference(made, groups.order, choice.weights)
 
 
 class CompiledHeads(HeadsLinear):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
-from batchinfer.ops.cpu_experts import CompiledExperts, CompiledHeads, SteppedExperts, pack
+from batchinfer.ops.cpu_experts import CompiledExperts, CompiledHeads, pack
 from batchinfer.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.ops.cpu_linear import CompiledHead, CompiledLinear, OneDnnLinear
 from batchinfer.ops.interface import (
@@ -36,11 +34,11 @@ from batchinfer_kernels.quantized_linear import quantize_weight
 
 # Heads that read a tile of latents together: with them it is worth its way from the L2 cache
 MOST_SLICE = 16
-# Activations whose gate is compiled
 GATES: dict[Activation, Kind] = {
     "silu": "gated",
     "gelu_tanh": "gelu_gated",
     "clamped_swiglu": "clamped_gated",
+    "gelu": "exact_gelu_gated",
 }
 
 
@@ -82,10 +80,9 @@ class CpuOps(TorchOps):
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
-        kind = GATES.get(activation)
-        if self.linear == "onednn" or kind is None:
+        if self.linear == "onednn":
             return GatedLinear(self, self.pack_linear(weight, bias), activation)
-        return CompiledLinear(self._compiled, self._packed(weight, bias, kind))
+        return CompiledLinear(self._compiled, self._packed(weight, bias, GATES[activation]))
 
     def pack_head(self, weight: Tensor) -> Head:
         return CompiledHead(self._compiled, self._packed(weight, None, "float"))
@@ -94,13 +91,8 @@ class CpuOps(TorchOps):
         return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, "float"))
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        kind = GATES.get(activation)
-        into = pack(self._compiled, gate_up, kind or "plain", self._quantization)
+        into = pack(self._compiled, gate_up, GATES[activation], self._quantization)
         back = pack(self._compiled, down, "plain", self._quantization)
-        if kind is None:
-            return SteppedExperts(
-                self._compiled, into, back, partial(self.gated_activation, activation=activation)
-            )
         return CompiledExperts(self._compiled, into, back)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
@@ -197,12 +189,16 @@ class CpuOps(TorchOps):
         return self._compiled.latent_attention(q, cache.k, tables, plan.items, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        kind = GATES.get(activation)
-        if kind is not None:
-            return self._compiled.gate(gate_up, kind)
-        # torch computes the last few values of a tensor by other instructions than the others, and the last bit may
-        # differ: computed in float64, it is rounded away
-        return super().gated_activation(gate_up.double(), activation).to(gate_up.dtype)
+        return self._compiled.gate(gate_up, GATES[activation])
+
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        if activation == "clamped_swiglu":
+            return super().activation(x, activation)  # which says that it needs a gate and an up
+        return self._compiled.activate(x, GATES[activation])
+
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        self._compiled.cap_logits(logits, cap)
+        return logits
 
 
 def _slice(heads: int) -> int:

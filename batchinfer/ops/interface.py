@@ -335,6 +335,10 @@ class Ops(ABC):
     ) -> Tensor:
         """(T, heads, rank + R) → (T, heads, rank). See batchinfer_kernels.latent_attention."""
 
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        """cap × tanh(logits / cap) of (n, vocab) float32, perhaps in place."""
+        return (logits / cap).tanh_().mul_(cap)
+
     def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
         """(n, vocab) → (n,) int64. See batchinfer_kernels.sample."""
         return sample_reference(logits, sampling)

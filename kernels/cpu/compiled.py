@@ -44,6 +44,7 @@ _WEIGHT = ctypes.POINTER(Weight)
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT] * 2,
     "gate": [_POINTER] * 2 + [_LONG] * 3,
+    "activate": [_POINTER] * 2 + [_LONG] * 3,
     "rope_store": [ctypes.POINTER(Heads)],
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
@@ -67,6 +68,7 @@ class CompiledOperators:
         self._packed_order = _function(library, "packed_order", [_LONG, _LONG, _POINTER])
         self._pack_codes = _function(library, "pack_codes", [_POINTER] + [_LONG] * 3 + [_POINTER] * 2)
         self._ranked_columns = _function(library, "ranked_columns", [_POINTER] * 2 + [_LONG])
+        self._cap_logits = _function(library, "cap_logits", [_POINTER, _LONG, _LONG, _FLOAT])
         self.lanes = int(_function(library, "lanes", [], _LONG)())
         self.tile = int(self._columns(1, 0))  # keys of an attention tile
         self._functions = {
@@ -207,6 +209,19 @@ class CompiledOperators:
         y = gate_up.new_empty(rows, width)
         self._call("gate", gate_up, gate_up, y, rows, width, KINDS[kind])
         return y
+
+    def activate(self, x: Tensor, kind: Kind) -> Tensor:
+        """(T, width) → (T, width): the activation that the gated kind names, of each value."""
+        y = torch.empty_like(x)
+        self._call("activate", x, x, y, *x.shape, KINDS[kind])
+        return y
+
+    def cap_logits(self, logits: Tensor, cap: float) -> None:
+        """cap × tanh(logits / cap), in place: (n, vocab) float32."""
+        if logits.dim() != 2 or logits.dtype != torch.float32:
+            raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}, not a matrix of float32")
+        self._checked("cap_logits", logits)
+        self._cap_logits(logits.data_ptr(), *logits.shape, cap)
 
     def rope_store(
         self,

@@ -5,7 +5,7 @@ typedef struct {
     const REAL *input_norm, *attention_norm, *post_norm, *feed_forward_norm; /* the second and the last may be NULL */
     Weight qkv, o, gated, down;
     NAME(Rotation) rotation; /* whose eps and offset are those of all norms */
-    int64_t window, gate;    /* the latter: GATED or GELU_GATED */
+    int64_t window, gate;    /* the latter: what makes `is_gated` true */
     const float *sinks;      /* or NULL */
 } NAME(Layer);
 

@@ -47,8 +47,10 @@ static void NAME(put_gated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int
         NAME(put_activated)(sums, bias, y, stride, rows, GATED);
     else if (kind == GELU_GATED)
         NAME(put_activated)(sums, bias, y, stride, rows, GELU_GATED);
-    else
+    else if (kind == CLAMPED_GATED)
         NAME(put_activated)(sums, bias, y, stride, rows, CLAMPED_GATED);
+    else
+        NAME(put_activated)(sums, bias, y, stride, rows, EXACT_GELU_GATED);
 }
 
 /* `columns` of the panel's results belong to y: what the last panel has beyond them is dropped. */

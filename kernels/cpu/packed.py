@@ -9,10 +9,17 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import Weight, address
 
-# What a product writes: the stored type, float32, or a gate of silu, gelu_tanh or clamped_swiglu
-Kind = Literal["plain", "float", "gated", "gelu_gated", "clamped_gated"]
+# What a product writes: the stored type, float32, or a gate of silu, gelu_tanh, clamped_swiglu or gelu
+Kind = Literal["plain", "float", "gated", "gelu_gated", "clamped_gated", "exact_gelu_gated"]
 # As in panels.h
-KINDS: dict[Kind, int] = {"plain": 0, "float": 1, "gated": 2, "gelu_gated": 4, "clamped_gated": 5}
+KINDS: dict[Kind, int] = {
+    "plain": 0,
+    "float": 1,
+    "gated": 2,
+    "gelu_gated": 4,
+    "clamped_gated": 5,
+    "exact_gelu_gated": 6,
+}
 
 
 def is_gated(kind: Kind) -> bool:

@@ -1,12 +1,17 @@
 /* How the results of a matrix product are cut up: shared by every kind of weight. */
 
 /* What a product writes: the stored type, float, silu(gate) * up, only where a row's greatest result stands,
- * gelu_tanh(gate) * up, or clamped_gate(gate) * clamped_up(up). */
-enum { PLAIN, FLOAT, GATED, GREATEST, GELU_GATED, CLAMPED_GATED };
-INLINE int is_gated(int64_t kind) { return kind == GATED || kind == GELU_GATED || kind == CLAMPED_GATED; }
+ * gelu_tanh(gate) * up, clamped_gate(gate) * clamped_up(up), or gelu_exact(gate) * up. */
+enum { PLAIN, FLOAT, GATED, GREATEST, GELU_GATED, CLAMPED_GATED, EXACT_GELU_GATED };
+INLINE int is_gated(int64_t kind) { return kind == GATED || kind >= GELU_GATED; }
 
 INLINE vf gate_factor(vf gate, const int kind) {
-    return kind == GATED ? silu(gate) : kind == GELU_GATED ? gelu_tanh(gate) : clamped_gate(gate);
+    switch (kind) {
+        case GATED: return silu(gate);
+        case GELU_GATED: return gelu_tanh(gate);
+        case CLAMPED_GATED: return clamped_gate(gate);
+        default: return gelu_exact(gate);
+    }
 }
 INLINE vf up_factor(vf up, const int kind) { return kind == CLAMPED_GATED ? clamped_up(up) : up; }
 

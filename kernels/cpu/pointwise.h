@@ -86,6 +86,20 @@ void NAME(gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width, int64
     }
 }
 
+/* y = the gate's factor of that kind, of (rows, width) values that have no up */
+void NAME(activate)(const REAL *x, REAL *y, int64_t rows, int64_t width, int64_t kind) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        REAL some[LANES] = {0};
+        for (int64_t i = 0; i < width; i += LANES) {
+            int64_t at = row * width + i, count = width - i < LANES ? width - i : LANES;
+            memcpy(some, x + at, count * sizeof(REAL));
+            STOREV(some, gate_factor(LOADV(some), kind));
+            memcpy(y + at, some, count * sizeof(REAL));
+        }
+    }
+}
+
 /* How heads are normed and rotated. */
 typedef struct {
     const float *cosine, *sine; /* (max positions, pairs) */

@@ -20,6 +20,20 @@ void ranked_columns(const uint64_t *greatest, int64_t *columns, int64_t n) {
     }
 }
 
+/* logit = cap * tanh(logit / cap) for (rows, width) of them */
+void cap_logits(float *logits, int64_t rows, int64_t width, float cap) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        float some[LANES] = {0};
+        for (int64_t i = 0; i < width; i += LANES) {
+            int64_t at = row * width + i, count = width - i < LANES ? width - i : LANES;
+            memcpy(some, logits + at, count * sizeof(float));
+            store_f32(some, cap * tanh_vector(load_f32(some) / cap));
+            memcpy(logits + at, some, count * sizeof(float));
+        }
+    }
+}
+
 /* Codes of a weight, packed, and what its sums start at. Codes come as (outputs, inputs) int8. */
 void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts) {
     int64_t words = (inputs + 3) / 4, panels = panels_of(outputs, gated);

@@ -20,7 +20,12 @@ TOLERANCE = {
     torch.bfloat16: {"atol": 2e-1, "rtol": 1.6e-2},
 }
 
-GATES = {"gated": "silu", "gelu_gated": "gelu_tanh", "clamped_gated": "clamped_swiglu"}
+GATES = {
+    "gated": "silu",
+    "gelu_gated": "gelu_tanh",
+    "clamped_gated": "clamped_swiglu",
+    "exact_gelu_gated": "gelu",
+}
 AVX2_LANES = 8  # and what has AVX2 has fused multiply-adds
 
 

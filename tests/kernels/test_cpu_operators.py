@@ -20,7 +20,7 @@ from batchinfer_kernels.cpu.structures import (
     PlanStructure,
     Weight,
 )
-from batchinfer_kernels.gated_activation import gated_activation_reference
+from batchinfer_kernels.gated_activation import activation_reference, gated_activation_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
 from tests.kernels.cpu_cache import laid_out, plain
@@ -49,10 +49,13 @@ def test_rms_norm(compiled, dtype, rows, hidden):
         torch.testing.assert_close(got[1], wanted[1], atol=0, rtol=0)
 
 
+ACTIVATIONS = [("silu", "gated"), ("gelu_tanh", "gelu_gated"), ("gelu", "exact_gelu_gated")]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("activation", "kind"),
-    [("silu", "gated"), ("gelu_tanh", "gelu_gated"), ("clamped_swiglu", "clamped_gated")],
+    [*ACTIVATIONS, ("clamped_swiglu", "clamped_gated")],
 )
 def test_gate(compiled, dtype, activation, kind):
     torch.manual_seed(0)
@@ -60,6 +63,37 @@ def test_gate(compiled, dtype, activation, kind):
     gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, -0.0])
     wanted = gated_activation_reference(gate_up, activation)
     torch.testing.assert_close(compiled.gate(gate_up, kind), wanted, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "kind"), ACTIVATIONS)
+def test_activation_without_an_up(compiled, dtype, activation, kind):
+    """Every value is the same wherever it stands: torch takes the last few of a tensor by other instructions."""
+    torch.manual_seed(1)
+    x = (torch.randn(5, 37) * 4).to(dtype)
+    x[0, :5] = torch.tensor([0.0, -300.0, 300.0, -0.0, 1e-5])
+    got = compiled.activate(x, kind)
+    torch.testing.assert_close(got, activation_reference(x, activation), **TOLERANCE[dtype])
+    for row in range(len(x)):
+        for start in range(0, 37, 5):
+            part = x[row : row + 1, start:].contiguous()
+            assert torch.equal(compiled.activate(part, kind), got[row : row + 1, start:])
+    x[2, 3] = float("nan")
+    assert compiled.activate(x, kind).isnan().sum() == 1
+
+
+def test_capped_logits(compiled):
+    torch.manual_seed(1)
+    logits = torch.randn(3, 101) * 40
+    logits[1, 7], logits[1, 9] = float("inf"), float("-inf")
+    wanted, got = 30 * (logits / 30).tanh(), logits.clone()
+    compiled.cap_logits(got, 30.0)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    alone = logits[2:, 50:].contiguous()
+    compiled.cap_logits(alone, 30.0)
+    assert torch.equal(alone, got[2:, 50:])
+    with pytest.raises(ValueError, match="not a matrix of float32"):
+        compiled.cap_logits(logits.bfloat16(), 30.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -28,7 +28,7 @@ def layer_spec(group, dim, biased, normed, window, inner=INNER, gemma=False):
     norm, heads = NormSpec(HIDDEN, 1e-5, offset=1.0 if gemma else 0.0), (group * KV_HEADS, KV_HEADS, dim)
     qk_norm, cap = replace(norm, width=dim) if normed else None, 4.0 if gemma else None
     rotation, biases = Rotation(RopeConfig(), dim, interleaved=gemma), (biased, biased)
-    attention = AttentionSpec(*heads, dim**-0.5, rotation, window, cap, qk_norm, qk_norm, *biases)
+    attention = AttentionSpec(*heads, dim**-0.5, rotation, window, cap, False, qk_norm, qk_norm, *biases)
     fed = FeedForwardSpec(inner, "gelu_tanh" if gemma else "silu", biased)
     after = (norm, norm) if gemma else ()
     return LayerSpec(HIDDEN, norm, attention, norm, fed, *after)
