@@ -85,12 +85,9 @@ VARIANTS = {
 ALWAYS = (
     "llama",
     "llama-window",
-    "qwen2-biased",
     "qwen2-mixed-windows",
     "qwen3-normed",
-    "olmo2",
     "gemma2",
-    "cohere2",
     "qwen2-moe",
     "deepseek-v3",
     "gpt-oss",
