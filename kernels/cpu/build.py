@@ -28,7 +28,7 @@ FLAGS = (
     "-std=gnu11",
     "-fPIC",
 )
-TIMEOUT_S = 120
+TIMEOUT_S = 300  # it takes half a minute on two idle cores, and several processes may build at once
 
 
 class NoCompiler(RuntimeError):
