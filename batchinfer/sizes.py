@@ -17,7 +17,12 @@ def sizes(one: float, other: float) -> tuple[str, str]:
         texts = _written(one, digits), _written(other, digits)
         if texts[0] != texts[1] or one == other:
             return texts
-    return f"{one:,.0f} bytes", f"{other:,.0f} bytes"
+    return _exact(one), _exact(other)
+
+
+def _exact(value: float) -> str:
+    """An integer beyond 2^53 would lose its last digits on the way through a float."""
+    return f"{value:,} bytes" if isinstance(value, int) else f"{value:,.0f} bytes"
 
 
 def _written(value: float, digits: int) -> str:

@@ -351,6 +351,8 @@ class CompiledOperators:
         run(layer.structure, room.structure, k_cache.data_ptr(), v_cache.data_ptr(), first)
 
     def _check_caches(self, caches: tuple[Tensor, Tensor], kv_heads: int, block_size: int, q: Tensor) -> None:
+        if q.shape[2] * q.element_size() % WORD_BYTES:
+            raise ValueError(f"heads of {q.shape[2]} values of {q.dtype}: a half of a word would be lost")
         wanted = self.cache_shape(kv_heads, block_size, q.shape[2])
         for cache in caches:
             _check_blocks(cache, wanted, q.dtype)

@@ -107,6 +107,7 @@ def test_what_only_triton_can_do_is_refused_without_it(
     assert not (path.parent / "out" / "res").exists()
 
 
+@pytest.mark.slow
 def test_experts_count_each_token_once(tmp_path: Path) -> None:
     """Not what was run to measure and to capture, nor the padding of graphs."""
     make_model_folder(tmp_path / "model", "qwen2_moe", seed=2)

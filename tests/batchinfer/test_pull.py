@@ -92,7 +92,7 @@ def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(hub: Hub,
     assert hub.reached.wait(60)
     partial = cache / f"models--org--tiny/blobs/{sha256(hub.commits[FIRST][WEIGHTS])}.incomplete"
     for _ in range(600):
-        if partial.exists() and partial.stat().st_size >= whole // 2 - 4096:
+        if partial.exists() and partial.stat().st_size >= whole // 2 - 3 * 4096:  # what it buffers
             break
         assert child.poll() is None
         time.sleep(0.05)

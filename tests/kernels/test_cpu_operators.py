@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.cpu.attention_plan import MAX_ROWS
+from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.structures import (
     Attention,
@@ -128,6 +128,13 @@ def test_structures_are_those_of_the_library():
     structures = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep, ExpertsStructure, Latent)
     ours = [ctypes.sizeof(structure) for structure in structures]
     assert list(found) == [*ours, MAX_HEAD_DIM, MAX_ROWS]
+
+
+def test_heads_that_end_within_a_word_are_refused(compiled):
+    q, cache = torch.zeros(1, 2, 5).bfloat16(), torch.zeros(1, 2, compiled.lanes, compiled.lanes).bfloat16()
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"heads of 5 values of torch.bfloat16"):
+        compiled.paged_attention(q, cache, cache, 4, table, attention_items([1], [1], 1), 1.0)
 
 
 def test_heads_that_are_too_large_are_refused(compiled):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.batchinfer.models.test_logits import SCALED, check_logits
 from tests.checkpoints import FAMILIES, HEADS_FILL_HIDDEN, PARTIAL_ROPES, ROPES, make_checkpoint
 
-FEW, MANY = 3, 50
+FEW, MANY = 2, 50
 WINDOW = st.sampled_from([None, 1, 9, 24])
 EXPERTS: dict[str, st.SearchStrategy[Any]] = {
     "num_experts": st.sampled_from([4, 5, 16, 33]),

@@ -192,10 +192,10 @@ def _kept_by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _mend_fma() -> None:
     from triton.runtime import interpreter
 
-    def mended(_builder: Any, x: Any, y: Any, z: Any) -> Any:
+    def patched(_builder: Any, x: Any, y: Any, z: Any) -> Any:
         return interpreter.TensorHandle(fused(x.data, y.data, z.data), z.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_fma = mended
+    interpreter.InterpreterBuilder.create_fma = patched
 
 
 def _mend_dot() -> None:
@@ -209,13 +209,13 @@ def _mend_dot() -> None:
             return interpreter._convert_float(handle.data, handle.dtype, tl.float16, None).view(np.float16)
         return handle.data
 
-    def mended(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    def patched(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         if d.data.dtype != np.float32:
             return plain(self, a, b, d, *options)
         total = np.matmul(values(a), values(b), dtype=np.float64) + d.data
         return interpreter.TensorHandle(total.astype(np.float32), d.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_dot = mended
+    interpreter.InterpreterBuilder.create_dot = patched
 
 
 def _mend_bfloat16() -> None:
@@ -260,17 +260,17 @@ def _narrow(handle: Any) -> Any:
 
 
 def _computed_in_float32(operation: Callable[..., Any], rounds: bool) -> Callable[..., Any]:
-    def mended(self: Any, *arguments: Any, **options: Any) -> Any:
+    def patched(self: Any, *arguments: Any, **options: Any) -> Any:
         if not any(_is_bfloat16(a) for a in arguments):
             return operation(self, *arguments, **options)
         result = operation(self, *[_wide(a) for a in arguments], **options)
         return _narrow(result) if rounds else result
 
-    return mended
+    return patched
 
 
 def _from_integers(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def mended(self: Any, source: Any, target: Any) -> Any:
+    def patched(self: Any, source: Any, target: Any) -> Any:
         import triton.language as tl
         from triton.runtime.interpreter import TensorHandle
 
@@ -278,7 +278,7 @@ def _from_integers(operation: Callable[..., Any]) -> Callable[..., Any]:
             return TensorHandle(narrow(source.data.astype(np.float32)), tl.bfloat16)
         return operation(self, source, target)
 
-    return mended
+    return patched
 
 
 def _constant(_builder: Any, value: float) -> Any:
@@ -289,7 +289,7 @@ def _constant(_builder: Any, value: float) -> Any:
 
 
 def _convert(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def mended(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+    def patched(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         import triton.language as tl
 
         if source == tl.float32 and target == tl.bfloat16:
@@ -298,11 +298,11 @@ def _convert(operation: Callable[..., Any]) -> Callable[..., Any]:
             return to_float8(widen(values) if source == tl.bfloat16 else values.astype(np.float32))
         return operation(values, source, target, rounding)
 
-    return mended
+    return patched
 
 
 def _reduced_in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def mended(self: Any, given: Any) -> Any:
+    def patched(self: Any, given: Any) -> Any:
         import triton.language as tl
 
         tensors = given if isinstance(given, tuple) else (given,)
@@ -320,4 +320,4 @@ def _reduced_in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
         result = operation(self, tuple(map(up, tensors)) if isinstance(given, tuple) else up(given))
         return tuple(map(down, result)) if isinstance(result, (tuple, list)) else down(result)
 
-    return mended
+    return patched
