@@ -156,8 +156,9 @@ def reference(variant: str) -> tuple[Path, list[list[int]], list[torch.Tensor]]:
     tokens, logits = [], []
     for prompt in prompts():
         asked = {"max_new_tokens": OUTPUT, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0}
+        given = torch.tensor([prompt])
         with torch.inference_mode():
-            ids = model.generate(torch.tensor([prompt]), **asked)
+            ids = model.generate(given, attention_mask=torch.ones_like(given), **asked)
             logits.append(model(ids).logits[0, len(prompt) - 1 : -1])
         tokens.append(ids[0, len(prompt) :].tolist())
     return folder, tokens, logits
