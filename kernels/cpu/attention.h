@@ -117,13 +117,17 @@ INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const 
     }
 }
 
+/* Apart from `weigh`, which is compiled into every loop over rows: few models cap their scores. */
+static __attribute__((noinline)) void NAME(cap_scores)(const NAME(Attention) *s, vf *scores) {
+    for (int c = 0; c < COLUMNS; c++) scores[c] = s->cap * tanh_vector(scores[c] * s->within);
+}
+
 /* Scores become probabilities relative to a maximum of the row's; in return what the row's sum has to be scaled by.
  * The maximum is raised only where a score exceeds it by SLACK: weights of up to 2^SLACK are as exact, and most tiles
  * leave the sums as they are (Zadouri et al., FlashAttention-4, 2026). */
 INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
                          float *mass, REAL *p) {
-    if (s->cap > 0)
-        for (int c = 0; c < COLUMNS; c++) scores[c] = s->cap * tanh_vector(scores[c] * s->within);
+    if (s->cap > 0) NAME(cap_scores)(s, scores);
     if (s->window > 0 || tile->end > position)
         for (int c = 0; c < COLUMNS; c++) {
             vi seen = tile->position[c] <= position;

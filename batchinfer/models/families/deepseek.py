@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from batchinfer.models.config_fields import Fields, shown
 from batchinfer.models.families.family import (
+    PROJECTIONS,
     ConfigFiles,
     Family,
     Modules,
@@ -33,7 +34,6 @@ from batchinfer.models.spec import (
 )
 from batchinfer_kernels.routing import Routing
 
-PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MODULES: Modules = {
     "input_norm": "input_layernorm",
     "q": "self_attn.q_proj",

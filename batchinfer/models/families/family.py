@@ -55,6 +55,8 @@ class Part:
     bias: str = ".bias"
 
 
+# What most checkpoints call the products of a gated half, of an expert, too
+PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 # Parameters (see spec.py) and the modules that hold them, within a layer
 Modules = Mapping[str, str | Part]
 LLAMA_MODULES: Modules = {
@@ -66,9 +68,7 @@ LLAMA_MODULES: Modules = {
     "k_norm": "self_attn.k_norm",
     "o": "self_attn.o_proj",
     "post_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    **{part: f"mlp.{name}" for part, name in PROJECTIONS.items()},
 }
 
 

@@ -53,13 +53,11 @@ def parse_gpt2(files: ConfigFiles) -> ModelSpec:
     fed = FeedForwardSpec(
         inner, activation(fields, "activation_function", "gelu_new"), biased=True, gated=False
     )
-    layers = []
-    for index in range(layer_count(fields)):
-        attended = attention(fields, qkv_bias=True, o_bias=True, rotation=no_rotation)
-        scale = attended.scale if fields.boolean("scale_attn_weights", True) else 1.0
-        if fields.boolean("scale_attn_by_inverse_layer_idx", False):
-            scale /= index + 1
-        layers.append(LayerSpec(norm.width, norm, replace(attended, scale=scale), norm, fed))
+    attended = attention(fields, qkv_bias=True, o_bias=True, rotation=no_rotation)
+    scale = attended.scale if fields.boolean("scale_attn_weights", True) else 1.0
+    by_layer = fields.boolean("scale_attn_by_inverse_layer_idx", False)
+    scales = [scale / (index + 1 if by_layer else 1) for index in range(layer_count(fields))]
+    layers = [LayerSpec(norm.width, norm, replace(attended, scale=each), norm, fed) for each in scales]
     return model(
         "gpt2",
         files,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from batchinfer.models.config_fields import Fields, shown
 from batchinfer.models.families.family import (
     LLAMA_MODULES,
+    PROJECTIONS,
     ConfigFiles,
     Family,
     Modules,
@@ -23,7 +24,6 @@ from batchinfer.models.families.family import (
 from batchinfer.models.families.llama import llama_layer
 from batchinfer.models.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
 
-PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MODULES: Modules = {
     **LLAMA_MODULES,
     "router": "mlp.gate",
