@@ -339,8 +339,8 @@ class _Run:
         spec = WorkerSpec(config, self.job.model.path, self.options.engine)
         meter = self.report.open_meter()
         collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows))
-        if self.checkpoint.notice is not None:
-            self.notice(self.checkpoint.notice)
+        for line in self.checkpoint.notices:
+            self.notice(line)
         self.progress.phase("loading model")
         with self.interrupts.deferred(), self.report.timed("close_s"), self._engine(spec, index) as host:
             try:

@@ -34,7 +34,7 @@ def validate_job(job: Job) -> list[str]:
     found = [
         f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "
         f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
-        *([checkpoint.notice] if checkpoint.notice else []),
+        *checkpoint.notices,
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),
     ]

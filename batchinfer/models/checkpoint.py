@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.models.config import load_config
-from batchinfer.models.config_fields import wrong_checkpoint
+from batchinfer.models.config import is_supported, load_config
+from batchinfer.models.config_fields import load_json_object, wrong_checkpoint
 from batchinfer.models.folder import CheckpointFolder
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.parameters import EMBEDDING, HEAD
@@ -32,6 +32,7 @@ class Checkpoint(WeightFiles):
 
     spec: ModelSpec
     prefix: str  # of the base model's tensors
+    notices: tuple[str, ...] = ()  # what a user should know before it runs
 
     @property
     def dtype(self) -> Dtype:
@@ -42,11 +43,6 @@ class Checkpoint(WeightFiles):
     def modelling(self) -> str:
         """Whose code computes the model."""
         return OWN
-
-    @property
-    def notice(self) -> str | None:
-        """What a user should know before it runs."""
-        return None
 
     def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
         """What is asked for and cannot be had of this model, whatever the device: key of the job file, and why."""
@@ -60,16 +56,20 @@ class Checkpoint(WeightFiles):
 def inspect_checkpoint(path: Path) -> Checkpoint:
     """Check a Hugging Face checkpoint folder of one of our families without loading it.
 
-    Raises SecurityRefusal (pickle weights, remote code, a path that leaves the folder, a malformed
-    safetensors header) or JobFileError (something missing, unsupported, or weights that do not fit).
+    An auto_map of config.json is ignored: the family's code here computes the model, and none of the checkpoint's is
+    run. Raises SecurityRefusal (pickle weights, another class with an auto_map, a tokenizer that is nothing but Python
+    code, a path that leaves the folder, a malformed safetensors header) or JobFileError (something is missing or not
+    supported, or weights do not fit).
     """
     folder = config_folder(path)
-    folder.refuse_remote_code()
+    if not is_supported(load_json_object(folder.path / "config.json")):
+        folder.refuse_model_code()
+    folder.refuse_tokenizer_code()
     files = read_weight_files(folder)
     spec = load_config(folder.path)
     prefix = prefix_of(spec.family, files.tensors)
     _check_tensors(folder, spec, files.tensors, prefix)
-    return Checkpoint(folder.path, files.files, files.tensors, spec, prefix)
+    return Checkpoint(folder.path, files.files, files.tensors, spec, prefix, folder.unused_code)
 
 
 def config_folder(path: Path) -> CheckpointFolder:

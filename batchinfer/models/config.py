@@ -44,6 +44,11 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Pa
     return spec
 
 
+def is_supported(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json names a model type and a class that one of our families covers."""
+    return _family(raw, []) is not None
+
+
 def _family(raw: Mapping[str, Any], mistakes: list[str]) -> Family | None:
     kind, architectures = raw.get("model_type"), raw.get("architectures")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -54,6 +59,7 @@ def _family(raw: Mapping[str, Any], mistakes: list[str]) -> Family | None:
             f"config.json: architectures {shown(architectures)} is not supported; "
             f"for {kind} [{family.architectures[0]!r}] is"
         )
+        return None
     return family
 
 

@@ -6,11 +6,11 @@ import stat
 from pathlib import Path, PurePosixPath
 
 from batchinfer.errors import SecurityRefusal
-from batchinfer.hub import HUB_PREFIX
+from batchinfer.hub import CONFIG, HUB_PREFIX
 from batchinfer.models.config_fields import load_json_object, shown, wrong_checkpoint
 
 SHARED_BLOBS_MARKER = (".huggingface-shared-blobs", "1\n")  # file and content: the layout that we know
-REMOTE_CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 class CheckpointFolder:
@@ -65,16 +65,42 @@ class CheckpointFolder:
         """Names right in the folder that end so, sorted."""
         return sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(suffixes))
 
-    def refuse_remote_code(self, besides: str = "") -> None:
-        """Raises SecurityRefusal when a configuration file, `besides` excepted, asks for the checkpoint's own Python
-        code."""
-        for name in REMOTE_CODE_FILES:
-            path = self.file(name)
-            if name != besides and path is not None and load_json_object(path).get("auto_map"):
-                raise SecurityRefusal(
-                    f"{path} has an auto_map: the checkpoint wants its own Python code run, which batchinfer "
-                    "never does; use a checkpoint of a supported architecture without it"
-                )
+    def refuse_model_code(self) -> None:
+        """Raises SecurityRefusal when config.json names a Python class of the checkpoint's own, for a model that
+        nothing here can compute."""
+        if self._asks_for_code(CONFIG):
+            raise SecurityRefusal(
+                f"{self.path / CONFIG} has an auto_map: the checkpoint wants its own Python code run, which batchinfer "
+                "never does; use a checkpoint of an architecture that docs/models.md lists"
+            )
+
+    def refuse_tokenizer_code(self) -> None:
+        """Raises SecurityRefusal when the tokenizer is a Python class of the checkpoint's own, and nothing else."""
+        name = self._names_tokenizer_class()
+        if name is not None and self.file(TOKENIZER) is None:
+            raise SecurityRefusal(
+                f"{self.path / name} has an auto_map that names the tokenizer's own Python class, and there is no "
+                f"{TOKENIZER}: batchinfer never runs a checkpoint's code; use a copy of the model with a {TOKENIZER}"
+            )
+
+    @property
+    def unused_code(self) -> tuple[str, ...]:
+        """What a user should know of code that the checkpoint asks for and that is not run."""
+        name = self._names_tokenizer_class()
+        if name is None:
+            return ()
+        return (f"{name} names the tokenizer's own Python class, which is not run: {TOKENIZER} is used",)
+
+    def _names_tokenizer_class(self) -> str | None:
+        """The file that does."""
+        named = (name for name in (TOKENIZER_CONFIG, CONFIG) if self._asks_for_code(name, "AutoTokenizer"))
+        return next(named, None)
+
+    def _asks_for_code(self, name: str, of: str | None = None) -> bool:
+        """Whether the file maps anything, or the class `of`, to Python code of the checkpoint."""
+        path = self.file(name)
+        stated = load_json_object(path).get("auto_map") if path is not None else None
+        return of in stated if of is not None and isinstance(stated, dict) else bool(stated)
 
 
 def _is_plain(name: str) -> bool:

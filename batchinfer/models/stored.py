@@ -55,8 +55,8 @@ class StoredModel(Protocol):
         """Whose code computes the model, for the key of its answers: OWN, or a library and its version."""
 
     @property
-    def notice(self) -> str | None:
-        """What a user should know before it runs; None: nothing."""
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know before it runs."""
 
     def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
         """What is asked for and cannot be had of this model, whatever the device: key of the job file, and why."""

@@ -164,6 +164,12 @@ def header(p: Place, text: bytes, length: int | None = None) -> None:
     (p.own_model() / "model.safetensors").write_bytes(data)
 
 
+def tokenizer_in_python(p: Place) -> None:
+    folder = p.own_model()
+    (folder / "tokenizer.json").unlink()
+    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": "code.T"})
+
+
 def without_tensor(p: Place) -> None:
     from safetensors.numpy import load_file, save_file
 
@@ -195,12 +201,14 @@ CHECKPOINTS = {
     "auto_map": Wrong(
         77,
         ("config.json", "auto_map"),
-        lambda p: edit_json(p.own_model() / "config.json", auto_map={"AutoModel": "code.Model"}),
+        lambda p: edit_json(
+            p.own_model() / "config.json", auto_map={"AutoModel": "code.Model"}, architectures=["OwnModel"]
+        ),
     ),
     "auto_map of the tokenizer": Wrong(
         77,
         ("tokenizer_config.json", "auto_map"),
-        lambda p: edit_json(p.own_model() / "tokenizer_config.json", auto_map={"AutoTokenizer": "code.T"}),
+        tokenizer_in_python,
     ),
     "a link that leaves": Wrong(77, ("tokenizer.json", "elsewhere.json", "copy"), outside_link),
     "shard outside": Wrong(

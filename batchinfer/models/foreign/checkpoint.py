@@ -28,6 +28,7 @@ class ForeignCheckpoint(WeightFiles):
 
     spec: ForeignSpec
     raw: dict[str, Any] = field(repr=False)  # config.json
+    unused_code: tuple[str, ...] = ()  # what a user should know of code in the folder
 
     @property
     def dtype(self) -> Dtype:
@@ -40,12 +41,13 @@ class ForeignCheckpoint(WeightFiles):
         return f"transformers {self.spec.version}"
 
     @property
-    def notice(self) -> str | None:
+    def notices(self) -> tuple[str, ...]:
         """See StoredModel."""
-        return (
+        slower = (
             f"{self.spec.family} is no family that batchinfer has code for: transformers {self.spec.version} computes "
             "it, which is slower (docs/models.md)"
         )
+        return (slower, *self.unused_code)
 
     def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
         """See StoredModel."""
@@ -68,24 +70,25 @@ class ForeignCheckpoint(WeightFiles):
 def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
     """Check the folder of a model that is none of our families.
 
-    Raises SecurityRefusal as `inspect_checkpoint` does, but for an auto_map in config.json: a model type that
-    transformers knows is run by its own class. Raises JobFileError for what cannot be run, with the reason.
+    Raises SecurityRefusal as `inspect_checkpoint` does: an auto_map in config.json is ignored where transformers' own
+    class runs the model. Raises JobFileError for what cannot be run, with the reason.
     """
     folder = config_folder(path)
     raw = load_json_object(folder.path / "config.json")
+    if raw.get("quantization_config"):
+        quantized = CannotRun(
+            "it is a quantized checkpoint (quantization_config)", "only float weights are supported"
+        )
+        raise _refused(folder.path, raw, quantized)
     try:
-        if raw.get("quantization_config"):
-            raise CannotRun(
-                "it is a quantized checkpoint (quantization_config)", "only float weights are supported"
-            )
         spec = describe(raw, _generation(folder.path))
     except CannotRun as error:
-        folder.refuse_remote_code()  # which may well be why transformers does not know it
+        folder.refuse_model_code()  # which may well be why transformers does not know it
         raise _refused(folder.path, raw, error) from error
-    folder.refuse_remote_code(besides="config.json")
+    folder.refuse_tokenizer_code()
     files = read_weight_files(folder)
     _check_dtypes(files)
-    return ForeignCheckpoint(folder.path, files.files, files.tensors, spec, raw)
+    return ForeignCheckpoint(folder.path, files.files, files.tensors, spec, raw, folder.unused_code)
 
 
 def _generation(path: Path) -> dict[str, Any]:

@@ -16,12 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.errors import BatchInferError, JobFileError, SecurityRefusal
-from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.weight_files import INDEX
+from batchinfer.models.weights import CheckpointWeights, Tables
 from tests.checkpoints import edit_json, make_checkpoint, make_model_folder
 
 SINGLE = "model.safetensors"
+USED_INSTEAD = (
+    "tokenizer_config.json names the tokenizer's own Python class, which is not run: tokenizer.json is used"
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,22 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
     tensors = load_file(folder / SINGLE)
     change(tensors)
     save_file(tensors, folder / SINGLE)
+
+
+def code_that_leaves_a_mark(folder: Path, mark: Path) -> Path:
+    """Every Python class of the checkpoint is its own, and whoever imports one makes the file `mark`."""
+    code = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nclass X: ...\n"
+    trap = folder / "own.py"
+    trap.write_text(code)
+    own = {"AutoConfig": "own.X", "AutoModelForCausalLM": "own.X", "AutoTokenizer": ["own.X", "own.X"]}
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        edit_json(folder / name, auto_map=own)
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="X")
+    return trap
+
+
+def tables_of(checkpoint: Checkpoint) -> Tables:
+    return CheckpointWeights(checkpoint, torch.float32, "cpu").tables()
 
 
 def test_sound(folder: Path) -> None:
@@ -138,14 +159,35 @@ class TestSecurity:
         (folder / "pytorch_model.bin").write_bytes(b"anything")
         assert [f.name for f in inspect_checkpoint(folder).files] == [SINGLE]
 
-    @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-    def test_remote_code(self, folder: Path, name: str) -> None:
-        edit_json(folder / name, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
-        refused(folder, 77, name, "has an auto_map", "never does")
+    def test_code_that_is_not_needed_is_not_run(self, folder: Path, sound: Path, tmp_path: Path) -> None:
+        trap = code_that_leaves_a_mark(folder, tmp_path / "mark")
+        wanted = inspect_checkpoint(sound)
+        found = inspect_checkpoint(folder)
+        assert (found.spec, found.notices) == (wanted.spec, (USED_INSTEAD,))
+        weights = CheckpointWeights(found, torch.float32, "cpu")
+        assert torch.equal(weights.tables().embedding, tables_of(wanted).embedding)
+        assert Tokenizer.load(folder).rust.encode("ab").ids == Tokenizer.load(sound).rust.encode("ab").ids
+        assert not (tmp_path / "mark").exists()
+        subprocess.run([sys.executable, trap], check=True)  # the trap works
+        assert (tmp_path / "mark").exists()
 
-    def test_remote_code_of_an_unsupported_architecture(self, folder: Path) -> None:
-        edit_json(folder / "config.json", auto_map={"AutoConfig": "x.X"}, model_type="other")
-        refused(folder, 77, "has an auto_map")
+    @pytest.mark.parametrize("change", [{"model_type": "other"}, {"architectures": ["OtherForCausalLM"]}])
+    def test_code_that_the_model_would_need(self, folder: Path, change: dict[str, Any]) -> None:
+        edit_json(folder / "config.json", auto_map={"AutoConfig": "x.X"}, **change)
+        refused(folder, 77, "config.json has an auto_map", "never does", "docs/models.md")
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+    @pytest.mark.parametrize("auto_map", [{"AutoTokenizer": ["tokenization_x.X", None]}, ["x.X"]])
+    def test_code_that_the_tokenizer_would_need(self, folder: Path, name: str, auto_map: Any) -> None:
+        (folder / "tokenizer.json").unlink()
+        edit_json(folder / name, auto_map=auto_map)
+        refused(
+            folder, 77, f"{name} has an auto_map", "the tokenizer's own Python class", "no tokenizer.json"
+        )
+
+    def test_code_of_generation_is_nothing_that_a_run_reads(self, folder: Path) -> None:
+        edit_json(folder / "generation_config.json", auto_map={"AutoModel": "x.X"})
+        assert inspect_checkpoint(folder).notices == ()
 
     @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", SINGLE])
     def test_link_to_a_file_outside(self, folder: Path, name: str) -> None:

@@ -89,7 +89,9 @@ def test_an_older_form_is_converted_without_torch_here(tmp_path: Path) -> None:
         "\n".join(["#version: 0.2", *(" ".join(m) for m in model["merges"])]) + "\n"
     )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    own = {"AutoConfig": "own.X", "AutoTokenizer": ["own.X", None]}  # which nobody may run
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "auto_map": own}))
+    (tmp_path / "own.py").write_text("raise SystemExit('code of the checkpoint was run')")
     before = "torch" in sys.modules
     assert Tokenizer.load(tmp_path).rust.encode("hello 🙂").ids == rust.encode("hello 🙂").ids
     assert ("torch" in sys.modules) is before

@@ -152,6 +152,14 @@ class TestSecurity:
         (own / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "x.X"}}')
         with pytest.raises(SecurityRefusal, match=r"tokenizer_config.json has an auto_map"):
             inspect_foreign(own, describe)
+        (own / "tokenizer.json").write_text("{}")
+        assert "which is not run" in inspect_foreign(own, describe).notices[1]
+
+    def test_a_quantized_model_with_remote_code(self, own: Path) -> None:
+        """What keeps it from running is not the code."""
+        edit_json(own / "config.json", auto_map={"AutoConfig": "x.X"}, quantization_config={"bits": 4})
+        with pytest.raises(JobFileError, match="it is a quantized checkpoint"):
+            inspect_foreign(own, describe)
 
     def test_pickles(self, own: Path) -> None:
         (own / "model.safetensors").rename(own / "pytorch_model.bin")
