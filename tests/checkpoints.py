@@ -257,10 +257,10 @@ def make_checkpoint(
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(seed)
     model = model_class(config).eval()
-    _randomise(model, seed)
+    randomise(model, seed, gemma="gemma" in family)
     cast_parameters(model, dtype)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.save_pretrained(folder, max_shard_size=total + 1 if shards == 1 else total // shards)
+    model.save_pretrained(folder, max_shard_size=2 * total if shards == 1 else total // shards)
     return model
 
 
@@ -270,7 +270,7 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _randomise(model: PreTrainedModel, seed: int) -> None:
+def randomise(model: PreTrainedModel, seed: int, gemma: bool = False) -> None:
     """transformers leaves biases 0 and norm weights 1: then neither could be tested."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -281,7 +281,7 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             if name.endswith(("bias", "sinks")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
             elif "norm" in name or ".ln_" in name:
-                usual = 0 if "gemma" in model.config.model_type else 1
+                usual = 0 if gemma else 1
                 parameter.copy_(usual + torch.randn(parameter.shape, generator=generator) * 0.2)
 
 

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.config import known_types
 from batchinfer.models.foreign.probe import quiet
 
 VOCAB = 260
@@ -191,7 +191,7 @@ def other_types() -> list[str]:
     """The decoders of transformers that neither batchinfer nor RUNS covers, by name. Some names are others' (gpt-sw3 is
     written as gpt2)."""
     names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*RUNS}
-    return sorted(name for name in names if CONFIG_MAPPING[name].model_type not in FAMILIES)
+    return sorted(name for name in names if CONFIG_MAPPING[name].model_type not in known_types())
 
 
 def stated(kind: str) -> dict[str, Any]:

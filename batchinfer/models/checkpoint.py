@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.models.config import is_supported, load_config
+from batchinfer.models.config import decoder_config, is_supported, load_config, multimodal_of
 from batchinfer.models.config_fields import load_json_object, wrong_checkpoint
+from batchinfer.models.families.family import NamePrefixes
+from batchinfer.models.families.multimodal import Multimodal
 from batchinfer.models.folder import CheckpointFolder
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.parameters import EMBEDDING, HEAD
 from batchinfer.models.safetensors_header import TensorInfo
 from batchinfer.models.spec import ModelSpec
-from batchinfer.models.tensor_names import expected_shapes, ignores, prefix_of, table_names
+from batchinfer.models.tensor_names import (
+    expected_shapes,
+    further_layers,
+    ignores,
+    prefixes_of,
+    table_names,
+)
 from batchinfer.models.weight_files import (
     FLOAT_DTYPES,
     StoredTensor,
@@ -28,10 +38,11 @@ OWN = "batchinfer"  # whose code computes a model of a family of ours
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(WeightFiles):
-    """A folder of one of our families that passed every check: its weights fit its configuration."""
+    """A folder of one of our families that passed every check: its weights fit its configuration. `tensors` are those
+    that are read."""
 
     spec: ModelSpec
-    prefix: str  # of the base model's tensors
+    prefixes: NamePrefixes
     notices: tuple[str, ...] = ()  # what a user should know before it runs
 
     @property
@@ -62,14 +73,30 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     supported, or weights do not fit).
     """
     folder = config_folder(path)
-    if not is_supported(load_json_object(folder.path / "config.json")):
+    raw = load_json_object(folder.path / "config.json")
+    if not is_supported(raw):
         folder.refuse_model_code()
     folder.refuse_tokenizer_code()
     files = read_weight_files(folder)
     spec = load_config(folder.path)
-    prefix = prefix_of(spec.family, files.tensors)
-    _check_tensors(folder, spec, files.tensors, prefix)
-    return Checkpoint(folder.path, files.files, files.tensors, spec, prefix, folder.unused_code)
+    whole = multimodal_of(raw)
+    prefixes = prefixes_of(spec.family, files.tensors, whole.prefixes if whole else ())
+    unused = (*further_layers(spec, decoder_config(raw), prefixes),)
+    tensors = {
+        name: tensor
+        for name, tensor in files.tensors.items()
+        if not (ignores(spec.family, name) or name.startswith(unused) or (whole and whole.part_of(name)))
+    }
+    _check_tensors(folder, spec, tensors, prefixes)
+    notices = (*([_text_alone(whole, files.tensors)] if whole else ()), *folder.unused_code)
+    return Checkpoint(folder.path, files.files, tensors, spec, prefixes, notices)
+
+
+def _text_alone(whole: Multimodal, tensors: Iterable[str]) -> str:
+    """What a user should know of a model of several parts."""
+    parts = Counter(part for name in tensors if (part := whole.part_of(name)))
+    left_out = ", ".join(f"{count} of {part}" for part, count in parts.items())
+    return f"{whole.architecture}: text only; tensors that are not loaded: {left_out or 'none'}"
 
 
 def config_folder(path: Path) -> CheckpointFolder:
@@ -81,12 +108,12 @@ def config_folder(path: Path) -> CheckpointFolder:
 
 
 def _check_tensors(
-    folder: CheckpointFolder, spec: ModelSpec, tensors: dict[str, StoredTensor], prefix: str
+    folder: CheckpointFolder, spec: ModelSpec, tensors: dict[str, StoredTensor], prefixes: NamePrefixes
 ) -> None:
-    expected = expected_shapes(spec, prefix)
-    found = {name: t.info for name, t in tensors.items() if not ignores(spec.family, name)}
+    expected = expected_shapes(spec, prefixes)
+    found = {name: tensor.info for name, tensor in tensors.items()}
     messages = [
-        *_told("missing tensors", _missing(spec, expected, found, prefix)),
+        *_told("missing tensors", _missing(spec, expected, found, prefixes)),
         *_told("unexpected tensors", [name for name in found if name not in expected]),
         *_told("tensors of a wrong shape", [
             f"{name} {list(info.shape)} instead of {list(expected[name])}"
@@ -103,11 +130,14 @@ def _check_tensors(
 
 
 def _missing(
-    spec: ModelSpec, expected: dict[str, tuple[int, ...]], found: dict[str, TensorInfo], prefix: str
+    spec: ModelSpec,
+    expected: dict[str, tuple[int, ...]],
+    found: dict[str, TensorInfo],
+    prefixes: NamePrefixes,
 ) -> list[str]:
     """Tied, the head or the embedding may be absent, not both."""
     missing = [name for name in expected if name not in found]
-    names = table_names(spec, prefix)
+    names = table_names(spec, prefixes)
     tables = {names[HEAD].tensor, names[EMBEDDING].tensor}
     if spec.tied and not tables <= set(missing):
         return [name for name in missing if name not in tables]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from batchinfer.models.config_fields import Fields, load_json_object, shown, wrong_checkpoint
 from batchinfer.models.families.family import ConfigFiles, Family
+from batchinfer.models.families.multimodal import MULTIMODAL, Multimodal
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.rope_config import RopeConfig
 from batchinfer.models.spec import ModelSpec
+
+Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 
 
 def load_config(folder: Path) -> ModelSpec:
@@ -26,16 +29,14 @@ def load_config(folder: Path) -> ModelSpec:
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> ModelSpec:
     """The model that these JSON objects describe; `path` is config.json's, for messages. Raises JobFileError."""
     mistakes: list[str] = []
-    family = _family(raw, mistakes)
+    family, raw, name = _decoder(raw, mistakes)
     if raw.get("quantization_config"):
         mistakes.append(
             "config.json: a quantized checkpoint (quantization_config); only float weights are supported"
         )
     if family is None or mistakes:  # what follows depends on the family
         raise wrong_checkpoint(path, *mistakes)
-    files = ConfigFiles(
-        Fields(raw, "config.json", mistakes), Fields(generation, "generation_config.json", mistakes)
-    )
+    files = ConfigFiles(Fields(raw, name, mistakes), Fields(generation, "generation_config.json", mistakes))
     spec = family.parse(files)
     if not mistakes:
         mistakes.extend(_contradictions(spec))
@@ -46,14 +47,46 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Pa
 
 def is_supported(raw: Mapping[str, Any]) -> bool:
     """Whether config.json names a model type and a class that one of our families covers."""
-    return _family(raw, []) is not None
+    return _family(raw, [], known_types()) is not None
 
 
-def _family(raw: Mapping[str, Any], mistakes: list[str]) -> Family | None:
+def known_types() -> dict[str, Family | Multimodal]:
+    """By `model_type`, what our own code computes."""
+    return {**FAMILIES, **MULTIMODAL}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the decoder: in a model of several parts, its text_config and what holds for it, too."""
+    whole = multimodal_of(raw)
+    return raw if whole is None else whole.text_config(raw) or {}
+
+
+def multimodal_of(raw: Mapping[str, Any]) -> Multimodal | None:
+    """The model of several parts that config.json describes, if it is one."""
+    kind = raw.get("model_type")
+    return MULTIMODAL.get(kind) if isinstance(kind, str) else None
+
+
+def _decoder(raw: Mapping[str, Any], mistakes: list[str]) -> tuple[Family | None, Mapping[str, Any], str]:
+    """The decoder's family, what config.json says of it, and where."""
+    known = _family(raw, mistakes, known_types())
+    if not isinstance(known, Multimodal):
+        return known, raw, "config.json"
+    name, stated = "config.json (text_config)", known.text_config(raw)
+    if stated is None:
+        mistakes.append(f"config.json: text_config is {shown(raw.get('text_config'))}; wanted an object")
+        return None, raw, name
+    # it may name the class of another model, of which it is a part
+    return _family({**stated, "architectures": None}, mistakes, FAMILIES, name), stated, name
+
+
+def _family(
+    raw: Mapping[str, Any], mistakes: list[str], known: Mapping[str, Known], name: str = "config.json"
+) -> Known | None:
     kind, architectures = raw.get("model_type"), raw.get("architectures")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    family = known.get(kind) if isinstance(kind, str) else None
     if family is None:
-        mistakes.append(f"config.json: model_type {shown(kind)} is not supported; {', '.join(FAMILIES)} are")
+        mistakes.append(f"{name}: model_type {shown(kind)} is not supported; {', '.join(known)} are")
     elif architectures and architectures not in [[name] for name in family.architectures]:
         mistakes.append(
             f"config.json: architectures {shown(architectures)} is not supported; "

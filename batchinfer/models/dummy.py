@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.parameters import BIAS, Shape, fused, layer_parameters, table_parameters
 from batchinfer.models.spec import ModelSpec
@@ -56,11 +57,11 @@ class DummyWeights(Weights):
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by the name that a checkpoint gives it; a tied head is left out."""
         spec = self._spec
-        prefix = FAMILIES[spec.family].names.base
-        shapes = expected_shapes(spec, prefix)
-        yield from _stored(self._drawn(_TABLES, table_parameters(spec)), table_names(spec, prefix), shapes)
+        prefixes = NamePrefixes(FAMILIES[spec.family].names.base)
+        shapes = expected_shapes(spec, prefixes)
+        yield from _stored(self._drawn(_TABLES, table_parameters(spec)), table_names(spec, prefixes), shapes)
         for index in range(len(spec.layers)):
-            yield from _stored(self.layer_tensors(index), layer_names(spec, index, prefix), shapes)
+            yield from _stored(self.layer_tensors(index), layer_names(spec, index, prefixes), shapes)
 
     def _drawn(self, part: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
         generator = torch.Generator(self._device).manual_seed((self._seed << 20) + part - _TABLES)

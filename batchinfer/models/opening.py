@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.models.checkpoint import Checkpoint, config_folder, inspect_checkpoint
+from batchinfer.models.config import known_types
 from batchinfer.models.config_fields import load_json_object
-from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.foreign.apart import describe_apart
 from batchinfer.models.foreign.checkpoint import Describe, ForeignCheckpoint, inspect_foreign
 
@@ -19,6 +19,6 @@ def open_checkpoint(path: Path, describe: Describe = describe_apart) -> Checkpoi
     """
     folder = config_folder(path)
     kind = load_json_object(folder.path / "config.json").get("model_type")
-    if isinstance(kind, str) and kind not in FAMILIES:
+    if isinstance(kind, str) and kind not in known_types():
         return inspect_foreign(path, describe)
     return inspect_checkpoint(path)

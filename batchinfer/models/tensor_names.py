@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from batchinfer.models.families.family import Part
+from batchinfer.models.families.family import NamePrefixes, Part
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.parameters import (
     BIAS,
@@ -40,10 +41,12 @@ class StoredParameter:
         return matrix if self.part.index is None else (self.part.index + 1, *matrix)
 
 
-def prefix_of(family: str, names: Iterable[str]) -> str:
-    """What stands before the names of the base model, such as "model."; "" where only the base model was saved."""
-    base = FAMILIES[family].names.base
-    return base if any(name.startswith(base) for name in names) else ""
+def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixes] = ()) -> NamePrefixes:
+    """What stands before the names: one of `among`, else what the family's checkpoints have before those of the base
+    model, mostly "model."; nothing where only the base model was saved."""
+    known = (*among, NamePrefixes(FAMILIES[family].names.base))
+    found = (each for each in known if any(name.startswith(each.base) for name in names))
+    return next(found, NamePrefixes())
 
 
 def ignores(family: str, name: str) -> bool:
@@ -51,22 +54,30 @@ def ignores(family: str, name: str) -> bool:
     return name.endswith(FAMILIES[family].names.ignored)
 
 
-def table_names(spec: ModelSpec, prefix: str) -> dict[str, StoredParameter]:
+def further_layers(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
+    """What begins the names of layers behind the last one, which guess further tokens and are not run."""
+    family, first = FAMILIES[spec.family], len(spec.layers)
+    count = raw.get(family.further_layers) if family.further_layers else 0
+    numbers = range(first, first + count) if isinstance(count, int) else ()
+    return tuple(f"{prefixes.base}{family.names.layers}.{number}." for number in numbers)
+
+
+def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
     """What stands before and after the layers → where it is stored; a head even where it is the embedding."""
     names = FAMILIES[spec.family].names
     modules = {
-        EMBEDDING: prefix + names.embedding,
-        POSITIONS: prefix + names.positions,
-        FINAL_NORM: prefix + names.final_norm,
-        HEAD: names.head,
+        EMBEDDING: prefixes.base + names.embedding,
+        POSITIONS: prefixes.base + names.positions,
+        FINAL_NORM: prefixes.base + names.final_norm,
+        HEAD: prefixes.head + names.head,
     }
     return dict(_stored([*table_parameters(spec), HEAD], modules))
 
 
-def layer_names(spec: ModelSpec, index: int, prefix: str) -> dict[str, StoredParameter]:
+def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
     """Parameter of the layer → where it is stored."""
     layer, family = spec.layers[index], FAMILIES[spec.family]
-    start = f"{prefix}{family.names.layers}.{index}."
+    start = f"{prefixes.base}{family.names.layers}.{index}."
     return dict(_stored(layer_parameters(layer), family.modules(layer), start))
 
 
@@ -82,13 +93,13 @@ def _stored(
             yield name, StoredParameter(start + module.module + suffix, module)
 
 
-def expected_shapes(spec: ModelSpec, prefix: str) -> dict[str, Shape]:
+def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]:
     """Name → shape of every tensor; a tied checkpoint may leave out the head or the embedding."""
     tables = table_parameters(spec)
     shapes: dict[str, Shape] = {}
-    _add(shapes, table_names(spec, prefix), {HEAD: tables[EMBEDDING], **tables})
+    _add(shapes, table_names(spec, prefixes), {HEAD: tables[EMBEDDING], **tables})
     for index, layer in enumerate(spec.layers):
-        _add(shapes, layer_names(spec, index, prefix), layer_parameters(layer))
+        _add(shapes, layer_names(spec, index, prefixes), layer_parameters(layer))
     return shapes
 
 

@@ -61,7 +61,8 @@ class CheckpointWeights(Weights):
         self._device = device
 
     def tables(self) -> Tables:
-        names, stored = table_names(self._checkpoint.spec, self._checkpoint.prefix), self._checkpoint.tensors
+        checkpoint = self._checkpoint
+        names, stored = table_names(checkpoint.spec, checkpoint.prefixes), checkpoint.tensors
         with _OpenFiles(self._checkpoint) as files:
             found = {
                 name: self._copied([files.parameter(place)], self._dtype)
@@ -76,7 +77,7 @@ class CheckpointWeights(Weights):
 
     def layer(self, index: int) -> LayerWeights:
         layer = self._checkpoint.spec.layers[index]
-        names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefix)
+        names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
         with _OpenFiles(self._checkpoint) as files:
 
             def joined(parameters: Sequence[str]) -> Tensor:

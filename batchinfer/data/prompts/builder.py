@@ -32,6 +32,7 @@ from batchinfer.request import SamplingParams
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file")
 MAX_TEXT_BYTES = 4 << 20
 ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
 
@@ -268,9 +269,13 @@ def _content(number: int, content: Any, calls: bool) -> str:
 
 
 def _part(number: int, part: Any) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
-        raise RowProblem("unsupported_content", f"messages[{number}].content: only parts of type text work")
+        found = f"; this is one of type {kind}" if kind in OTHER_PARTS else ""
+        raise RowProblem(
+            "unsupported_content", f"messages[{number}].content: only parts of type text are read{found}"
+        )
     return text
 
 

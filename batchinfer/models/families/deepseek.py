@@ -141,5 +141,9 @@ DEEPSEEK_V2 = Family(
     "deepseek_v2", ("DeepseekV2ForCausalLM", "DeepseekV2Model"), parse_deepseek_v2, deepseek_modules
 )
 DEEPSEEK_V3 = Family(
-    "deepseek_v3", ("DeepseekV3ForCausalLM", "DeepseekV3Model"), parse_deepseek_v3, deepseek_modules
+    "deepseek_v3",
+    ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
+    parse_deepseek_v3,
+    deepseek_modules,
+    further_layers="num_nextn_predict_layers",
 )

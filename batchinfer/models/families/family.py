@@ -92,6 +92,14 @@ class TableNames:
 
 
 @dataclass(frozen=True, slots=True)
+class NamePrefixes:
+    """What stands before the names of a checkpoint's tensors: of the base model's, and of the head's."""
+
+    base: str = ""
+    head: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigFiles:
     """A checkpoint's config.json and generation_config.json; what is wrong in them goes to one list."""
 
@@ -106,13 +114,16 @@ class ConfigFiles:
 @dataclass(frozen=True, slots=True)
 class Family:
     """A `model_type`: its `architectures`, the causal model's first, how its configuration is read, and the names of
-    its tensors: `modules` maps the parameters of a layer to the modules that hold them, `names` are those around."""
+    its tensors: `modules` maps the parameters of a layer to the modules that hold them, `names` are those around.
+    `further_layers`: what config.json calls the number of layers behind the last one, which are not run: they guess
+    further tokens."""
 
     model_type: str
     architectures: tuple[str, ...]
     parse: Callable[[ConfigFiles], ModelSpec]
     modules: Callable[[LayerSpec], Modules] = llama_modules
     names: TableNames = TableNames()
+    further_layers: str = ""
 
 
 def attention(

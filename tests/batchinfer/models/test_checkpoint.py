@@ -331,6 +331,28 @@ class TestTensors:
         )
         inspect_checkpoint(folder)
 
+    def test_layers_that_guess_further_tokens_are_ignored(self, tmp_path: Path) -> None:
+        """DeepSeek-V3 has one, with tables of its own, behind its last layer."""
+        make_checkpoint(tmp_path, "deepseek_v3")
+        wanted = inspect_checkpoint(tmp_path)
+        extra = (
+            "embed_tokens.weight",
+            "eh_proj.weight",
+            "self_attn.o_proj.weight",
+            "shared_head.head.weight",
+        )
+        edit_tensors(tmp_path, lambda t: t.update({f"model.layers.2.{n}": torch.ones(7) for n in extra}))
+        refused(tmp_path, 78, "unexpected tensors: model.layers.2.")
+        edit_json(tmp_path / "config.json", num_nextn_predict_layers=1)
+        assert inspect_checkpoint(tmp_path).tensors.keys() == wanted.tensors.keys()
+        edit_tensors(tmp_path, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(7)}))
+        refused(tmp_path, 78, "unexpected tensors: model.layers.3.eh_proj.weight")
+
+    def test_ignored_buffers_take_no_memory(self, folder: Path, sound: Path) -> None:
+        name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+        edit_tensors(folder, lambda t: t.update({name: torch.ones(6)}))
+        assert inspect_checkpoint(folder).weight_bytes == inspect_checkpoint(sound).weight_bytes
+
     def test_dtype_is_that_of_most_bytes_when_unstated(self, folder: Path) -> None:
         edit_json(folder / "config.json", dtype=...)
         edit_tensors(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items() if "norm" not in n}))

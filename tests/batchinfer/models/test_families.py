@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from batchinfer.errors import JobFileError
 from batchinfer.models import tensor_names
 from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.registry import FAMILIES
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import make_checkpoint
@@ -64,7 +65,9 @@ def test_the_family_of_the_page(tmp_path: Path) -> None:
     llama = grow(tmp_path / "model")
     checkpoint = check_logits(tmp_path / "model", llama)
     assert checkpoint.spec.family == "baobab"
-    assert set(tensor_names.expected_shapes(checkpoint.spec, "model.")) == set(checkpoint.tensors)
+    assert set(tensor_names.expected_shapes(checkpoint.spec, NamePrefixes("model."))) == set(
+        checkpoint.tensors
+    )
 
 
 def test_it_is_short(baobab: str) -> None:

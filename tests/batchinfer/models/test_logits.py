@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder import load_decoder
+from batchinfer.models.families.family import NamePrefixes
 from batchinfer.ops.torch_ops import TorchOps
 from tests.batchinfer.models.paged import run_paged
 from tests.checkpoints import FAMILIES, LONGROPE, ROPES, cast_parameters, edit_json, make_checkpoint
@@ -99,7 +100,7 @@ def test_base_model_without_prefix(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "whole", "qwen3", tied=True)
     model.model.save_pretrained(tmp_path / "base")
     checkpoint = check_logits(tmp_path / "base", model, lengths=(17,))
-    assert checkpoint.prefix == ""
+    assert checkpoint.prefixes == NamePrefixes()
     assert "embed_tokens.weight" in checkpoint.tensors
 
 

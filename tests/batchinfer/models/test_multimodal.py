@@ -1,0 +1,130 @@
+"""The decoder of a model of several parts runs on text; its other parts are never loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
+
+from batchinfer.engine.sources import ModelSource, checkpoint_source
+from batchinfer.errors import JobFileError
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.config import load_config
+from batchinfer.models.families.multimodal import ABSENT_SIZES, MULTIMODAL
+from batchinfer.models.opening import open_checkpoint
+from tests.batchinfer.models.test_logits import check_logits
+from tests.checkpoints import edit_json
+from tests.multimodal_models import MODELS, SINGLE, make_multimodal, stated_text
+
+GEMMA = "Gemma3ForConditionalGeneration"
+
+
+def scaled(model: PreTrainedModel, scale: float) -> Callable[[torch.Tensor], SimpleNamespace]:
+    return lambda ids: SimpleNamespace(logits=model(ids).logits * scale)
+
+
+@pytest.mark.parametrize("own_names", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(tmp_path: Path, name: str, own_names: bool) -> None:
+    model = make_multimodal(tmp_path, name, own_names)
+    # transformers 4 scaled logits as text_config says; 5 leaves that out in models of several parts
+    scale = load_config(tmp_path).logit_multiplier
+    checkpoint = check_logits(tmp_path, scaled(model, scale), lengths=(1, 17, 100))
+    assert isinstance(open_checkpoint(tmp_path), type(checkpoint))
+    stored = load_file(tmp_path / SINGLE)
+    others = {key for key in stored if "vision_tower" in key or "projector" in key or "newline" in key}
+    assert others
+    assert set(checkpoint.tensors) == set(stored) - others
+    assert checkpoint.weight_bytes == sum(stored[key].nbytes for key in checkpoint.tensors)
+    source = checkpoint_source(tmp_path)
+    assert isinstance(source, ModelSource)
+    assert source.parameters == sum(math.prod(stored[key].shape) for key in checkpoint.tensors)
+    (notice,) = checkpoint.notices
+    assert notice.startswith(f"{name}: text only; tensors that are not loaded: ")
+    assert " of vision_tower" in notice
+    assert " of multi_modal_projector" in notice
+
+
+def test_every_kind_is_tested() -> None:
+    assert {kind: name for name, (kind, *_) in MODELS.items()} == {
+        kind: known.architecture for kind, known in MULTIMODAL.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ABSENT_SIZES)
+def test_sizes_that_text_config_leaves_out_are_those_of_transformers(kind: str) -> None:
+    theirs = AutoConfig.for_model(kind).to_dict()
+    assert {key: theirs[key] for key in ABSENT_SIZES[kind]} == ABSENT_SIZES[kind]
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_what_config_json_leaves_out_is_as_in_transformers(kind: str) -> None:
+    theirs = AutoConfig.for_model(kind)
+    assert MULTIMODAL[kind].absent_text == theirs.text_config.model_type
+    assert MULTIMODAL[kind].absent_tied == theirs.tie_word_embeddings
+
+
+def test_a_sparse_text_config(tmp_path: Path) -> None:
+    """As the published Gemma 3 4B has it; the rest is transformers' defaults."""
+    make_multimodal(tmp_path, GEMMA)
+    stated = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    edit_json(
+        tmp_path / "config.json", text_config=stated, dtype=..., torch_dtype="bfloat16", eos_token_id=[1, 106]
+    )
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    spec = load_config(tmp_path)
+    attention = spec.layers[5].attention
+    assert (spec.vocab, spec.hidden, len(spec.layers), spec.tied) == (262_208, 2560, 34, True)
+    assert (spec.dtype, spec.eos_token_ids, spec.max_positions) == ("bfloat16", (1, 106), 131_072)
+    assert (attention.q_heads, attention.kv_heads, attention.head_dim) == (8, 4, 256)
+    assert attention.rotation.rope is not None
+    assert (attention.rotation.rope.kind, attention.rotation.rope.factor) == ("linear", 8.0)
+    assert spec.windows[:6] == (*(1024,) * 5, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text_config": None}, ("text_config is None", "wanted an object")),
+        (
+            {"text_config": {"model_type": "ministral3"}},
+            ("(text_config): model_type 'ministral3'", "gemma3_text"),
+        ),
+        ({"architectures": ["Gemma3Other"]}, ("architectures ['Gemma3Other'] is not supported", GEMMA)),
+    ],
+)
+def test_refused(tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]) -> None:
+    make_multimodal(tmp_path, GEMMA)
+    edit_json(tmp_path / "config.json", **change)
+    with pytest.raises(JobFileError) as raised:
+        inspect_checkpoint(tmp_path)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_mistakes_name_text_config(tmp_path: Path) -> None:
+    make_multimodal(tmp_path, GEMMA)
+    edit_json(tmp_path / "config.json", text_config={**stated_text(tmp_path), "hidden_size": "wide"})
+    with pytest.raises(JobFileError, match=r"config.json \(text_config\): hidden_size is 'wide'"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_a_tensor_of_no_known_part(tmp_path: Path) -> None:
+    make_multimodal(tmp_path, GEMMA)
+    stored = load_file(tmp_path / SINGLE)
+    save_file({**stored, "audio_tower.weight": torch.ones(2)}, tmp_path / SINGLE)
+    with pytest.raises(JobFileError, match=r"unexpected tensors: audio_tower.weight"):
+        inspect_checkpoint(tmp_path)
