@@ -194,7 +194,7 @@ class TritonOps(Ops):
     ) -> FixedPlan:
         """The plan of single queries for a graph that stays right while contexts grow up to `longest` tokens.
 
-        NamePrefixes are planned twice where there are any: how much room they need is known afterwards. Rounded up to
+        Prefixes are planned twice where there are any: how much room they need is known afterwards. Rounded up to
         powers of two, so that few steps differ in it.
         """
         if self._latent:
