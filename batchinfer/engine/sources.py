@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -157,8 +156,7 @@ def checkpoint_source(path: Path) -> Source:
     """The model of a checkpoint folder. Raises what inspecting a checkpoint raises."""
     checkpoint = open_checkpoint(path, _describe_here)
     if isinstance(checkpoint, Checkpoint):
-        parameters = sum(math.prod(tensor.info.shape) for tensor in checkpoint.tensors.values())
-        return ModelSource(checkpoint.spec, parameters, partial(CheckpointWeights, checkpoint))
+        return ModelSource(checkpoint.spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint))
     from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families
 
     return ForeignSource(checkpoint)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.multimodal import Multimodal
 from batchinfer.models.folder import CheckpointFolder
 from batchinfer.models.model_cost import model_cost
-from batchinfer.models.parameters import EMBEDDING, HEAD
-from batchinfer.models.safetensors_header import TensorInfo
+from batchinfer.models.packed import PackedTensor, PackedTensors, packed_tensors, packing_of, unpacked_shapes
+from batchinfer.models.parameters import EMBEDDING, HEAD, Shape
 from batchinfer.models.spec import ModelSpec
 from batchinfer.models.tensor_names import (
     expected_shapes,
@@ -30,6 +31,7 @@ from batchinfer.models.weight_files import (
     listed,
     read_weight_files,
 )
+from batchinfer.sizes import size
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import ModelCost
 
@@ -43,12 +45,19 @@ class Checkpoint(WeightFiles):
 
     spec: ModelSpec
     prefixes: NamePrefixes
+    packed: Mapping[str, PackedTensor]  # those that are dequantised as they are read
+    shapes: Mapping[str, Shape]  # of all tensors once they are
     notices: tuple[str, ...] = ()  # what a user should know before it runs
 
     @property
     def dtype(self) -> Dtype:
         """As config.json states it; else that of most of the stored bytes."""
         return self.spec.dtype or self.stored_dtype
+
+    @property
+    def parameters(self) -> int:
+        """Values in all tensors."""
+        return sum(map(math.prod, self.shapes.values()))
 
     @property
     def modelling(self) -> str:
@@ -81,15 +90,29 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     spec = load_config(folder.path)
     whole = multimodal_of(raw)
     prefixes = prefixes_of(spec.family, files.tensors, whole.prefixes if whole else ())
-    unused = (*further_layers(spec, decoder_config(raw), prefixes),)
+    stated = decoder_config(raw)
+    unused = further_layers(spec, stated, prefixes)
     tensors = {
         name: tensor
         for name, tensor in files.tensors.items()
         if not (ignores(spec.family, name) or name.startswith(unused) or (whole and whole.part_of(name)))
     }
-    _check_tensors(folder, spec, tensors, prefixes)
-    notices = (*([_text_alone(whole, files.tensors)] if whole else ()), *folder.unused_code)
-    return Checkpoint(folder.path, files.files, tensors, spec, prefixes, notices)
+    packed = packed_tensors(packing_of(stated, []), tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in packed.unused}
+    shapes = _check_tensors(folder, spec, tensors, packed, prefixes)
+    notices = (
+        *([_text_alone(whole, files.tensors)] if whole else ()),
+        *_dequantised(packed, shapes),
+        *folder.unused_code,
+    )
+    return Checkpoint(folder.path, files.files, tensors, spec, prefixes, packed.found, shapes, notices)
+
+
+def _dequantised(packed: PackedTensors, shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """What a user should know of weights that are stored in few bits."""
+    for name in sorted({each.format for each in packed.found.values()}):
+        took = size(2 * sum(map(math.prod, shapes.values())))
+        yield f"weights stored as {name} are dequantised when they are loaded: all weights take {took} in 16 bits"
 
 
 def _text_alone(whole: Multimodal, tensors: Iterable[str]) -> str:
@@ -108,32 +131,37 @@ def config_folder(path: Path) -> CheckpointFolder:
 
 
 def _check_tensors(
-    folder: CheckpointFolder, spec: ModelSpec, tensors: dict[str, StoredTensor], prefixes: NamePrefixes
-) -> None:
-    expected = expected_shapes(spec, prefixes)
-    found = {name: tensor.info for name, tensor in tensors.items()}
+    folder: CheckpointFolder,
+    spec: ModelSpec,
+    tensors: Mapping[str, StoredTensor],
+    packed: PackedTensors,
+    prefixes: NamePrefixes,
+) -> dict[str, Shape]:
+    """The shapes of all tensors once they are dequantised."""
+    expected, found = expected_shapes(spec, prefixes), dict(unpacked_shapes(packed, tensors))
+    stored = packed.stored
     messages = [
+        *packed.mistakes,
         *_told("missing tensors", _missing(spec, expected, found, prefixes)),
         *_told("unexpected tensors", [name for name in found if name not in expected]),
         *_told("tensors of a wrong shape", [
-            f"{name} {list(info.shape)} instead of {list(expected[name])}"
-            for name, info in found.items()
-            if name in expected and info.shape != expected[name]
+            f"{name} {list(shape)} instead of {list(expected[name])}"
+            for name, shape in found.items()
+            if name in expected and shape != expected[name]
         ]),
         *_told("tensors that are not float", [
-            f"{name} ({info.dtype})" for name, info in found.items() if info.dtype not in FLOAT_DTYPES
+            f"{name} ({tensor.info.dtype})" for name, tensor in tensors.items()
+            if tensor.info.dtype not in FLOAT_DTYPES and name not in stored
         ]),
     ]  # fmt: skip
     if messages:
         hint = f"config.json describes another model than the weights, or another family than {spec.family}"
         raise wrong_checkpoint(folder.path, *messages, hint=hint)
+    return found
 
 
 def _missing(
-    spec: ModelSpec,
-    expected: dict[str, tuple[int, ...]],
-    found: dict[str, TensorInfo],
-    prefixes: NamePrefixes,
+    spec: ModelSpec, expected: Mapping[str, Shape], found: Collection[str], prefixes: NamePrefixes
 ) -> list[str]:
     """Tied, the head or the embedding may be absent, not both."""
     missing = [name for name in expected if name not in found]

@@ -10,6 +10,7 @@ from batchinfer.models.config_fields import Fields, load_json_object, shown, wro
 from batchinfer.models.families.family import ConfigFiles, Family
 from batchinfer.models.families.multimodal import MULTIMODAL, Multimodal
 from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.packed import packing_of
 from batchinfer.models.rope_config import RopeConfig
 from batchinfer.models.spec import ModelSpec
 
@@ -30,10 +31,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Pa
     """The model that these JSON objects describe; `path` is config.json's, for messages. Raises JobFileError."""
     mistakes: list[str] = []
     family, raw, name = _decoder(raw, mistakes)
-    if raw.get("quantization_config"):
-        mistakes.append(
-            "config.json: a quantized checkpoint (quantization_config); only float weights are supported"
-        )
+    packing_of(raw, mistakes)
     if family is None or mistakes:  # what follows depends on the family
         raise wrong_checkpoint(path, *mistakes)
     files = ConfigFiles(Fields(raw, name, mistakes), Fields(generation, "generation_config.json", mistakes))

@@ -30,6 +30,11 @@ class StoredParameter:
     tensor: str
     part: Part | None = None
 
+    @property
+    def index(self) -> int | None:
+        """Which of several matrices in the tensor it is in."""
+        return None if self.part is None else self.part.index
+
     def shape(self, parameter: Shape) -> Shape:
         """The least that the tensor's may be, to hold a parameter of this shape."""
         if self.part is None:

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from batchinfer.models.checkpoint import Checkpoint
+from batchinfer.models.dequantize import dequantized
+from batchinfer.models.families.family import Part
 from batchinfer.models.parameters import BIAS, EMBEDDING, FINAL_NORM, HEAD, POSITIONS, fused
 from batchinfer.models.tensor_names import StoredParameter, layer_names, table_names
 
@@ -62,7 +64,7 @@ class CheckpointWeights(Weights):
 
     def tables(self) -> Tables:
         checkpoint = self._checkpoint
-        names, stored = table_names(checkpoint.spec, checkpoint.prefixes), checkpoint.tensors
+        names, stored = table_names(checkpoint.spec, checkpoint.prefixes), checkpoint.shapes
         with _OpenFiles(self._checkpoint) as files:
             found = {
                 name: self._copied([files.parameter(place)], self._dtype)
@@ -99,11 +101,13 @@ class CheckpointWeights(Weights):
 
 def stretches_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
     """The part of a stored tensor that is the parameter, as a view: (stretches, outputs of each, …)."""
-    part = stored.part
+    return _stretches(tensor if stored.index is None else tensor[stored.index], stored.part)
+
+
+def _stretches(tensor: Tensor, part: Part | None) -> Tensor:
+    """Of the tensor, or of the one matrix in it that the part has."""
     if part is None:
         return tensor[None]
-    if part.index is not None:
-        tensor = tensor[part.index]
     outputs = tensor.t() if part.transposed and tensor.dim() > 1 else tensor
     stretches = outputs[None] if part.every is None else outputs.view(-1, part.every, *outputs.shape[1:])
     return stretches[:, part.start : part.stop]
@@ -116,7 +120,7 @@ class _OpenFiles:
         self._checkpoint = checkpoint
         self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
-        self._last: tuple[str, Tensor] | None = None
+        self._last: tuple[tuple[str, int | None], Tensor] | None = None
 
     def __enter__(self) -> _OpenFiles:
         return self
@@ -127,18 +131,26 @@ class _OpenFiles:
         self._stack.close()
 
     def parameter(self, stored: StoredParameter) -> Tensor:
-        """As it is stored."""
-        return stretches_of(self.tensor(stored.tensor), stored).flatten(0, 1)
+        """As it is stored, or dequantised to float32."""
+        return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
 
-    def tensor(self, name: str) -> Tensor:
-        """Kept until another is asked for: a tensor may hold the parameters of hundreds of experts."""
-        if self._last is None or self._last[0] != name:
-            self._last = (name, self._read(name))
+    def _matrix(self, name: str, index: int | None) -> Tensor:
+        """A tensor, or one of the matrices in it: it may hold those of hundreds of experts, of which one at a time is
+        dequantised. Kept until another is asked for, since it may hold several parameters."""
+        if self._last is None or self._last[0] != (name, index):
+            packed = self._checkpoint.packed.get(name)
+            if packed is None:
+                found = self._read(name, index)
+            else:
+                stored = self._read(packed.values, index), self._read(packed.scales, index)
+                found = dequantized(packed, *stored)
+            self._last = (name, index), found
         return self._last[1]
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, index: int | None) -> Tensor:
+        """A view of the mapped file."""
         path = self._checkpoint.tensors[name].file
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         tensor: Tensor = self._open[path].get_tensor(name)
-        return tensor
+        return tensor if index is None else tensor[index]

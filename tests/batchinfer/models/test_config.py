@@ -94,7 +94,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model_type": ...}, "model_type None is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "['LlamaForCausalLM'] is"),
     ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM' is not supported"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "only float weights are supported"),
+    (
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quant_method 'gptq' are not supported; float weights, mxfp4 and",
+    ),
+    ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method ['fp8'] are not supported"),
+    ({"quantization_config": [1]}, "quantization_config is [1]; wanted an object"),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+        "weight_block_size is [128]; wanted two numbers above 0",
+    ),
     ({"hidden_size": ...}, "hidden_size is missing; wanted an integer from 1"),
     ({"hidden_size": "48"}, "hidden_size is '48'; wanted an integer"),
     ({"hidden_size": True}, "hidden_size is True; wanted an integer"),

@@ -1,0 +1,189 @@
+"""Weights stored in MXFP4 and FP8 are read as transformers dequantises them, one matrix at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from batchinfer.engine.sources import ModelSource, checkpoint_source
+from batchinfer.errors import JobFileError
+from batchinfer.models import weights
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.dequantize import dequantized
+from batchinfer.models.packed import PackedTensor
+from batchinfer.models.weights import CheckpointWeights
+from tests.batchinfer.models.test_logits import check_logits
+from tests.checkpoints import edit_json
+from tests.packed_weights import SINGLE, make_fp8, make_mxfp4
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS: dict[str, Callable[[Path, Path], PreTrainedModel]] = {
+    "mxfp4": make_mxfp4,
+    "fp8": lambda folder, plain: make_fp8(folder, plain, "deepseek_v3"),
+    "fp8 of rows": lambda folder, plain: make_fp8(folder, plain, "qwen3", "row"),
+    "fp8 of tensors": lambda folder, plain: make_fp8(folder, plain, "llama", "tensor"),
+}
+MXFP4 = PackedTensor("mxfp4", "", "", ())
+
+
+@pytest.fixture(params=KINDS)
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, PreTrainedModel]:
+    """A packed checkpoint, the dequantised one, and transformers' model of that."""
+    folder, plain = tmp_path / "packed", tmp_path / "plain"
+    return folder, plain, KINDS[request.param](folder, plain)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4_bitwise(dtype: torch.dtype) -> None:
+    """Every byte under every scale but that of NaN."""
+    values = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8)[None, :, None].expand(1, 255, 16)
+    found = dequantized(MXFP4, values, scales).to(dtype)
+    assert torch.equal(bits(found), bits(convert_moe_packed_tensors(values, scales, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("grid", [(3, 5), (1, 1)])
+def test_fp8_bitwise(dtype: torch.dtype, scale_dtype: torch.dtype, grid: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    values = (torch.randn(3 * 8, 5 * 4, generator=generator) * 90).to(torch.float8_e4m3fn)
+    scales = (torch.rand(grid, generator=generator) + 0.01).to(scale_dtype)
+    packed = PackedTensor("fp8", "", "", values.shape, None if grid == (1, 1) else (8, 4))
+    wanted = Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
+    assert torch.equal(bits(dequantized(packed, values, scales).to(dtype)), bits(wanted))
+
+
+def test_fp8_whose_last_blocks_are_cut() -> None:
+    """As in DeepSeek-V3, of whose latents and their rotated part 576 rows are blocks of 128."""
+    values, scales = (
+        torch.ones(10, 7).to(torch.float8_e4m3fn),
+        torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+    )
+    found = dequantized(PackedTensor("fp8", "", "", (10, 7), (4, 4)), values, scales)
+    assert found[:, [0, 3, 4, 6]].tolist() == [
+        [s, s, t, t] for s, t in ((1, 2),) * 4 + ((3, 4),) * 4 + ((5, 6),) * 2
+    ]
+
+
+def test_logits_and_weights(both: tuple[Path, Path, PreTrainedModel]) -> None:
+    folder, plain, model = both
+    checkpoint = check_logits(folder, model, lengths=(1, 17, 100))
+    for dtype in (torch.float32, torch.bfloat16):
+        for ours, theirs in zip(
+            *(loaded(inspect_checkpoint(path), dtype) for path in (folder, plain)), strict=True
+        ):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
+    assert checkpoint.dtype == "float32"
+
+
+def loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    read = CheckpointWeights(checkpoint, dtype, "cpu")
+    tables = read.tables()
+    return [{"head": tables.head, "embedding": tables.embedding}, *(dict(read.layer(i)) for i in range(2))]
+
+
+def test_memory_is_that_of_dequantised_weights(both: tuple[Path, Path, PreTrainedModel]) -> None:
+    folder, plain, _ = both
+    sources = [checkpoint_source(path) for path in (folder, plain)]
+    assert all(isinstance(source, ModelSource) for source in sources)
+    assert len({source.parameters for source in sources if isinstance(source, ModelSource)}) == 1
+    checkpoint = inspect_checkpoint(folder)
+    stored = load_file(folder / SINGLE)
+    assert checkpoint.weight_bytes == sum(t.nbytes for name, t in stored.items() if "input_scale" not in name)
+    (notice,) = checkpoint.notices
+    assert "are dequantised when they are loaded: all weights take" in notice
+
+
+def test_one_expert_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_mxfp4(tmp_path / "packed", tmp_path / "plain")
+    made: list[tuple[int, ...]] = []
+
+    def noted(packed: PackedTensor, values: Tensor, scales: Tensor) -> Tensor:
+        found = dequantized(packed, values, scales)
+        made.append(tuple(found.shape))
+        return found
+
+    monkeypatch.setattr(weights, "dequantized", noted)
+    CheckpointWeights(inspect_checkpoint(tmp_path / "packed"), torch.float32, "cpu").layer(0)
+    assert sorted(made) == sorted([(64, 64), (32, 64)] * 5)
+
+
+def test_scales_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path, tmp_path / "plain")
+    before = inspect_checkpoint(tmp_path).fingerprint({})
+    stored = load_file(tmp_path / SINGLE)
+    stored["model.layers.1.mlp.experts.down_proj_scales"][0, 0, 0] += 1
+    save_file(stored, tmp_path / SINGLE)
+    assert inspect_checkpoint(tmp_path).fingerprint({}) != before
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+UP = "model.layers.0.mlp.experts.gate_up_proj"
+WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
+    (
+        "fp8 of blocks",
+        lambda t: t.pop(f"{Q}_scale_inv"),
+        f"{Q} is FP8, and its scales {Q}_scale_inv are missing",
+    ),
+    (
+        "fp8 of blocks",
+        lambda t: t.update({f"{Q}_scale_inv": torch.ones(3, 2)}),
+        f"{Q}_scale_inv [3, 2] (F32) are no",
+    ),
+    ("fp8 of blocks", lambda t: t.pop(Q), f"missing tensors: {Q}"),
+    ("fp8 of blocks", lambda t: t.update({Q: t[Q][:32].clone()}), f"{Q} [32, 48] (F8_E4M3) and"),
+    ("mxfp4", lambda t: t.pop(f"{UP}_scales"), f"unexpected tensors: {UP}_blocks"),
+    (
+        "mxfp4",
+        lambda t: t.update({f"{UP}_scales": torch.ones(5, 64, 1).byte()}),
+        f"{UP}_scales [5, 64, 1] (U8) are no",
+    ),
+    ("mxfp4", lambda t: t.update({UP: torch.ones(5, 64, 64)}), f"{UP}_blocks [5, 64, 2, 16] (U8) and"),
+    (
+        "mxfp4",
+        lambda t: t.update(
+            {f"{UP}_scales": t[f"{UP}_scales"][:4].clone(), f"{UP}_blocks": t[f"{UP}_blocks"][:4].clone()}
+        ),
+        f"tensors of a wrong shape: {UP} [4, 64, 64] instead of [5, 64, 64]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "text"), WRONG)
+def test_refused(tmp_path: Path, kind: str, change: Callable[[dict[str, Tensor]], Any], text: str) -> None:
+    if kind == "mxfp4":
+        make_mxfp4(tmp_path, tmp_path / "plain")
+    else:
+        make_fp8(tmp_path, tmp_path / "plain", "llama")
+    stored = load_file(tmp_path / SINGLE)
+    change(stored)
+    save_file(stored, tmp_path / SINGLE)
+    with pytest.raises(JobFileError) as raised:
+        inspect_checkpoint(tmp_path)
+    assert text in str(raised.value)
+
+
+def test_packed_weights_that_config_json_does_not_name(tmp_path: Path) -> None:
+    make_fp8(tmp_path, tmp_path / "plain", "llama")
+    edit_json(tmp_path / "config.json", quantization_config=...)
+    with pytest.raises(
+        JobFileError, match=r"unexpected tensors: .*weight_scale_inv(.|\n)*not float: .*F8_E4M3"
+    ):
+        inspect_checkpoint(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())

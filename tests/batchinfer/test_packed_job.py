@@ -1,0 +1,52 @@
+"""A whole job on weights that are stored in MXFP4, quantised anew for the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchinfer.errors import JobFileError
+from batchinfer.job import load_job
+from batchinfer.pipeline import RunOptions
+from batchinfer.verbs import validate_job
+from tests.batchinfer.test_pipeline import run, table, write_job
+from tests.checkpoints import edit_json, make_tokenizer
+from tests.packed_weights import make_mxfp4
+
+ROWS = [{"text": text} for text in ("alpha", "beta and gamma", "alpha and more", "delta")]
+PLAIN = {"prompt": {"text": "text", "system": None, "user": None}, "sampling": {"max_tokens": 6}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_mxfp4(folder / "packed", folder / "dequantised")
+    for name in ("packed", "dequantised"):
+        make_tokenizer(folder / name)
+    return folder
+
+
+def test_answers_are_those_of_the_dequantised_checkpoint(models: Path, tmp_path: Path) -> None:
+    answers = []
+    for name in ("packed", "dequantised"):
+        (tmp_path / name).mkdir()
+        job = write_job(tmp_path / name, models / name, ROWS, **PLAIN)
+        sets = (("model.dtype", "float32"), ("model.quantization", "int8"))
+        assert run(job, RunOptions(), *sets).exit_code == 0
+        answers.append([row["generated_text"] for row in table(job)])
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 1
+
+
+def test_validate_says_what_the_weights_take(models: Path, tmp_path: Path) -> None:
+    found = "\n".join(validate_job(load_job(write_job(tmp_path, models / "packed", ROWS, **PLAIN), ())))
+    assert "weights stored as mxfp4 are dequantised when they are loaded: all weights take" in found
+
+
+def test_other_ways_to_quantize_are_refused(models: Path, tmp_path: Path) -> None:
+    edit_json(models / "packed" / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(
+        JobFileError, match="quant_method 'awq' are not supported; float weights, mxfp4 and fp8 are"
+    ):
+        validate_job(load_job(write_job(tmp_path, models / "packed", ROWS, **PLAIN), ()))
