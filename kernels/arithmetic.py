@@ -1,11 +1,13 @@
-"""The names of arithmetics that an engine can be asked for. No torch."""
+"""The names of the devices and arithmetics that an engine can be asked for. No torch."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
 LinearWay = Literal["compiled", "onednn"]  # who multiplies the weights of linear layers on a CPU
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
 # Of the clamped SwiGLU of gpt-oss (OpenAI, 2025); see batchinfer_kernels.gated_activation
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0

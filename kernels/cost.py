@@ -168,17 +168,19 @@ def rope_store_cost(
     cache_itemsize: int | None = None,
     normed: bool = False,
 ) -> Cost:
-    """Rotate q and k (3 a rotated value), write q back and k, v to the cache; cos and sin are read in float32.
+    """Rotate q and k (3 a rotated value), write q back and k, v to the cache; cos and sin are read in float32. Of no KV
+    heads: q alone, of a layer that reads what another one has written.
 
     `rotary_dim`: values of a head that are rotated, all if not given. `normed`: q and k pass an RMSNorm before.
     `cache_itemsize`: of the cache where it holds codes (divide, bound, round each value, by a scale for each head).
     """
     turned, heads = head_dim if rotary_dim is None else rotary_dim, tokens * (q_heads + kv_heads)
     flops, values = 3 * heads * turned, tokens * kv_heads * head_dim
-    moved = 2 * heads * head_dim * itemsize + 2 * values * itemsize + tokens * (4 * turned + 8)
+    slot = 8 if kv_heads else 0
+    moved = 2 * heads * head_dim * itemsize + 2 * values * itemsize + tokens * (4 * turned + slot)
     if normed:
         flops += rms_norm_cost(heads, head_dim, itemsize, residual=False).flops
-        moved += 2 * head_dim * itemsize
+        moved += (2 if kv_heads else 1) * head_dim * itemsize
     if cache_itemsize is not None:
         flops += 3 * 2 * values
         moved += 2 * values * (cache_itemsize - itemsize) + 2 * 4 * kv_heads
@@ -235,6 +237,16 @@ def gated_activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost
 def activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
     """act(x): four a value; reads it, writes it."""
     return Cost(4 * tokens * intermediate, 2 * tokens * intermediate * itemsize)
+
+
+def scale_cost(tokens: int, width: int, itemsize: int) -> Cost:
+    """Each value multiplied with the same number: read and written."""
+    return Cost(tokens * width, 2 * tokens * width * itemsize)
+
+
+def cap_cost(rows: int, vocab: int) -> Cost:
+    """cap × tanh(logit / cap) of float32 logits: three a value; read and written."""
+    return Cost(3 * rows * vocab, 2 * rows * vocab * 4)
 
 
 def sample_cost(rows: int, vocab: int, itemsize: int, drawn: int = 0) -> Cost:
@@ -321,17 +333,24 @@ class ModelCost:
     makes it."""
 
     operators: tuple[OperatorCost, ...]
-    windows: tuple[int | None, ...]  # of each layer: how many keys a query sees; None: all
+    windows: tuple[int | None, ...]  # of each layer with attention: how many keys a query sees; None: all
     parameters: int  # weights of linear maps, the head's not among them
     active_parameters: int  # of these, how many a token multiplies: not those of experts that it does not use
     head_parameters: int
-    kv_bytes_per_token: int  # over all layers, of a token that none has left behind
-    itemsize: int  # bytes of an activation and of a cached value
+    caches: tuple[
+        tuple[int | None, int], ...
+    ]  # of each layer that keeps K and V: its window, bytes of a token
+    itemsize: int  # bytes of an activation
     weight_itemsize: int  # bytes of a weight of the linear layers; 1: int8
 
     @property
     def layers(self) -> int:
+        """Those with attention."""
         return len(self.windows)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of K and V that a sequence of so many tokens keeps, over all layers."""
+        return sum(size * (tokens if window is None else min(tokens, window)) for window, size in self.caches)
 
     def seen(self, tokens: int) -> int:
         """How many of so many cached tokens the next query sees, itself included, summed over layers."""

@@ -6,15 +6,12 @@ between -7 and 7.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer_kernels.arithmetic import SWIGLU_ALPHA, SWIGLU_LIMIT
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+from batchinfer_kernels.arithmetic import Activation as Activation
 
 
 def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -28,14 +28,19 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     return torch.cat((turned.to(x.dtype), rest), -1)
 
 
-def check_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> None:
+def check_pairs(q: Tensor, pairs: int) -> None:
     """`pairs`: how many are rotated, at most D/2. Raises ValueError when shapes do not fit."""
+    if q.dim() != 3 or not 0 < 2 * pairs <= q.shape[2]:
+        raise ValueError(f"heads of q {tuple(q.shape)} are rotated in {pairs} pairs")
+
+
+def check_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> None:
+    """The same with k and v, and where they go."""
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit")
-    if not 0 < 2 * pairs <= q.shape[2] or slots.shape != q.shape[:1]:
-        raise ValueError(
-            f"heads of {q.shape[2]} are rotated in {pairs} pairs, at {tuple(slots.shape)} slots for {q.shape[0]} tokens"
-        )
+    check_pairs(q, pairs)
+    if slots.shape != q.shape[:1]:
+        raise ValueError(f"there are {tuple(slots.shape)} slots for {q.shape[0]} tokens")
 
 
 def check_caches(
@@ -88,6 +93,23 @@ def store_reference(values: Tensor, cache: Tensor, slots: Tensor, scale: Tensor 
     cache[slots[real] // block_size, :, slots[real] % block_size] = codes[real]
 
 
+def rope_reference(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotated q alone, of a layer that reads K and V of another one. Arguments as for `rope_store_reference`."""
+    check_pairs(x, cos.shape[1])
+    if norm is not None:
+        x = rms_norm_reference(x, norm, eps, offset=offset)[0]
+    return rotate_reference(x, cos, sin, interleaved)
+
+
 def rope_store_reference(
     q: Tensor,
     k: Tensor,
@@ -117,9 +139,9 @@ def rope_store_reference(
     """
     check_rope_store(q, k, v, cos, slots)
     check_caches(k, k_cache, v_cache, k_scale, v_scale)
-    if q_norm is not None and k_norm is not None:
-        q = rms_norm_reference(q, q_norm, eps, offset=offset)[0]
-        k = rms_norm_reference(k, k_norm, eps, offset=offset)[0]
-    store_reference(rotate_reference(k, cos, sin, interleaved), k_cache, slots, k_scale)
+    if q_norm is None or k_norm is None:
+        q_norm = k_norm = None
+    turned = rope_reference(k, cos, sin, k_norm, eps, offset=offset, interleaved=interleaved)
+    store_reference(turned, k_cache, slots, k_scale)
     store_reference(v, v_cache, slots, v_scale)
-    return rotate_reference(q, cos, sin, interleaved)
+    return rope_reference(q, cos, sin, q_norm, eps, offset=offset, interleaved=interleaved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.outliers import WatchedWeights, warning_of
-from batchinfer.models.spec import CacheSpec, ModelSpec
+from batchinfer.models.spec import Caches, ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
@@ -65,8 +65,8 @@ class Source(Protocol):
         """The tokens that end an answer."""
 
     @property
-    def caches(self) -> Sequence[CacheSpec]:
-        """Of each layer."""
+    def caches(self) -> Caches:
+        """Of each layer; None: it has no attention."""
 
     @property
     def can_be_captured(self) -> bool:
@@ -102,7 +102,7 @@ class ModelSource:
         return self.spec.eos_token_ids
 
     @property
-    def caches(self) -> Sequence[CacheSpec]:
+    def caches(self) -> Caches:
         """See Source."""
         return self.spec.caches
 

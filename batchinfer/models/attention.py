@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ from batchinfer.ops.interface import (
     LayerCache,
     LayerParts,
     Ops,
+    RopeTable,
 )
 
 
@@ -37,37 +37,53 @@ class HeadsAttention(AttentionHalf):
     ops: Ops
     spec: AttentionSpec
     parts: LayerParts
+    rope: RopeTable
 
     def __call__(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
         linears, spec = self.parts.linears, self.spec
-        qkv = linears["qkv"](x)
-        heads, kv_heads = spec.q_heads, spec.kv_heads
+        qkv = linears[spec.first](x)
         if spec.q_norm is not None and not spec.norms_heads:
             self._norm_apart(qkv)
-        qkv = qkv.view(-1, heads + 2 * kv_heads, spec.head_dim)
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        each = _each_head(spec.q_norm, self.parts.norms) if spec.norms_heads else ()
-        q = self.ops.rope_store(q, k, v, self.parts.rope, inputs, cache, *each)
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q = (
+            self._rotated(heads, inputs, cache)
+            if spec.kv_layer is None
+            else self._rotated_alone(heads, inputs)
+        )
         rules = (spec.scale, spec.window, spec.soft_cap, self.parts.vectors.get("sinks"))
         return linears["o"](self.ops.attention(q, cache, plan, *rules).flatten(1))
 
+    def _rotated(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        """q; rotated k, and v, go to the cache."""
+        spec, norms = self.spec, self.parts.norms
+        q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
+        q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
+        each = (norms["q_norm"], norms["k_norm"], *_numbers(spec.q_norm)) if spec.norms_heads else ()
+        return self.ops.rope_store(q, k, v, self.rope, inputs, cache, *each)
+
+    def _rotated_alone(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
+        """q, where the cache is that of an earlier layer, which has filled it."""
+        spec = self.spec
+        each = (self.parts.norms["q_norm"], *_numbers(spec.q_norm)) if spec.norms_heads else ()
+        return self.ops.rope(q, self.rope, inputs, *each)
+
     def _norm_apart(self, qkv: Tensor) -> None:
         """Norms q and k in place, before they are rotated."""
-        spec = self.spec
-        for name, start, width in (("q_norm", 0, spec.q_width), ("k_norm", spec.q_width, spec.kv_width)):
-            norm, part = spec.norms[name], qkv[:, start : start + width]
+        widths = {"q_norm": self.spec.q_width, "k_norm": self.spec.kv_width}
+        start = 0
+        for name, norm in self.spec.norms.items():
             assert norm is not None
+            part = qkv[:, start : start + widths[name]]
+            start += widths[name]
             stretches = part.view(len(part), -1, norm.width)
             normed, _ = apply_norm(self.ops, norm, self.parts.norms, name, stretches.contiguous())
             stretches.copy_(normed)
 
 
-def _each_head(
-    norm: NormSpec | None, parameters: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor, float, float]:
-    """What `rope_store` takes to norm each head."""
+def _numbers(norm: NormSpec | None) -> tuple[float, float]:
+    """What `rope_store` and `rope` norm each head with, beside weights."""
     assert norm is not None
-    return parameters["q_norm"], parameters["k_norm"], norm.eps, norm.offset
+    return norm.eps, norm.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +93,7 @@ class LatentAttention(AttentionHalf):
     ops: Ops
     spec: LatentAttentionSpec
     parts: LayerParts
+    rope: RopeTable
     heads: LatentHeads
 
     def __call__(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
@@ -85,7 +102,7 @@ class LatentAttention(AttentionHalf):
         plain, turned = q[..., : spec.plain_dim], q[..., spec.plain_dim :]
         kv = linears["kv_a"](x)
         latent = self._normed("kv_a_norm", kv[:, : spec.rank].contiguous())
-        turned = self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.parts.rope, inputs, cache)
+        turned = self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache)
         query = torch.cat((self.heads.k(plain), turned), -1)
         made = self.ops.latent_attention(query, cache, plan, spec.scale, spec.rank)
         return linears["o"](self.heads.v(made).flatten(1))
@@ -102,19 +119,23 @@ class LatentAttention(AttentionHalf):
         return apply_norm(self.ops, norm, self.parts.norms, name, x)[0]
 
 
-def attention_half(ops: Ops, spec: LayerSpec, parts: LayerParts) -> AttentionHalf:
-    """The one that the spec describes."""
-    attention = spec.attention
-    if isinstance(attention, AttentionSpec):
-        return HeadsAttention(ops, attention, parts)
+def attention_half(
+    ops: Ops, spec: AttentionSpec | LatentAttentionSpec | None, parts: LayerParts
+) -> AttentionHalf | None:
+    """The one that the spec describes, if it describes one."""
+    if spec is None:
+        return None
+    assert parts.rope is not None, "heads are rotated, if by an angle of 0"
+    if isinstance(spec, AttentionSpec):
+        return HeadsAttention(ops, spec, parts, parts.rope)
     assert parts.latent_heads is not None
-    return LatentAttention(ops, attention, parts, parts.latent_heads)
+    return LatentAttention(ops, spec, parts, parts.rope, parts.latent_heads)
 
 
 def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:
     """What makes K and V of a latent, head by head; None where there is no latent."""
     attention = spec.attention
-    if isinstance(attention, AttentionSpec):
+    if not isinstance(attention, LatentAttentionSpec):
         return None
     weight = weights["kv_b"].view(attention.q_heads, -1, attention.rank)
     k, v = weight[:, : attention.plain_dim], weight[:, attention.plain_dim :]

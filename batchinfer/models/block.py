@@ -27,7 +27,7 @@ class Block(DecoderLayer):
 
     def __init__(self, ops: Ops, spec: LayerSpec, parts: LayerParts) -> None:
         self._ops, self._spec, self._parts = ops, spec, parts
-        self._norms, self._attention = spec.norms, attention_half(ops, spec, parts)
+        self._norms, self._attention = spec.norms, attention_half(ops, spec.attention, parts)
         self.loads = None if parts.experts is None else parts.experts.loads
 
     def __call__(
@@ -35,9 +35,14 @@ class Block(DecoderLayer):
         x: Tensor,
         residual: Tensor | None,
         inputs: AttentionInputs,
-        cache: LayerCache,
-        plan: AttentionPlan,
+        cache: LayerCache | None,
+        plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor]:
+        if self._attention is None:
+            x, residual = self._before("post_norm", x, residual)
+            return self._feed(x, inputs), residual
+        assert cache is not None, "a layer with attention reads a cache"
+        assert plan is not None, "a layer with attention reads a cache"
         x, residual = self._before("input_norm", x, residual)
         attended = self._after("attention_norm", self._attention(x, inputs, cache, plan))
         if self._spec.parallel:
@@ -65,13 +70,13 @@ class Block(DecoderLayer):
         return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
 
 
-def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable) -> DecoderLayer:
-    """The layer, packed; in one call where the operators offer that."""
+def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None) -> DecoderLayer:
+    """The layer, packed; in one call where the operators offer that. `rope`: None where it has no attention."""
     parts = pack_layer(ops, spec, weights, rope)
     return ops.fuse(spec, parts) or Block(ops, spec, parts)
 
 
-def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable) -> LayerParts:
+def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None) -> LayerParts:
     """The layer's weights as the operators want them."""
     linears = {
         linear.name: _packed(ops, linear, weights[linear.name], weights.get(linear.name + BIAS))

@@ -12,7 +12,7 @@ from batchinfer.models.families.multimodal import MULTIMODAL, Multimodal
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.packed import packing_of
 from batchinfer.models.rope_config import RopeConfig
-from batchinfer.models.spec import ModelSpec
+from batchinfer.models.spec import ModelSpec, wrong_caches
 
 Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 
@@ -96,10 +96,12 @@ def _family(
 
 def _contradictions(spec: ModelSpec) -> list[str]:
     """What is wrong although every single value is possible."""
-    found: list[str] = []
+    found = [f"config.json: {wrong}" for wrong in wrong_caches(spec.caches)]
+    if found:
+        return found
     attention = spec.attention
-    for rotation in {layer.attention.rotation for layer in spec.layers}:
-        if rotation.rope is not None:
+    for rotation in {layer.rotation for layer in spec.layers}:
+        if rotation is not None and rotation.rope is not None:
             found += _wrong_rotation(rotation.rope, rotation.dim, attention.head_dim)
     if spec.long_from is not None and attention.cache.latent:
         found.append("config.json: rope type 'longrope' is not supported with latent attention")

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.block import build_layer
-from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.models.expert_loads import ExpertLoads
 from batchinfer.models.norm import apply_norm
 from batchinfer.models.parameters import BIAS, FINAL_NORM
 from batchinfer.models.rope import rope_table
-from batchinfer.models.spec import ModelSpec
-from batchinfer.models.weights import CheckpointWeights, Weights
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, finite_argmax
+from batchinfer.models.spec import ModelSpec, Rotation
+from batchinfer.models.weights import Weights
+from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, RopeTable, finite_argmax
 
 
 class Decoder:
@@ -41,12 +40,15 @@ class Decoder:
         # or a head that was copied would be there twice while the layers are packed
         self._tables = replace(self._tables, head=self._tables.embedding)
         self._multiplier = _rounded(spec.embedding_multiplier, self._tables.embedding.dtype)
-        ropes = {layer.attention.rotation for layer in spec.layers}
-        tables = {rope: rope_table(rope, max_positions, device) for rope in ropes}
+        ropes = {layer.rotation for layer in spec.layers if layer.rotation is not None}
+        tables: dict[Rotation | None, RopeTable] = {
+            rope: rope_table(rope, max_positions, device) for rope in ropes
+        }
         self._layers = [
-            build_layer(ops, layer, weights.layer(index), tables[layer.attention.rotation])
+            build_layer(ops, layer, weights.layer(index), tables.get(layer.rotation))
             for index, layer in enumerate(spec.layers)
         ]
+        self._attending = [index for index, layer in enumerate(spec.layers) if layer.attention is not None]
 
     @property
     def long_from(self) -> int | None:
@@ -68,17 +70,22 @@ class Decoder:
     ) -> Tensor:
         """Run one step: token_ids (T,) int64 → hidden states (T, hidden) before the final norm.
 
-        Writes K and V of the step's tokens to `caches`, one a layer, each of which names its group: `inputs` and
-        `plans`, which come from `ops.plan_attention`, have an element a group. Raises ValueError for a position that
-        the rotary table does not have: compiled operators would read behind it.
+        Writes K and V of the step's tokens to `caches`, one for each layer with attention, which names its group:
+        `inputs` and `plans`, which come from `ops.plan_attention`, have an element a group. Raises ValueError for a
+        position that the rotary table does not have: compiled operators would read behind it.
         """
         longest = max(inputs[0].context_lens)
         if longest > self.max_positions:
             raise ValueError(f"a context of {longest} tokens, and {self.max_positions} positions")
         x = self._embedded(token_ids, inputs[0].positions)
         residual: Tensor | None = None
-        for layer, cache in zip(self._layers, caches, strict=True):
-            x, residual = layer(x, residual, inputs[cache.group], cache, plans[cache.group])
+        places = dict(zip(self._attending, caches, strict=True))
+        for index, layer in enumerate(self._layers):
+            cache = places.get(index)
+            if cache is None:
+                x, residual = layer(x, residual, inputs[0], None, None)
+            else:
+                x, residual = layer(x, residual, inputs[cache.group], cache, plans[cache.group])
         return x if residual is None else x + residual
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -115,10 +122,3 @@ def _keeps_order(spec: ModelSpec) -> bool:
     """Whether two logits that the head tells apart stay so: what is capped, or not multiplied with a power of two, may
     be rounded to equal numbers, of which the first is taken."""
     return spec.logit_cap is None and math.frexp(spec.logit_multiplier)[0] == 0.5
-
-
-def load_decoder(
-    checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device | str, max_positions: int
-) -> Decoder:
-    """Load a checked checkpoint in `dtype` onto `device`, for sequences of up to `max_positions` tokens."""
-    return Decoder(checkpoint.spec, CheckpointWeights(checkpoint, dtype, device), ops, max_positions, device)

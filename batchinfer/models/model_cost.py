@@ -21,6 +21,7 @@ from batchinfer_kernels.cost import (
     OperatorCost,
     activation_cost,
     attention_cost,
+    cap_cost,
     combine_cost,
     embedding_cost,
     gated_activation_cost,
@@ -35,25 +36,24 @@ from batchinfer_kernels.cost import (
     rope_store_cost,
     routing_cost,
     sample_cost,
+    scale_cost,
 )
 
 
 def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCost:
     """`itemsize`: bytes of an activation and of a cached value; `weight_itemsize`: of a weight of a linear layer;
     1: int8."""
-    layers = len(spec.layers)
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
         for operator in _layer_operators(layer, itemsize, weight_itemsize):
             known = summed.get(operator.name, OperatorCost(operator.name))
             summed[operator.name] = known + operator * times
     once = (
-        OperatorCost(
-            "embedding", token=embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
-        ),
-        _attention(spec.attention, layers, itemsize),
+        OperatorCost("embedding", token=_embedding(spec, itemsize)),
+        _attention(spec.attention, len(spec.windows), itemsize),
         _sampled("final_norm", lambda n: _norm(spec.final_norm, n, itemsize, residual=True)),
         _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize)),
+        *_after_head(spec),
         _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize)),
     )
     return ModelCost(
@@ -62,24 +62,48 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
         parameters=sum(linear.values for linear in spec.linears()),
         active_parameters=sum(linear.active_values for linear in spec.linears()),
         head_parameters=spec.head.values,
-        kv_bytes_per_token=itemsize * sum(layer.attention.cache.values for layer in spec.layers),
+        caches=tuple(
+            (cache.window, itemsize * cache.values) for cache in spec.caches if cache and cache.values
+        ),
         itemsize=itemsize,
         weight_itemsize=weight_itemsize,
     )
 
 
+def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
+    """Of a token: its row, scaled, and that of its position, which is added to it."""
+    found = embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
+    if spec.embedding_multiplier != 1:
+        found += scale_cost(1, spec.hidden, itemsize)
+    return found
+
+
+def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
+    """What is done to logits. They are float32."""
+    if spec.logit_multiplier != 1:
+        yield _sampled("logit_multiplier", lambda n: scale_cost(n, spec.vocab, 4))
+    if spec.logit_cap is not None:
+        yield _sampled("logit_cap", lambda n: cap_cost(n, spec.vocab))
+
+
 def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
+    attention = layer.attention
     yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
-    yield _token("rope_store", _store(layer.attention, itemsize))
+    if attention is not None:
+        yield _token("rope_store", _store(attention, itemsize))
     for linear in layer.linears:
         if linear.heads:
-            yield _token(linear.name, _heads(layer.attention, itemsize, weight_itemsize))
+            assert isinstance(attention, LatentAttentionSpec)
+            yield _token(linear.name, _heads(attention, itemsize, weight_itemsize))
         elif linear.experts:
             yield _experts(linear, itemsize, weight_itemsize)
         else:
             yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
         if linear.activation is not None:
             yield _activation(linear, itemsize)
+    if layer.residual_multiplier != 1:
+        halves = 1 if attention is None else 2
+        yield _token("residual_multiplier", lambda n: scale_cost(n * halves, layer.hidden, itemsize))
     if isinstance(layer.feed_forward, ExpertsSpec):
         routing = layer.feed_forward.routing
         sizes = (routing.experts, routing.chosen)
@@ -88,20 +112,18 @@ def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> I
 
 
 def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Callable[[int], Cost]:
-    """Of rotating heads and filling the cache."""
+    """Of rotating heads and filling the cache, if it is the layer's own."""
     heads, rotation = attention.q_heads, attention.rotation
     turned = rotation.dim if rotation.rope else 0
     if isinstance(attention, LatentAttentionSpec):
         return lambda n: latent_store_cost(n, heads, attention.rank, turned, itemsize)
-    sizes, normed = (heads, attention.kv_heads, attention.head_dim, itemsize), attention.norms_heads
+    kv_heads = attention.kv_heads if attention.kv_layer is None else 0
+    sizes, normed = (heads, kv_heads, attention.head_dim, itemsize), attention.norms_heads
     return lambda n: rope_store_cost(n, *sizes, rotary_dim=turned, normed=normed)
 
 
-def _heads(
-    attention: AttentionSpec | LatentAttentionSpec, itemsize: int, weight_itemsize: int
-) -> Callable[[int], Cost]:
+def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
     """Of the products that take queries into the latent, and results out of it."""
-    assert isinstance(attention, LatentAttentionSpec)
     into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),)), itemsize, weight_itemsize)
     out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),)), itemsize, weight_itemsize)
     return lambda n: (into(n) + out(n)) * attention.q_heads

@@ -8,15 +8,14 @@ config.json ─▶ families/ ─▶ ModelSpec ─▶ parameters (shapes, dummy w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinfer.models.rope_config import RopeConfig
-from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.arithmetic import Activation, Dtype
 from batchinfer_kernels.routing import Routing
 
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 SHARED = "shared."  # begins the names of the products of shared experts
 
 
@@ -54,7 +53,7 @@ class LinearSpec:
     inputs: int
     parts: tuple[tuple[str, int], ...]
     biased: bool = False
-    activation: ActivationName | None = None
+    activation: Activation | None = None
     gated: bool = False
     exact: bool = False
     experts: int = 0
@@ -81,22 +80,50 @@ class LinearSpec:
 class CacheSpec:
     """What a layer keeps of each token: K and V of `heads` heads of `dim` values. `window`: of how many tokens, the one
     that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept once.
+    `shared`: the earlier layer whose K and V it reads; it keeps none itself.
     """
 
     heads: int
     dim: int
     window: int | None = None
     latent: bool = False
+    shared: int | None = None
 
     @property
     def tensors(self) -> int:
         """Tensors that hold it."""
+        if self.shared is not None:
+            return 0
         return 1 if self.latent else 2
 
     @property
     def values(self) -> int:
         """Values of one token."""
         return self.tensors * self.heads * self.dim
+
+
+# Of each layer; None: it has no attention, and so no cache
+Caches = Sequence[CacheSpec | None]
+
+
+def keeping(caches: Caches) -> dict[int, CacheSpec]:
+    """The layers that keep K and V of their own."""
+    return {layer: cache for layer, cache in enumerate(caches) if cache is not None and cache.shared is None}
+
+
+def wrong_caches(caches: Caches) -> Iterator[str]:
+    """Why these are no caches of one model, a sentence each."""
+    own = keeping(caches)
+    if not own:
+        yield "no layer keeps K and V"
+    for layer, cache in enumerate(caches):
+        source = None if cache is None else cache.shared
+        if cache is None or source is None:
+            continue
+        if source >= layer or source not in own:
+            yield f"layer {layer} is to read the K and V of layer {source}, which keeps none before it"
+        elif replace(cache, shared=None) != own[source]:
+            yield f"layer {layer} is to read the K and V of layer {source}, whose heads or window are others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +143,9 @@ class AttentionSpec:
     `scale` multiplies scores; with a `soft_cap` they then become soft_cap * tanh(score / soft_cap). `window`: how many
     keys a query sees, its own included; None: all. `q_norm` and `k_norm` come before the rotation: of each head where
     they are as wide as a head, else of all heads together. With `sinks` each query head has a score without a value,
-    which takes part in every softmax.
+    which takes part in every softmax. `kv_layer`: the number of an earlier layer, with equal KV heads and the same
+    window, whose K and V it reads (Brandon et al., 2024, "cross-layer attention"); it then makes none, and k_norm is
+    that layer's.
     """
 
     q_heads: int
@@ -131,6 +160,7 @@ class AttentionSpec:
     k_norm: NormSpec | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    kv_layer: int | None = None
 
     @property
     def group(self) -> int:
@@ -153,20 +183,25 @@ class AttentionSpec:
 
     @property
     def cache(self) -> CacheSpec:
-        return CacheSpec(self.kv_heads, self.head_dim, self.window)
+        return CacheSpec(self.kv_heads, self.head_dim, self.window, shared=self.kv_layer)
+
+    @property
+    def first(self) -> str:
+        """The name of the product that its input goes through."""
+        return "qkv" if self.kv_layer is None else "q"
 
     def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
         """Its products, in the order in which they run."""
-        qkv = (("q", self.q_width), ("k", self.kv_width), ("v", self.kv_width))
+        q, kv = ("q", self.q_width), (("k", self.kv_width), ("v", self.kv_width))
         return (
-            LinearSpec("qkv", hidden, qkv, self.qkv_bias),
+            LinearSpec(self.first, hidden, (q, *kv) if self.kv_layer is None else (q,), self.qkv_bias),
             LinearSpec("o", self.q_width, (("o", hidden),), self.o_bias),
         )
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
         """By the name of their parameter."""
-        return {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return {"q_norm": self.q_norm} | ({"k_norm": self.k_norm} if self.kv_layer is None else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +278,7 @@ class FeedForwardSpec:
     not `gated`."""
 
     inner: int
-    activation: ActivationName
+    activation: Activation
     biased: bool = False
     gated: bool = True
 
@@ -273,7 +308,7 @@ class ExpertsSpec:
 
     routing: Routing
     inner: int
-    activation: ActivationName
+    activation: Activation
     biased: bool = False
     router_biased: bool = False
     shared: FeedForwardSpec | None = None
@@ -305,12 +340,13 @@ class ExpertsSpec:
 class LayerSpec:
     """A decoder layer: h += m * attention_norm(attention(input_norm(h))); then
     h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
-    Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm.
+    Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm. Without
+    an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm.
     """
 
     hidden: int
     input_norm: NormSpec | None
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec | None
     post_norm: NormSpec | None
     feed_forward: FeedForwardSpec | ExpertsSpec
     attention_norm: NormSpec | None = None
@@ -318,18 +354,35 @@ class LayerSpec:
     residual_multiplier: float = 1.0
     parallel: bool = False
 
+    def __post_init__(self) -> None:
+        halved = self.input_norm is None and self.attention_norm is None and not self.parallel
+        if self.attention is None and not halved:
+            raise ValueError("a layer without attention has no norm of it, and no half beside it")
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """None: it has no attention."""
+        return None if self.attention is None else self.attention.rotation
+
+    @property
+    def cache(self) -> CacheSpec | None:
+        """None: it keeps nothing, and reads nothing that another keeps."""
+        return None if self.attention is None else self.attention.cache
+
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Its matrix products, in the order in which they run."""
-        return (*self.attention.linears(self.hidden), *self.feed_forward.linears(self.hidden))
+        attending = () if self.attention is None else self.attention.linears(self.hidden)
+        return (*attending, *self.feed_forward.linears(self.hidden))
 
     @property
     def vectors(self) -> dict[str, int]:
         """Parameters that belong to neither a product nor a norm, and their lengths. They are float32."""
         attention = self.attention
-        sinks = isinstance(attention, AttentionSpec) and attention.sinks
         of_experts = self.feed_forward.vectors if isinstance(self.feed_forward, ExpertsSpec) else {}
-        return {"sinks": attention.q_heads, **of_experts} if sinks else of_experts
+        if isinstance(attention, AttentionSpec) and attention.sinks:
+            return {"sinks": attention.q_heads, **of_experts}
+        return of_experts
 
     @property
     def norms(self) -> dict[str, NormSpec]:
@@ -339,7 +392,7 @@ class LayerSpec:
             "attention_norm": self.attention_norm,
             "post_norm": self.post_norm,
             "feed_forward_norm": self.feed_forward_norm,
-            **self.attention.norms,
+            **({} if self.attention is None else self.attention.norms),
         }
         return {name: norm for name, norm in found.items() if norm is not None}
 
@@ -369,13 +422,13 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec:
-        """Of the first layer: heads and their sizes are those of all."""
-        return self.layers[0].attention
+        """Of the first layer that has one: heads and their sizes are those of all."""
+        return next(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
-    def caches(self) -> tuple[CacheSpec, ...]:
-        """Of each layer."""
-        return tuple(layer.attention.cache for layer in self.layers)
+    def caches(self) -> Caches:
+        """Of each layer; None: it has no attention."""
+        return tuple(layer.cache for layer in self.layers)
 
     @property
     def long_from(self) -> int | None:
@@ -385,8 +438,8 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer."""
-        return tuple(layer.attention.window for layer in self.layers)
+        """Of each layer that has attention."""
+        return tuple(cache.window for cache in self.caches if cache is not None)
 
     @property
     def head(self) -> LinearSpec:

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec
 from batchinfer.ops.cpu_linear import CompiledLinear
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, DecoderLayer, LayerCache, LayerParts
+from batchinfer.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    DecoderLayer,
+    LayerCache,
+    LayerParts,
+    RopeTable,
+)
 from batchinfer_kernels.cpu.attention_plan import Items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.layer import (
@@ -50,13 +57,14 @@ class CompiledLayer(DecoderLayer):
         self._compiled = compiled
         attention, norms = spec.attention, parts.norms
         assert isinstance(attention, AttentionSpec), "see `covers`"
+        assert parts.rope is not None, "heads are rotated, if by an angle of 0"
         linears = {name: cast(CompiledLinear, linear).weight for name, linear in parts.linears.items()}
         weights = LayerWeights(
             input_norm=norms["input_norm"],
             post_norm=norms["post_norm"],
             attention_norm=norms.get("attention_norm"),
             feed_forward_norm=norms.get("feed_forward_norm"),
-            rotation=_rotation(parts),
+            rotation=_rotation(parts, parts.rope),
             qkv=linears["qkv"],
             o=linears["o"],
             gated=linears["gate_up"],
@@ -82,6 +90,7 @@ class CompiledLayer(DecoderLayer):
             and spec.feed_forward.gated
             and norms.keys() >= BEFORE
             and heads
+            and attention.kv_layer is None
             and all(norm.kind == "rms" for norm in norms.values())
             and len({(norm.eps, norm.offset) for norm in norms.values()}) == 1
             and not spec.parallel
@@ -93,11 +102,12 @@ class CompiledLayer(DecoderLayer):
         x: Tensor,
         residual: Tensor | None,
         inputs: AttentionInputs,
-        cache: LayerCache,
-        plan: AttentionPlan,
+        cache: LayerCache | None,
+        plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by the CPU's operators")
+        assert cache is not None, "it has attention"
         room = plan.room
         if room is None or not self._left(room, x, residual, cache.block_size):
             room = plan.room = self._room(x, inputs, cache, plan, plan.left(x, residual))
@@ -121,6 +131,6 @@ class CompiledLayer(DecoderLayer):
         return LayerRoom(x, self._layer, StepPlaces(*places), shape, state, beside)
 
 
-def _rotation(parts: LayerParts) -> LayerRotation:
-    norms, rope = parts.norms, parts.rope
+def _rotation(parts: LayerParts, rope: RopeTable) -> LayerRotation:
+    norms = parts.norms
     return LayerRotation(rope.cos, rope.sin, rope.interleaved, norms.get("q_norm"), norms.get("k_norm"))

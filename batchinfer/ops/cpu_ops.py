@@ -142,6 +142,18 @@ class CpuOps(TorchOps):
         norms, pairs = (q_norm, k_norm, eps), rope.interleaved
         return self._compiled.rope_store(q, k, v, *places, *norms, offset=offset, interleaved=pairs)
 
+    def rope(
+        self,
+        q: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        tables = (rope.cos, rope.sin, inputs.positions)
+        return self._compiled.rope(q, *tables, norm, eps, offset=offset, interleaved=rope.interleaved)
+
     def plan_attention(
         self,
         inputs: AttentionInputs,

@@ -155,7 +155,7 @@ class LayerParts:
 
     linears: Mapping[str, Linear]
     norms: Mapping[str, Tensor]
-    rope: RopeTable
+    rope: RopeTable | None  # None: it has no attention
     experts: Experts | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict)
     latent_heads: LatentHeads | None = None
@@ -172,11 +172,13 @@ class DecoderLayer(ABC):
         x: Tensor,
         residual: Tensor | None,
         inputs: AttentionInputs,
-        cache: LayerCache,
-        plan: AttentionPlan,
+        cache: LayerCache | None,
+        plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor]:
         """x, residual: (T, hidden), to be added; residual is None for the first layer → the next layer's. Writes K and
-        V of the step's tokens to `cache`. What is given, and what a layer before it returned, may be overwritten."""
+        V of the step's tokens to `cache`, unless that is an earlier layer's. A layer without attention has neither
+        cache nor plan, and the inputs of any group. What is given, and what a layer before it returned, may be
+        overwritten."""
 
 
 class Ops(ABC):
@@ -280,6 +282,19 @@ class Ops(ABC):
         offset: float = 0.0,
     ) -> Tensor:
         """Rotated q (T, q_heads, D); k and v (T, kv_heads, D) go to the cache. See batchinfer_kernels.rope_store."""
+
+    @abstractmethod
+    def rope(
+        self,
+        q: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        """Rotated q (T, q_heads, D) alone, for a layer that reads the K and V of another. The bits are those of
+        `rope_store`."""
 
     def store(self, k: Tensor, v: Tensor, inputs: AttentionInputs, cache: LayerCache) -> None:
         """k and v (T, kv_heads, D), rotated or not, go to the cache as they are: one pair of each head is turned by an

@@ -31,7 +31,7 @@ from batchinfer_kernels.cpu.paged_attention import (
 from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
-from batchinfer_kernels.rope_store import rope_store_reference
+from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
 
 # A float32 matrix product of fewer rows goes another way through the BLAS and rounds differently: padding to
 # eight rows makes a row's numbers (almost) independent of how many rows it is computed with.
@@ -169,6 +169,18 @@ class TorchOps(Ops):
         cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
         places, norms = (cos, sin, cache.k, cache.v, inputs.slots), (q_norm, k_norm, eps)
         return rope_store_reference(q, k, v, *places, *norms, offset=offset, interleaved=rope.interleaved)
+
+    def rope(
+        self,
+        q: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
+        return rope_reference(q, cos, sin, norm, eps, offset=offset, interleaved=rope.interleaved)
 
     def plan_attention(
         self,

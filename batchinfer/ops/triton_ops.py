@@ -41,6 +41,7 @@ from batchinfer_kernels.gpu.mask import mask
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.gpu.rms_norm import rms_norm
+from batchinfer_kernels.gpu.rope_store import rope as rotate
 from batchinfer_kernels.gpu.rope_store import rope_store
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.penalties import Penalties
@@ -166,6 +167,18 @@ class TritonOps(Ops):
         places, norms = (rope.cos, rope.sin, cache.k, cache.v, inputs.slots), (q_norm, k_norm, eps)
         pairs = rope.interleaved
         return rope_store(q, k, v, *places, *norms, inputs.positions, offset=offset, interleaved=pairs)
+
+    def rope(
+        self,
+        q: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        norms, pairs = (norm, eps, inputs.positions), rope.interleaved
+        return rotate(q, rope.cos, rope.sin, *norms, offset=offset, interleaved=pairs)
 
     def plan_attention(
         self,

@@ -46,7 +46,7 @@ def forecast(plan: Plan, cost: ModelCost | None, peaks: Peaks | None, max_num_se
     if peaks is not None:
         bounds = (c.seconds(peaks) for c in once.values()), (c.seconds(peaks) for c in each.values())
         seconds = sum(bounds[0]) + steps * sum(bounds[1])
-    kv_bytes = rows * cost.seen(plan.longest) * cost.kv_bytes_per_token // cost.layers
+    kv_bytes = rows * cost.kv_bytes(plan.longest)
     return Forecast(prefill, decode, total.flops, total.bytes, seconds, kv_bytes)
 
 

@@ -32,7 +32,7 @@ from batchinfer_kernels.experts import Choice, check_choice
 from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.paged_attention import check_attention_extras
 from batchinfer_kernels.rms_norm import check_rms_norm
-from batchinfer_kernels.rope_store import check_rotary
+from batchinfer_kernels.rope_store import check_pairs, check_rotary
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 WORD_BYTES = 4
@@ -266,6 +266,41 @@ class CompiledOperators:
         sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
         places = (q.stride(0), *(array.data_ptr() for array in arrays))
         heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), *places, rotation, *sizes)
+        self._call("rope_store", q, heads)
+        return out
+
+    def rope(
+        self,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """q alone, as `rope_store` rotates it, whose bits these are."""
+        tokens, q_heads, dim = q.shape
+        check_pairs(q, cos.shape[1])
+        if q.stride()[1:] != (dim, 1) or dim > MAX_HEAD_DIM or positions.shape != (tokens,):
+            raise ValueError(
+                f"q is {tuple(q.shape)}, with strides {q.stride()} and {tuple(positions.shape)} positions"
+            )
+        out = q.new_empty(q.shape)
+        self._checked("rope", positions, out, *(t for t in (cos, sin, norm) if t is not None))
+        norms = (address(norm), None, eps, offset)
+        heads = Heads(
+            q=q.data_ptr(),
+            stride=q.stride(0),
+            positions=positions.data_ptr(),
+            q_out=out.data_ptr(),
+            rotation=RotationStructure(address(cos), address(sin), cos.shape[1], interleaved, *norms),
+            tokens=tokens,
+            q_heads=q_heads,
+            dim=dim,
+        )
         self._call("rope_store", q, heads)
         return out
 

@@ -163,7 +163,8 @@ INLINE void NAME(fetch_token)(const REAL *k_block, const REAL *v_block, int64_t 
     for (int64_t d = 0; d < dim * PAIR; d += LINE / (int64_t)sizeof(REAL)) __builtin_prefetch(v + d, 0, TO_L2);
 }
 
-/* Heads of a step's tokens, as their linear layer leaves them, and where they go. */
+/* Heads of a step's tokens, as their linear layer leaves them, and where they go. Without kv_heads q alone is rotated,
+ * and k, v, slots and caches are NULL. */
 typedef struct {
     const REAL *q, *k, *v; /* (tokens, heads, dim), tokens `stride` values apart */
     int64_t stride;
@@ -196,7 +197,7 @@ TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {
         for (int64_t h = 0; h < a->q_heads; h++)
             NAME(rotate)(&a->rotation, a->q + t * a->stride + h * a->dim, a->rotation.q_norm, a->positions[t],
                          a->q_out + (t * a->q_heads + h) * a->dim, a->dim);
-        NAME(store_heads)(a, t);
+        if (a->kv_heads) NAME(store_heads)(a, t);
     }
 }
 

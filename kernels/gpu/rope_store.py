@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import check_same_dtype, check_vectors, unit_columns
 from batchinfer_kernels.gpu.rms_norm import scaled
-from batchinfer_kernels.rope_store import check_caches, check_rotary
+from batchinfer_kernels.rope_store import check_caches, check_pairs, check_rotary
 
 # Values of one token that a program rotates: 8 a thread and half with 4 warps, 16 bytes of bfloat16
 TILE = 2048
@@ -169,7 +171,8 @@ def _rope_store_kernel(
     D: tl.constexpr, D_PADDED: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A program has HEADS heads of q, of k or of v of one token: the second index counts through all three."""
+    """A program has HEADS heads of q, of k or of v of one token: the second index counts through all three. Without
+    kv_heads there are none but q's, and slots may be any numbers."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     q_parts, kv_parts = tl.cdiv(q_heads, HEADS), tl.cdiv(kv_heads, HEADS)
@@ -211,6 +214,20 @@ def _rope_store_kernel(
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where K and V come from and go to; without `kv_heads` q alone is rotated, and stands for all that is not read."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    kv_heads: int
+    scales: tuple[Tensor, Tensor]
+    norms: tuple[Tensor, Tensor]
+
+
 def rope_store(
     q: Tensor,
     k: Tensor,
@@ -235,41 +252,80 @@ def rope_store(
     With `positions` (T,) int64, cos and sin are tables, (positions, pairs), and the kernel looks its rows up.
     """
     _check(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, positions, k_scale, v_scale)
+    norms = (q, k) if q_norm is None or k_norm is None else (q_norm.contiguous(), k_norm.contiguous())
+    scales = (q, k) if k_scale is None or v_scale is None else (k_scale, v_scale)
+    places = _Places(k, v, k_cache, v_cache, slots, k.shape[1], scales, norms)
+    options = (eps, offset, positions, interleaved, q_norm is not None)
+    return _launch(q, cos, sin, places, *options)
+
+
+def rope(
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    positions: Tensor | None = None,
+    *,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """See batchinfer_kernels.rope_store.rope_reference; `positions` as for `rope_store`, whose bits these are."""
+    check_pairs(q, cos.shape[1])
+    _check_tables(q, cos, sin, positions)
+    check_same_dtype(q=q, norm=norm)
+    check_vectors(q.shape[2], q.dtype, norm=norm)
+    unit_columns(q=q, cos=cos, sin=sin)
+    rows = torch.empty(len(q), dtype=torch.int64, device=q.device) if positions is None else positions
+    norms = (q, q) if norm is None else (norm.contiguous(), q)
+    places = _Places(q, q, q[:, None], q[:, None], rows, 0, (q, q), norms)
+    return _launch(q, cos, sin, places, eps, offset, positions, interleaved, norm is not None)
+
+
+def _launch(
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    to: _Places,
+    eps: float,
+    offset: float,
+    positions: Tensor | None,
+    interleaved: bool,
+    normed: bool,
+) -> Tensor:
     tokens, q_heads, dim = q.shape
     y = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return y
-    pairs, kv_heads = cos.shape[1], k.shape[1]
+    pairs, kv_heads = cos.shape[1], to.kv_heads
     padded = triton.next_power_of_2(pairs)
     heads = min(triton.next_power_of_2(max(q_heads, kv_heads)), max(1, TILE // triton.next_power_of_2(dim)))
     grid = (tokens, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
-    places = (q, k, v, cos, sin, slots if positions is None else positions)
-    norms = (q, k) if q_norm is None or k_norm is None else (q_norm.contiguous(), k_norm.contiguous())
-    scales = (q, k) if k_scale is None or v_scale is None else (k_scale, v_scale)
-    token_strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0))
+    places = (q, to.k, to.v, cos, sin, to.slots if positions is None else positions)
+    token_strides = (*q.stride()[:2], *to.k.stride()[:2], *to.v.stride()[:2], cos.stride(0))
     _rope_store_kernel[grid](
         *places,
-        _as_codes(k_cache),
-        _as_codes(v_cache),
-        slots,
-        *norms,
-        *scales,
+        _as_codes(to.k_cache),
+        _as_codes(to.v_cache),
+        to.slots,
+        *to.norms,
+        *to.scales,
         y,
         eps,
         offset,
         *token_strides,
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        *to.k_cache.stride()[:3],
+        *to.v_cache.stride()[:3],
         q_heads,
         kv_heads,
         LOOKED_UP=positions is not None,
-        NORMED=q_norm is not None,
+        NORMED=normed,
         OFFSET=offset != 0,
         INTERLEAVED=interleaved,
-        CODES=CODES.get(k_cache.dtype, "none"),
-        K_PER_HEAD=scales[0].numel() > 1,
-        V_PER_HEAD=scales[1].numel() > 1,
-        BLOCK_SIZE=k_cache.shape[2],
+        CODES=CODES.get(to.k_cache.dtype, "none"),
+        K_PER_HEAD=to.scales[0].numel() > 1,
+        V_PER_HEAD=to.scales[1].numel() > 1,
+        BLOCK_SIZE=to.k_cache.shape[2],
         D=dim,
         D_PADDED=triton.next_power_of_2(dim),
         PAIRS=pairs,
@@ -302,13 +358,18 @@ def _check(
 ) -> None:
     check_rotary(q, k, v, cos.shape[1], slots)
     check_caches(k, k_cache, v_cache, k_scale, v_scale)
-    if positions is None and cos.shape[0] != q.shape[0]:
-        raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")
-    if cos.shape != sin.shape or cos.stride() != sin.stride() or {cos.dtype, sin.dtype} != {torch.float32}:
-        raise ValueError(f"cos {tuple(cos.shape)} {cos.dtype} and sin {tuple(sin.shape)} {sin.dtype} differ")
+    _check_tables(q, cos, sin, positions)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q and k are normalised both or neither")
     check_same_dtype(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
     check_vectors(q.shape[2], q.dtype, q_norm=q_norm, k_norm=k_norm)
-    check_vectors(q.shape[0], torch.int64, slots=slots, positions=positions)
+    check_vectors(q.shape[0], torch.int64, slots=slots)
     unit_columns(q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
+
+
+def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
+    if positions is None and cos.shape[0] != q.shape[0]:
+        raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")
+    if cos.shape != sin.shape or cos.stride() != sin.stride() or {cos.dtype, sin.dtype} != {torch.float32}:
+        raise ValueError(f"cos {tuple(cos.shape)} {cos.dtype} and sin {tuple(sin.shape)} {sin.dtype} differ")
+    check_vectors(q.shape[0], torch.int64, positions=positions)

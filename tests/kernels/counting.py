@@ -17,6 +17,7 @@ _EACH = {
     "div": 1,
     "pow": 1,
     "rsqrt": 1,
+    "tanh": 1,
     "round": 1,
     "clamp": 1,
     "gt": 1,

@@ -24,7 +24,7 @@ from batchinfer_kernels.quantized_matmul import (
     quantize_int8,
 )
 from batchinfer_kernels.rms_norm import rms_norm_reference
-from batchinfer_kernels.rope_store import rope_store_reference
+from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
 from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from tests.kernels.counting import bytes_of, counted
@@ -139,6 +139,15 @@ def test_rope_store(codes, normed, pairs):
     assert found.bytes == bytes_of(q, q, k, k, *stored, cos, cos, slots, *norms, *scales)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_of_q_alone(normed):
+    q, cos = torch.randn(3, 6, 16).bfloat16(), torch.ones(3, 4)
+    norms = [torch.ones(16).bfloat16()] if normed else []
+    found = cost.rope_store_cost(3, 6, 0, 16, 2, rotary_dim=8, normed=normed)
+    assert found.flops == counted(rope_reference, q, cos, cos, *norms)
+    assert found.bytes == bytes_of(q, q, cos, cos, *norms)
+
+
 def test_rope_of_whole_heads():
     whole = cost.rope_store_cost(3, 6, 2, 16, 2)
     assert whole == cost.rope_store_cost(3, 6, 2, 16, 2, rotary_dim=16)
@@ -149,6 +158,18 @@ def test_gated_activation():
     found = cost.gated_activation_cost(3, 11, 4)
     assert found.flops == counted(gated_activation_reference, gate_up, "silu")
     assert found.bytes == bytes_of(gate_up, gate_up[:, :11])
+
+
+def test_scaling_and_capping():
+    x = torch.randn(3, 50).bfloat16()
+    found = cost.scale_cost(3, 50, 2)
+    assert (found.flops, found.bytes) == (counted(lambda: x * 0.5), bytes_of(x, x))
+    logits = torch.randn(3, 50)
+    found = cost.cap_cost(3, 50)
+    assert (found.flops, found.bytes) == (
+        counted(lambda: (logits / 30).tanh() * 30),
+        bytes_of(logits, logits),
+    )
 
 
 @pytest.mark.parametrize("drawn", [0, 2])

@@ -120,6 +120,22 @@ def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
     torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
     for stored, theirs in zip(plain(*ours, block_size, dim), caches, strict=True):
         torch.testing.assert_close(stored, theirs, **TOLERANCE[dtype])
+    assert torch.equal(compiled.rope(q, cos, sin, positions, norms[0], **how), got), (
+        "q alone has the same bits"
+    )
+    assert torch.equal(compiled.rope(q.contiguous(), cos, sin, positions, norms[0], **how), got)
+
+
+def test_rotating_what_does_not_fit_is_refused(compiled):
+    cos, positions = torch.ones(4, 3), torch.zeros(2).long()
+    for q in (
+        torch.zeros(2, 1, 4),
+        torch.zeros(3, 1, 8),
+        torch.zeros(2, 8, 3).transpose(1, 2),
+        torch.zeros(2, 1, 300),
+    ):
+        with pytest.raises(ValueError):
+            compiled.rope(q, cos, cos, positions)
 
 
 def test_structures_are_those_of_the_library():

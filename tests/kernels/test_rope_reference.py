@@ -7,6 +7,7 @@ import torch
 
 from batchinfer_kernels.rope_store import (
     coded_reference,
+    rope_reference,
     rope_store_reference,
     rotate_reference,
     store_reference,
@@ -38,6 +39,18 @@ def test_halves_turn_as_neighbours_do(pairs):
     wanted = rotate_reference(beside, *table, interleaved=True)
     assert torch.equal(got[..., order], wanted[..., : 2 * pairs])
     assert torch.equal(got[..., 2 * pairs :], wanted[..., 2 * pairs :])
+
+
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+def test_q_alone_is_rotated_as_beside_k_and_v(offset):
+    """`offset`: of norms; None: there are none."""
+    q, kv, angles = torch.randn(3, 4, 8), torch.randn(2, 3, 2, 8), torch.rand(3, 3) * 6
+    caches, norms = torch.zeros(2, 1, 2, 4, 8), torch.randn(2, 8) if offset is not None else [None, None]
+    places = (angles.cos(), angles.sin(), *caches, torch.arange(3))
+    wanted = rope_store_reference(q, *kv, *places, *norms, offset=offset or 0.0)
+    assert torch.equal(rope_reference(q, *places[:2], norms[0], offset=offset or 0.0), wanted)
+    with pytest.raises(ValueError, match="rotated in 5 pairs"):
+        rope_reference(q, torch.ones(3, 5), torch.ones(3, 5))
 
 
 def test_codes_are_rounded_and_bounded_by_each_heads_scale():

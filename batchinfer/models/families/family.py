@@ -9,7 +9,6 @@ from typing import Any, Literal, cast, get_args
 from batchinfer.models.config_fields import Fields, shown
 from batchinfer.models.rope_config import parse_rope, rotary_part
 from batchinfer.models.spec import (
-    ActivationName,
     AttentionSpec,
     ExpertsSpec,
     FeedForwardSpec,
@@ -18,10 +17,10 @@ from batchinfer.models.spec import (
     NormSpec,
     Rotation,
 )
-from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.arithmetic import Activation, Dtype
 from batchinfer_kernels.routing import Routing
 
-ACTIVATIONS: dict[str, ActivationName] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -212,7 +211,7 @@ def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> di
     return {f"expert.{e}.{part}": f"{start}.{e}.{name}" for e in numbers for part, name in names.items()}
 
 
-def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") -> ActivationName:
+def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") -> Activation:
     """Of the feed-forward half."""
     name = fields.text(key, absent)
     if name not in ACTIVATIONS:

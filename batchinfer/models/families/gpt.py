@@ -21,7 +21,7 @@ from batchinfer.models.families.family import (
     no_rotation,
 )
 from batchinfer.models.rope_config import parse_rope, rotary_part
-from batchinfer.models.spec import FeedForwardSpec, LayerSpec, ModelSpec, NormSpec, Rotation
+from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec, Rotation
 
 # What GPT-2 calls the sizes that Llama names
 GPT2_FIELDS = {
@@ -98,7 +98,8 @@ def _norm(fields: Fields, key: str) -> NormSpec:
 
 def gpt2_modules(layer: LayerSpec) -> Modules:
     """q, k and v above one another, everything transposed."""
-    width = layer.attention.q_heads * layer.attention.head_dim
+    assert isinstance(layer.attention, AttentionSpec)
+    width = layer.attention.q_width
     parts = {
         name: Part("attn.c_attn", i * width, (i + 1) * width, transposed=True) for i, name in enumerate("qkv")
     }
@@ -114,6 +115,7 @@ def gpt2_modules(layer: LayerSpec) -> Modules:
 
 def gpt_neox_modules(layer: LayerSpec) -> Modules:
     """Of each head q, k and v."""
+    assert isinstance(layer.attention, AttentionSpec)
     dim = layer.attention.head_dim
     parts = {
         name: Part("attention.query_key_value", i * dim, (i + 1) * dim, every=3 * dim)

@@ -87,7 +87,7 @@ def gpt_oss_modules(layer: LayerSpec) -> Modules:
         parts[f"expert.{expert}.gate"] = replace(into, index=expert)
         parts[f"expert.{expert}.up"] = replace(into, start=1, stop=2, index=expert)
         parts[f"expert.{expert}.down"] = replace(back, index=expert)
-    sinks = Part("self_attn.sinks", 0, layer.attention.q_heads, weight="")
+    sinks = Part("self_attn.sinks", 0, layer.vectors["sinks"], weight="")
     return {**LLAMA_MODULES, "router": "mlp.router", "sinks": sinks, **parts}
 
 

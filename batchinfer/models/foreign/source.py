@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from batchinfer.models.foreign.loading import load_causal
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.self_check import check_together, run_alone
-from batchinfer.models.spec import CacheSpec
+from batchinfer.models.spec import Caches
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
 from batchinfer.ops.torch_ops import TorchOps
@@ -54,7 +53,7 @@ class ForeignSource:
         return self.checkpoint.spec.eos_token_ids
 
     @property
-    def caches(self) -> Sequence[CacheSpec]:
+    def caches(self) -> Caches:
         """See Source."""
         return [layer.cache for layer in self.checkpoint.spec.layers]
 

@@ -94,7 +94,7 @@ def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
         parameters=spec.streamed,
         active_parameters=max(1, spec.active),
         head_parameters=spec.head,
-        kv_bytes_per_token=itemsize * sum(layer.cache.values for layer in spec.layers),
+        caches=tuple((layer.window, itemsize * layer.cache.values) for layer in spec.layers),
         itemsize=itemsize,
         weight_itemsize=itemsize,
     )

@@ -19,13 +19,13 @@ from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.decoder import load_decoder
 from batchinfer.models.model_cost import model_cost
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
 from batchinfer.request import Completion, Request, SamplingParams, StepSample
 from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.driver import Hopeful
+from tests.batchinfer.models.paged import load_decoder
 from tests.checkpoints import kept_folder, make_checkpoint
 
 MAX_LEN = 320

@@ -77,7 +77,7 @@ def test_every_layer_is_in_one_group_and_memory_is_no_more_than_without(windows,
     for group in layout.groups:
         assert group.windows == {windows[i] for i in group.layers}
         assert group.keeps is None or group.windows == {group.keeps}
-    without = one_group(windows, size)
+    without = one_group([CacheSpec(1, 8, w) for w in windows], size)
     blocks = layout.sizes.among_others(longest), without.sizes.among_others(longest)
     assert blocks[0] * layout.depth <= blocks[1] * without.depth * 1.02
 
@@ -131,7 +131,7 @@ def loaded(memory: int | None = None, budget: int = 32) -> LoadedModel:
 
 def without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     def layout(caches: list[CacheSpec], block_size: int, longest: int) -> CacheLayout:
-        return one_group([cache.window for cache in caches], block_size)
+        return one_group(caches, block_size)
 
     monkeypatch.setattr(build, "cache_layout", layout)
 

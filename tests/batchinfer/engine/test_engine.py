@@ -22,12 +22,12 @@ from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
 from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.decoder import load_decoder
 from batchinfer.models.model_cost import model_cost
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import LayerCache, Ops
 from batchinfer.request import Completion, Request, SamplingParams
 from tests.batchinfer.engine.driver import Hopeful
+from tests.batchinfer.models.paged import load_decoder
 from tests.checkpoints import EOS, LONGROPE, kept_folder, make_checkpoint
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)

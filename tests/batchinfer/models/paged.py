@@ -10,8 +10,18 @@ from torch import Tensor
 
 from batchinfer.engine.cache_layout import one_group
 from batchinfer.engine.cache_tensors import allocate_caches
+from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.models.decoder import Decoder
+from batchinfer.models.weights import CheckpointWeights
 from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
+
+
+def load_decoder(
+    checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device | str, max_positions: int
+) -> Decoder:
+    """As ModelSource loads a checkpoint."""
+    weights = CheckpointWeights(checkpoint, dtype, device)
+    return Decoder(checkpoint.spec, weights, ops, max_positions, device)
 
 
 @dataclass
@@ -44,7 +54,7 @@ def run_paged(
         PagedSequence(prompt, [ids.pop() for _ in range(n)]) for prompt, n in zip(prompts, needs, strict=True)
     ]
     specs = decoder.spec.caches
-    layout = one_group(decoder.spec.windows, block_size)
+    layout = one_group(specs, block_size)
     caches = allocate_caches(ops, specs, layout, sum(needs) + 3, dtype, "cpu")
     for cache in caches:
         cache.k.fill_(float("nan"))

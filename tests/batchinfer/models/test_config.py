@@ -69,7 +69,7 @@ def test_sizes() -> None:
     attention = spec.attention
     assert (attention.q_heads, attention.kv_heads, attention.head_dim, attention.group) == (4, 2, 12, 2)
     cost = model_cost(spec, itemsize=2, weight_itemsize=1)
-    assert cost.kv_bytes_per_token == 2 * 2 * 2 * 12 * 2
+    assert cost.kv_bytes(1) == 2 * 2 * 2 * 12 * 2
     assert cost.active_parameters == 2 * (48 * (48 + 2 * 24) + 48 * 48 + 3 * 48 * 64)
 
 

@@ -13,10 +13,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.decoder import load_decoder
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.ops.torch_ops import TorchOps
-from tests.batchinfer.models.paged import run_paged
+from tests.batchinfer.models.paged import load_decoder, run_paged
 from tests.checkpoints import FAMILIES, LONGROPE, ROPES, cast_parameters, edit_json, make_checkpoint
 
 LENGTHS = (1, 2, 17, 63, 100, 300)

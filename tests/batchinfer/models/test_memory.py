@@ -20,13 +20,15 @@ import resource, sys
 from pathlib import Path
 import torch
 from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.decoder import load_decoder
+from batchinfer.models.decoder import Decoder
+from batchinfer.models.weights import CheckpointWeights
 from batchinfer.ops.torch_ops import TorchOps
 
 checkpoint = inspect_checkpoint(Path(sys.argv[1]))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
-decoder = load_decoder(checkpoint, TorchOps(), getattr(torch, sys.argv[2]), "cpu", 512)
+weights = CheckpointWeights(checkpoint, getattr(torch, sys.argv[2]), "cpu")
+decoder = Decoder(checkpoint.spec, weights, TorchOps(), 512, "cpu")
 print((peak() - before) / checkpoint.weight_bytes)
 """
 

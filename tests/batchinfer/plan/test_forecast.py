@@ -34,7 +34,7 @@ def test_it_counts_tokens_flops_and_memory() -> None:
     assert (got.prefill_tokens, got.decode_tokens) == (1000, 200)
     assert got.flops is not None
     assert got.flops >= 2 * SHAPE.active_parameters * 1200
-    assert got.kv_bytes == 8 * 120 * SHAPE.kv_bytes_per_token
+    assert got.kv_bytes == 8 * 120 * SHAPE.kv_bytes(1)
     assert got.seconds is not None
     assert got.seconds >= got.flops / PEAKS.flops_per_s
 
@@ -44,7 +44,7 @@ def test_layers_with_a_window_attend_to_no_more_and_hold_no_more() -> None:
     cut = replace(SHAPE, windows=(40, None))
     assert cut.pairs(100) == sum(min(at, 40) + at for at in range(1, 101))
     got, whole = forecast(plan(), cut, PEAKS, 8), forecast(plan(), SHAPE, PEAKS, 8)
-    assert got.kv_bytes == 8 * (40 + 120) * SHAPE.kv_bytes_per_token // 2
+    assert got.kv_bytes == 8 * (40 + 120) * SHAPE.kv_bytes(1) // 2
     pair = next(operator.pair.flops for operator in SHAPE.operators if operator.name == "attention")
     saved = 10 * (100 * 101 // 2 - cut.pairs(100) + 100 * 101 // 2) + 25 * 8 * (110 - 40)
     assert whole.flops is not None

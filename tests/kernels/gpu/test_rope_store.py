@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.gpu import rope_store as module
-from batchinfer_kernels.gpu.rope_store import rope_store
+from batchinfer_kernels.gpu.rope_store import rope, rope_store
 from batchinfer_kernels.rope_store import coded_reference, rope_store_reference
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.pairs import every_pair
@@ -80,6 +80,10 @@ class Case:
             torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
             for name, stored in ours.items():
                 self.check_cache(stored, theirs[name])
+            alone = {name: part for name, part in given.items() if name in ("cos", "sin", "positions")}
+            with poisoned():
+                again = rope(self.tensors["q"], **alone, norm=self.norms.get("q_norm"), **options)
+            assert torch.equal(again, got), "q alone has the same bits"
 
     def check_cache(self, got: Tensor, wanted: Tensor) -> None:
         if self.cache_dtype is None:
@@ -216,6 +220,22 @@ def test_what_does_not_fit_is_refused(changed):
         rope_store(**{**case.tensors, **case.caches(), "cos": table, "sin": table, **changed})
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"norm": torch.ones(64).bfloat16()},
+        {"norm": torch.ones(63)},
+        {"cos": torch.ones(5, 33), "sin": torch.ones(5, 33)},
+        {"cos": torch.ones(4, 32), "sin": torch.ones(4, 32)},
+        {"positions": torch.zeros(4, dtype=torch.int64)},
+    ],
+)
+def test_what_does_not_fit_q_alone_is_refused(changed):
+    table = torch.ones(5, 32)
+    with pytest.raises(ValueError):
+        rope(**{"q": Case().tensors["q"], "cos": table, "sin": table, **changed})
+
+
 def launch(dtype: str, codes: str | None, dim: int, pairs: int, normed: bool, interleaved: bool) -> None:
     cache_dtype = None if codes is None else getattr(torch, codes)
     case = Case(
@@ -232,6 +252,12 @@ def launch(dtype: str, codes: str | None, dim: int, pairs: int, normed: bool, in
     )
     tables = {"cos": case.table, "sin": case.table, "positions": case.positions}
     rope_store(**case.tensors, **tables, **case.caches(), interleaved=interleaved)
+
+
+def launch_alone(dtype: str, normed: bool, interleaved: bool) -> None:
+    case = Case(tokens=16, q_heads=32, kv_heads=8, dim=128, dtype=getattr(torch, dtype), normed=normed)
+    tables = {"cos": case.table, "sin": case.table, "positions": case.positions}
+    rope(case.tensors["q"], **tables, norm=case.norms.get("q_norm"), interleaved=interleaved)
 
 
 PATH = "tests.kernels.gpu.test_rope_store:launch"
@@ -253,6 +279,15 @@ def test_compiles(target, dtype, codes, normed, interleaved):
         assert found.wide_loads() >= 5, "halves of q, of k, and v"
         if codes is None:
             assert found.wide_stores() >= 5
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("dtype", "normed", "interleaved"), [("bfloat16", True, False), ("float32", False, True)]
+)
+def test_q_alone_compiles(target, dtype, normed, interleaved):
+    (found,) = compile_launch(PATH + "_alone", (dtype, normed, interleaved), target)
+    found.check()
 
 
 @pytest.mark.slow

@@ -308,7 +308,7 @@ def test_costs_count_active_experts() -> None:
     assert spec.active == pytest.approx(layers * (attention + experts), rel=0.01)
     assert spec.head == 260 * hidden
     cost = make("olmoe").checkpoint.cost(4, 4)
-    assert cost.kv_bytes_per_token == 4 * layers * 2 * 2 * 12
+    assert cost.kv_bytes(1) == 4 * layers * 2 * 2 * 12
     assert cost.active_parameters == spec.active
 
 

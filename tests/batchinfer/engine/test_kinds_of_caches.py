@@ -1,0 +1,267 @@
+"""Layers that read the K and V of an earlier one, and layers without attention, against a plain decoder: greedy tokens
+and logits in float32, however the work is cut and shared; and what their caches hold."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer.engine.build import load_model
+from batchinfer.engine.cache_layout import cache_layout
+from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
+from batchinfer.engine.config import EngineConfig
+from batchinfer.errors import JobFileError
+from batchinfer.models.block import Block
+from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.model_cost import model_cost
+from batchinfer.models.parameters import layer_parameters
+from batchinfer.models.spec import CacheSpec
+from batchinfer.ops.cpu_layer import CompiledLayer
+from batchinfer.ops.interface import LayerCache
+from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.request import Completion, StepSample
+from batchinfer_kernels.cost import ModelCost, StepShape
+from tests.batchinfer.engine.small_engine import Limits, cpu_ops, drain, greedy, make_engine, make_runner
+from tests.batchinfer.engine.test_engine import (
+    OUTPUT,
+    SETTINGS,
+    RecordingSampler,
+    Setting,
+    key_of,
+    prompts,
+    run_engine,
+)
+from tests.batchinfer.engine.test_engine import greedy as eight_tokens
+from tests.batchinfer.made_up import MadeUp, PlainDecoder, register
+from tests.checkpoints import kept_folder
+
+NORMED = {"qk_norm": True, "attention_bias": True}
+MODELS = {
+    "shared": MadeUp((0, 1, 1, 0, 1)),
+    "shared-windows": MadeUp((0, 1, 2, 0, 1, 2), (24, None, 24, 24, None, 24), NORMED),
+    "none": MadeUp((0, None, 2, None)),
+    "both": MadeUp((None, 1, 2, None, 1, 2), (None, 24, None, None, 24, None), NORMED),
+}
+# Blocks that are scarce where windows give theirs back
+SCARCE = {"shared-windows": {"blocks": 75}, "both": {"blocks": 58}}
+ALWAYS = (SETTINGS[1], SETTINGS[2], SETTINGS[5])  # mixed and shared; private pieces; preempted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def larch() -> Iterator[None]:
+    """The family, as long as these tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        register(patch)
+        yield
+
+
+@cache
+def folder(name: str) -> Path:
+    made = kept_folder()
+    MODELS[name].write(made, seed=5)
+    return made
+
+
+@cache
+def reference(name: str) -> list[tuple[list[int], Tensor]]:
+    """Of each prompt the answer, and the logits that it was chosen from."""
+    plain = PlainDecoder(folder(name))
+    return [plain.greedy(prompt, OUTPUT) for prompt in prompts()]
+
+
+def check(
+    done: dict[bytes, Completion],
+    seen: dict[tuple[bytes, int], Tensor],
+    wanted: list[tuple[list[int], Tensor]],
+) -> None:
+    for row, (tokens, logits) in enumerate(wanted):
+        assert done[key_of(row)].token_ids.tolist() == tokens
+        got = torch.stack([seen[key_of(row), i] for i in range(len(tokens))]).cpu()
+        torch.testing.assert_close(got, logits, atol=1e-4, rtol=1e-4)
+
+
+def check_steps(steps: list[StepSample], setting: Setting | Limits) -> None:
+    """The setting has done what it is there for."""
+    assert (sum(s.cached_tokens for s in steps) > 0) == setting.caching
+    assert (sum(s.preemptions for s in steps) > 0) == setting.scarce
+    if setting.budget in (32, 64):
+        assert any(s.prefill_tokens and s.decode_tokens for s in steps), "no step mixed prefill and decode"
+
+
+@pytest.mark.parametrize("setting", ALWAYS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logits_equal_those_of_a_plain_decoder(name: str, setting: Setting) -> None:
+    setting = replace(setting, **SCARCE.get(name, {})) if setting.scarce else setting
+    done, seen, steps = run_engine(folder(name), setting, eight_tokens(prompts()))
+    check(done, seen, reference(name))
+    check_steps(steps, setting)
+
+
+@pytest.mark.parametrize("name", ["shared-windows", "both"])
+def test_torchs_operators_do_the_same(name: str) -> None:
+    done, seen, _ = run_engine(folder(name), SETTINGS[1], eight_tokens(prompts()), ops=TorchOps())
+    check(done, seen, reference(name))
+
+
+TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
+
+
+@TRITON
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+@pytest.mark.parametrize("name", ["shared-windows", "both"])
+@pytest.mark.parametrize(
+    "limits", [Limits(budget=32), pytest.param(Limits(blocks=60, scarce=True), marks=pytest.mark.slow)]
+)
+def test_tritons_operators_do_the_same(name: str, limits: Limits) -> None:
+    import triton
+
+    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    model = inspect_checkpoint(folder(name))
+    runner = make_runner(model, TritonOps(AttentionShape(torch.float32, 4, 2, 16)), limits, device)
+    sampler = RecordingSampler(frozenset(model.spec.eos_token_ids))
+    rows = [prompt for prompt in prompts() if len(prompt) in (1, 33, 64)]
+    engine = make_engine(replace(runner, sampler=sampler), limits, sampler.eos_token_ids)
+    ran = drain(engine, greedy(rows, 3))
+    wanted = [
+        (tokens[:3], logits[:3])
+        for prompt, (tokens, logits) in zip(prompts(), reference(name), strict=True)
+        if prompt in rows
+    ]
+    check(ran.completions, sampler.seen, wanted)
+    check_steps(ran.steps, limits)
+
+
+def held(caches: list[LayerCache]) -> int:
+    """Bytes of their tensors, each counted once."""
+    tensors = [tensor for cache in caches for tensor in (cache.k, cache.v)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "keeping"), [("shared", 2), ("shared-windows", 3), ("none", 2), ("both", 2)]
+)
+def test_a_cache_holds_the_layers_that_keep_something(name: str, keeping: int) -> None:
+    ops, caches, blocks = TorchOps(), MODELS[name].spec.caches, 7
+    for longest in (16, 300):  # shorter than the windows, and longer
+        layout = cache_layout(caches, 8, longest)
+        made = allocate_caches(ops, caches, layout, blocks, torch.float32, "cpu")
+        assert len(made) == sum(cache is not None for cache in caches)
+        a_layer = blocks * 8 * 2 * 2 * 16 * 4  # K and V of two heads of 16 float32 values
+        assert held(made) == blocks * block_bytes(ops, caches, layout, 4) == layout.depth * a_layer
+        assert sorted(layer for group in layout.groups for layer in group.layers) == [
+            layer for layer, read in enumerate(MODELS[name].reads) if read == layer
+        ]
+    assert cache_layout(caches, 8, 16).depth == keeping
+
+
+def test_a_layer_reads_the_cache_of_the_one_that_it_names() -> None:
+    caches = MODELS["shared-windows"].spec.caches
+    layout = cache_layout(caches, 8, 300)
+    made = allocate_caches(TorchOps(), caches, layout, 3, torch.float32, "cpu")
+    assert len(layout.groups) > 1
+    for layer, read in enumerate(MODELS["shared-windows"].reads):
+        assert made[layer] is made[read or 0]
+    assert [layout.groups[made[layer].group].keeps for layer in (3, 4, 5)] == [24, None, 24]
+
+
+def engine_config(name: str, **more: Any) -> EngineConfig:
+    sizes = {"max_model_len": 320, "longest": 300, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return EngineConfig(
+        model=folder(name), dtype="float32", device="cpu", block_size=16, threads=1, **sizes, **more
+    )
+
+
+def test_a_built_engine_has_memory_for_as_many_more_rows() -> None:
+    """Two of four layers keep something, and half as much memory is needed, or holds twice the blocks."""
+    plain, half = (load_model(engine_config(name)).info for name in ("shared-windows", "none"))
+    assert (plain.kv_bytes / plain.blocks) / (half.kv_bytes / half.blocks) in (0.5, 1.0, 1.5)
+    memory = {"kv_memory": 2**20}
+    whole = MadeUp((0, 1, 2, 3))
+    MODELS["whole"] = whole
+    try:
+        blocks = [load_model(engine_config(name, **memory)).info.blocks for name in ("whole", "none")]
+    finally:
+        del MODELS["whole"]
+    assert blocks[1] == 2 * blocks[0]
+
+
+def test_what_a_fused_layer_does_not_know_is_run_as_single_operators() -> None:
+    model = inspect_checkpoint(folder("both"))
+    runner = make_runner(model, cpu_ops(model), Limits())
+    kinds = [type(layer) for layer in runner.model._layers]  # type: ignore[attr-defined]
+    assert kinds == [Block, CompiledLayer, CompiledLayer, Block, Block, Block]
+
+
+def test_parameters_are_those_of_the_kind() -> None:
+    layers = MODELS["both"].spec.layers
+    fed = {"post_norm", "gate", "up", "down"}
+    assert layer_parameters(layers[0]).keys() == fed
+    reading = {"input_norm", "q", "q.bias", "q_norm", "o"}
+    assert layer_parameters(layers[4]).keys() == fed | reading
+    assert layer_parameters(layers[1]).keys() == fed | reading | {"k", "k.bias", "v", "v.bias", "k_norm"}
+
+
+def step_cost(cost: ModelCost, name: str, tokens: int) -> tuple[int, int]:
+    """(flops, bytes) of an operator in a step of single queries over contexts of 100."""
+    seen = tokens * cost.seen(100)
+    found = cost.step(StepShape(tokens, tokens, seen, seen))[name]
+    return found.flops, found.bytes
+
+
+def test_costs_count_what_is_read_and_what_is_kept() -> None:
+    """A layer that reads another's K and V reads as much, and writes none of it."""
+    own, reading, bare = (
+        model_cost(MadeUp(reads).spec, 2, 2) for reads in ((0, 1, 2), (0, 0, 0), (0, None, None))
+    )
+    a_token = 2 * 2 * 16 * 2  # K and V of two heads of 16 values of 2 bytes
+    assert [cost.kv_bytes(1) for cost in (own, reading, bare)] == [3 * a_token, a_token, a_token]
+    assert step_cost(own, "attention", 5) == step_cost(reading, "attention", 5)
+    assert step_cost(own, "attention", 5) == tuple(3 * part for part in step_cost(bare, "attention", 5))
+    assert (own.layers, reading.layers, bare.layers) == (3, 3, 1)
+    written = step_cost(own, "rope_store", 5)[1] - step_cost(reading, "rope_store", 5)[1]
+    # of k and v what goes in and what comes out, and the slots
+    assert written == 2 * 5 * (2 * a_token + 8)
+    projections = 2 * 48 * 2 * 2 * 16
+    assert own.parameters - reading.parameters == projections
+    attention = 48 * (4 * 16 * 2 + 2 * 2 * 16)
+    assert own.parameters - bare.parameters == 2 * attention
+    assert bare.kv_bytes(100) == 100 * a_token
+
+
+def test_windows_bound_what_is_kept() -> None:
+    cost = model_cost(MODELS["both"].spec, 4, 4)
+    a_token = 2 * 2 * 16 * 4
+    assert cost.kv_bytes(300) == (24 + 300) * a_token
+    assert cost.kv_bytes(10) == 2 * 10 * a_token
+
+
+@pytest.mark.parametrize(
+    ("reads", "windows", "message"),
+    [
+        ((1, 1), (), "layer 0 is to read the K and V of layer 1, which keeps none before it"),
+        ((0, 0, 1), (), "layer 2 is to read the K and V of layer 1, which keeps none before it"),
+        ((0, None, 1), (), "layer 2 is to read the K and V of layer 1, which keeps none before it"),
+        ((0, 0), (24, None), "layer 1 is to read the K and V of layer 0, whose heads or window are others"),
+        ((None, None), (), "no layer keeps K and V"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(reads: Any, windows: Any, message: str) -> None:
+    with pytest.raises(JobFileError, match=f"config.json: {message}"):
+        _ = MadeUp(reads, windows).spec
+    caches = [
+        None if read is None else CacheSpec(2, 16, window, shared=None if read == layer else read)
+        for layer, (read, window) in enumerate(zip(reads, windows or (None,) * len(reads), strict=True))
+    ]
+    with pytest.raises(ValueError, match=message):
+        cache_layout(caches, 16, 300)
