@@ -1,14 +1,14 @@
 """Which query rows pass over which tiles of the paged KV cache together: planned once a step, read in every layer.
 
 A step's queries are cut into items: rows of one sequence that walk its block table, as many as fit a core's cache.
-Single queries of sequences that share leading blocks pass over those together, level after level down the tree of
-shared prefixes (Hydragen, Juravsky et al., 2024; several levels as in FlashInfer's cascade): each prefix is then read
-once for its whole group, as one matrix product. In between a row keeps its maximum, mass and weighted sum.
+Single queries of sequences that share leading blocks (`prefix_groups`) pass over those together, level after level:
+each prefix is then read once for its whole group, as one matrix product. In between a row keeps its maximum, mass and
+weighted sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import PlanStructure
+from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
 
 MAX_ROWS = 48  # as MOST_ROWS in operators.h
 TO_THE_END = -1
@@ -24,7 +25,6 @@ TO_THE_END = -1
 LEAST_SHARED_TILES = 2
 LEAST_SHARERS = 3
 _ITEM = 7  # first row, rows, sequence, first tile, end tile, starts, ends
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CachePages:
     lanes: int
     units_per_tile: int
 
-    def whole_tiles(self, blocks: int) -> int:
+    def whole_tiles(self, blocks: Ints) -> Ints:
         """How many tiles lie within so many leading blocks."""
         return blocks * -(-self.block_size // self.lanes) // self.units_per_tile
 
@@ -59,17 +59,6 @@ class Items:
         return PlanStructure(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Sequences [start, end) of the sorted order share their tiles [first, last)."""
-
-    start: int
-    end: int
-    first: int
-    last: int
-    level: int
-
-
 def attention_items(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
@@ -86,20 +75,24 @@ def attention_items(
         raise ValueError(f"{group} query heads share a KV head; at most {MAX_ROWS} may")
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     ends = np.cumsum(lens)
-    order, groups, depth = _shared(lens, contexts, tables, pages)
+    groups = _shared(lens, contexts, tables, pages)
+    depth = np.zeros(
+        (len(lens), 2), np.int64
+    )  # of each sequence the first tile and the level that are its own
+    for shared in groups:
+        depth[shared.sequences] = (shared.end, shared.level + 1)
     tokens = np.arange(int(lens.sum()))
     row_of = np.repeat(np.arange(len(lens)), lens)
     rows = np.stack((tokens, tokens - (ends - contexts)[row_of]), 1)
     most = max(1, MAX_ROWS // group)
-    levels = max((g.level + 1 for g in groups), default=0)
+    levels = max((shared.level + 1 for shared in groups), default=0)
     found = [_own_items(lens, ends - lens, depth[:, 0], most)]
     found_level = [depth[found[0][:, 2], 1]]
-    for g in groups:
-        members = order[g.start : g.end]
+    for shared in groups:
         first_row = len(rows)
-        rows = np.concatenate((rows, rows[(ends - 1)[members]]))
-        found.append(_group_items(g, first_row, int(members[0]), most))
-        found_level.append(np.full(len(found[-1]), g.level))
+        rows = np.concatenate((rows, rows[(ends - 1)[shared.sequences]]))
+        found.append(_group_items(shared, first_row, most))
+        found_level.append(np.full(len(found[-1]), shared.level))
     return _ordered(np.concatenate(found), np.concatenate(found_level), rows, levels, group)
 
 
@@ -119,13 +112,13 @@ def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
     return items
 
 
-def _group_items(group: _Group, first_row: int, sequence: int, most: int) -> Ints:
-    members = group.end - group.start
+def _group_items(shared: PrefixGroup, first_row: int, most: int) -> Ints:
+    members = len(shared.sequences)
     starts = np.arange(0, members, most)
     items = np.empty((len(starts), _ITEM), np.int64)
     items[:, 0] = first_row + starts
     items[:, 1] = np.minimum(most, members - starts)
-    items[:, 2:] = (sequence, group.first, group.last, int(group.first == 0), 0)
+    items[:, 2:] = (shared.sequences[0], shared.first, shared.end, int(shared.first == 0), 0)
     return items
 
 
@@ -145,46 +138,9 @@ def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> I
 
 def _shared(
     lens: Ints, contexts: Ints, tables: NDArray[np.int32] | None, pages: CachePages | None
-) -> tuple[Ints, list[_Group], Ints]:
-    """An order of the sequences in which sharers are adjacent, their groups, and for each sequence the first tile and
-    the level that are left to it alone."""
-    depth = np.zeros((len(lens), 2), np.int64)
-    nothing: tuple[Ints, list[_Group], Ints] = (np.arange(0), [], depth)
-    if tables is None or pages is None or len(lens) < LEAST_SHARERS or tables.shape[1] == 0:
-        return nothing
-    single = np.flatnonzero(lens == 1)
-    if len(np.unique(tables[single, 0])) == len(single):
-        return nothing
-    order = single[np.argsort(_sortable(tables[single]), kind="stable")]
-    full = (contexts[order] - 1) // pages.block_size  # blocks that lie before the query
-    same = np.cumprod(tables[order[1:]] == tables[order[:-1]], 1).sum(1)
-    same = np.minimum(same, np.minimum(full[1:], full[:-1]))
-    tiles = np.array([pages.whole_tiles(int(blocks)) for blocks in same])
-    groups = list(_groups(tiles, 0, len(order), 0, 0))
-    for g in groups:  # outer groups come before inner ones
-        depth[order[g.start : g.end]] = (g.last, g.level + 1)
-    return order, groups, depth
-
-
-def _sortable(tables: NDArray[np.int32]) -> NDArray[np.void]:
-    """A row as one value: rows with equal beginnings are adjacent once sorted."""
-    return np.ascontiguousarray(tables.astype(">i4")).view(f"V{tables.shape[1] * 4}")[:, 0]
-
-
-def _groups(shared: Ints, start: int, end: int, taken: int, level: int) -> Iterator[_Group]:
-    """Groups among the sorted sequences [start, end), which share at least `taken` tiles with one another.
-
-    shared[i]: tiles that sequences i and i + 1 share. Depth first, outer before inner.
-    """
-    if end - start < LEAST_SHARERS:
-        return
-    inside = shared[start : end - 1]
-    common = int(inside.min())
-    if common >= taken + LEAST_SHARED_TILES:
-        yield _Group(start, end, taken, common, level)
-        taken, level = common, level + 1
-    else:
-        common = taken + LEAST_SHARED_TILES - 1
-    cuts = np.flatnonzero(inside <= common) + start + 1
-    for left, right in zip((start, *cuts.tolist()), (*cuts.tolist(), end), strict=True):
-        yield from _groups(shared, left, right, taken, level)
+) -> list[PrefixGroup]:
+    """What single queries share, in tiles."""
+    if tables is None or pages is None:
+        return []
+    worth = Worth(LEAST_SHARERS, LEAST_SHARED_TILES)
+    return prefix_groups(lens, contexts, tables, pages.block_size, pages.whole_tiles, worth)

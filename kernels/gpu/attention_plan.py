@@ -1,7 +1,7 @@
 """What attention needs to know of a step, prepared once on the host and read in every layer.
 
 Chunks of several queries are cut into items for prefill. Single queries go to decode, those that share leading keys
-pass over these together first, level after level (`SharedPrefix`), as in the CPU's plan (batchinfer_kernels.cpu).
+pass over these together first, level after level (`SharedPrefix`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, moved, prefix_segment
 from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
+from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
 
-Ints = NDArray[np.int64]
 # Keys that are worth a level. Of a part 8 bytes a value are written and read, of a shared key 4 are not: with up to 16
 # query heads a KV head that breaks even at 32 keys; the rest pays for the launch. Not measured.
 LEAST_SHARED_KEYS = 256
@@ -239,41 +239,12 @@ def find_shared(
 ) -> list[SharedPrefix]:
     """What single queries share, read from the block tables (S, max blocks) on the host; `unit`: of AttentionShape.
 
-    Every group has LEAST_SHARERS sequences at least, and its level LEAST_SHARED_KEYS beyond those around it. The widest
-    level is taken first, and what is inside it is measured from its end. So of the keys that a sequence shares with
-    LEAST_SHARERS - 1 others, whole units before all their queries, fewer than LEAST_SHARED_KEYS are left unshared.
+    Every group has LEAST_SHARERS sequences at least, and its level LEAST_SHARED_KEYS beyond those around it.
     """
-    lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
-    single = np.flatnonzero((lens == 1) & (contexts > block_size))
-    if len(single) < LEAST_SHARERS or len(np.unique(tables[single, 0])) == len(single):
-        return []
-    full = (contexts[single] - 1) // block_size  # blocks that lie before the query
-    # What comes after them sorts behind every block: sequences between two that share blocks have these, too
-    rows = np.where(np.arange(tables.shape[1]) < full[:, None], tables[single], -1).astype(">i4")
-    by_blocks = np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")
-    rows, full = rows[by_blocks], full[by_blocks]
-    same = np.cumprod(rows[1:] == rows[:-1], 1).sum(1)
-    keys = np.minimum(same, np.minimum(full[1:], full[:-1])) * block_size // unit * unit
-    return list(_nested(single[by_blocks], keys))
 
+    def whole_units(blocks: Ints) -> Ints:
+        return blocks * block_size // unit * unit
 
-def _nested(order: Ints, keys: Ints) -> Iterator[SharedPrefix]:
-    """Groups among the sorted sequences, outer before inner.
-
-    keys[i]: how many sequences i and i + 1 share.
-    """
-    ranges = [(0, len(order), 0)]  # [start, end) share so many keys with one another, which is taken
-    while ranges:
-        start, end, taken = ranges.pop()
-        if end - start < LEAST_SHARERS:
-            continue
-        inside = keys[start : end - 1]
-        common = int(inside.min())
-        if common >= taken + LEAST_SHARED_KEYS:
-            yield SharedPrefix(order[start:end].tolist(), common)
-            taken = common
-        else:
-            common = taken + LEAST_SHARED_KEYS - 1
-        cuts = (np.flatnonzero(inside <= common) + start + 1).tolist()
-        parts = list(zip((start, *cuts), (*cuts, end), strict=True))
-        ranges += [(left, right, taken) for left, right in reversed(parts)]
+    worth = Worth(LEAST_SHARERS, LEAST_SHARED_KEYS)
+    found = prefix_groups(query_lens, context_lens, tables, block_size, whole_units, worth)
+    return [SharedPrefix(group.sequences.tolist(), group.end) for group in found]

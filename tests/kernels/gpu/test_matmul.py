@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from batchinfer_kernels.gpu import matmul_core, matmul_tiles, target
@@ -22,11 +23,12 @@ from tests.kernels.gpu.matmul_cases import (
     WAYS,
     beside_nan,
     int8_reference,
-    random,
     way,
 )
+from tests.kernels.gpu.matmul_cases import random as random_on_the_host
 from tests.kernels.gpu.pairs import every_pair
 
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 PROCESSORS = 132
 FLOATS = tuple(name for name in WAYS if name != "int8")  # ways whose sums are rounded
 
@@ -43,6 +45,10 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
     monkeypatch.setattr(matmul_core.torch, "empty", poisoned)
     if interpreted:
         monkeypatch.setattr(target, "processors", lambda _device: PROCESSORS)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return random_on_the_host(*shape, dtype=dtype, seed=seed).to(DEVICE)
 
 
 def near(got: Tensor, wanted: Tensor) -> None:
@@ -128,7 +134,10 @@ def test_no_rows_and_no_outputs(name: str) -> None:
 
 
 def test_no_inputs_leave_the_bias() -> None:
-    assert matmul(random(3, 0), random(5, 0), torch.arange(5.0)).tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3
+    assert (
+        matmul(random(3, 0), random(5, 0), torch.arange(5.0, device=DEVICE)).tolist()
+        == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -148,7 +157,7 @@ def test_what_lies_beside_the_rows_of_x_is_not_read(name: str) -> None:
 
 def test_codes_of_a_weight_may_be_strided() -> None:
     codes, scales = quantize_weight(random(37, 200, seed=1))
-    wide = torch.full((37, 230), 127, dtype=torch.int8)
+    wide = torch.full((37, 230), 127, dtype=torch.int8, device=DEVICE)
     wide[:, 3:203] = codes
     x = random(5, 200)
     assert torch.equal(int8_matmul(x, wide[:, 3:203], scales), int8_matmul(x, codes, scales))
@@ -181,15 +190,15 @@ def test_int8_is_what_the_cpu_computes(dtype: torch.dtype, activation: Any) -> N
 
 
 def test_int8_sums_beyond_float32_are_exact() -> None:
-    codes = torch.full((2, 20_001), 127, dtype=torch.int8)
+    codes = torch.full((2, 20_001), 127, dtype=torch.int8, device=DEVICE)
     codes[1, 0] = 126
-    got = int8_matmul(torch.full((1, 20_001), 127.0), codes, torch.ones(2))
+    got = int8_matmul(torch.full((1, 20_001), 127.0, device=DEVICE), codes, torch.ones(2, device=DEVICE))
     assert got.long().tolist() == [[322_596_128, 322_596_000]]  # …129 and …002, rounded once
 
 
 def test_int8_sums_that_may_overflow_are_refused() -> None:
-    codes = torch.full((1, MOST_INPUTS + 1), -128, dtype=torch.int8)
-    x, one = torch.full((1, MOST_INPUTS + 1), 127.0), torch.ones(1)
+    codes = torch.full((1, MOST_INPUTS + 1), -128, dtype=torch.int8, device=DEVICE)
+    x, one = torch.full((1, MOST_INPUTS + 1), 127.0, device=DEVICE), torch.ones(1, device=DEVICE)
     assert int8_matmul(x[:, 1:], codes[:, 1:], one).tolist() == [[-128.0 * 127 * MOST_INPUTS]]
     with pytest.raises(ValueError, match="overflow"):
         int8_matmul(x, codes, one)

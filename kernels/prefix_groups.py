@@ -1,0 +1,83 @@
+"""Which single queries of a step pass over leading blocks of the cache together, as the host reads off block tables.
+
+Sequences that begin in the same blocks form a group; groups nest, as prompts share beginnings of several lengths
+(Hydragen, Juravsky et al., 2024; several levels as in FlashInfer's cascade). How much makes a group worth it, and in
+what units its end is counted, each device says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What is worth a group: so many sequences that share so many units beyond the group around it."""
+
+    sequences: int
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Sequences that share units [first, end) of their caches. Around it are `level` groups, which share less."""
+
+    sequences: Ints
+    first: int
+    end: int
+    level: int
+
+
+def prefix_groups(
+    query_lens: Sequence[int] | Ints,
+    context_lens: Sequence[int] | Ints,
+    tables: NDArray[np.int32],
+    block_size: int,
+    units: Callable[[Ints], Ints],
+    worth: Worth,
+) -> list[PrefixGroup]:
+    """The groups of the sequences that have a single query, outer ones before inner ones.
+
+    tables: (S, max blocks); `units`: how many whole units lie in so many leading blocks. The widest group is taken
+    first, and what is inside it is measured from its end. So of the units that a sequence shares with
+    `worth.sequences` - 1 others, before all their queries, fewer than `worth.units` are left to it alone.
+    """
+    lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
+    single = np.flatnonzero((lens == 1) & (contexts > block_size))
+    if len(single) < worth.sequences or len(np.unique(tables[single, 0])) == len(single):
+        return []
+    full = (contexts[single] - 1) // block_size  # blocks that lie before the query
+    # What comes after them sorts behind every block: sequences between two that share blocks have these, too
+    rows = np.where(np.arange(tables.shape[1]) < full[:, None], tables[single], -1).astype(">i4")
+    by_blocks = np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")
+    rows, full = rows[by_blocks], full[by_blocks]
+    same = np.cumprod(rows[1:] == rows[:-1], 1).sum(1)
+    shared = units(np.minimum(same, np.minimum(full[1:], full[:-1])))
+    return list(_nested(single[by_blocks], shared, worth))
+
+
+def _nested(order: Ints, shared: Ints, worth: Worth) -> Iterator[PrefixGroup]:
+    """Groups among the sorted sequences, depth first. shared[i]: units that sequences i and i + 1 share."""
+    ranges = [
+        (0, len(order), 0, 0)
+    ]  # [start, end) share so many units with one another, which are taken; level
+    while ranges:
+        start, end, taken, level = ranges.pop()
+        if end - start < worth.sequences:
+            continue
+        inside = shared[start : end - 1]
+        common = int(inside.min())
+        if common >= taken + worth.units:
+            yield PrefixGroup(order[start:end], taken, common, level)
+            taken, level = common, level + 1
+        else:
+            common = taken + worth.units - 1
+        cuts = (np.flatnonzero(inside <= common) + start + 1).tolist()
+        parts = list(zip((start, *cuts), (*cuts, end), strict=True))
+        ranges += [(left, right, taken, level) for left, right in reversed(parts)]

@@ -1,0 +1,124 @@
+"""Which queries pass over leading blocks together, against groups found by comparing all pairs of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer_kernels.cpu.attention_plan import CachePages, attention_items
+from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
+
+BLOCK = 16
+Found = tuple[frozenset[int], int, int, int]  # sequences, first unit, end, level
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
+    """Query lengths, contexts and tables of sequences whose blocks come of a tree.
+
+    Few different blocks, the first one among them, which is also what tables are padded with; contexts that end
+    anywhere, within blocks that others share, too.
+    """
+    width = draw(st.integers(1, 8))
+    trunk = draw(st.lists(st.integers(0, 9), min_size=width, max_size=width))
+    lens, contexts, rows = [], [], []
+    for _ in range(draw(st.integers(0, 12))):
+        kept = draw(st.integers(0, width))
+        own = draw(st.lists(st.integers(0, 2), min_size=width - kept, max_size=width - kept))
+        contexts.append(draw(st.integers(0, BLOCK * width)))
+        used = -(-contexts[-1] // BLOCK)
+        rows.append([*(trunk[:kept] + own)[:used], *[0] * (width - used)])
+        lens.append(draw(st.sampled_from((1, 1, 1, 1, 2))))
+    return lens, contexts, np.array(rows, np.int32).reshape(len(rows), width)
+
+
+def in_common(tables: np.ndarray, contexts: list[int], one: int, other: int) -> int:
+    """Leading blocks that are the same, before both queries."""
+    blocks = max(0, (min(contexts[one], contexts[other]) - 1) // BLOCK)
+    return next((b for b in range(blocks) if tables[one, b] != tables[other, b]), blocks)
+
+
+def by_comparing(step: tuple[list[int], list[int], np.ndarray], units: int, worth: Worth) -> Iterator[Found]:
+    """`units`: blocks that make one."""
+    lens, contexts, tables = step
+
+    def shared(one: int, other: int) -> int:
+        return in_common(tables, contexts, one, other) // units
+
+    def inside(members: set[int], taken: int, level: int) -> Iterator[Found]:
+        if len(members) < worth.sequences:
+            return
+        common = min(shared(i, j) for i in members for j in members if i != j)
+        if common >= taken + worth.units:
+            yield frozenset(members), taken, common, level
+            taken, level = common, level + 1
+        while members:
+            first = min(members)
+            together = {i for i in members if i == first or shared(first, i) >= taken + worth.units}
+            yield from inside(together, taken, level)
+            members = members - together
+
+    yield from inside({i for i, queries in enumerate(lens) if queries == 1}, 0, 0)
+
+
+def as_found(groups: list[PrefixGroup]) -> list[Found]:
+    return [(frozenset(g.sequences.tolist()), g.first, g.end, g.level) for g in groups]
+
+
+@settings(max_examples=400, deadline=None)
+@given(steps(), st.sampled_from((1, 2)), st.integers(1, 3), st.integers(2, 4))
+def test_groups_are_those_that_comparing_finds(step, units, least, sharers) -> None:
+    lens, contexts, tables = step
+    worth = Worth(sharers, least)
+
+    def whole(blocks: Ints) -> Ints:
+        return blocks // units
+
+    groups = prefix_groups(lens, contexts, tables, BLOCK, whole, worth)
+    assert sorted(as_found(groups), key=str) == sorted(by_comparing(step, units, worth), key=str)
+    ends = dict.fromkeys(range(len(lens)), (0, 0))
+    for group in groups:  # outer ones come first, and each begins where the one around it ends
+        assert {ends[i] for i in group.sequences.tolist()} == {(group.first, group.level)}
+        ends |= dict.fromkeys(group.sequences.tolist(), (group.end, group.level + 1))
+
+
+def turns(count: int) -> np.ndarray:
+    """Tables of as many rows: turn after turn of one long conversation."""
+    return np.tril(np.broadcast_to(np.arange(1, count + 1, dtype=np.int32), (count, count)))
+
+
+def test_groups_may_nest_as_deeply_as_there_are_sequences() -> None:
+    count = 1500
+    contexts = [BLOCK * (i + 1) for i in range(count)]
+    groups = prefix_groups([1] * count, contexts, turns(count), BLOCK, lambda blocks: blocks, Worth(2, 1))
+    assert len(groups) == count - 2
+    assert max(group.level for group in groups) == count - 3
+
+
+def test_a_cpus_plan_holds_as_many_levels() -> None:
+    count = 1500
+    pages = CachePages(BLOCK, 8, 1)
+    items = attention_items([1] * count, [BLOCK * (i + 1) for i in range(count)], 1, turns(count), pages)
+    assert items.levels > 1000
+
+
+def test_a_query_within_a_shared_block_does_not_stand_between_those_that_share_it() -> None:
+    """On a CPU, too: the third sequence writes the last token of the second block."""
+    tables = np.array([[1, 2, 0], [1, 2, 5], [1, 2, 0], [1, 2, 7], [1, 2, 8]], np.int32)
+    contexts = [2 * BLOCK + 9, 3 * BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK]
+    groups = prefix_groups([1] * 5, contexts, tables, BLOCK, lambda blocks: blocks, Worth(3, 1))
+    assert as_found(groups) == [
+        (frozenset(range(5)), 0, 1, 0),
+        (frozenset({0, 1, 3, 4}), 1, 2, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "step", [([], [], np.zeros((0, 3), np.int32)), ([1] * 3, [9] * 3, np.zeros((3, 0), np.int32))]
+)
+def test_where_there_is_nothing_there_are_no_groups(step) -> None:
+    assert prefix_groups(*step, BLOCK, lambda blocks: blocks, Worth(2, 1)) == []
