@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+Truncate = Literal["error", "left", "right"]  # what is done with a prompt too long for the model
 FinishReason = Literal["stop", "length", "error"]
 ErrorClass = Literal["input", "policy", "resource", "engine"]
 TokenIds = NDArray[np.int32]

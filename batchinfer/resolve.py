@@ -15,10 +15,9 @@ from batchinfer.job import Job
 from batchinfer.models.checkpoint import OWN
 from batchinfer.models.stored import StoredModel
 from batchinfer.report.hardware import Hardware, detect, has_bf16_tiles, has_fast_bf16, nvidia_gpus
-from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
 
-Device = Literal["cpu", "cuda"]
 # What the context of a work key says by leaving it out. These never change: a stored key would mean another value.
 _ABSENT: Mapping[str, Any] = {
     "quantization": "none",

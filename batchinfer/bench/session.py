@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
@@ -29,7 +29,7 @@ from batchinfer.models.shapes import SHAPES, shape_config
 from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
 from batchinfer.report.hardware import has_bf16_tiles, has_fast_bf16
 from batchinfer.resolve import auto_dtype, linear_way
-from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
 Notice = Callable[[str], None]
@@ -83,7 +83,7 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
     chosen = options.device
     if chosen == "auto":
         chosen = "cuda" if torch.cuda.is_available() else "cpu"
-    device, quantization = cast(Literal["cpu", "cuda"], chosen), cast(Quantization, options.quantization)
+    device, quantization = cast(Device, chosen), cast(Quantization, options.quantization)
     dtype = _dtype(options, device)
     return EngineConfig(
         model=Path(options.model),
@@ -100,7 +100,7 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
     )
 
 
-def _dtype(options: BenchOptions, device: Literal["cpu", "cuda"]) -> Dtype:
+def _dtype(options: BenchOptions, device: Device) -> Dtype:
     """`auto`: as a job would run it; dummy weights count as stored in bfloat16."""
     if options.dtype != "auto":
         return cast(Dtype, options.dtype)

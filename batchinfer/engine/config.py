@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import Peaks
 
 DEFAULT_MAX_NUM_SEQS = 256
@@ -18,7 +17,7 @@ class EngineConfig:
 
     model: Path
     dtype: Dtype
-    device: Literal["cpu", "cuda"]
+    device: Device
     max_model_len: int
     longest: int  # tokens (prompt and output) of the job's longest sequence: none that runs may be longer
     max_num_seqs: int | None = None

@@ -45,9 +45,6 @@ class BlockPool:
         """How many blocks are kept for waiting sequences."""
         return len(self._cached)
 
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
     def find(self, digest: bytes, group: int = 0) -> int | None:
         """The block of this group that holds this content, if one does."""
         return self._block_of[group].get(digest)

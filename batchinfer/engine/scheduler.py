@@ -218,6 +218,7 @@ class Scheduler:
         for sequence in holders:
             self.tables.check(sequence)
         assert self._most == sum(map(self._bound, holders), self._for_chunks), "the bound is off"
+        assert self.pool.used <= self._most, "more blocks are held than the bound says"
 
     def _leave_behind(self) -> None:
         """Free what the windows of running sequences have left. Drafts of an in-flight step, and the token before them,

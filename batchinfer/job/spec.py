@@ -40,7 +40,8 @@ from batchinfer.job.file import read_job_file
 from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
-from batchinfer.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
+from batchinfer.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams, Truncate
+from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
 
 _OUTPUT_PATH = ("output", "path")
 
@@ -58,11 +59,11 @@ class ModelSection(Section):
         description="Folder of the checkpoint (config.json, *.safetensors, tokenizer.json), or the name of a model "
         "that batchinfer pull has downloaded: org/name or org/name@revision."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["auto", Dtype] = Field(
         default="auto",
         description="Type to compute in. auto: the checkpoint's, but float32 on a CPU without fast bfloat16.",
     )
-    quantization: Literal["none", "int8"] = Field(
+    quantization: Quantization = Field(
         default="none",
         description="How linear layers are computed. int8: weights become int8 as they are loaded.",
     )
@@ -126,7 +127,7 @@ class PromptSection(Section):
     token_ids: Column | None = Field(
         default=None, description="Column with the prompt's token ids, run as they are."
     )
-    truncate: Literal["error", "left", "right"] = Field(
+    truncate: Truncate = Field(
         default="error",
         description="A prompt too long for the model becomes an error row, or loses tokens at its left or right.",
     )
@@ -219,7 +220,7 @@ class OutputSection(Section):
 class EngineSection(Section):
     """How the engine works; nothing here changes what is asked of the model."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Literal["auto", Device] = Field(
         default="auto", description="Where to compute. auto: cuda where there is a GPU."
     )
     max_num_seqs: Auto | Whole = Field(default="auto", description="Most rows in work at once.")

@@ -66,7 +66,8 @@ class Supervisor:
 
     @property
     def expert_tokens(self) -> ExpertTokens:
-        """What the last worker's experts were given; known with `peak_rss`."""
+        """What the last worker's experts were given; known with `peak_rss`. The counts of those that died before
+        are lost: to send them now and then, a step would have to wait for the device."""
         return self._host.expert_tokens
 
     @property

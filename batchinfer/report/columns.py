@@ -224,7 +224,12 @@ EXPERT_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
     _count("layer", "", "the layer, from 0; layers without experts are left out"),
     _count("expert", "", "the expert, from 0"),
-    _count("tokens", "tokens", "tokens that passed it, recomputed ones included, padding not"),
+    _count(
+        "tokens",
+        "tokens",
+        "tokens that passed it, recomputed ones included, padding not; since "
+        "the engine last started, if `worker_restarts` of `run` is above 0",
+    ),
     Column("load", _REAL, "", "`tokens` ÷ the mean of the layer's experts; 1: its even share"),
 )
 

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from batchinfer.cpus import usable_cpus
 from batchinfer.report.datasheet import datasheet
+from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import Peaks
 
 Source = Literal["measured", "datasheet", "unknown"]
-DeviceKind = Literal["cpu", "cuda"]
 
 CACHE_FORMAT = 1
 FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
@@ -40,7 +40,7 @@ class Hardware:
     """One device. Peaks are per whole device; a dtype that is missing from `peak_flops` is unknown."""
 
     name: str  # e.g. "AMD EPYC 9B14" or "NVIDIA H200"
-    device: DeviceKind
+    device: Device
     cores: int | None  # CPU cores that this process may use; None on a GPU
     memory_bytes: int | None
     peak_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by dtype name, `int8` included

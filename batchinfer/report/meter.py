@@ -74,7 +74,7 @@ def _sum(left: float | None, right: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the meter knows at the end: the totals, the latencies' percentiles, and where the rows are."""
+    """What the meter knows at the end: the totals, and the latencies' percentiles."""
 
     totals: Totals
     queue: Spread = UNKNOWN
@@ -82,8 +82,6 @@ class Measured:
     tpot: Spread = UNKNOWN
     itl: Spread = UNKNOWN
     latency: Spread = UNKNOWN
-    steps_path: Path | None = None
-    requests_path: Path | None = None
 
 
 class Meter:
@@ -143,8 +141,6 @@ class Meter:
                 tpot=spread(database, requests, "tpot_s"),
                 itl=weighted_spread(database, steps, "interval_s", "decode_tokens"),
                 latency=spread(database, requests, "latency_s"),
-                steps_path=steps,
-                requests_path=requests,
             )
 
     def _interval(self, sample: StepSample) -> float | None:

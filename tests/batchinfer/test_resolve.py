@@ -15,8 +15,8 @@ from batchinfer.errors import JobFileError
 from batchinfer.job import Job, load_job
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.report.hardware import Hardware, has_bf16_tiles
-from batchinfer.resolve import Device, Setting, linear_way, resolve
-from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
+from batchinfer.resolve import Setting, linear_way, resolve
+from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import Peaks
 from tests.checkpoints import make_checkpoint
 

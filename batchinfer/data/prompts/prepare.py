@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
 from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.request import RowError, SamplingParams, TokenIds
+from batchinfer.request import RowError, SamplingParams, TokenIds, Truncate
 
-Truncate = Literal["error", "left", "right"]
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 

@@ -12,6 +12,7 @@ from batchinfer.engine import build
 from batchinfer.engine.build import LoadedModel, load_model
 from batchinfer.engine.cache_layout import MOST_TABLES, CacheLayout, cache_layout, one_group
 from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.models.spec import CacheSpec
 from batchinfer.ops.torch_ops import TorchOps
@@ -93,6 +94,35 @@ def test_sizes_are_those_of_what_is_seen(window, chunk, start, size) -> None:
     assert len(blocks) <= sizes.among_others(start + chunk) + chunk // size
     widest = max(len({at // size for at in range(at, at + window + chunk - 1)}) for at in range(size))
     assert widest == sizes.span(window, chunk)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.integers(1, 120), st.booleans()), min_size=1, max_size=6),
+    st.integers(1, 60),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 5, 16]),
+)
+def test_no_step_holds_more_than_is_set_aside(rows, window, tables, size) -> None:
+    """`rows`: length, chunk, and whether the chunk is that of the step before, which may be taken back. Each of the two
+    steps runs no more tokens than the budget."""
+    sizes = TableSizes(size, (window,) * tables)
+    steps = (
+        [min(length, chunk) for length, chunk, before in rows if before is step] for step in (False, True)
+    )
+    budget = max(map(sum, steps))
+    held = sum(tables * min(sizes.blocks(n), sizes.span(window, min(n, chunk))) for n, chunk, _ in rows)
+    assert held <= sum(sizes.among_others(n) for n, _, _ in rows) + sizes.for_chunks(budget)
+
+
+def test_what_is_set_aside_is_used_up() -> None:
+    """Long chunks of two steps take nearly all of it: fewer blocks would not do."""
+    sizes, budget = TableSizes(16, (8, None, 8)), 16 * 100
+    held = 2 * 2 * sizes.span(8, budget)
+    spare = 2 * 2 * (sizes.span(8) + 1) + sizes.for_chunks(budget) - held
+    assert 0 <= spare <= 2 * 2 * 2
+    job = JobSize(longest=10_000, max_num_seqs=4, max_num_batched_tokens=budget)
+    blocks = cache_blocks(1, sizes, job, None, 10**9, "cpu")
+    assert blocks > 4 * sizes.among_others(10_000) + sizes.for_chunks(budget)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

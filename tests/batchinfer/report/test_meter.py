@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.report.columns import REQUEST_SCHEMA, STEP_SCHEMA
+from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
+from batchinfer.report.folder import table_path
 from batchinfer.report.meter import Measured, Meter, tpot
 from batchinfer.request import RequestSample, StepSample
 from batchinfer_kernels.cost import Peaks
@@ -53,6 +55,10 @@ def measure(steps: list[StepSample], requests: list[RequestSample], folder: Path
         return meter.finish()
 
 
+def rows_of(folder: Path, table: str) -> pa.Table:
+    return pq.read_table(table_path(folder, table, "r"))
+
+
 @settings(max_examples=20, deadline=None)
 @given(steps=step_lists(), buffer_rows=st.integers(1, 5))
 def test_totals_are_the_sums_and_the_table_holds_every_step(
@@ -60,7 +66,7 @@ def test_totals_are_the_sums_and_the_table_holds_every_step(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(steps, [], Path(folder), peaks=Peaks(3.0, 2.0), buffer_rows=buffer_rows)
-        table = pq.read_table(measured.steps_path)
+        table = rows_of(Path(folder), STEPS)
     totals = measured.totals
     for name in ("prefill_tokens", "decode_tokens", "recomputed_tokens", "cached_tokens", "sampled_tokens"):
         assert getattr(totals, name) == sum(getattr(s, name) for s in steps) == sum(table[name].to_pylist())
@@ -79,7 +85,7 @@ def test_totals_are_the_sums_and_the_table_holds_every_step(
 def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure([], requests, Path(folder), buffer_rows=3)
-        table = pq.read_table(measured.requests_path)
+        table = rows_of(Path(folder), REQUESTS)
     assert table.schema.equals(REQUEST_SCHEMA)
     assert table["key"].to_pylist() == [r.key.hex() for r in requests]
     expected = {
@@ -120,7 +126,7 @@ def test_idle_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any)
     steps = [step(0), step(1), step(2, started_s=5.0), step(0, started_s=0.5), step(1, started_s=2.0)]
     measured = measure(steps, [], tmp_path)
     assert measured.totals.idle_s == pytest.approx(0.25 + 3.25 + 0.75)
-    rows = pq.read_table(measured.steps_path).to_pylist()
+    rows = rows_of(tmp_path, STEPS).to_pylist()
     assert [row["engine"] for row in rows] == [0, 0, 0, 1, 1]
     assert [row["interval_s"] for row in rows] == [None, 1.0, 4.0, None, 1.5]
 
@@ -134,7 +140,7 @@ def test_without_peaks_nothing_is_claimed(tmp_path: Path, step: Any) -> None:
 def test_nothing_measured_is_two_empty_tables(tmp_path: Path) -> None:
     measured = measure([], [], tmp_path / "new")
     assert measured.itl == measured.ttft == (None, None, None)
-    assert pq.read_table(measured.steps_path).num_rows == 0
+    assert rows_of(tmp_path / "new", STEPS).num_rows == 0
 
 
 def test_an_error_leaves_no_files(tmp_path: Path, step: Any) -> None:
@@ -154,7 +160,7 @@ def test_rows_go_to_disk_while_the_run_lasts(tmp_path: Path, step: Any, request_
             meter.step(step(number))
             meter.request(request_sample(number))
         assert sorted(p.suffix for p in tmp_path.iterdir()) == [".tmp", ".tmp"]
-        measured = meter.finish()
-    assert pq.ParquetFile(measured.steps_path).metadata.num_row_groups == 101
-    assert pq.read_metadata(measured.requests_path).num_rows == 1005
+        meter.finish()
+    assert pq.ParquetFile(table_path(tmp_path, STEPS, "r")).metadata.num_row_groups == 101
+    assert pq.read_metadata(table_path(tmp_path, REQUESTS, "r")).num_rows == 1005
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".parquet", ".parquet"]
