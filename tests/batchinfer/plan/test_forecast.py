@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.plan.forecast import forecast
 from batchinfer.plan.plan import Plan
-from batchinfer_kernels.cost import Peaks
+from batchinfer_kernels.cost import ModelCost, Peaks
 from tests.model_costs import llama_cost
 
 SHAPE = llama_cost(2, 64, 128, 4, 2, 16, 1000, 4, 4)
@@ -39,9 +39,15 @@ def test_it_counts_tokens_flops_and_memory() -> None:
     assert got.seconds >= got.flops / PEAKS.flops_per_s
 
 
+def windowed(*windows: int | None) -> ModelCost:
+    """The same layers with these windows."""
+    caches = tuple((window, size) for window, (_, size) in zip(windows, SHAPE.caches, strict=True))
+    return replace(SHAPE, windows=windows, caches=caches)
+
+
 def test_layers_with_a_window_attend_to_no_more_and_hold_no_more() -> None:
     """Prompts of 100 tokens and contexts of 110 in the mean, 120 at the most."""
-    cut = replace(SHAPE, windows=(40, None))
+    cut = windowed(40, None)
     assert cut.pairs(100) == sum(min(at, 40) + at for at in range(1, 101))
     got, whole = forecast(plan(), cut, PEAKS, 8), forecast(plan(), SHAPE, PEAKS, 8)
     assert got.kv_bytes == 8 * (40 + 120) * SHAPE.kv_bytes(1) // 2
@@ -49,7 +55,7 @@ def test_layers_with_a_window_attend_to_no_more_and_hold_no_more() -> None:
     saved = 10 * (100 * 101 // 2 - cut.pairs(100) + 100 * 101 // 2) + 25 * 8 * (110 - 40)
     assert whole.flops is not None
     assert got.flops == whole.flops - pair * saved
-    wide = forecast(plan(), replace(SHAPE, windows=(120, None)), PEAKS, 8)
+    wide = forecast(plan(), windowed(120, None), PEAKS, 8)
     assert wide == whole
 
 
