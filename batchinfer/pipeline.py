@@ -335,7 +335,7 @@ class _Run:
 
     def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:
         """The engine's part. On a signal: what runs may finish, all that is finished is committed."""
-        config = self.setting.engine_config(self.job, plan.longest)
+        config = self.setting.engine_config(self.job, plan.longest, index.logprobs)
         spec = WorkerSpec(config, self.job.model.path, self.options.engine)
         meter = self.report.open_meter()
         collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows))
@@ -398,7 +398,7 @@ class _Run:
             index,
             store.parts(),
             self._spec(context, inputs),
-            self.tokenizer.decode_batch,
+            self.tokenizer,
             self.state,
             replace=self.options.replace,
             on_rows=self.progress.rows,
@@ -418,9 +418,8 @@ class _Run:
         rows = asked(files, self.job.input.max_line_bytes, self.job.input.limit)
         created = int(self.now.timestamp()) if self.options.openai_timestamps else 0
         try:
-            write_openai(
-                self.state.results, self.openai, rows, model=short_name(self.job.model.path), created=created
-            )
+            name, tokens = short_name(self.job.model.path), self.tokenizer.single
+            write_openai(self.state.results, self.openai, rows, tokens, model=name, created=created)
         except (StorageError, OutputConflict, InputCorrupt) as error:
             raise type(error)(
                 f"{error}. The results are published in {self.state.results}; only the file of --to-openai is "

@@ -165,7 +165,7 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
         raise InputMissing(f"{results}: the run has finished nothing yet; try again later")
     tokenizer = Tokenizer.load(Path(where["model"]))
     completions = Path(where["completions"])
-    reader = partial_reader(Index.open(folder), completions, tokenizer.decode_batch, spill, watched=watched)
+    reader = partial_reader(Index.open(folder), completions, tokenizer, spill, watched=watched)
     write_partial(reader, spill / "partial.parquet")
     return spill / "partial.parquet"
 

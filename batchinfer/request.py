@@ -46,6 +46,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logprobs: int | None = None  # None: no log-probabilities; n: of each token, and of the n most likely ones
 
     @property
     def greedy(self) -> bool:
@@ -90,6 +91,7 @@ INT32_MAX = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
 # What the numbers of SamplingParams may be, wherever they come from: job file, column, OpenAI request
 BOUNDS: Mapping[str, Bounds] = {
     "max_tokens": Bounds(1, INT32_MAX),
@@ -102,6 +104,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "repetition_penalty": Bounds(0, 100, above=True),
     "presence_penalty": Bounds(-100, 100),
     "frequency_penalty": Bounds(-100, 100),
+    "logprobs": Bounds(0, MAX_LOGPROBS),
 }
 
 
@@ -119,6 +122,21 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TokenLogprobs:
+    """Log-probabilities of m tokens, and of the `most` likeliest ones at the place of each.
+
+    They are of the model's logits as they are, before penalties, masks, temperature and filters.
+    """
+
+    chosen: NDArray[np.float32]  # (m,)
+    top: NDArray[np.float32]  # (m, most), in descending order
+    top_ids: TokenIds  # (m, most)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """The answer to a Request. Output token ids include the EOS or stop token that ended them."""
 
@@ -127,6 +145,7 @@ class Completion:
     finish_reason: FinishReason
     text_length: int | None = None  # characters to keep, where a stop string cut the text; None: all
     error: RowError | None = None
+    logprobs: TokenLogprobs | None = None  # of all token_ids, where the request asks for them
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,9 @@ class Setting:
             options |= {"block_size": self.block_size, "device": self.device}
         return options
 
-    def engine_config(self, job: Job, longest: int) -> EngineConfig:
-        """`longest`: tokens, prompt and output, of the longest sequence that is to run."""
+    def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
+        """`longest`: tokens, prompt and output, of the longest sequence that is to run; `logprobs`: the most that one
+        of them asks for."""
         engine = job.engine
         return EngineConfig(
             model=job.model.path,
@@ -106,6 +107,7 @@ class Setting:
             quantization=self.quantization,
             deterministic=self.deterministic,
             linear=self.linear,
+            logprobs=logprobs,
         )
 
 

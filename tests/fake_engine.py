@@ -16,7 +16,15 @@ import numpy as np
 
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.engine.sequence import StopStreams
-from batchinfer.request import Completion, ExpertTokens, Request, RequestSample, RowError, StepSample
+from batchinfer.request import (
+    Completion,
+    ExpertTokens,
+    Request,
+    RequestSample,
+    RowError,
+    StepSample,
+    TokenLogprobs,
+)
 from tests.batchinfer.child_tasks import break_the_next_message
 
 BATCH = 512
@@ -43,6 +51,15 @@ class BuiltFake:
 def answer(request: Request) -> np.ndarray:
     """The prompt's last tokens backwards, at most max_tokens of them."""
     return request.prompt[::-1][: min(request.params.max_tokens, 8)].copy()
+
+
+def logprobs(request: Request) -> TokenLogprobs | None:
+    """Of token t -t / 64; the likeliest tokens of each place are t, t + 1, …"""
+    if request.params.logprobs is None:
+        return None
+    tokens = answer(request)
+    top_ids = (tokens[:, None] + np.arange(request.params.logprobs, dtype=np.int32)[None]) % 256
+    return TokenLogprobs((-tokens / 64).astype(np.float32), (-top_ids / 64).astype(np.float32), top_ids)
 
 
 def _may_die() -> bool:
@@ -126,7 +143,7 @@ class FakeEngine:
         if self._fail_every and int.from_bytes(request.key[:4], "big") % self._fail_every == 0:
             problem = RowError("fake_failure", "engine", "the fake engine was asked to fail", retryable=True)
             return Completion(request.key, np.empty(0, np.int32), "error", error=problem)
-        return Completion(request.key, answer(request), "stop")
+        return Completion(request.key, answer(request), "stop", logprobs=logprobs(request))
 
     def _sample(self, request: Request) -> RequestSample:
         now = float(self._steps)

@@ -100,7 +100,8 @@ def load_model(config: EngineConfig, source: Source | None = None) -> LoadedMode
         least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
     )
     runner = ModelRunner(model, ops, [], layout, Sampler(eos), cost, device)
-    fitted = _fit(runner, limits, room, model.expert_loads if source.can_be_captured else None)
+    counters = model.expert_loads if source.can_be_captured else None
+    fitted = _fit(runner, limits, room, counters, config.logprobs)
     limits, blocks = fitted.limits, fitted.blocks
     whose, linear = source.computed_by(ops)
     info = EngineInfo(
@@ -123,12 +124,18 @@ def load_model(config: EngineConfig, source: Source | None = None) -> LoadedMode
     return LoadedModel(fitted.runner, limits, EngineLimits(longest, eos, model.long_from), info, loads)
 
 
-def _fit(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, loads: ExpertLoads | None) -> Fitted:
+def _fit(
+    runner: ModelRunner,
+    limits: SchedulerConfig,
+    room: CacheRoom,
+    loads: ExpertLoads | None,
+    logprobs: int | None,
+) -> Fitted:
     """Give the runner its cache. On a GPU steps are measured first, and decode steps captured; `loads` are the counters
     of a model that can be captured, None one that cannot."""
     if isinstance(runner.ops, GraphOps):
         capture = None if loads is None else _uncounted(capture_on_gpu(), loads)
-        return fit(runner, limits, room, GpuMeter(runner.device), capture)
+        return fit(runner, limits, room, GpuMeter(runner.device), capture, logprobs)
     blocks = room.blocks(0)
     return Fitted(replace(runner, caches=room.allocate(blocks)), limits, blocks)
 

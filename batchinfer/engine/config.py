@@ -32,6 +32,7 @@ class EngineConfig:
     quantization: Quantization = "none"
     deterministic: bool = False  # a row's numbers depend on nothing but the row
     linear: LinearWay = "compiled"
+    logprobs: int | None = None  # the most log-probabilities a token that a row asks for; None: no row asks
 
 
 @dataclass(frozen=True, slots=True)

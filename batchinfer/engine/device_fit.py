@@ -51,28 +51,31 @@ def fit(
     room: CacheRoom,
     meter: MemoryMeter,
     capture: Capture | None,
+    logprobs: int | None = None,
 ) -> Fitted:
     """Gives `runner`, which has no cache yet, the largest cache that leaves room for its steps.
 
     `capture` turns decode steps into graphs, if the operators can plan for graphs; None: the model cannot be captured.
+    `logprobs`: the most log-probabilities that a row asks for; None: none does.
     Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for a step of one token
     or for the longest sequence.
     """
     measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     try:
-        needed = Rehearsal(measured, limits, room.longest, limits.max_num_seqs).step_bytes(meter)
+        first = Rehearsal(measured, limits, room.longest, limits.max_num_seqs, logprobs)
+        needed = first.step_bytes(meter)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"the device has no memory for a step of one token: {error}") from error
     if measured.most_tokens is not None:
         limits = replace(limits, max_num_batched_tokens=measured.most_tokens)
     pieces = measured.pieces
-    del measured  # its small cache, too
+    del measured, first  # its small cache, too
     meter.restart()
     blocks, caches = _cache(room, room.blocks(needed))
     fitted = replace(_with_cache(runner, caches), pieces=pieces)
     if capture is not None and isinstance(runner.ops, GraphOps):
         fitted = replace(fitted, graphs=_graphs(fitted, runner.ops, limits, room, blocks, capture))
-    Rehearsal(fitted, limits, room.longest, blocks).warm_up()
+    Rehearsal(fitted, limits, room.longest, blocks, logprobs).warm_up()
     return Fitted(fitted, limits, blocks)
 
 

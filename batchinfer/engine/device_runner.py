@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +16,11 @@ from batchinfer.engine.decode_graphs import DecodeGraphs
 from batchinfer.engine.model_runner import Launched, ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
+from batchinfer.engine.sampled import Sampled, by_sequence
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.staging import Download, upload
+from batchinfer.request import TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
@@ -31,12 +33,23 @@ Awaited = list[
 class DeviceRun:
     """See Launched."""
 
-    download: Download | None  # None: nothing was sampled
+    download: Download | None  # tokens, then what `asking` says; None: nothing was sampled
     padded_tokens: int
+    asking: list[list[Sequence]] = field(default_factory=list)  # of each piece that has log-probabilities
 
     def tokens(self) -> list[list[int]]:
         """See Launched."""
-        return [] if self.download is None else [[token] for token in self.download.tokens()]
+        return [] if self.download is None else [[token] for token in self.download.arrays()[0].tolist()]
+
+    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
+        """See Launched."""
+        if self.download is None or not self.asking:
+            return {}
+        found: dict[Sequence, TokenLogprobs] = {}
+        arrays = iter(self.download.arrays()[1:])
+        for sequences in self.asking:
+            found |= by_sequence(sequences, next(arrays), next(arrays), next(arrays))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +77,12 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk]) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token."""
-        sampled: list[Tensor] = []
+        sampled: list[Sampled] = []
         padded, todo = 0, deque(self.pieces.cut(chunks))
         while todo:
             piece = todo.popleft()
             try:
-                tokens, padding = self._run(piece)
+                found, padding = self._run(piece)
             except torch.OutOfMemoryError:
                 if sum(c.length for c in piece) == 1:
                     raise
@@ -77,24 +90,26 @@ class DeviceRunner(ModelRunner):
                 torch.cuda.empty_cache()
                 todo = deque(smaller for rest in (piece, *todo) for smaller in self.pieces.cut(rest))
                 continue
-            sampled += [] if tokens is None else [tokens]
+            sampled += [] if found is None else [found]
             padded += padding
         return self._launched(chunks, sampled, padded)
 
-    def _launched(self, chunks: list[Chunk], sampled: list[Tensor], padded: int) -> Launched:
+    def _launched(self, chunks: list[Chunk], sampled: list[Sampled], padded: int) -> Launched:
         if not sampled:
             return DeviceRun(None, padded)
-        tokens = sampled[0] if len(sampled) == 1 else torch.cat(sampled)
+        tokens = sampled[0].tokens if len(sampled) == 1 else torch.cat([s.tokens for s in sampled])
         self.pending.tokens = tokens
         self.pending.rows = {s: row for row, s in enumerate(c.sequence for c in chunks if c.samples)}
-        return DeviceRun(Download(tokens), padded)
+        logprobs = [s.logprobs for s in sampled if s.logprobs is not None]
+        download = Download(tokens, *(tensor for found in logprobs for tensor in found.tensors))
+        return DeviceRun(download, padded, [found.sequences for found in logprobs])
 
-    def _run(self, chunks: list[Chunk]) -> tuple[Tensor | None, int]:
-        """(sampled tokens if there are any, padded tokens)"""
+    def _run(self, chunks: list[Chunk]) -> tuple[Sampled | None, int]:
+        """(what was sampled, if anything was, and padded tokens)"""
         host = host_batch(chunks, self.layout)
         hidden, padded = self._forward(host, list(_awaited(chunks, host, self.pending)))
         sampling = [c.sequence for c in chunks if c.samples]
-        return (self._sample(hidden, sampling) if sampling else None), padded
+        return (self.sampled(hidden, sampling, self.pending) if sampling else None), padded
 
     def _forward(self, host: HostBatch, awaited: Awaited) -> tuple[Tensor, int]:
         """(hidden states of the rows to sample from, padded tokens)"""
@@ -116,11 +131,6 @@ class DeviceRunner(ModelRunner):
             places, sources = (list(part) for part in zip(*awaited, strict=True))
             (index,) = upload([np.array(places, np.int64)], self.device)
             token_ids.index_copy_(0, index, self.pending.of(sources, self.device))
-
-    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
-        if self.sampler.takes_argmax(sequences):
-            return self.model.argmax(hidden)
-        return self.sampler.sample(self.ops, self.model.logits(hidden), sequences, self.pending)
 
 
 def _awaited(chunks: list[Chunk], host: HostBatch, pending: Pending) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from batchinfer.request import (
     RequestSample,
     RowError,
     StepSample,
+    TokenLogprobs,
 )
 from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds, step_total
 
@@ -194,9 +195,9 @@ class Engine:
     def _retire(self, step: _InFlight, output: StepOutput) -> None:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
-        tokens = step.result.tokens()
+        tokens, logprobs = step.result.tokens(), step.result.logprobs()
         ready = self._now()
-        ends = self._take_all(step, tokens, ready)
+        ends = self._take_all(step, tokens, logprobs, ready)
         if step.irregular:
             self._account(step)
         for taken in step.irregular:
@@ -213,24 +214,33 @@ class Engine:
         if self._in_flight:
             self._account(self._in_flight[0])
 
-    def _take_all(self, step: _InFlight, tokens: list[list[int]], now: float) -> list[tuple[Sequence, _End]]:
+    def _take_all(
+        self,
+        step: _InFlight,
+        tokens: list[list[int]],
+        logprobs: Mapping[Sequence, TokenLogprobs],
+        now: float,
+    ) -> list[tuple[Sequence, _End]]:
         """Append a step's tokens to their sequences; those that end with them."""
         ends, dropped = [], step.dropped
         for sequence, given in zip(step.sampling, tokens, strict=True):
             if dropped and sequence in dropped:
                 continue
+            found = logprobs[sequence] if sequence.logprobs is not None else None
             if len(given) == 1 and not sequence.drafts:  # nearly always
                 sequence.blocked = False
-                end = self._append(sequence, given[0], now)
+                end = self._append(sequence, given[0], now, found)
             else:
-                taken = self._take(sequence, given, now)
+                taken = self._take(sequence, given, now, found)
                 step.irregular.append(taken)
                 end = taken.end
             if end is not None:
                 ends.append((sequence, end))
         return ends
 
-    def _take(self, sequence: Sequence, tokens: list[int], now: float) -> _Taken:
+    def _take(
+        self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
+    ) -> _Taken:
         """Append any number of tokens to a sequence, up to the one that ends it; the rest is dropped."""
         if sequence.pending:
             raise ValueError(
@@ -239,20 +249,24 @@ class Engine:
         sequence.blocked = False
         taken = _Taken(sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :])
         sequence.drop_drafts()
-        for token in tokens:
+        for at, token in enumerate(tokens):
             taken.add(token)
-            taken.end = self._append(sequence, token, now)
+            taken.end = self._append(sequence, token, now, logprobs, at)
             if taken.end is not None:
                 break
         return taken
 
-    def _append(self, sequence: Sequence, token: int, now: float) -> _End | None:
-        """Append a token to its sequence; how the sequence ends, if the token ends it."""
+    def _append(
+        self, sequence: Sequence, token: int, now: float, logprobs: TokenLogprobs | None, at: int = 0
+    ) -> _End | None:
+        """Append a token and its own of the `logprobs` to its sequence; how the sequence ends, if the token ends it."""
         if token == NO_TOKEN:
             sequence.take_none()
             text = "the model's logits are not finite numbers"
             return _End("error", error=RowError("nan_logits", "engine", text, retryable=True))
         sequence.take(token)
+        if sequence.logprobs is not None and logprobs is not None:
+            sequence.logprobs.append(logprobs, at)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
         kept = sequence.stop_stream(token) if sequence.stop_stream else None
@@ -280,8 +294,9 @@ class Engine:
     def _finish(self, sequence: Sequence, end: _End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
         ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
+        logprobs = sequence.logprobs.all() if sequence.logprobs is not None else None
         output.completions.append(
-            Completion(sequence.request.key, ids, end.reason, end.text_length, end.error)
+            Completion(sequence.request.key, ids, end.reason, end.text_length, end.error, logprobs)
         )
         output.requests.append(_request_sample(sequence, now))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from batchinfer.engine.batch import build_batch
 from batchinfer.engine.cache_layout import CacheLayout
+from batchinfer.engine.pending import Pending
+from batchinfer.engine.sampled import Sampled, by_sequence
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
-from batchinfer.request import Request
+from batchinfer.request import Request, TokenLogprobs
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 
@@ -54,6 +57,12 @@ class Launched(Protocol):
         and one more are run by the next step. NO_TOKEN stands for logits that are not finite.
         """
 
+    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
+        """For each sequence that asks, of every token that `tokens` gives it. Waits for the device.
+
+        By sequence and not by place: what a step computes beside tokens may also be for chunks that sample none.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
@@ -61,10 +70,15 @@ class RunResult:
 
     next_tokens: list[list[int]]
     padded_tokens: int
+    next_logprobs: Mapping[Sequence, TokenLogprobs] = field(default_factory=dict)
 
     def tokens(self) -> list[list[int]]:
         """See Launched."""
         return self.next_tokens
+
+    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
+        """See Launched."""
+        return self.next_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +116,11 @@ class ModelRunner:
         sampling = [c.sequence for c in chunks if c.samples]
         if not sampling:
             return RunResult([], plans[0].padded_tokens)
-        tokens = self._next_tokens(hidden[batch.sampled_rows], sampling)
-        return RunResult([[token] for token in tokens], plans[0].padded_tokens)
+        sampled = self.sampled(hidden[batch.sampled_rows], sampling)
+        tokens, found = [[token] for token in sampled.tokens.tolist()], sampled.logprobs
+        arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
+        logprobs = by_sequence(found.sequences, *arrays) if found else {}
+        return RunResult(tokens, plans[0].padded_tokens, logprobs)
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
         """A plan for each cache group."""
@@ -113,10 +130,11 @@ class ModelRunner:
             plans.append(self.ops.plan_attention(own, self.layout.block_size, group.windows, beside))
         return plans
 
-    def _next_tokens(self, hidden: Tensor, sequences: list[Sequence]) -> list[int]:
+    def sampled(self, hidden: Tensor, sequences: list[Sequence], pending: Pending | None = None) -> Sampled:
+        """What follows these rows' hidden states. `pending`: last tokens that only the device knows."""
         if self.sampler.takes_argmax(sequences):
-            return self.model.argmax(hidden).tolist()
-        return self.sampler.sample(self.ops, self.model.logits(hidden), sequences).tolist()
+            return Sampled(self.model.argmax(hidden))
+        return self.sampler.sample(self.ops, self.model.logits(hidden), sequences, pending)
 
     def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
         """The least work and memory traffic of these chunks, which sample `sampled` tokens."""

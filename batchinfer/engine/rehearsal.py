@@ -5,7 +5,7 @@ The steps run dummy tokens, whose keys go to the block of the padding rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -73,10 +73,16 @@ class Rehearsal:
     limits: SchedulerConfig
     longest: int  # tokens of a sequence
     scratch: int  # the block that dummy tokens write to; they read the blocks before it
+    logprobs: int | None = None  # the most log-probabilities that a row asks for
 
     @property
     def rows(self) -> int:
         return min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+
+    @property
+    def costly(self) -> SamplingParams:
+        """What takes the most memory of what the job's rows may ask for."""
+        return replace(COSTLY, logprobs=self.logprobs)
 
     def step_bytes(self, meter: MemoryMeter) -> int:
         """Bytes that the largest step takes beside the weights and the cache, plus those of the largest decode step,
@@ -85,13 +91,13 @@ class Rehearsal:
         total = 0
         for tokens in (self.limits.max_num_batched_tokens, self.rows):
             meter.restart()
-            self._run(self.chunks(tokens, self.rows, self.longest, COSTLY))
+            self._run(self.chunks(tokens, self.rows, self.longest, self.costly))
             total += meter.peak()
         return total
 
     def warm_up(self) -> None:
         """Run steps of every kind, the largest first, so that the later ones reuse its memory."""
-        for params in (COSTLY, SAMPLED, GREEDY):
+        for params in (self.costly, SAMPLED, GREEDY):
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
         for tokens in sizes_between(self.rows, self.limits.max_num_batched_tokens):
             fewest = min(self.rows, -(-tokens // self.longest))
@@ -102,7 +108,9 @@ class Rehearsal:
             self._run(self.chunks(size, size, context, GREEDY))
 
     def _run(self, chunks: list[Chunk]) -> None:
-        self.runner.launch(chunks).tokens()
+        launched = self.runner.launch(chunks)
+        launched.tokens()
+        launched.logprobs()
 
     def chunks(
         self, tokens: int, rows: int, longest: int, params: SamplingParams, shared: bool = False

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.pending import Pending
+from batchinfer.engine.sampled import RowLogprobs, Sampled
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.staging import upload
 from batchinfer.ops.interface import Ops
@@ -38,6 +39,7 @@ class Sampler:
     """Order of the steps: penalties, bans below min_tokens, mask, temperature, top-k, top-p, min-p, draw.
 
     As in transformers, top-p renormalises what top-k left, and min-p compares with the most likely token.
+    Log-probabilities are of the logits before the first of these steps.
     """
 
     eos_token_ids: frozenset[int]
@@ -48,25 +50,28 @@ class Sampler:
         return self.mask is not None and self.mask.masks(request)
 
     def takes_argmax(self, sequences: list[Sequence]) -> bool:
-        """Whether each row's next token is the argmax of its logits, so that the logits need not be written."""
+        """Whether each row needs no more than the argmax of its logits, so that the logits need not be written."""
         return all(
-            s.request.params.greedy and not _reshaped(s) and not self.masks(s.request) for s in sequences
+            s.request.params.greedy and s.logprobs is None and not _reshaped(s) and not self.masks(s.request)
+            for s in sequences
         )
 
     def sample(
         self, ops: Ops, logits: Tensor, sequences: list[Sequence], pending: Pending | None = None
-    ) -> Tensor:
-        """The next token of each row, (n,) int64; NO_TOKEN where a row's logits are not finite.
+    ) -> Sampled:
+        """The next token of each row, and its log-probabilities where they are asked for.
 
         logits: (n, vocab) float32, which are changed. `pending`: last tokens that only the device knows.
         """
         shaped = [i for i, s in enumerate(sequences) if _reshaped(s)]
+        masked = [i for i, s in enumerate(sequences) if self.masks(s.request)]
+        asking = _Asking.of(logits, sequences, {*shaped, *masked})
         if shaped:
             ops.penalise(logits, self._penalties(shaped, sequences, pending or Pending(), logits.device))
-        masked = [i for i, s in enumerate(sequences) if self.masks(s.request)]
         if masked:
             ops.mask(logits, *self._bits(masked, sequences, logits))
-        return ops.sample(logits, _row_sampling(sequences, logits.device))
+        tokens = ops.sample(logits, _row_sampling(sequences, logits.device))
+        return Sampled(tokens, asking.found(ops, tokens) if asking else None)
 
     def _bits(self, rows: list[int], sequences: list[Sequence], logits: Tensor) -> list[Tensor]:
         assert self.mask is not None
@@ -122,6 +127,33 @@ class Sampler:
             return []
         params = sequence.request.params
         return sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asking:
+    """The rows that ask for log-probabilities, with their logits as the model gave them."""
+
+    sequences: list[Sequence]
+    rows: Tensor | None  # which of the step's rows they are; None: all
+    logits: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, sequences: list[Sequence], changed: set[int]) -> _Asking | None:
+        """`changed`: rows whose logits are about to be overwritten. None: no row asks."""
+        rows = [i for i, s in enumerate(sequences) if s.logprobs is not None]
+        if not rows:
+            return None
+        chosen = [sequences[i] for i in rows]
+        if len(rows) == len(sequences):
+            return cls(chosen, None, logits.clone() if changed else logits)
+        (index,) = upload([np.array(rows, np.int64)], logits.device)
+        return cls(chosen, index, logits.index_select(0, index))
+
+    def found(self, ops: Ops, tokens: Tensor) -> RowLogprobs:
+        chosen = tokens if self.rows is None else tokens.index_select(0, self.rows)
+        most = max(s.request.params.logprobs or 0 for s in self.sequences)
+        most = min(most, self.logits.shape[1])
+        return RowLogprobs(self.sequences, *ops.log_probabilities(self.logits, chosen, most))
 
 
 _NONE = np.empty(0, np.int32)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from batchinfer.engine.collected_logprobs import CollectedLogprobs
 from batchinfer.request import Request, SamplingParams
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
@@ -27,6 +28,7 @@ class Sequence:
     prompt_length: int
     max_length: int  # prompt and output together may not grow beyond this
     stop_stream: StopStream | None = None
+    logprobs: CollectedLogprobs | None = None  # of its output tokens; None: the request does not ask for them
     rotated_from: int = 0  # the row of the rotary tables at which its positions begin
     computed: int = 0  # tokens whose K and V are in the cache
     pending: int = 0  # how many of its last tokens are placeholders, whose values are still on the device
@@ -63,7 +65,8 @@ class Sequence:
         tokens = array("i", request.prompt.tobytes())
         longest = min(max_model_len, len(tokens) + request.params.max_tokens)
         first = max_model_len if long_from is not None and longest > long_from else 0
-        return cls(request, tokens, len(tokens), longest, stop_stream, first, queued_s=now)
+        logprobs = None if request.params.logprobs is None else CollectedLogprobs()
+        return cls(request, tokens, len(tokens), longest, stop_stream, logprobs, first, queued_s=now)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -60,20 +60,24 @@ def _viewed(flat: Tensor, place: int, array: NDArray[Any]) -> Tensor:
 
 
 class Download:
-    """Copies tokens to the host. `tokens` waits for this copy and for nothing that was queued after it."""
+    """Copies tensors to the host. `arrays` waits for these copies and for nothing that was queued after them."""
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = tokens
-        if tokens.device.type == "cuda":
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
+        self._host = [_copied(tensor) for tensor in tensors]
+        if any(tensor.device.type == "cuda" for tensor in tensors):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def tokens(self) -> list[int]:
-        """The values."""
+    def arrays(self) -> list[NDArray[Any]]:
+        """The values, a tensor an array."""
         if self._event is not None:
             self._event.synchronize()
-        values: list[int] = self._host.tolist()
-        return values
+        return [tensor.numpy() for tensor in self._host]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

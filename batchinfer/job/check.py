@@ -37,6 +37,7 @@ RESULT_COLUMNS = (
     "error_message",
     "retryable",
 )
+LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
 PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
 _SOURCES_TEXT = "user, messages, text and token_ids"
 _OPENAI_KEYS = {"custom_id", "method", "url", "body"}
@@ -53,7 +54,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_templates(sections.get("prompt", {}), file),
         *_sampling(sections.get("sampling", {})),
         *_from_columns(sections),
-        *_columns(sections.get("output", {})),
+        *_columns(sections.get("output", {}), _result_columns(sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
     ]
@@ -201,7 +202,14 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
         yield Finding(("engine", "deterministic"), f"is true, which is {message}", hint)
 
 
-def _columns(section: Mapping[str, Any]) -> Iterator[Finding]:
+def _result_columns(sampling: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns that the result has of its own."""
+    per_row = sampling.get("from_columns")
+    named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
+    return (*RESULT_COLUMNS, LOGPROBS) if named or sampling.get(LOGPROBS) is not None else RESULT_COLUMNS
+
+
+def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Finding]:
     """Names are compared as DuckDB does: without regard to case."""
     columns = section.get("columns")
     seen: dict[str, str] = {}
@@ -210,8 +218,9 @@ def _columns(section: Mapping[str, Any]) -> Iterator[Finding]:
             continue
         folded = column.casefold()
         loc = ("output", "columns", at)
-        if folded in RESULT_COLUMNS:
-            message = f"{shorten(column)} is the name of a column that every result has"
+        if folded in taken:
+            whose = "every result" if folded in RESULT_COLUMNS else "a result with log-probabilities"
+            message = f"{shorten(column)} is the name of a column that {whose} has"
             yield Finding(loc, message, "give it another name with a query: input.sql")
         elif folded in seen:
             message = (

@@ -181,6 +181,10 @@ class SamplingSection(Section):
         default=0.0,
         description="Taken off a token's score each time the answer has it. 0: off.",
     )
+    logprobs: Annotated[int, bounded("logprobs")] | None = Field(
+        default=None,
+        description="Log-probabilities of each token of an answer, and of so many of the most likely ones. null: none.",
+    )
 
     from_columns: FromColumns = Field(
         default=(),
@@ -191,6 +195,11 @@ class SamplingSection(Section):
     def params(self) -> SamplingParams:
         """What a row without values of its own gets, as the engine knows it."""
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
+
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether rows may have log-probabilities, so that the result has a column for them."""
+        return self.logprobs is not None or "logprobs" in dict(self.from_columns)
 
     def row_parameters(self) -> str:
         """The parameters that rows set themselves, for people: `max_tokens, temperature (column temp_col)`."""

@@ -17,6 +17,7 @@ from batchinfer_kernels.experts import Choice, choose_experts
 from batchinfer_kernels.gated_activation import Activation, activation_reference
 from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
+from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.routing import Routing
@@ -357,6 +358,11 @@ class Ops(ABC):
     def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
         """(n, vocab) → (n,) int64. See batchinfer_kernels.sample."""
         return sample_reference(logits, sampling)
+
+    def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the chosen tokens (n,), and of the `most` most likely ones with their ids. See
+        batchinfer_kernels.log_probabilities."""
+        return log_probabilities_reference(logits, chosen, most)
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
         """Changes logits (n, vocab). See batchinfer_kernels.penalties."""

@@ -37,6 +37,7 @@ from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
 from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.latent_attention import MAX_LATENT, latent_attention
+from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.gpu.mask import mask
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.penalties import penalise
@@ -263,6 +264,9 @@ class TritonOps(Ops):
 
     def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
         return sample(logits, sampling)
+
+    def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        return log_probabilities(logits, chosen, most)
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
         penalise(logits, penalties)

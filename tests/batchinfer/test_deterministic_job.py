@@ -53,7 +53,7 @@ def test_the_published_bytes_are_the_same(tmp_path: Path, model: Path, quantizat
         place.rows(*ROWS)
         place.job(
             model=f"model: {{path: model, dtype: bfloat16, quantization: {quantization}}}",
-            sampling="sampling: {max_tokens: 24, temperature: 1.5, ignore_eos: true}",
+            sampling="sampling: {max_tokens: 24, temperature: 1.5, ignore_eos: true, logprobs: 3}",
             engine="engine: {deterministic: true}",
         )
     at_once, slowly, grown = places

@@ -49,7 +49,7 @@ def write_job(folder: Path, model: Path, quantization: str, **engine: Any) -> Pa
         "model": {"path": str(model), "quantization": quantization, "max_model_len": 64},
         "input": {"path": "in.jsonl"},
         "prompt": {"text": "text"},
-        "sampling": {"max_tokens": 2, "temperature": 1.5, "ignore_eos": True},
+        "sampling": {"max_tokens": 2, "temperature": 1.5, "ignore_eos": True, "logprobs": 2},
         "output": {"path": "out/res"},
         "engine": ENGINE | engine,
     }
@@ -90,8 +90,13 @@ def test_int8_and_deterministic_from_the_file_to_the_report(tmp_path: Path, mode
     assert (row["rows_ok"], row["decode_tokens_run"] > 0) == (3, True)
     assert run(slowly).exit_code == 0
     assert published(at_once) == published(slowly)
-    texts = duckdb.sql(f"SELECT generated_text FROM '{at_once.parent}/out/res/*.parquet'").fetchall()
+    results = f"'{at_once.parent}/out/res/*.parquet'"
+    texts = duckdb.sql(f"SELECT generated_text FROM {results}").fetchall()
     assert len(set(texts)) > 1
+    found = duckdb.sql(
+        f"SELECT t.logprob, t.top[1].logprob FROM (SELECT unnest(logprobs) AS t FROM {results})"
+    )
+    assert all(chosen <= likeliest < 0 for chosen, likeliest in found.fetchall())
 
 
 @pytest.mark.parametrize(("quantization", "deterministic"), [("int8", False), ("none", True)])

@@ -49,6 +49,7 @@ def test_the_defaults_stay() -> None:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "logprobs": None,
     }, "a new parameter is added here; one that is here never changes"
 
 

@@ -82,6 +82,9 @@ class Index:
     total_tokens: int
     inputs: tuple[InputFile, ...]
     sha256: dict[str, str]  # by path; a file that `limit` left unfinished has none
+    logprobs: int | None = (
+        None  # the most log-probabilities a token that a row asks for; None: the result has no column for them
+    )
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -105,7 +108,7 @@ class Index:
         inputs = tuple(InputFile(**{n: entry[n] for n in names}) for entry in value["inputs"])
         digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
-        return cls(folder, value["identity"], *counts, inputs, digests)
+        return cls(folder, value["identity"], *counts, inputs, digests, value.get("logprobs"))
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -123,6 +126,7 @@ class Index:
             "rows": self.rows,
             "error_rows": self.error_rows,
             "total_tokens": self.total_tokens,
+            "logprobs": self.logprobs,
             "inputs": [{**f.to_json(), "sha256": self.sha256.get(f.path)} for f in self.inputs],
         }
         write_json(Layout(self.folder).marker, value, ops)

@@ -42,7 +42,7 @@ from batchinfer.request import RowError, SamplingParams
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-INGEST_FORMAT = 3  # raise it when equal input would give another index
+INGEST_FORMAT = 4  # raise it when equal input would give another index
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +253,7 @@ class _Ingest:
             writer.total_tokens,
             reader.files,
             dict(reader.sha256),
+            (writer.logprobs or 0) if self._job.sampling.asks_logprobs else writer.logprobs,
         )
         index.write_marker(self._ops)
         return index

@@ -29,6 +29,7 @@ class IndexWriter:
         self._tokens = TokenWriter(layout.tokens, ops)
         self.rows = 0
         self.error_rows = 0
+        self.logprobs: int | None = None  # the most that a row asks for; None: no row asks
 
     @property
     def total_tokens(self) -> int:
@@ -66,7 +67,9 @@ class IndexWriter:
         offsets = start + np.concatenate([[0], np.cumsum(counts, dtype=np.int64)[:-1]])
         keys = np.zeros((size, 32), np.uint8)
         keys[alive] = np.frombuffer(done.keys, np.uint8).reshape(-1, 32)
-        columns = _params_columns(size, alive.tolist(), done) | {
+        params = [SamplingParams.from_json(text) for text in done.params]
+        self._note_logprobs(params)
+        columns = _params_columns(size, alive.tolist(), done, params) | {
             "token_offset": pa.array(offsets, pa.int64(), mask=dead),
             "token_count": pa.array(counts, pa.int32(), mask=dead),
             "expected_tokens": pa.array(expected.astype(np.int32), pa.int32(), mask=dead),
@@ -75,6 +78,11 @@ class IndexWriter:
             ),
         }
         return columns | _prefix_columns(size, alive, counts, done)
+
+    def _note_logprobs(self, params: Sequence[SamplingParams]) -> None:
+        asked = [p.logprobs for p in params if p.logprobs is not None]
+        if asked:
+            self.logprobs = max(*asked, self.logprobs or 0)
 
     def commit(self) -> None:
         """Everything on disk. Raises StorageError."""
@@ -93,14 +101,15 @@ class IndexWriter:
         self._tokens.__exit__(None)
 
 
-def _params_columns(size: int, alive: Sequence[int], done: Prepared) -> dict[str, pa.Array]:
-    greedy = [SamplingParams.from_json(text).greedy for text in done.params]
+def _params_columns(
+    size: int, alive: Sequence[int], done: Prepared, params: Sequence[SamplingParams]
+) -> dict[str, pa.Array]:
     numbers: list[int | None] = [None] * size
     for position, number, tokens in zip(alive, done.params_of, done.counts, strict=True):
         numbers[position] = number if tokens else None  # a row without tokens is an error row
     return {
         "params": pa.array([None if n is None else done.params[n] for n in numbers], pa.string()),
-        "greedy": pa.array([None if n is None else greedy[n] for n in numbers], pa.bool_()),
+        "greedy": pa.array([None if n is None else params[n].greedy for n in numbers], pa.bool_()),
     }
 
 

@@ -25,7 +25,6 @@ _HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_ident
 _RENAMED = {"max_completion_tokens": "max_tokens"}
 # Fields that are accepted only with the value that asks for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False, 0),
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
@@ -57,9 +56,11 @@ def override(
 def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_field: str) -> SamplingParams:
     """As `override`, for the body of an OpenAI request. Unknown fields and streaming are refused."""
     given: dict[str, Any] = {}
+    chat = prompt_field == "messages"
+    logprobs = ("logprobs", "top_logprobs") if chat else ("logprobs",)
     for field, value in body.items():
         name = _RENAMED.get(field, field)
-        if value is None or field == prompt_field or field in _HARMLESS:
+        if value is None or field == prompt_field or field in _HARMLESS or field in logprobs:
             continue
         if field == "n":
             _check_n(value)
@@ -71,7 +72,27 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
             raise RowProblem(
                 "unknown_field", f"body.{field[:100]}: this field, or its value, is not supported"
             )
-    return override(params, given)
+    found = override(params, given)
+    if all(body.get(field) is None for field in logprobs):
+        return found
+    return replace(found, logprobs=_chat_logprobs(body) if chat else _text_logprobs(body["logprobs"]))
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
+    """A chat asks with `logprobs: true`, and for likeliest tokens with `top_logprobs` beside it."""
+    asked, most = body.get("logprobs"), body.get("top_logprobs")
+    if asked is not None:
+        _boolean("logprobs", asked)
+    if not asked and most in (None, 0):
+        return None
+    if not asked:
+        raise _bad("top_logprobs", "goes with logprobs: true")
+    return 0 if most is None else CHECKS["logprobs"]("top_logprobs", most)
+
+
+def _text_logprobs(asked: object) -> int | None:
+    """A text completion asks with the number of likeliest tokens. Some clients write false for none."""
+    return None if asked is False else CHECKS["logprobs"]("logprobs", asked)
 
 
 def from_text(name: str, value: Any) -> Any:
@@ -167,7 +188,7 @@ _OTHERS = {"stop": _stops, "stop_token_ids": _stop_tokens, "ignore_eos": _boolea
 def _check_of(parameter: Field[Any]) -> Callable[[str, Any], Any]:
     if parameter.name in _OTHERS:
         return _OTHERS[parameter.name]
-    kind = _integer if isinstance(parameter.default, int) else _number
+    kind = _number if isinstance(parameter.default, float) else _integer
     return kind(BOUNDS[parameter.name])
 
 

@@ -6,12 +6,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from batchinfer.data.prompts.slow_tokenizer import converted, wrong_tokenizer
+from batchinfer.data.prompts.token_texts import TokenTexts
 
 _FAST = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
@@ -79,6 +81,15 @@ class Tokenizer:
     def decode_batch(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """`decode` of many rows at once."""
         return list(self.rust.decode_batch([_ints(ids) for ids in rows], skip_special_tokens=True))
+
+    @cached_property
+    def single(self) -> TokenTexts:
+        """What single tokens are."""
+        return TokenTexts(self.rust, self.specials.values())
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special ones included."""
+        return self.single.texts(ids)
 
     def segments(self) -> SegmentEncoder:
         """Encodes texts in which some special-token literals are to stay plain text."""

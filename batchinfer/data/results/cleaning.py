@@ -31,6 +31,7 @@ from batchinfer.data.results.completion_store import (
     write_table,
 )
 from batchinfer.data.results.store_lock import StoreLock
+from batchinfer.data.results.stored_logprobs import LOGPROB_SCHEMA, damaged, have_logprobs, padded
 from batchinfer.data.results.uses import Mask, User, Uses, read_uses, use_files, write_uses
 from batchinfer.data.storage.durable import FileOps, storage, write_json
 from batchinfer.data.storage.rebatch import rebatch
@@ -38,6 +39,7 @@ from batchinfer.errors import Locked, StorageError
 
 _PART_ROWS = 50_000  # a new part ends where it has so many
 _GROUP_ROWS = 8192
+_LOGPROB_GROUP_ROWS = 256  # where rows have log-probabilities, each of which may take a megabyte
 _DAY_S = 86400
 
 
@@ -262,9 +264,12 @@ def _rewritten(rewrite: _Rewrite, ops: FileOps) -> dict[Path, CommitRecord]:
 
 
 def _written(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRecord:
-    batches = (batch for source in sources for batch in _staying(source))
-    groups = (batch for table in rebatch(batches, _GROUP_ROWS) for batch in table.to_batches())
-    digest = write_table(target, pa.RecordBatchReader.from_batches(COMPLETION_SCHEMA, groups), ops)
+    schema, rows = COMPLETION_SCHEMA, _GROUP_ROWS
+    if have_logprobs(source.path for source in sources):
+        schema, rows = pa.schema([*COMPLETION_SCHEMA, *LOGPROB_SCHEMA]), _LOGPROB_GROUP_ROWS
+    batches = (padded(batch, schema) for source in sources for batch in _staying(source, rows))
+    groups = (batch for table in rebatch(batches, rows) for batch in table.to_batches())
+    digest = write_table(target, pa.RecordBatchReader.from_batches(schema, groups), ops)
     record = CommitRecord(
         rows=sum(source.rows for source in sources),
         bytes=digest.bytes,
@@ -277,8 +282,8 @@ def _written(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRe
     return record
 
 
-def _staying(source: _Source) -> Iterator[pa.RecordBatch]:
-    """The rows of a part that stay. Raises StorageError for a damaged one."""
+def _staying(source: _Source, rows: int) -> Iterator[pa.RecordBatch]:
+    """The rows of a part that stay, `rows` at a time. Raises StorageError for a damaged one."""
     row = 0
     try:
         with pq.ParquetFile(source.path, page_checksum_verification=True) as file:
@@ -286,11 +291,8 @@ def _staying(source: _Source) -> Iterator[pa.RecordBatch]:
                 raise StorageError(
                     f"{source.path}: holds {file.metadata.num_rows} rows, its record says {source.record.rows}"
                 )
-            for batch in file.iter_batches(batch_size=_GROUP_ROWS):
+            for batch in file.iter_batches(batch_size=rows):
                 yield batch.filter(pa.array(source.stay[row : row + batch.num_rows]))
                 row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        what = " ".join(str(error).split())
-        raise StorageError(
-            f"{source.path}: damaged: {what}; `batchinfer run --verify` drops it, and its rows run again"
-        ) from error
+        raise damaged(source.path, error) from error

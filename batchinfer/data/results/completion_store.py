@@ -1,6 +1,6 @@
 """The completion store: finished work by key, append-only, committed in parts.
 
-    part-<seq>-<random>.parquet     completions, zstd, page checksums
+    part-<seq>-<random>.parquet     completions, zstd, page checksums; with log-probabilities if any row asked for some
     part-<seq>-<random>.json        its record, written after it: {format, rows, bytes, sha256, numerics}
     uses/                           which of them the results used (uses.py)
     lock                            shared by every run that uses the store, exclusive while something is removed
@@ -28,12 +28,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.results.store_lock import StoreLock
+from batchinfer.data.results.stored_logprobs import LOGPROB_SCHEMA, logprob_bytes, logprob_columns
 from batchinfer.data.results.uses import unfinished
 from batchinfer.data.storage.durable import Digest, DurableFile, FileOps, sha256_of, storage, write_json
 from batchinfer.errors import StorageError
 from batchinfer.request import Completion
 
 RECORD_FORMAT = 1
+PENDING_BYTES = 64 << 20  # of log-probabilities: with so many in memory, fewer rows make a part
 # The whole name: other programs call their files part-00000.parquet, too, and theirs are not ours to remove.
 _OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}(-[0-9a-f]{8})?\.(parquet|json)(\.tmp)?")
 COMPLETION_SCHEMA = pa.schema(
@@ -104,6 +106,7 @@ class CompletionStore:
         self._numerics, self._limit, self._seconds = numerics, rows, seconds
         self._ops, self._clock = ops or FileOps(), clock
         self._pending: list[Completion] = []
+        self._pending_bytes = 0  # of their log-probabilities
         self._oldest: float | None = None
         self._records: dict[Path, CommitRecord] = {}
         self._lock = StoreLock(path, self._ops)
@@ -140,15 +143,17 @@ class CompletionStore:
 
     def append(self, completions: Iterable[Completion]) -> None:
         """Take completions; they are safe once committed."""
-        self._pending.extend(completions)
+        new = list(completions)
+        self._pending += new
+        self._pending_bytes += sum(logprob_bytes(one.logprobs) for one in new)
         if self._pending and self._oldest is None:
             self._oldest = self._clock()
 
     def maybe_commit(self) -> int:
-        """Commit when there are enough rows, or the oldest has waited long enough; rows committed."""
+        """Commit when there are enough rows or bytes, or the oldest has waited long enough; rows committed."""
         waited = 0.0 if self._oldest is None else self._clock() - self._oldest
-        due = len(self._pending) >= self._limit or (self._pending and waited >= self._seconds)
-        return self.commit() if due else 0
+        full = len(self._pending) >= self._limit or self._pending_bytes >= PENDING_BYTES
+        return self.commit() if full or (self._pending and waited >= self._seconds) else 0
 
     def commit(self) -> int:
         """Make everything that was appended durable, as one part; rows committed.
@@ -165,7 +170,7 @@ class CompletionStore:
             record = CommitRecord(rows, digest.bytes, digest.sha256, self._numerics)
             write_json(part.with_suffix(".json"), record.to_json(), self._ops)
         self._records[part] = record
-        self._pending, self._oldest = [], None
+        self._pending, self._pending_bytes, self._oldest = [], 0, None
         return rows
 
     def refresh(self) -> None:
@@ -287,7 +292,7 @@ def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps)
 
 
 def completions_table(completions: Sequence[Completion]) -> pa.Table:
-    """Completions as a table in the store's schema."""
+    """Completions as a table in the store's schema; with the columns of LOGPROB_SCHEMA where any has some."""
     lengths = np.array([0, *(len(c.token_ids) for c in completions)], np.int64)
     tokens = [np.asarray(c.token_ids, np.int32) for c in completions]
     flat = np.concatenate(tokens) if tokens else np.empty(0, np.int32)
@@ -303,4 +308,7 @@ def completions_table(completions: Sequence[Completion]) -> pa.Table:
         pa.array([e.message if e else None for e in errors], pa.string()),
         pa.array([e.retryable if e else None for e in errors], pa.bool_()),
     ]
-    return pa.Table.from_arrays(columns, schema=COMPLETION_SCHEMA)
+    if all(c.logprobs is None for c in completions):
+        return pa.Table.from_arrays(columns, schema=COMPLETION_SCHEMA)
+    schema = pa.schema([*COMPLETION_SCHEMA, *LOGPROB_SCHEMA])
+    return pa.Table.from_arrays([*columns, *logprob_columns(completions)], schema=schema)

@@ -13,10 +13,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.data.results.completion_store import COMPLETION_SCHEMA
+from batchinfer.data.results.stored_logprobs import LOGPROB_SCHEMA, have_logprobs
 from batchinfer.data.storage.duck import Watched, connection, literal, naming_errors, parquet
 
-_PAYLOAD = tuple(name for name in COMPLETION_SCHEMA.names if name != "key")
-FINISHED_SCHEMA = pa.schema([("row_id", pa.int64()), *(COMPLETION_SCHEMA.field(name) for name in _PAYLOAD)])
+FINISHED_SCHEMA = pa.schema(
+    [("row_id", pa.int64()), *(field for field in COMPLETION_SCHEMA if field.name != "key")]
+)
+FINISHED_WITH_LOGPROBS = pa.schema([*FINISHED_SCHEMA, *LOGPROB_SCHEMA])
 _PART_MASK, _ROW_MASK = (1 << 24) - 1, (1 << 36) - 1  # of a place, see `_placed`
 # answers before errors, lasting errors before retryable ones, and then the part that was committed first
 _RANK = "CASE WHEN error_code IS NULL THEN 0 WHEN retryable IS NOT TRUE THEN 1 ELSE 2 END::BIGINT"
@@ -112,9 +115,11 @@ def finished_rows(
     memory_limit: str | None = None,
     threads: int = 2,
     batch_rows: int = 4096,
+    schema: pa.Schema = FINISHED_SCHEMA,
     watched: Watched = nullcontext,
 ) -> Iterator[pa.RecordBatch]:
-    """The completion of every row that has one, in FINISHED_SCHEMA, by ascending row_id.
+    """The completion of every row that has one, in `schema` (FINISHED_WITH_LOGPROBS is the other one), by ascending
+    row_id.
 
     Memory is bounded by `memory_limit`; what is larger is sorted in the folder `spill`. Raises StorageError,
     OutOfMemory. `watched`: see `duck.connection`.
@@ -128,12 +133,12 @@ def finished_rows(
             f"FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key"
         )
         query = database.sql(
-            f"SELECT w.row_id, {', '.join(_PAYLOAD)} FROM ({_placed(completion_parts, ', '.join(_PAYLOAD))}) "
+            f"SELECT w.row_id, t.* EXCLUDE (place) FROM ({_payload(completion_parts, schema)}) t "
             "JOIN wanted w USING (place) ORDER BY w.row_id"
         )
         with naming_errors(spill):
             for batch in query.to_arrow_reader(batch_rows):
-                yield batch.cast(FINISHED_SCHEMA)
+                yield batch.cast(schema)
 
 
 def _load_chosen(database: Any, parts: Sequence[Path]) -> None:
@@ -148,8 +153,19 @@ def _load_chosen(database: Any, parts: Sequence[Path]) -> None:
         )
 
 
-def _placed(parts: Sequence[Path], columns: str) -> str:
+def _payload(parts: Sequence[Path], schema: pa.Schema) -> str:
+    """Completions with their `place` and all of `schema` but row_id. Parts without log-probabilities lack columns."""
+    names = [name for name in schema.names if name != "row_id"]
+    if schema == FINISHED_SCHEMA:
+        return _placed(parts, ", ".join(names))
+    if have_logprobs(parts):
+        return _placed(parts, ", ".join(names), ", union_by_name = true")
+    absent = {"logprobs": "FLOAT", "top_logprobs": "FLOAT", "top_token_ids": "INTEGER"}
+    return _placed(parts, ", ".join(f"NULL::{absent[n]}[] AS {n}" if n in absent else n for n in names))
+
+
+def _placed(parts: Sequence[Path], columns: str, options: str = "") -> str:
     """Completions with their `place`: rank, part and row in one number, smaller is better."""
-    source = parquet(parts, ", filename = true, file_row_number = true")
+    source = parquet(parts, f", filename = true, file_row_number = true{options}")
     place = f"(({_RANK}) << 60) + (part << 36) + file_row_number AS place"
     return f"SELECT {columns}, {place} FROM {source} JOIN part_number USING (filename)"

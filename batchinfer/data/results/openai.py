@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import CHAT_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
+from batchinfer.data.results.logprob_column import COLUMN
 from batchinfer.data.results.manifest import Manifest, read_manifest
+from batchinfer.data.results.openai_logprobs import TokenBytes, chat_logprobs, text_logprobs
 from batchinfer.data.results.output_file import OutputFile
 from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.errors import InputCorrupt, UsageError
@@ -36,6 +40,10 @@ _COLUMNS = [
     "error_code",
     "error_message",
 ]
+_BATCH_ROWS = 1024
+_LOGPROB_ROWS = (
+    16  # instead, where rows have log-probabilities: 16 rows of 1,000 tokens and 20 more for each, 150 MB
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +71,18 @@ def _text(value: object) -> str | None:
 
 
 def write_openai(
-    result: Path, out: OutputFile, rows: Iterable[Asked], *, model: str, created: int = 0
+    result: Path, out: OutputFile, rows: Iterable[Asked], tokens: TokenBytes, *, model: str, created: int = 0
 ) -> int:
     """Write the batch output file `out` durably; the number of lines.
 
-    `rows` has an entry for each row of the result, in order. `model` is what an answer names whose request named
-    none; `created` is Unix time. Raises UsageError when nothing is published, InputCorrupt when the input has changed,
-    OutputConflict, StorageError.
+    `rows` has an entry for each row of the result, in order; `tokens` tells the bytes of tokens. `model` is what an
+    answer names whose request named none; `created` is Unix time. Raises UsageError when nothing is published,
+    InputCorrupt when the input has changed, OutputConflict, StorageError.
     """
     manifest = read_manifest(result)
     if manifest is None:
         raise UsageError(f"{result}: no published result there")
-    origin = Origin(manifest.job, model, created)
+    origin = Origin(manifest.job, model, created, tokens)
     lines = 0
     with out.writing() as file:
         for text in _lines(result, manifest, iter(rows), origin):
@@ -85,7 +93,10 @@ def write_openai(
 
 def _lines(result: Path, manifest: Manifest, rows: Iterator[Asked], origin: Origin) -> Iterator[str]:
     """Raises InputCorrupt when there are fewer `rows` than the result has."""
-    for batch in parquet_batches([result / item.name for item in manifest.files], 1024, _COLUMNS):
+    files = [result / item.name for item in manifest.files]
+    asks = any(COLUMN in pq.read_schema(file).names for file in files[:1])
+    size, columns = (_LOGPROB_ROWS, [*_COLUMNS, COLUMN]) if asks else (_BATCH_ROWS, _COLUMNS)
+    for batch in parquet_batches(files, size, columns):
         for row in batch.to_pylist():
             request = next(rows, None)
             if request is None:
@@ -100,6 +111,7 @@ class Origin:
     job: str
     model: str
     created: int
+    tokens: TokenBytes
 
 
 def batch_line(row: dict[str, Any], request: Asked, origin: Origin) -> dict[str, Any]:
@@ -122,14 +134,15 @@ def _body(row: dict[str, Any], request: Asked, origin: Origin, seed: str) -> dic
         "object": "chat.completion" if chat else "text_completion",
         "created": origin.created,
         "model": request.model or origin.model,
-        "choices": [_choice(row, chat)],
+        "choices": [_choice(row, chat, origin.tokens)],
         "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
         "system_fingerprint": None,
     }
 
 
-def _choice(row: dict[str, Any], chat: bool) -> dict[str, Any]:
-    end = {"logprobs": None, "finish_reason": row["finish_reason"]}
+def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
+    logprobs = (chat_logprobs if chat else text_logprobs)(row.get(COLUMN), tokens)
+    end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
     if chat:
         message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
         return {"index": 0, "message": message, **end}

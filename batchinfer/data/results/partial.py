@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from batchinfer.data.results.completion_store import read_records, write_table
-from batchinfer.data.results.result_rows import DecodeBatch, IndexView, result_schema, result_tables
+from batchinfer.data.results.logprob_column import Detokenizer
+from batchinfer.data.results.result_rows import IndexView, result_schema, result_tables
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.durable import Digest, FileOps
 
@@ -22,7 +23,7 @@ PARTIAL = "partial.json"  # beside an index: the model and the store that its pa
 def partial_reader(
     index: IndexView,
     completions: Path,
-    decode_batch: DecodeBatch,
+    detokenizer: Detokenizer,
     spill: Path,
     *,
     memory_limit: str | None = None,
@@ -39,14 +40,14 @@ def partial_reader(
     tables = result_tables(
         index,
         sorted(records),
-        decode_batch,
+        detokenizer,
         spill,
         partial=True,
         memory_limit=memory_limit,
         threads=threads,
         watched=watched,
     )
-    schema = result_schema(index.passthrough_schema)
+    schema = result_schema(index)
     return pa.RecordBatchReader.from_batches(schema, (b for table in tables for b in table.to_batches()))
 
 

@@ -11,13 +11,14 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
-from itertools import cycle
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinfer.data.results.logprob_column import Detokenizer, logprob_entries
 from batchinfer.data.results.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -27,24 +28,20 @@ from batchinfer.data.results.manifest import (
     generation_of,
     is_whole,
 )
-from batchinfer.data.results.result_rows import (
-    BATCH_ROWS,
-    DecodeBatch,
-    IndexView,
-    result_schema,
-    result_tables,
-)
+from batchinfer.data.results.result_rows import BATCH_ROWS, IndexView, result_schema, result_tables
 from batchinfer.data.storage.durable import DurableFile, ExchangeUnsupported, FileOps, storage, write_json
-from batchinfer.data.storage.rebatch import cut
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.errors import BatchInferError, OutputConflict
+
+# Of one row group, unless a single row has more: 20 MB in memory
+GROUP_ENTRIES = 1 << 20
 
 
 def publish(
     index: IndexView,
     completion_parts: Sequence[Path],
     spec: PublishSpec,
-    decode_batch: DecodeBatch,
+    detokenizer: Detokenizer,
     state: StateFolder,
     *,
     replace: bool = False,
@@ -54,22 +51,22 @@ def publish(
 ) -> Manifest:
     """Publish the result of a job to `state.results`; the caller holds the state's lock.
 
-    Every key of the index must have a completion. `decode_batch` turns token ids into texts, leaving
-    special tokens out. `replace` allows taking the place of another job's result. `on_rows` hears how many
-    rows were staged. Raises OutputConflict (73), StorageError (74), BatchInferError when rows are missing.
+    Every key of the index must have a completion. `replace` allows taking the place of another job's result. `on_rows`
+    hears how many rows were staged. Raises OutputConflict (73), StorageError (74), BatchInferError when rows are
+    missing.
     """
     older = check_destination(state.results, spec.job, replace)
     stage = _fresh(state)
     tables = result_tables(
         index,
         completion_parts,
-        decode_batch,
+        detokenizer,
         state.staging / "spill",
         memory_limit=memory_limit,
         threads=threads,
     )
     tally = _Tally(on_rows or (lambda rows: None))
-    schema = result_schema(index.passthrough_schema)
+    schema = result_schema(index)
     staged = _write_files(stage, schema, tally.counting(tables), spec.rows_per_file, state.ops)
     if tally.rows != index.rows:
         raise BatchInferError(
@@ -138,10 +135,23 @@ def _number(count: int) -> str:
 
 
 def _row_groups(tables: Iterator[pa.Table], rows_per_file: int) -> Iterator[pa.Table]:
-    """Row groups cut by row number alone, so that equal rows give equal bytes however they arrive."""
-    full, rest = divmod(rows_per_file, BATCH_ROWS)
-    sizes = [BATCH_ROWS] * full + [rest] * (rest > 0)
-    return cut((batch for table in tables for batch in table.to_batches()), cycle(sizes))
+    """Row groups cut by the rows alone, so that equal rows give equal bytes however they arrive: BATCH_ROWS each, or
+    fewer where they have GROUP_ENTRIES log-probabilities."""
+    held: list[pa.Table] = []
+    rows = entries = in_file = 0
+    for table in tables:
+        each, start = logprob_entries(table), 0
+        while start < table.num_rows:
+            ends = entries + np.cumsum(each[start : start + min(BATCH_ROWS - rows, rows_per_file - in_file)])
+            taken = max(int(np.searchsorted(ends, GROUP_ENTRIES, side="right")), int(rows == 0))
+            held += [table.slice(start, taken)] if taken else []
+            start, rows, in_file = start + taken, rows + taken, in_file + taken
+            entries = int(ends[taken - 1]) if taken else entries
+            if start < table.num_rows or rows == BATCH_ROWS or in_file == rows_per_file:
+                yield pa.concat_tables(held).combine_chunks()
+                held, rows, entries, in_file = [], 0, 0, in_file % rows_per_file
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
 
 
 class _ResultWriter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from batchinfer.data.results.join import FINISHED_SCHEMA, finished_rows
+from batchinfer.data.results.join import FINISHED_SCHEMA, FINISHED_WITH_LOGPROBS, finished_rows
+from batchinfer.data.results.logprob_column import COLUMN, LOGPROBS_FIELD, Detokenizer, logprob_column
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.rebatch import parquet_batches, rebatch
 from batchinfer.errors import BatchInferError
@@ -38,8 +39,8 @@ RESULT_SCHEMA = pa.schema(
 # 100,000 rows of 40 tokens equally fast within the noise (26 to 64 thousand rows a second on two busy cores), with
 # files of 5.5, 5.3 and 5.3 MB: small enough for long rows, large enough for the compression.
 BATCH_ROWS = 4096
-
-DecodeBatch = Callable[[list[Sequence[int]]], list[str]]
+# Instead, where rows have log-probabilities: with 20 alternatives, 128 rows of 1,000 tokens take 60 MB.
+LOGPROB_ROWS = 128
 
 
 class IndexView(Protocol):
@@ -60,22 +61,27 @@ class IndexView(Protocol):
         """Types of the passthrough columns, without `row_id`."""
 
     @property
+    def logprobs(self) -> int | None:
+        """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
+
+    @property
     def rows(self) -> int:
         """Rows of the input, bad ones included."""
 
 
-def result_schema(passthrough: pa.Schema) -> pa.Schema:
+def result_schema(index: IndexView) -> pa.Schema:
     """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
-    clash = sorted(set(passthrough.names) & set(RESULT_SCHEMA.names))
+    ours = RESULT_SCHEMA if index.logprobs is None else RESULT_SCHEMA.append(LOGPROBS_FIELD)
+    clash = sorted(set(index.passthrough_schema.names) & set(ours.names))
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
-    return pa.schema([*RESULT_SCHEMA, *passthrough])  # without metadata: it may name tools and hosts
+    return pa.schema([*ours, *index.passthrough_schema])  # without metadata: it may name tools and hosts
 
 
 def result_tables(
     index: IndexView,
     completion_parts: Sequence[Path],
-    decode_batch: DecodeBatch,
+    detokenizer: Detokenizer,
     spill: Path,
     *,
     partial: bool = False,
@@ -83,23 +89,27 @@ def result_tables(
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> Iterator[pa.Table]:
-    """The result in tables of at most BATCH_ROWS rows, in `result_schema`.
+    """The result in tables of at most BATCH_ROWS rows, LOGPROB_ROWS with log-probabilities, in `result_schema`.
 
     A row whose key has no completion is left out with `partial`, and a BatchInferError without.
     """
-    schema = result_schema(index.passthrough_schema)
+    plain = index.logprobs is None
+    schema, stored = result_schema(index), FINISHED_SCHEMA if plain else FINISHED_WITH_LOGPROBS
+    batch_rows = BATCH_ROWS if plain else LOGPROB_ROWS
     found = finished_rows(
         index.index_parts,
         completion_parts,
         spill,
         memory_limit=memory_limit,
         threads=threads,
+        batch_rows=batch_rows,
+        schema=stored,
         watched=watched,
     )
-    finished = _Finished(found)
-    for rows, passthrough in _zipped(index):
+    finished = _Finished(found, stored)
+    for rows, passthrough in _zipped(index, batch_rows):
         matched = finished.matching(rows.column("row_id").to_numpy())
-        table = _result_table(rows, matched, decode_batch)
+        table = _result_table(rows, matched, detokenizer)
         for field in index.passthrough_schema:
             table = table.append_column(field, passthrough.column(field.name))
         missing = pc.and_(pc.is_valid(rows.column("key")), pc.is_null(matched.column("row_id")))
@@ -113,13 +123,13 @@ def result_tables(
     finished.close()
 
 
-def _zipped(index: IndexView) -> Iterator[tuple[pa.Table, pa.Table]]:
+def _zipped(index: IndexView, batch_rows: int) -> Iterator[tuple[pa.Table, pa.Table]]:
     """Index rows and their passthrough values, side by side."""
-    rows = rebatch(parquet_batches(index.index_parts, BATCH_ROWS), BATCH_ROWS)
+    rows = rebatch(parquet_batches(index.index_parts, batch_rows), batch_rows)
     if not len(index.passthrough_schema):
         yield from ((table, table) for table in rows)
         return
-    values = rebatch(parquet_batches(index.passthrough_parts, BATCH_ROWS), BATCH_ROWS)
+    values = rebatch(parquet_batches(index.passthrough_parts, batch_rows), batch_rows)
     for row, value in zip(rows, values, strict=True):
         if not row.column("row_id").equals(value.column("row_id")):
             raise BatchInferError("index and passthrough parts do not hold the same rows")
@@ -129,9 +139,9 @@ def _zipped(index: IndexView) -> Iterator[tuple[pa.Table, pa.Table]]:
 class _Finished:
     """The stream of finished rows, read along with the index."""
 
-    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+    def __init__(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> None:
         self._batches = batches
-        self._held = FINISHED_SCHEMA.empty_table()
+        self._held = schema.empty_table()
 
     def matching(self, row_ids: NDArray[np.int64]) -> pa.Table:
         """A table as long as `row_ids` (ascending): each row's completion, or nulls."""
@@ -157,7 +167,7 @@ class _Finished:
             self._held = pa.concat_tables([self._held, pa.Table.from_batches([batch])]).combine_chunks()
 
 
-def _result_table(rows: pa.Table, matched: pa.Table, decode_batch: DecodeBatch) -> pa.Table:
+def _result_table(rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer) -> pa.Table:
     failed = pc.or_(pc.is_valid(rows.column("error_code")), pc.is_valid(matched.column("error_code")))
     answered = pc.and_(pc.is_valid(matched.column("row_id")), pc.invert(failed))
 
@@ -170,22 +180,25 @@ def _result_table(rows: pa.Table, matched: pa.Table, decode_batch: DecodeBatch) 
     columns = {name: rows.column(name) for name in ("row_id", "file", "row_index", "custom_id")}
     columns |= {
         "status": pc.if_else(failed, "error", "ok"),
-        "generated_text": _texts(matched, answered.to_numpy(), decode_batch),
+        "generated_text": _texts(matched, answered.to_numpy(), detokenizer),
         "finish_reason": when_answered(matched.column("finish_reason")),
         "prompt_tokens": rows.column("token_count"),
         "completion_tokens": when_answered(pc.list_value_length(matched.column("token_ids"))),
         **{name: either(name) for name in ("error_code", "error_class", "error_message", "retryable")},
     }
-    return pa.table(columns).cast(RESULT_SCHEMA)
+    table = pa.table(columns).cast(RESULT_SCHEMA)
+    if COLUMN not in matched.column_names:
+        return table
+    return table.append_column(LOGPROBS_FIELD, logprob_column(matched, answered.to_numpy(), detokenizer))
 
 
-def _texts(matched: pa.Table, answered: NDArray[np.bool_], decode_batch: DecodeBatch) -> pa.Array:
+def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
     """The text of every answered row, cut where a stop string ended it; null elsewhere."""
     places = np.flatnonzero(answered)
     chosen = matched.take(pa.array(places)).combine_chunks()
     texts: list[str | None] = [None] * len(answered)
     if len(places):
-        decoded = decode_batch(_token_lists(chosen.column("token_ids").chunk(0)))
+        decoded = detokenizer.decode_batch(_token_lists(chosen.column("token_ids").chunk(0)))
         limits = chosen.column("text_length").to_pylist()
         for place, text, limit in zip(places.tolist(), decoded, limits, strict=True):
             texts[place] = text if limit is None else text[:limit]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class SmallIndex:
     folder: Path
     rows: int
     passthrough_schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    logprobs: int | None = None
 
     @property
     def index_parts(self) -> list[Path]:
@@ -98,8 +99,24 @@ def failure(key: bytes, retryable: bool = True) -> Completion:
     return Completion(key, np.empty(0, np.int32), "error", error=error)
 
 
-def decode(batch: list[Sequence[int]]) -> list[str]:
-    return [" ".join(map(str, tokens)) for tokens in batch]
+class Numbers:
+    """A detokenizer: ids as they are. Special tokens are those from 1,000 on."""
+
+    def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
+        return [" ".join(str(token) for token in tokens if token < 1000) for tokens in rows]
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{token}>" if token >= 1000 else f" {token}" for token in ids]
+
+    @property
+    def specials(self) -> frozenset[int]:
+        return frozenset(range(1000, 1010))
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.token_texts([token])[0].encode()
+
+
+decode = Numbers()
 
 
 def mixed_rows(count: int, *, bad_every: int = 7, distinct: int = 1 << 30) -> list[dict[str, Any]]:
@@ -115,6 +132,3 @@ def mixed_rows(count: int, *, bad_every: int = 7, distinct: int = 1 << 30) -> li
 
 def keys_in(rows: Sequence[dict[str, Any]]) -> list[bytes]:
     return list(dict.fromkeys(row["key"] for row in rows if row.get("key")))
-
-
-Decode = Callable[[list[Sequence[int]]], list[str]]

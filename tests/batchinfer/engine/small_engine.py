@@ -54,6 +54,17 @@ class Ran:
     def answers(self) -> dict[bytes, tuple[list[int], str]]:
         return {key: (c.token_ids.tolist(), c.finish_reason) for key, c in self.completions.items()}
 
+    @property
+    def logprobs(self) -> dict[bytes, list[Any] | None]:
+        """Of each answer: own and likeliest ones, and which those are; every token of it has some."""
+        found: dict[bytes, list[Any] | None] = {}
+        for key, completion in self.completions.items():
+            some = completion.logprobs
+            assert some is None or len(some) == len(completion.token_ids)
+            arrays = [] if some is None else [some.chosen, some.top, some.top_ids]
+            found[key] = [array.tolist() for array in arrays] or None
+        return found
+
 
 def greedy(prompts: Sequence[list[int]], most: int, **more: Any) -> list[Request]:
     params = SamplingParams(max_tokens=most, **more)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.model_runner import ModelRunner, RunResult
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import NO_TOKEN
-from batchinfer.request import Request
+from batchinfer.request import Request, TokenLogprobs
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.small_engine import layer_each
 
@@ -66,7 +69,22 @@ class Speculating:
                     wanted = group, hash(tuple(content[: at + 1]))
                     assert self._slots[self._slot(chunk, group, at)] == wanted, "a wrong key is read"
         self.ran += sum(c.length for c in chunks)
-        return RunResult([self._next(c.sequence) for c in chunks if c.samples], 0)
+        sampling = [c.sequence for c in chunks if c.samples]
+        tokens = [self._next(sequence) for sequence in sampling]
+        asked = {
+            sequence: self._logprobs(sequence, len(given))
+            for sequence, given in zip(sampling, tokens, strict=True)
+            if sequence.request.params.logprobs is not None
+        }
+        return RunResult(tokens, 0, asked)
+
+    def _logprobs(self, sequence: Sequence, given: int) -> TokenLogprobs:
+        """Of the last tokens given, made of all tokens up to each."""
+        known = self._tokens[sequence.request.key]
+        ends = range(len(known) - given + 1, len(known) + 1)
+        chosen = [-float(zlib.crc32(str(known[:end]).encode()) % 1000) for end in ends]
+        top = np.array(chosen, np.float32)[:, None] + [[0, 1]]
+        return TokenLogprobs(np.array(chosen, np.float32), top.astype(np.float32), top.astype(np.int32))
 
     def _slot(self, chunk: Chunk, group: int, at: int) -> tuple[int, int]:
         return chunk.sequence.tables[group][at // self.block_size], at % self.block_size

@@ -15,6 +15,7 @@ from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.pending import Pending
+from batchinfer.engine.sampled import Sampled
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.sequence import Sequence
@@ -47,11 +48,11 @@ class ForcedSampler(Sampler):
 
     def sample(
         self, ops: Ops, logits: Tensor, sequences: list[Sequence], pending: Pending | None = None
-    ) -> Tensor:
+    ) -> Sampled:
         places = [(number_of(s.request.key), s.output_length) for s in sequences]
         for place, row in zip(places, logits, strict=True):
             self.seen[place] = row.clone()
-        return torch.tensor([self.rows[number].answer[at] for number, at in places])
+        return Sampled(torch.tensor([self.rows[number].answer[at] for number, at in places]))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.pending import Pending
+from batchinfer.engine.sampled import Sampled
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
@@ -133,7 +134,7 @@ class RecordingSampler(Sampler):
 
     def sample(
         self, ops: Ops, logits: torch.Tensor, sequences: list[Sequence], pending: Pending | None = None
-    ) -> torch.Tensor:
+    ) -> Sampled:
         for row, sequence in enumerate(sequences):
             self.seen[sequence.request.key, sequence.output_length] = logits[row].clone()
         return super().sample(ops, logits, sequences, pending)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import Launched
 from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Request, SamplingParams
+from batchinfer.request import Request, SamplingParams, TokenLogprobs
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
 from tests.batchinfer.engine.small_engine import (
     Limits,
@@ -61,6 +62,9 @@ class Reading:
     def tokens(self) -> list[list[int]]:
         EVENTS.append(f"read {self.number}")
         return self.inner.tokens()
+
+    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
+        return self.inner.logprobs()
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ def requests(draw: Any, number: int, shared: list[int]) -> Request:
         top_p=draw(st.sampled_from([1.0, 0.8])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        logprobs=draw(st.sampled_from([None, None, 0, 3])),
     )
     key = np.random.default_rng(number).bytes(32)
     return Request(key, np.array(prompt, np.int32), params)
@@ -144,11 +149,13 @@ def test_answers_do_not_depend_on_it(case):
     wanted = run(OneByOne, limits, rows, nan_every, windows=windows)
     got = run(DeviceRunner, limits, rows, nan_every, windows=windows)
     assert got.answers == wanted.answers
+    assert got.logprobs == wanted.logprobs
     assert sum(s.sampled_tokens for s in got.steps) == sum(s.sampled_tokens for s in wanted.steps)
     tokens = sum(len(c.token_ids) + (c.error is not None) for c in got.completions.values())
     assert sum(s.sampled_tokens for s in got.steps) == tokens
     replayed = run(DeviceRunner, limits, rows, nan_every, graphs=True, windows=windows)
     assert replayed.answers == wanted.answers
+    assert replayed.logprobs == wanted.logprobs
 
 
 def eager_rows(count: int, most: int, **more: Any) -> list[Arriving]:

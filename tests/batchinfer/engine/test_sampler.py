@@ -29,7 +29,7 @@ def make(key: int, prompt: list[int], output: list[int], most: int = 99, **param
 
 
 def chosen(logits: torch.Tensor, rows: list[Sequence], *eos: int) -> list[int]:
-    return Sampler(frozenset(eos)).sample(TorchOps(), logits, rows).tolist()
+    return Sampler(frozenset(eos)).sample(TorchOps(), logits, rows).tokens.tolist()
 
 
 def reshaped(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_masked_rows_get_allowed_tokens_alone(temperature):
     sampler = Sampler(frozenset(), Multiples())
     assert not sampler.takes_argmax(rows)
     assert sampler.takes_argmax([make(0, [1], [], most=4)])
-    got = sampler.sample(TorchOps(), logits.clone(), rows).tolist()
+    got = sampler.sample(TorchOps(), logits.clone(), rows).tokens.tolist()
     free = chosen(logits.clone(), rows)
     for token, unmasked, row, scores in zip(got, free, rows, logits, strict=True):
         most = row.request.params.max_tokens
@@ -159,5 +159,5 @@ def test_a_mask_of_every_token_changes_nothing():
         def fill(self, sequence: Sequence, bits: np.ndarray) -> None:
             assert (bits == -1).all()
 
-    got = Sampler(frozenset(), All()).sample(TorchOps(), logits.clone(), rows).tolist()
+    got = Sampler(frozenset(), All()).sample(TorchOps(), logits.clone(), rows).tokens.tolist()
     assert got == chosen(logits, rows)

@@ -44,5 +44,6 @@ def test_a_refill_changes_the_tensors_that_there_are():
         made.refill([ARRAYS[0].astype(np.int32), *ARRAYS[1:]])
 
 
-def test_tokens_come_back():
-    assert Download(torch.tensor([3, -1])).tokens() == [3, -1]
+def test_values_come_back():
+    tensors = torch.tensor([3, -1]), torch.tensor([[0.5], [2.0]])
+    assert [array.tolist() for array in Download(*tensors).arrays()] == [[3, -1], [[0.5], [2.0]]]

@@ -67,6 +67,7 @@ def requests(draw: Any, number: int, shared: list[int]) -> Request:
         ignore_eos=draw(st.booleans()),
         stop=("there",) if draw(st.integers(0, 3)) == 0 else (),
         stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=1))),
+        logprobs=draw(st.sampled_from([None, 2])),
     )
     prompt = shared[: draw(st.integers(0, len(shared)))] + own
     return Request(number.to_bytes(32, "big"), np.array(prompt, np.int32), params)
@@ -118,6 +119,7 @@ def test_answers_are_those_of_one_token_a_step(case: Case) -> None:
     draft = None if case.drafting is None else guesses(case.seed, case.drafting)
     got = run(runner, case.limits, case.rows, draft, case.seed)
     assert got.answers == wanted.answers
+    assert got.logprobs == wanted.logprobs
     tokens = sum(len(c.token_ids) + (c.error is not None) for c in got.completions.values())
     assert sum(s.sampled_tokens for s in got.steps) == tokens
     names = ("prefill_tokens", "decode_tokens", "padded_tokens")

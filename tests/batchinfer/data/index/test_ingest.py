@@ -91,6 +91,10 @@ BAD_ROWS: list[tuple[str, dict[str, Any] | None, Any, str]] = [
     ("stops", USER, {"text": "x", "stop": ["s"] * 17}, "too_many_stops"),
     ("stop empty", USER, {"text": "x", "stop": [""]}, "bad_parameter"),
     ("stop type", USER, {"text": "x", "stop": 7}, "bad_parameter"),
+    ("logprobs", USER, {"text": "x", "logprobs": 21}, "bad_parameter"),
+    ("logprobs below zero", USER, {"text": "x", "logprobs": -1}, "bad_parameter"),
+    ("logprobs type", USER, {"text": "x", "logprobs": True}, "bad_parameter"),
+    ("logprobs part", USER, {"text": "x", "logprobs": 1.5}, "bad_parameter"),
     ("no messages", {"messages": "m"}, {"m": []}, "empty_messages"),
     ("null messages", {"messages": "m"}, {"m": None}, "prompt_missing"),
     ("messages type", {"messages": "m"}, {"m": "hi"}, "prompt_type"),
@@ -116,7 +120,7 @@ BAD_ROWS: list[tuple[str, dict[str, Any] | None, Any, str]] = [
 ]
 
 
-PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop")
+PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop", "logprobs")
 GOOD_ROW = {"text": 1, "m": [{"role": "user", "content": "hi"}], "t": "hi", "ids": [1]}
 PROMPTS = list(dict.fromkeys(json.dumps(b[1]) for b in BAD_ROWS))
 
@@ -150,7 +154,13 @@ BAD_REQUESTS: list[tuple[Any, str]] = [
     (request({**CHAT, "stream": True}), "stream"),
     (request({**CHAT, "frobnicate": 1}), "unknown_field"),
     (request({**CHAT, "tools": [{"type": "function"}]}), "unknown_field"),
-    (request({**CHAT, "logprobs": True}), "unknown_field"),
+    (request({**CHAT, "logprobs": 3}), "bad_parameter"),
+    (request({**CHAT, "logprobs": True, "top_logprobs": 21}), "bad_parameter"),
+    (request({**CHAT, "top_logprobs": 2}), "bad_parameter"),
+    (request({**CHAT, "logprobs": False, "top_logprobs": 2}), "bad_parameter"),
+    (request({"prompt": "ab", "logprobs": True}, "/v1/completions"), "bad_parameter"),
+    (request({"prompt": "ab", "logprobs": 21}, "/v1/completions"), "bad_parameter"),
+    (request({"prompt": "ab", "logprobs": 1, "top_logprobs": 1}, "/v1/completions"), "unknown_field"),
     (request(CHAT, extra=1), "unknown_field"),
     (request({**CHAT, "max_tokens": -1}), "bad_parameter"),
     (request({"model": "m"}), "prompt_missing"),
@@ -190,6 +200,43 @@ def test_openai_requests(folder: Path) -> None:
     assert prompts_of(index)[2] == [5, 6]
     assert rows[1]["endpoint"] == "/v1/completions"
     assert {r["custom_id"] for r in rows} == {"c"}
+
+
+@pytest.mark.parametrize(
+    ("job", "asked"),
+    [
+        ({}, [None, None, None, 0, 4, 20, None, None, 0, 5]),
+        ({"logprobs": 2}, [2, None, None, 0, 4, 20, 2, None, 0, 5]),
+    ],
+)
+def test_openai_requests_ask_for_logprobs_as_its_api_has_it(
+    folder: Path, job: dict[str, Any], asked: list[int | None]
+) -> None:
+    """A chat with logprobs: true and top_logprobs, a text completion with a number."""
+    chats = [{}, {"logprobs": False}, {"logprobs": False, "top_logprobs": 0}, {"logprobs": True}]
+    chats += [{"logprobs": True, "top_logprobs": most} for most in (4, 20)]
+    texts = [{}, {"logprobs": False}, {"logprobs": 0}, {"logprobs": 5}]
+    rows = [request({**CHAT, **own}) for own in chats]
+    rows += [request({"prompt": "ab", **own}, "/v1/completions") for own in texts]
+    index = ingest_rows(folder, rows, format="openai", sampling=job)
+    assert [SamplingParams.from_json(row["params"]).logprobs for row in rows_of(index)] == asked
+    assert index.logprobs == Index.open(index.folder).logprobs == 20
+    quiet = ingest_rows(folder, rows[:3], format="openai", sampling=job)
+    assert quiet.logprobs == job.get("logprobs")
+
+
+def test_a_row_that_asks_for_logprobs_is_other_work(folder: Path) -> None:
+    rows = [{"text": "x", "lp": lp} for lp in (None, 0, 3, 3, None)]
+    index = ingest_rows(folder, rows, USER, sampling={"from_columns": {"logprobs": "lp"}})
+    keys = [row["key"] for row in rows_of(index)]
+    assert len(set(keys)) == 3
+    assert (keys[0], keys[2]) == (keys[4], keys[3])
+    assert index.logprobs == 3
+    plain = ingest_rows(folder, rows, USER)
+    assert plain.logprobs is None
+    assert {row["key"] for row in rows_of(plain)} == {keys[0]}
+    silent = ingest_rows(folder, rows[:1], USER, sampling={"from_columns": {"logprobs": "lp"}})
+    assert silent.logprobs == 0, "the job asks, whatever its rows do"
 
 
 def test_what_an_openai_request_leaves_out_is_as_openai_has_it(folder: Path) -> None:

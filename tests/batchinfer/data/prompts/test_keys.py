@@ -13,7 +13,7 @@ from tests.batchinfer.data.ingest_kit import checkpoint, make_job, rows_of, run,
 
 CONTEXT = bytes(range(32))
 OWN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-       "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty")  # fmt: skip
+       "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs")  # fmt: skip
 
 # Each of these digests stands for stored answers, so none may ever change: a new option is absent from the key at its
 # default. New rows are added at the end.
@@ -46,6 +46,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"temperature": 0.7, "seed": -3}, "6acedac3e591c00d6e7e07680d880f23880bb948cc7173a4230ce46cb3b0fe2a"),
     ({"temperature": 1}, "7a05ee4db9c2e89f380a86ba8727d147465590ba1c443f0a84b9d98a32e8067b"),
+    ({"logprobs": 0}, "a7608609b55a559fd60644a94425c34cdae2a9163f287e2dc78a186b078f6c4b"),
+    ({"logprobs": 5, "temperature": 0}, "7eed6f2fc13c5793676a5639f84e573a45e05aaef310df19f6f7db76111928c4"),
 ]
 REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [5, 6]}, "a0952c284e0535bab6dcb3c0a8e2dfd1d88e1c22544541da6e49b07cbd252460"),

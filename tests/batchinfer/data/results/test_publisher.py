@@ -118,13 +118,16 @@ def test_passthrough_columns_keep_their_types(tmp_path: Path) -> None:
     index = write_index(tmp_path / "x", rows, values, rows_per_part=2)
     manifest = published(tmp_path, index, [answer(key) for key in keys_in(rows)])
     table = pq.read_table(tmp_path / "res" / manifest.files[0].name)
-    assert table.schema.equals(result_schema(values.schema))
+    assert table.schema.equals(result_schema(index))
     assert table.select(values.column_names).to_pylist() == values.to_pylist()
 
 
 def test_a_passthrough_column_cannot_take_one_of_our_names() -> None:
     with pytest.raises(ValueError, match="status: the result has a column of this name"):
-        result_schema(pa.schema([("status", pa.string())]))
+        result_schema(SmallIndex(Path(), 0, pa.schema([("status", pa.string())])))
+    with pytest.raises(ValueError, match="logprobs: the result has a column of this name"):
+        result_schema(SmallIndex(Path(), 0, pa.schema([("logprobs", pa.string())]), logprobs=0))
+    assert "logprobs" in result_schema(SmallIndex(Path(), 0, pa.schema([("logprobs", pa.string())]))).names
 
 
 def test_equal_rows_give_equal_bytes_however_they_were_computed(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""The result's column of log-probabilities: for each token of an answer its own, and those of the likeliest tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+COLUMN = "logprobs"
+_TOKEN = (("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32()))
+_LIKELY = pa.struct(_TOKEN)
+LOGPROBS_FIELD = pa.field(COLUMN, pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(_LIKELY))])))
+_INCOMPLETE = "\ufffd"  # how a part of a character is decoded
+Places = NDArray[np.int64]
+
+
+class Detokenizer(Protocol):
+    """Token ids to text."""
+
+    def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
+        """The text of each row of generated ids, special tokens left out."""
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special ones included."""
+
+
+def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
+    """`matched` are completions with their columns of log-probabilities. Null where a row has no answer or did not ask.
+
+    An answer that a stop string has cut keeps the tokens of the text that is left.
+    """
+    ids, own, top, top_ids = (
+        _whole(matched.column(name)) for name in ("token_ids", "logprobs", "top_logprobs", "top_token_ids")
+    )
+    asked = answered & own.is_valid().to_numpy(zero_copy_only=False)
+    count = np.where(asked, _lengths(ids), 0)
+    kept = _within_text(matched, ids, count, detokenizer)
+    most = _lengths(top) // np.maximum(count, 1)  # likeliest tokens at each place
+    places = _ranges(_starts(top), kept * most)
+    likely = _tokens(_values(top_ids)[places], _values(top)[places], detokenizer)
+    ends = pa.array(_ends(np.repeat(most, kept)))
+    places = _ranges(_starts(ids), kept)
+    chosen = _tokens(_values(ids)[places], _values(own)[_ranges(_starts(own), kept)], detokenizer)
+    fields = [*chosen.flatten(), pa.ListArray.from_arrays(ends, likely)]
+    tokens = pa.StructArray.from_arrays(fields, fields=list(LOGPROBS_FIELD.type.value_type))
+    return pa.ListArray.from_arrays(pa.array(_ends(kept)), tokens, mask=pa.array(~asked))
+
+
+def logprob_entries(table: pa.Table) -> Places:
+    """How many log-probabilities each row of a result has; none where the result has no column for them."""
+    if COLUMN not in table.column_names or table.schema.field(COLUMN).type != LOGPROBS_FIELD.type:
+        return np.zeros(table.num_rows, np.int64)
+    return np.concatenate([np.empty(0, np.int64), *map(_entries, table.column(COLUMN).chunks)])
+
+
+def _entries(rows: pa.ListArray) -> Places:
+    tokens = rows.values
+    each = pc.list_value_length(tokens.field("top")).fill_null(0).to_numpy(zero_copy_only=False)
+    before: Places = np.concatenate([[0], np.cumsum(each + 1, dtype=np.int64)])
+    ends = rows.offsets.to_numpy()
+    found: Places = before[ends[1:]] - before[ends[:-1]]
+    return found
+
+
+def _within_text(matched: pa.Table, ids: pa.ListArray, count: Places, detokenizer: Detokenizer) -> Places:
+    """How many tokens each row keeps: all, but for those behind the place where a stop string has cut the text."""
+    limits = matched.column("text_length").to_pylist()
+    kept, starts, values = count.copy(), _starts(ids), _values(ids)
+    left = [row for row in np.flatnonzero(count).tolist() if limits[row] is not None]
+    while left:
+        fewer = [values[starts[row] : starts[row] + kept[row] - 1].tolist() for row in left]
+        texts = (text.rstrip(_INCOMPLETE) for text in detokenizer.decode_batch(fewer))
+        left = [row for row, text in zip(left, texts, strict=True) if len(text) >= limits[row]]
+        kept[left] -= 1
+        left = [row for row in left if kept[row]]
+    return kept
+
+
+def _tokens(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detokenizer) -> pa.StructArray:
+    """Each distinct token is decoded once."""
+    there = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
+    there[ids] = True
+    texts = pa.array(detokenizer.token_texts(np.flatnonzero(there).tolist()), pa.string())
+    places = (np.cumsum(there) - 1)[ids]
+    arrays = [pa.array(ids, pa.int32()), texts.take(pa.array(places)), pa.array(logprobs, pa.float32())]
+    return pa.StructArray.from_arrays(arrays, fields=list(_LIKELY))
+
+
+def _whole(column: pa.ChunkedArray) -> pa.ListArray:
+    return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
+
+
+def _lengths(lists: pa.ListArray) -> Places:
+    lengths: Places = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths
+
+
+def _starts(lists: pa.ListArray) -> Places:
+    starts: Places = lists.offsets.to_numpy()[:-1].astype(np.int64)
+    return starts
+
+
+def _values(lists: pa.ListArray) -> NDArray[Any]:
+    values: NDArray[Any] = lists.values.to_numpy(zero_copy_only=False)
+    return values
+
+
+def _ends(lengths: Places) -> NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _ranges(starts: Places, lengths: Places) -> Places:
+    """starts[0], starts[0] + 1, … so many of each row, end to end."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

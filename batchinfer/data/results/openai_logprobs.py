@@ -1,0 +1,67 @@
+"""Log-probabilities in the shape of OpenAI's API: those of a chat and those of a text completion differ."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+UNLIKELY = -9999.0  # what the API writes for a token without any probability; JSON has no infinity
+Token = dict[str, Any]  # as the result's column has it: token_id, token, logprob and, of a chosen one, top
+
+
+class TokenBytes(Protocol):
+    """What single tokens are; `batchinfer.data.prompts.token_texts` has it."""
+
+    @property
+    def specials(self) -> frozenset[int]:
+        """Ids that texts leave out."""
+
+    def bytes_of(self, token: int) -> bytes:
+        """The UTF-8 bytes of a token, also where they are no whole characters."""
+
+
+def chat_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:
+    """`choices[].logprobs` of a chat completion. Tokens that the text leaves out are left out here, too."""
+    if tokens is None:
+        return None
+    content = [
+        _of_chat(token, texts) | {"top_logprobs": [_of_chat(likely, texts) for likely in token["top"]]}
+        for token in tokens
+        if token["token_id"] not in texts.specials
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _of_chat(token: Token, texts: TokenBytes) -> dict[str, Any]:
+    return {
+        "token": token["token"],
+        "logprob": _finite(token["logprob"]),
+        "bytes": list(texts.bytes_of(token["token_id"])),
+    }
+
+
+def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:
+    """`choices[].logprobs` of a text completion. The chosen token is always among the likeliest ones."""
+    if tokens is None:
+        return None
+    shown = [token for token in tokens if token["token_id"] not in texts.specials]
+    offsets = [0]
+    for token in shown:
+        offsets.append(offsets[-1] + len(token["token"]))
+    return {
+        "text_offset": offsets[:-1],
+        "token_logprobs": [_finite(token["logprob"]) for token in shown],
+        "tokens": [token["token"] for token in shown],
+        "top_logprobs": [_likeliest(token) for token in shown],
+    }
+
+
+def _likeliest(token: Token) -> dict[str, float]:
+    """Of two tokens with one text the likelier one."""
+    found: dict[str, float] = {}
+    for likely in [*token["top"], token]:
+        found.setdefault(likely["token"], _finite(likely["logprob"]))
+    return found
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, UNLIKELY)

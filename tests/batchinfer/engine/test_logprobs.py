@@ -1,0 +1,224 @@
+"""Log-probabilities of output tokens: those of transformers' logits, whatever else a step does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from batchinfer.engine.collected_logprobs import CollectedLogprobs
+from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.sequence import Sequence
+from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.request import Request, SamplingParams, TokenLogprobs
+from tests.batchinfer.engine.hashing_model import EOS, hashing_runner
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    Ran,
+    checkpoint,
+    cpu_ops,
+    drain,
+    folder,
+    make_engine,
+    make_runner,
+    watcher,
+)
+from tests.batchinfer.engine.test_sampler import Multiples
+from tests.batchinfer.models.foreign.kit import make
+
+OUTPUT = 10
+TOLERANCE = 1e-4
+LENGTHS = (1, 6, 17, 33, 40, 40, 29, 12)
+# of every kind some rows ask and some do not
+KINDS: list[dict[str, Any]] = [
+    {"logprobs": 5},
+    {},
+    {"logprobs": 0, "temperature": 0.9, "top_p": 0.9},
+    {"temperature": 1.1},
+    {"logprobs": 20, "repetition_penalty": 1.4, "min_tokens": 6},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    {"logprobs": 1, "temperature": 1.3, "top_k": 30, "presence_penalty": 0.7, "min_tokens": 4},
+    {"logprobs": 3, "stop": ("there",), "min_tokens": 2},
+]
+WAYS = {
+    "at once": Limits(budget=512),
+    "chunks": Limits(budget=24, caching=False),
+    "preempted": Limits(budget=32, blocks=19, scarce=True),
+}
+
+
+def rows() -> list[Request]:
+    rng = random.Random(4)
+    shared = [rng.randrange(250) for _ in range(32)]
+    made = []
+    for number, (length, kind) in enumerate(zip(LENGTHS, KINDS, strict=True)):
+        prompt = shared[: length // 2] + [rng.randrange(250) for _ in range(length - length // 2)]
+        params = SamplingParams(max_tokens=OUTPUT, **kind)
+        made.append(Request(np.random.default_rng(number).bytes(32), np.array(prompt, np.int32), params))
+    return made
+
+
+def run(runner: ModelRunner, limits: Limits, eos: frozenset[int], requests: list[Request]) -> Ran:
+    return drain(make_engine(runner, limits, eos, stop_streams=watcher), requests)
+
+
+def check(request: Request, answer: list[int], found: TokenLogprobs | None, logits: torch.Tensor) -> None:
+    """`logits`: of the answer's positions, (m, vocab)."""
+    most = request.params.logprobs
+    if most is None:
+        assert found is None
+        return
+    assert found is not None
+    wanted = logits.float().log_softmax(-1)
+    assert found.chosen.shape == (len(answer),)
+    assert found.top.shape == found.top_ids.shape == (len(answer), most)
+    chosen = wanted[torch.arange(len(answer)), torch.tensor(answer)]
+    np.testing.assert_allclose(found.chosen, chosen.numpy(), atol=TOLERANCE)
+    np.testing.assert_allclose(found.top, wanted.topk(most).values.numpy(), atol=TOLERANCE)
+    named = wanted.gather(-1, torch.from_numpy(found.top_ids).long())
+    np.testing.assert_allclose(found.top, named.numpy(), atol=TOLERANCE)
+    assert all(len(set(ids)) == most for ids in found.top_ids.tolist())
+
+
+def check_all(ran: Ran, requests: list[Request], theirs: Any) -> None:
+    for request in requests:
+        completion = ran.completions[request.key]
+        answer, prompt = completion.token_ids.tolist(), request.prompt.tolist()
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        check(request, answer, completion.logprobs, logits)
+
+
+@cache
+def reference(family: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder(family), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_they_are_those_of_transformers_logits(family: str, way: str) -> None:
+    """Greedy and sampled rows, with penalties, bans and stop strings, beside rows that do not ask; and the tokens are
+    those of a run in which nobody asks."""
+    model, limits, requests = checkpoint(family), WAYS[way], rows()
+    if family == "gemma2" and limits.scarce:
+        limits = replace(limits, blocks=75)
+    runner, eos = make_runner(model, cpu_ops(model), limits), frozenset(model.spec.eos_token_ids)
+    ran = run(runner, limits, eos, requests)
+    check_all(ran, requests, reference(family))
+    silent = [replace(r, params=replace(r.params, logprobs=None)) for r in requests]
+    assert run(runner, limits, eos, silent).answers == ran.answers
+    assert len({token for answer, _ in ran.answers.values() for token in answer}) > 20
+    if limits.scarce:
+        assert sum(step.preemptions for step in ran.steps) > 0
+    if way == "chunks":
+        assert any(step.prefill_tokens and step.decode_tokens for step in ran.steps)
+
+
+def test_steps_that_look_ahead_bring_them_along() -> None:
+    model, limits, requests = checkpoint("llama"), WAYS["at once"], rows()
+    base = make_runner(model, cpu_ops(model), limits)
+    fields = (base.model, base.ops, base.caches, base.layout, base.sampler, base.cost, base.device)
+    ran = run(DeviceRunner(*fields), limits, frozenset(model.spec.eos_token_ids), requests)
+    check_all(ran, requests, reference("llama"))
+
+
+@pytest.mark.parametrize("room", [1, 3, 7])
+def test_steps_that_run_in_pieces_bring_them_along(room: int) -> None:
+    limits = Limits(budget=40, seqs=12, blocks=80, block_size=4)
+
+    def ran(room: int) -> Ran:
+        runner = hashing_runner(DeviceRunner, limits.blocks, limits.block_size, room=room)
+        params = [SamplingParams(max_tokens=12, logprobs=(None, 2, 0)[i % 3]) for i in range(20)]
+        prompts = [np.array([i % 7, 3, i % 5, *[1] * (i % 9)], np.int32) for i in range(20)]
+        requests = [
+            Request(bytes([i] * 32), p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))
+        ]
+        return run(runner, limits, frozenset([EOS]), requests)
+
+    wanted = ran(1 << 30)
+    assert ran(room).logprobs == wanted.logprobs
+    assert sum(found is not None for found in wanted.logprobs.values()) == 13
+
+
+def test_models_that_transformers_computes_have_them() -> None:
+    foreign = make("opt")
+    limits, requests = WAYS["chunks"], rows()
+    ran = run(foreign.runner(limits), limits, frozenset(foreign.source.eos_token_ids), requests)
+    check_all(ran, requests, foreign.theirs)
+
+
+def make_sequence(key: int, output: list[int], **params: Any) -> Sequence:
+    request = Request(
+        np.random.default_rng(key).bytes(32), np.array([1, 2], np.int32), SamplingParams(**params)
+    )
+    sequence = Sequence.of(request, 1000, None, 0.0)
+    sequence.tokens.extend(output)
+    return sequence
+
+
+@pytest.mark.parametrize("asking", [range(6), (0, 2, 5), (3,)])
+def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, ...]) -> None:
+    """Penalties, bans and masks write to the logits, of which no copy is kept but for this."""
+    torch.manual_seed(2)
+    logits = torch.randn(6, 40) * 3
+    logits[:, 7] = 20.0
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 3.0},
+        {"min_tokens": 9, "stop_token_ids": (7,)},
+        {"temperature": 0.7, "top_k": 2},
+        {"max_tokens": 5},  # masked: token 7 is no multiple of 5
+        {},
+        {"frequency_penalty": 9.0},
+    ]
+    sequences = [
+        make_sequence(i, [7, 7], **{"max_tokens": 100, **kind, "logprobs": 4 if i in asking else None})
+        for i, kind in enumerate(kinds)
+    ]
+    sampler = Sampler(frozenset(), Multiples())
+    assert not sampler.takes_argmax(sequences[4:5]) or 4 not in asking
+    sampled = sampler.sample(TorchOps(), logits.clone(), sequences)
+    assert [int(sampled.tokens[i]) == 7 for i in range(6)] == [False, False, True, False, True, False]
+    found = sampled.logprobs
+    assert found is not None
+    assert found.sequences == [sequences[i] for i in asking]
+    wanted = logits.log_softmax(-1)[list(asking)]
+    chosen = sampled.tokens[list(asking)]
+    torch.testing.assert_close(found.chosen, wanted.gather(-1, chosen[:, None])[:, 0])
+    torch.testing.assert_close(found.top, wanted.topk(4).values)
+
+
+def test_rows_that_ask_do_not_take_the_argmax_alone() -> None:
+    sampler = Sampler(frozenset())
+    assert sampler.takes_argmax([make_sequence(0, [])])
+    assert not sampler.takes_argmax([make_sequence(0, []), make_sequence(1, [], logprobs=0)])
+
+
+def test_more_than_the_vocabulary_has_are_all_of_it() -> None:
+    limits = Limits(budget=40, seqs=12, blocks=80, block_size=4)
+    request = Request(b"k" * 32, np.array([3, 4], np.int32), SamplingParams(max_tokens=3, logprobs=20))
+    ran = run(hashing_runner(ModelRunner, 80, 4), limits, frozenset(), [request])
+    found = ran.completions[request.key].logprobs
+    assert found is not None
+    assert found.top.shape == (3, 12)
+    np.testing.assert_allclose(np.exp(found.top).sum(-1), 1, atol=1e-5)
+
+
+def test_an_answer_without_tokens_has_none() -> None:
+    found = CollectedLogprobs().all()
+    assert (len(found), found.top.shape, found.top_ids.shape) == (0, (0, 0), (0, 0))
+
+
+def test_they_are_copied_out_of_the_arrays_of_a_step() -> None:
+    """A view would keep a step's whole array for as long as any of its rows runs."""
+    collected, top = CollectedLogprobs(), np.zeros((1, 2), np.float32)
+    collected.append(TokenLogprobs(np.zeros(1, np.float32), top, np.zeros((1, 2), np.int32)), 0)
+    top[:] = 9
+    assert collected.all().top.tolist() == [[0, 0]]
