@@ -83,6 +83,9 @@ def _stored(
     whole: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         place = names[name]
+        if place.rows:
+            whole |= dict(zip(place.rows, parameter, strict=True))
+            continue
         if place.tensor not in whole:
             whole[place.tensor] = parameter.new_empty(shapes[place.tensor])
         stretches = stretches_of(whole[place.tensor], place)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.models.families.family import NamePrefixes, Part
+from batchinfer.models.families.family import Modules, NamePrefixes, Part, Rows
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.parameters import (
     BIAS,
@@ -25,10 +25,12 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """A tensor of a checkpoint, and which part of it the parameter is; None: all of it."""
+    """A tensor of a checkpoint, and which part of it the parameter is; None: all of it. With `rows` each row is a
+    tensor of its own, and `tensor` the first."""
 
     tensor: str
     part: Part | None = None
+    rows: tuple[str, ...] = ()
 
     @property
     def index(self) -> int | None:
@@ -87,12 +89,15 @@ def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str
 
 
 def _stored(
-    parameters: Iterable[str], modules: Mapping[str, str | Part], start: str = ""
+    parameters: Iterable[str], modules: Modules, start: str = ""
 ) -> Iterator[tuple[str, StoredParameter]]:
     for name in parameters:
         module, biased = modules[name.removesuffix(BIAS)], name.endswith(BIAS)
         if isinstance(module, str):
             yield name, StoredParameter(start + module + (BIAS if biased else WEIGHT))
+        elif isinstance(module, Rows):
+            rows = tuple(start + row + WEIGHT for row in module.modules)
+            yield name, StoredParameter(rows[0], rows=rows)
         else:
             suffix = module.bias if biased else module.weight
             yield name, StoredParameter(start + module.module + suffix, module)
@@ -113,6 +118,9 @@ def _add(
 ) -> None:
     """A tensor that holds several parameters is as large as the last of them needs it to be."""
     for parameter, stored in names.items():
+        if stored.rows:
+            shapes |= dict.fromkeys(stored.rows, parameters[parameter][1:])
+            continue
         shape = stored.shape(parameters[parameter])
         known = shapes.get(stored.tensor, shape)
         shapes[stored.tensor] = tuple(map(max, known, shape))

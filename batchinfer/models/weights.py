@@ -132,6 +132,8 @@ class _OpenFiles:
 
     def parameter(self, stored: StoredParameter) -> Tensor:
         """As it is stored, or dequantised to float32."""
+        if stored.rows:
+            return torch.stack([self._read(row, None) for row in stored.rows])
         return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
 
     def _matrix(self, name: str, index: int | None) -> Tensor:

@@ -54,10 +54,17 @@ class Part:
     bias: str = ".bias"
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A parameter each of whose rows is the weight of a module of its own."""
+
+    modules: tuple[str, ...]
+
+
 # What most checkpoints call the products of a gated half, of an expert, too
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 # Parameters (see spec.py) and the modules that hold them, within a layer
-Modules = Mapping[str, str | Part]
+Modules = Mapping[str, str | Part | Rows]
 LLAMA_MODULES: Modules = {
     "input_norm": "input_layernorm",
     "q": "self_attn.q_proj",

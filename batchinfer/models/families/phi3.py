@@ -53,7 +53,7 @@ def _rotation(fields: Fields, head_dim: int) -> Rotation:
 def phi3_modules(layer: LayerSpec) -> Modules:
     """Llama's, but for what is fused."""
     fused = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
-    parts: dict[str, str | Part] = dict(LLAMA_MODULES)
+    parts = dict(LLAMA_MODULES)
     for linear in layer.linears:
         if linear.name not in fused:
             continue

@@ -1,11 +1,16 @@
 """StableLM 2 (Bellagente et al., 2024): LayerNorm, a part of each head rotated, and in some models both halves of a
-layer side by side."""
+layer side by side and a LayerNorm of each head with weights of its own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batchinfer.models.families.family import (
+    LLAMA_MODULES,
     ConfigFiles,
     Family,
+    Modules,
+    Rows,
     attention,
     gated_feed_forward,
     hidden_size,
@@ -22,12 +27,14 @@ ABSENT_EOS = (0,)
 def parse_stablelm(files: ConfigFiles) -> ModelSpec:
     """StableLmConfig."""
     fields = files.config
-    if fields.boolean("qk_layernorm", False):
-        fields.mistakes.append(f"{fields.name}: qk_layernorm is not supported")
     biased, parallel = fields.boolean("use_qkv_bias", False), fields.boolean("use_parallel_residual", False)
     attended = attention(
         fields, absent_kv_heads=32, qkv_bias=biased, rotation=parts_of_heads(ABSENT_ROTARY_PART)
     )
+    if fields.boolean("qk_layernorm", False):
+        each = NormSpec(attended.head_dim, fields.number("layer_norm_eps", 1e-5), "layer")
+        q_norm, k_norm = replace(each, heads=attended.q_heads), replace(each, heads=attended.kv_heads)
+        attended = replace(attended, q_norm=q_norm, k_norm=k_norm)
     norm = NormSpec(hidden_size(fields), fields.number("layer_norm_eps", 1e-5), "layer", biased=True)
     layer = LayerSpec(
         norm.width, norm, attended, None if parallel else norm, gated_feed_forward(fields), parallel=parallel
@@ -35,4 +42,14 @@ def parse_stablelm(files: ConfigFiles) -> ModelSpec:
     return model("stablelm", files, (layer,) * layer_count(fields), norm=norm, absent_eos=ABSENT_EOS)
 
 
-STABLELM = Family("stablelm", ("StableLmForCausalLM", "StableLmModel"), parse_stablelm)
+def stablelm_modules(layer: LayerSpec) -> Modules:
+    """Llama's, and a module for the norm of each head."""
+    norms = {name: norm for name, norm in layer.attention.norms.items() if norm is not None and norm.heads}
+    rows = {
+        name: Rows(tuple(f"self_attn.{name[0]}_layernorm.norms.{head}" for head in range(norm.heads or 0)))
+        for name, norm in norms.items()
+    }
+    return {**LLAMA_MODULES, **rows}
+
+
+STABLELM = Family("stablelm", ("StableLmForCausalLM", "StableLmModel"), parse_stablelm, stablelm_modules)

@@ -63,6 +63,7 @@ VARIANTS = {
     ),
     "qwen3": ("qwen3", {}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "stablelm-12b": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {"num_key_value_heads": 1}),
     "phi3-window-partial": (

@@ -72,7 +72,11 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "olmo2": {"attention_bias": st.booleans()},
     "phi3": {"sliding_window": WINDOW},
-    "stablelm": {"use_qkv_bias": st.booleans(), "use_parallel_residual": st.booleans()},
+    "stablelm": {
+        "use_qkv_bias": st.booleans(),
+        "use_parallel_residual": st.booleans(),
+        "qk_layernorm": st.booleans(),
+    },
     "gemma": {"attention_bias": st.booleans(), "hidden_act": st.sampled_from(["gelu", "silu"])},
     "gemma2": {
         "attention_bias": st.booleans(),

@@ -25,6 +25,12 @@ SMALL = {
     },
     "qwen2": {**SHAPES["tiny"], "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {**SHAPES["tiny"], "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "stablelm, a norm for each head": {
+        **{key: value for key, value in SHAPES["tiny"].items() if key != "head_dim"},
+        "model_type": "stablelm",
+        "architectures": ["StableLmForCausalLM"],
+        "qk_layernorm": True,
+    },
 }
 
 

@@ -210,6 +210,7 @@ def test_one_half_after_the_other(tmp_path: Path) -> None:
         ("granite", {"attention_bias": True, "mlp_bias": True}),
         ("olmo2", {"attention_bias": True}),
         ("stablelm", {"use_qkv_bias": True}),
+        ("stablelm", {"use_qkv_bias": True, "qk_layernorm": True}),
         ("gemma2", {"attention_bias": True}),
         ("gemma3_text", {"attention_bias": True}),
         ("cohere", {"attention_bias": True}),
