@@ -44,7 +44,7 @@ def parse_stablelm(files: ConfigFiles) -> ModelSpec:
 
 def stablelm_modules(layer: LayerSpec) -> Modules:
     """Llama's, and a module for the norm of each head."""
-    norms = {name: norm for name, norm in layer.attention.norms.items() if norm is not None and norm.heads}
+    norms = {name: norm for name, norm in layer.norms.items() if norm.heads}
     rows = {
         name: Rows(tuple(f"self_attn.{name[0]}_layernorm.norms.{head}" for head in range(norm.heads or 0)))
         for name, norm in norms.items()
