@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.models.spec import Caches, keeping, wrong_caches
@@ -72,7 +72,7 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
     if wrong is not None:
         raise ValueError(wrong)
     own = keeping(caches)
-    alike = len({replace(cache, window=None) for cache in own.values()}) == 1
+    alike = len({cache.layout for cache in own.values()}) == 1
     keeps = {layer: cache.window if alike else None for layer, cache in own.items()}
     keeps = {
         layer: None if window is None or window >= longest else window for layer, window in keeps.items()

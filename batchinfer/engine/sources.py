@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from batchinfer.engine.model_runner import Model
+from batchinfer.errors import Unavailable
 from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.models.decoder import Decoder
 from batchinfer.models.expert_loads import ExpertLoads
@@ -116,7 +117,14 @@ class ModelSource:
         attention, chosen = self.spec.attention, arithmetic
         place = (chosen.device, chosen.dtype, attention.group, attention.head_dim)
         how = (chosen.quantization, chosen.deterministic, attention.kv_heads, chosen.linear)
-        return choose_ops(*place, *how, attention.cache.latent)
+        ops = choose_ops(*place, *how, attention.cache.latent)
+        for cache in self.spec.caches:
+            if cache is not None and not ops.holds(cache):
+                raise Unavailable(
+                    f"the model's KV cache is to keep {cache.dtype}, which {ops.name} operators do not; use "
+                    "engine.device: cuda with Triton, or a cache in the model's dtype"
+                )
+        return ops
 
     def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> LoadedDecoder:
         """See Source."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from batchinfer.models.spec import (
     AttentionSpec,
@@ -14,6 +15,7 @@ from batchinfer.models.spec import (
     LinearSpec,
     ModelSpec,
     NormSpec,
+    keeping,
 )
 from batchinfer_kernels.cost import (
     Cost,
@@ -50,7 +52,7 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
             summed[operator.name] = known + operator * times
     once = (
         OperatorCost("embedding", token=_embedding(spec, itemsize)),
-        _attention(spec.attention, len(spec.windows), itemsize),
+        _attention(spec, itemsize),
         _sampled("final_norm", lambda n: _norm(spec.final_norm, n, itemsize, residual=True)),
         _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize)),
         *_after_head(spec),
@@ -63,7 +65,7 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
         active_parameters=sum(linear.active_values for linear in spec.linears()),
         head_parameters=spec.head.values,
         caches=tuple(
-            (cache.window, itemsize * cache.values) for cache in spec.caches if cache and cache.values
+            (cache.window, cache.itemsize(itemsize) * cache.values) for cache in keeping(spec.caches).values()
         ),
         itemsize=itemsize,
         weight_itemsize=weight_itemsize,
@@ -119,7 +121,8 @@ def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Cal
         return lambda n: latent_store_cost(n, heads, attention.rank, turned, itemsize)
     kv_heads = attention.kv_heads if attention.kv_layer is None else 0
     sizes, normed = (heads, kv_heads, attention.head_dim, itemsize), attention.norms_heads
-    return lambda n: rope_store_cost(n, *sizes, rotary_dim=turned, normed=normed)
+    kept = None if attention.cache_dtype is None or not kv_heads else attention.cache.itemsize(itemsize)
+    return lambda n: rope_store_cost(n, *sizes, rotary_dim=turned, cache_itemsize=kept, normed=normed)
 
 
 def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
@@ -129,18 +132,25 @@ def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) 
     return lambda n: (into(n) + out(n)) * attention.q_heads
 
 
-def _attention(attention: AttentionSpec | LatentAttentionSpec, layers: int, itemsize: int) -> OperatorCost:
-    """Of all layers together: pairs and tokens are counted over all of them already."""
+def _attention(spec: ModelSpec, itemsize: int) -> OperatorCost:
+    """Of all layers together: pairs and cached tokens are counted over all of them already, so that each costs what it
+    does in a mean layer."""
+    each = [_attention_of(layer.attention, itemsize) for layer in spec.layers if layer.attention is not None]
+    whole = sum(each[1:], each[0])
+    pair, read = (Cost(c.flops // len(each), c.bytes // len(each)) for c in (whole.pair, whole.kv_token))
+    return replace(whole, pair=pair, kv_token=read)
+
+
+def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> OperatorCost:
     if isinstance(attention, LatentAttentionSpec):
         sizes = (attention.q_heads, attention.head_dim, attention.rank, itemsize)
         cost: Callable[..., Cost] = latent_attention_cost
     else:
-        sizes, cost = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize), attention_cost
+        kept = attention.cache.itemsize(itemsize)
+        sizes = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
+        cost = partial(attention_cost, kv_itemsize=kept)
     return OperatorCost(
-        "attention",
-        token=cost(1, 0, 0, *sizes) * layers,
-        pair=cost(0, 1, 0, *sizes),
-        kv_token=cost(0, 0, 1, *sizes),
+        "attention", token=cost(1, 0, 0, *sizes), pair=cost(0, 1, 0, *sizes), kv_token=cost(0, 0, 1, *sizes)
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinfer.models.rope_config import RopeConfig
-from batchinfer_kernels.arithmetic import Activation, Dtype
+from batchinfer_kernels.arithmetic import Activation, CacheDtype, Dtype
 from batchinfer_kernels.routing import Routing
 
 SHARED = "shared."  # begins the names of the products of shared experts
@@ -80,7 +80,8 @@ class LinearSpec:
 class CacheSpec:
     """What a layer keeps of each token: K and V of `heads` heads of `dim` values. `window`: of how many tokens, the one
     that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept once.
-    `shared`: the earlier layer whose K and V it reads; it keeps none itself.
+    `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of codes, k / k_scale and
+    v / v_scale rounded, which take a byte each; None: values are kept as they are, in the run's dtype.
     """
 
     heads: int
@@ -88,6 +89,18 @@ class CacheSpec:
     window: int | None = None
     latent: bool = False
     shared: int | None = None
+    dtype: CacheDtype | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def itemsize(self, run: int) -> int:
+        """Bytes of a value, where those of the run have `run`."""
+        return run if self.dtype is None else 1
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """How a token lies in a block: layers of the same layout may take turns in one."""
+        return self.heads, self.dim, self.latent, self.dtype
 
     @property
     def tensors(self) -> int:
@@ -122,8 +135,8 @@ def wrong_caches(caches: Caches) -> Iterator[str]:
             continue
         if source >= layer or source not in own:
             yield f"layer {layer} is to read the K and V of layer {source}, which keeps none before it"
-        elif replace(cache, shared=None) != own[source]:
-            yield f"layer {layer} is to read the K and V of layer {source}, whose heads or window are others"
+        elif (cache.layout, cache.window) != (own[source].layout, own[source].window):
+            yield f"layer {layer} is to read the K and V of layer {source}, whose heads, window or dtype are others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +158,7 @@ class AttentionSpec:
     they are as wide as a head, else of all heads together. With `sinks` each query head has a score without a value,
     which takes part in every softmax. `kv_layer`: the number of an earlier layer, with equal KV heads and the same
     window, whose K and V it reads (Brandon et al., 2024, "cross-layer attention"); it then makes none, and k_norm is
-    that layer's.
+    that layer's. `cache_dtype` and the scales of K and V are the cache's (CacheSpec).
     """
 
     q_heads: int
@@ -161,6 +174,8 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     kv_layer: int | None = None
+    cache_dtype: CacheDtype | None = None
+    cache_scales: tuple[float, float] = (1.0, 1.0)
 
     @property
     def group(self) -> int:
@@ -183,7 +198,8 @@ class AttentionSpec:
 
     @property
     def cache(self) -> CacheSpec:
-        return CacheSpec(self.kv_heads, self.head_dim, self.window, shared=self.kv_layer)
+        kept = (self.cache_dtype, *self.cache_scales)
+        return CacheSpec(self.kv_heads, self.head_dim, self.window, False, self.kv_layer, *kept)
 
     @property
     def first(self) -> str:

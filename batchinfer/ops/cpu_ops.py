@@ -116,6 +116,8 @@ class CpuOps(TorchOps):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LayerCache:
+        if not self.holds(cache):
+            raise ValueError(f"{self.name} operators keep no {cache.dtype}")
         shape = (blocks, *self.cache_shape(cache, block_size))
         made = [zeros_in_huge_pages(shape, dtype) for _ in range(cache.tensors)]
         return LayerCache(made[0], made[-1], block_size)

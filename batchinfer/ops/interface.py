@@ -35,6 +35,15 @@ class LayerCache:
     v: Tensor
     block_size: int
     group: int = 0  # which of the step's block tables say where its blocks are
+    k_scale: Tensor | None = None  # (1,) float32, where it holds codes: K is so many times them
+    v_scale: Tensor | None = None
+
+    def scaled(self, cache: CacheSpec) -> LayerCache:
+        """The same tensors with the scales of this layer's codes, if it keeps codes."""
+        if cache.dtype is None:
+            return self
+        scales = torch.tensor([[cache.k_scale], [cache.v_scale]], device=self.k.device)
+        return replace(self, k_scale=scales[0], v_scale=scales[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +242,16 @@ class Ops(ABC):
         """Values that one block of K takes, or of V, in one layer: (heads, block_size, dim), maybe rounded up."""
         return cache.heads, block_size, cache.dim
 
+    def holds(self, cache: CacheSpec) -> bool:
+        """Whether they read and write such a cache."""
+        return cache.dtype is None
+
     def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
-        """Bytes of one block of all these layers, with what is rounded up."""
-        each = (cache.tensors * math.prod(self.cache_shape(cache, block_size)) for cache in caches)
-        return itemsize * sum(each)
+        """Bytes of one block of all these layers, with what is rounded up. `itemsize`: of a value of the run."""
+        return sum(
+            cache.itemsize(itemsize) * cache.tensors * math.prod(self.cache_shape(cache, block_size))
+            for cache in caches
+        )
 
     def allocate_cache(
         self,
@@ -246,10 +261,11 @@ class Ops(ABC):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LayerCache:
-        """A zero-filled cache of one layer."""
+        """A zero-filled cache of one layer, which they hold; `dtype`: of the run."""
         shape = (blocks, *self.cache_shape(cache, block_size))
-        made = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(cache.tensors)]
-        return LayerCache(made[0], made[-1], block_size)
+        kept = dtype if cache.dtype is None else getattr(torch, cache.dtype)
+        made = [torch.zeros(shape, dtype=kept, device=device) for _ in range(cache.tensors)]
+        return LayerCache(made[0], made[-1], block_size).scaled(cache)
 
     @abstractmethod
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer.models.spec import CacheSpec
 from batchinfer.ops.gpu_experts import TritonExperts, TritonHeads
 from batchinfer.ops.gpu_linear import (
     Int8Head,
@@ -114,6 +115,9 @@ class TritonOps(Ops):
             return dtype in DTYPES and head_dim <= MAX_LATENT
         return dtype in DTYPES and group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM
 
+    def holds(self, cache: CacheSpec) -> bool:
+        return cache.dtype is None or not cache.latent
+
     @property
     def linear(self) -> str:
         if self._quantization == "int8":
@@ -165,9 +169,14 @@ class TritonOps(Ops):
         eps: float = 1e-6,
         offset: float = 0.0,
     ) -> Tensor:
-        places, norms = (rope.cos, rope.sin, cache.k, cache.v, inputs.slots), (q_norm, k_norm, eps)
-        pairs = rope.interleaved
-        return rope_store(q, k, v, *places, *norms, inputs.positions, offset=offset, interleaved=pairs)
+        places = (rope.cos, rope.sin, cache.k, cache.v, inputs.slots)
+        return rope_store(
+            *(q, k, v, *places, q_norm, k_norm, eps, inputs.positions),
+            offset=offset,
+            interleaved=rope.interleaved,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
 
     def rope(
         self,
@@ -247,7 +256,10 @@ class TritonOps(Ops):
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         places = (cache.k, cache.v, plan.tables, plan.plan)
-        return paged_attention(q, *places, scale, window, soft_cap=soft_cap, sinks=sinks)
+        k_scale, v_scale = cache.k_scale, cache.v_scale
+        return paged_attention(
+            q, *places, scale, window, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale
+        )
 
     def pack_heads(self, weight: Tensor) -> HeadsLinear:
         return TritonHeads(weight, self._quantization, self._shape.deterministic)

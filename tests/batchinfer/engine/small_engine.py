@@ -95,9 +95,10 @@ def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu"
     decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN)
     layout = cache_layout(model.spec.caches, limits.block_size, MAX_LEN)
     caches = allocate_caches(ops, model.spec.caches, layout, limits.blocks, torch.float32, device)
-    for layer in caches:
-        layer.k.fill_(float("nan"))
-        layer.v.fill_(float("nan"))
+    for layer in caches:  # of int8 no value is a NaN, and no code is -128
+        poison = -128 if layer.k.dtype == torch.int8 else float("nan")
+        layer.k.fill_(poison)
+        layer.v.fill_(poison)
     sampler = Sampler(frozenset(model.spec.eos_token_ids))
     cost = model_cost(model.spec, 4, 4)
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device))

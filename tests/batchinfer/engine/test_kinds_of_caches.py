@@ -18,18 +18,20 @@ from batchinfer.engine.build import load_model
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import EngineConfig
-from batchinfer.errors import JobFileError
+from batchinfer.engine.sources import ModelSource
+from batchinfer.errors import JobFileError, Unavailable
 from batchinfer.models.block import Block
 from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.parameters import layer_parameters
 from batchinfer.models.spec import CacheSpec
 from batchinfer.ops.cpu_layer import CompiledLayer
-from batchinfer.ops.interface import LayerCache
+from batchinfer.ops.interface import LayerCache, Ops
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.request import Completion, StepSample
 from batchinfer_kernels.cost import ModelCost, StepShape
 from tests.batchinfer.engine.small_engine import Limits, cpu_ops, drain, greedy, make_engine, make_runner
+from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
 from tests.batchinfer.engine.test_engine import (
     OUTPUT,
     SETTINGS,
@@ -252,7 +254,11 @@ def test_windows_bound_what_is_kept() -> None:
         ((1, 1), (), "layer 0 is to read the K and V of layer 1, which keeps none before it"),
         ((0, 0, 1), (), "layer 2 is to read the K and V of layer 1, which keeps none before it"),
         ((0, None, 1), (), "layer 2 is to read the K and V of layer 1, which keeps none before it"),
-        ((0, 0), (24, None), "layer 1 is to read the K and V of layer 0, whose heads or window are others"),
+        (
+            (0, 0),
+            (24, None),
+            "layer 1 is to read the K and V of layer 0, whose heads, window or dtype are others",
+        ),
         ((None, None), (), "no layer keeps K and V"),
     ],
 )
@@ -265,3 +271,106 @@ def test_what_cannot_be_read_is_refused(reads: Any, windows: Any, message: str) 
     ]
     with pytest.raises(ValueError, match=message):
         cache_layout(caches, 16, 300)
+
+
+SCALES = {"int8": (0.04, 0.05), "float8_e4m3fn": (0.02, 0.5)}
+
+
+def coded(dtype: str) -> str:
+    """A model whose layers keep codes: some read those of others, and some have a window."""
+    more = {"cache_dtype": dtype, "cache_scales": SCALES[dtype]}
+    MODELS.setdefault(dtype, MadeUp((0, 1, 1, 0), (None, 24, 24, None), more))
+    return dtype
+
+
+def forced(name: str, ops: Ops, device: str, rows: list[Row]) -> dict[Place, Tensor]:
+    limits = Limits(budget=32)
+    sampler = ForcedSampler(frozenset(), rows=rows)
+    runner = replace(make_runner(inspect_checkpoint(folder(name)), ops, limits, device), sampler=sampler)
+    engine = make_engine(runner, limits, frozenset())
+    ran = drain(engine, greedy([row.prompt for row in rows], 3, ignore_eos=True))
+    check_steps(ran.steps, limits)
+    return {place: logits.cpu() for place, logits in sampler.seen.items()}
+
+
+@TRITON
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", SCALES)
+def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str) -> None:
+    """Logits are those of a plain decoder that rounds K and V to codes, but where a sum in another order has turned a
+    code into the next one; without codes they are further away."""
+    import triton
+
+    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    rows = [Row(prompt, [7, 11, 13]) for prompt in prompts() if len(prompt) in (2, 33, 64)]
+    got = forced(coded(dtype), TritonOps(AttentionShape(torch.float32, 4, 2, 16)), device, rows)
+    wanted, exact = (
+        [plain.logits(row.prompt + row.answer)[len(row.prompt) - 1 : -1] for row in rows]
+        for plain in (PlainDecoder(folder(dtype)), PlainDecoder(folder(dtype), coded=False))
+    )
+    off = sorted(float((got[n, at] - wanted[n][at]).abs().max()) for n, at in got)
+    assert len(off) == 3 * len(rows)
+    without = min(float((exact[n] - wanted[n]).abs().max()) for n in range(len(rows)))
+    assert off[len(off) // 2] < 1e-4
+    assert off[-1] < without / 3
+
+
+def scales_of(caches: list[LayerCache]) -> list[tuple[float, ...]]:
+    return [tuple(float(s) for s in (cache.k_scale, cache.v_scale) if s is not None) for cache in caches]
+
+
+@TRITON
+def test_layers_with_scales_of_their_own_take_turns_in_a_block() -> None:
+    """A layer that reads another's K and V reads them with that one's scales."""
+    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+    caches = [CacheSpec(2, 16, w, False, None, "int8", 1.0 + i, 5.0) for i, w in enumerate((24, None, 24))]
+    caches.append(CacheSpec(2, 16, 24, False, 2, "int8"))
+    layout = cache_layout(caches, 16, 300)
+    assert len(layout.groups) > 1
+    made = allocate_caches(
+        TritonOps(AttentionShape(torch.float32, 4, 2, 16)), caches, layout, 3, torch.float32, "cpu"
+    )
+    assert scales_of(made) == [(1.0, 5.0), (2.0, 5.0), (3.0, 5.0), (3.0, 5.0)]
+
+
+@TRITON
+def test_codes_take_a_byte_and_memory_is_counted_so() -> None:
+    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+    assert not TritonOps(AttentionShape(torch.float32, 4, 2, 16)).holds(
+        CacheSpec(1, 8, latent=True, dtype="int8")
+    )
+    for dtype in SCALES:
+        spec = MODELS[coded(dtype)].spec
+        layout = cache_layout(spec.caches, 16, 300)
+        ops = TritonOps(AttentionShape(torch.bfloat16, 4, 2, 16))
+        made = allocate_caches(ops, spec.caches, layout, 5, torch.bfloat16, "cpu")
+        assert {cache.k.dtype for cache in made} == {getattr(torch, dtype)}
+        assert (
+            held(made) == 5 * block_bytes(ops, spec.caches, layout, 2) == 5 * layout.depth * 16 * 2 * 2 * 16
+        )
+        assert scales_of(made) == [pytest.approx(SCALES[dtype])] * 4
+        cost, values = (
+            model_cost(spec, 2, 2),
+            model_cost(MadeUp((0, 1, 1, 0), (None, 24, 24, None)).spec, 2, 2),
+        )
+        assert cost.kv_bytes(300) * 2 == values.kv_bytes(300)
+        read = step_cost(values, "attention", 5)[1] - step_cost(cost, "attention", 5)[1]
+        assert read == 5 * cost.seen(100) * 2 * 2 * 16  # a byte less of each value of K and V
+
+
+def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelSource, "load", lambda *_: pytest.fail("it loads"))
+    with pytest.raises(Unavailable, match="KV cache is to keep int8, which cpu operators do not") as refused:
+        load_model(engine_config(coded("int8")))
+    assert refused.value.exit_code == 69
+    with pytest.raises(ValueError, match="keep no int8"):
+        cpu_ops(inspect_checkpoint(folder(coded("int8")))).allocate_cache(
+            CacheSpec(2, 16, dtype="int8"), 3, 16, torch.float32, "cpu"
+        )
