@@ -8,9 +8,9 @@ from pathlib import Path
 
 from batchinfer.data.storage.durable import FileOps, storage, write_new
 from batchinfer.errors import UsageError
+from batchinfer.hub import CONFIG, ModelName, find_snapshot, missing_files
 from batchinfer.job.template import ORDERS, QUESTIONS, init_files
 
-CONFIG = "config.json"  # every checkpoint has one
 _PACKAGE = Path(__file__).parent
 # where the quickstart's model lies: in an installed package, and in a clone
 _SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstart" / "model")
@@ -18,31 +18,50 @@ _SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstar
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """What was written, the checkpoint folder that the job names, and whether there is a checkpoint in it."""
+    """What was written, the checkpoint folder or the name of the model that the job names, and whether it is there."""
 
     wrote: tuple[Path, ...]
-    model: Path
+    model: Path | ModelName
     ready: bool
 
 
-def write_starter(folder: Path, model: Path | None) -> Starter:
-    """Write a new job into `folder`: on `model`, else on the model that lies there, else on a copy of the quickstart's.
+def write_starter(folder: Path, model: str | None) -> Starter:
+    """Write a new job into `folder`: on `model`, a folder or a name in the Hugging Face cache, else on the model that
+    lies there, else on a copy of the quickstart's.
 
     Raises UsageError when a job is there already, StorageError.
     """
+    name = None if model is None else _name(model)
     here = folder / "model"
     shipped = None if model is not None or os.path.lexists(here) else _shipped_model()
     sample = QUESTIONS if shipped is None else ORDERS  # the quickstart's model can do nothing else
     # a job file's paths start from its folder
-    named = "model" if model is None else os.path.relpath(model, folder)
+    named = "model" if model is None else model if name else os.path.relpath(model, folder)
     files = {name: text.encode() for name, text in init_files(named, sample).items()}
     if shipped is not None:
         files |= {
             f"model/{path.name}": path.read_bytes() for path in sorted(shipped.iterdir()) if path.is_file()
         }
     wrote = _write(folder, files)
-    used = here if model is None else model
+    if name is not None:
+        return Starter(wrote, name, _is_cached(name))
+    used = here if model is None else Path(model)
     return Starter(wrote, used, (used / CONFIG).is_file())
+
+
+def _name(model: str) -> ModelName | None:
+    """The name that it is; None for a folder, be it one that is still to be made in a folder that exists."""
+    if Path(model).exists() or Path(model).parent.exists():
+        return None
+    try:
+        return ModelName.parse(model)
+    except ValueError:
+        return None
+
+
+def _is_cached(name: ModelName) -> bool:
+    snapshot = find_snapshot(name)
+    return snapshot is not None and not missing_files(snapshot)
 
 
 def _shipped_model() -> Path | None:

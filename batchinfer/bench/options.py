@@ -8,6 +8,7 @@ from typing import get_args
 
 from batchinfer.bench.workloads import WORKLOADS
 from batchinfer.errors import UsageError
+from batchinfer.hub import NoModel, locate_model
 from batchinfer.models.shapes import SHAPES
 from batchinfer_kernels.arithmetic import Dtype, Quantization
 
@@ -22,7 +23,7 @@ class BenchOptions:
     """None stands for what the engine chooses itself."""
 
     workloads: tuple[str, ...] = DEFAULT_WORKLOADS
-    model: str = DEFAULT_MODEL  # a named shape, or a checkpoint folder
+    model: str = DEFAULT_MODEL  # a named shape, a checkpoint folder, or a name in the Hugging Face cache
     dtype: str = "auto"
     quantization: str = "none"
     deterministic: bool = False
@@ -56,10 +57,24 @@ class BenchOptions:
             for what, value, names in known
             if value not in names
         ]
-        if not self.is_shape and not Path(self.model).is_dir():
-            names = ", ".join(SHAPES)
-            found.append(f"--model is {self.model!r}; it can be {names}, or a checkpoint folder that exists")
+        if not self.is_shape:
+            found += self._unknown_model()
         return found
+
+    def _unknown_model(self) -> list[str]:
+        try:
+            locate_model(self.model, Path(self.model))
+        except NoModel as error:
+            return [
+                f"--model is {self.model!r}; it can be {', '.join(SHAPES)}, a checkpoint folder, or org/name in the "
+                f"Hugging Face cache: {error} ({error.hint})"
+            ]
+        return []
+
+    @property
+    def folder(self) -> Path:
+        """Of the checkpoint that the options name by its folder or by its name; a shape has none."""
+        return Path(self.model) if self.is_shape else locate_model(self.model, Path(self.model))
 
     def _too_small(self) -> list[str]:
         numbers = {

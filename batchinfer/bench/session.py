@@ -63,8 +63,8 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
 
 def workload_of(options: BenchOptions, name: str) -> Workload:
     """The workload over the vocabulary of the model that the options name."""
-    path = Path(options.model)
-    vocab = (shape_config(options.model) if options.is_shape else open_checkpoint(path).spec).vocab
+    spec = shape_config(options.model) if options.is_shape else open_checkpoint(options.folder).spec
+    vocab = spec.vocab
     return make_workload(name, vocab, options.rows)
 
 
@@ -86,7 +86,7 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
     device, quantization = cast(Device, chosen), cast(Quantization, options.quantization)
     dtype = _dtype(options, device)
     return EngineConfig(
-        model=Path(options.model),
+        model=options.folder,
         dtype=dtype,
         device=device,
         max_model_len=longest,
@@ -104,13 +104,13 @@ def _dtype(options: BenchOptions, device: Device) -> Dtype:
     """`auto`: as a job would run it; dummy weights count as stored in bfloat16."""
     if options.dtype != "auto":
         return cast(Dtype, options.dtype)
-    stored: Dtype = "bfloat16" if options.is_shape else open_checkpoint(Path(options.model)).dtype
+    stored: Dtype = "bfloat16" if options.is_shape else open_checkpoint(options.folder).dtype
     return auto_dtype(device, stored, has_fast_bf16())
 
 
 def _source(options: BenchOptions) -> Source:
     if not options.is_shape:
-        return checkpoint_source(Path(options.model))
+        return checkpoint_source(options.folder)
     spec = shape_config(options.model)
     return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
 

@@ -17,6 +17,7 @@ from batchinfer import pipeline, verbs
 from batchinfer.cli.options import Date, JobPath, Json, Overrides, Quiet, load, located
 from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
 from batchinfer.errors import StorageError
+from batchinfer.hub import ModelName
 from batchinfer.job import Job, job_schema
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
@@ -160,10 +161,11 @@ def schema() -> None:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if missing.")],
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="PATH",
-            help="Checkpoint folder that the job names; a small one is put into DIR by default.",
+            metavar="MODEL",
+            help="Checkpoint folder, or org/name of a model in the Hugging Face cache, that the job names; "
+            "a small one is put into DIR by default.",
         ),
     ] = None,
     as_json: Json = False,
@@ -183,8 +185,10 @@ def init(
     say(painted(f"next: batchinfer validate {quoted} && batchinfer run {quoted}"))
 
 
-def _missing_model(folder: Path) -> str:
+def _missing_model(model: Path | ModelName) -> str:
+    if isinstance(model, ModelName):
+        return f"first run: batchinfer pull {shlex.quote(str(model))}"
     return (
-        f"first put a checkpoint into {folder}: config.json, *.safetensors and tokenizer.json, e.g. by\n"
-        f"  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir {shlex.quote(str(folder))}"
+        f"first put a checkpoint into {model}: config.json, *.safetensors and tokenizer.json, e.g. by\n"
+        f"  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir {shlex.quote(str(model))}"
     )

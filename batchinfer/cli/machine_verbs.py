@@ -58,7 +58,11 @@ def bench(
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(help=f"A shape run on dummy weights ({', '.join(SHAPES)}), or a checkpoint folder.")
+        str,
+        typer.Option(
+            help=f"A shape run on dummy weights ({', '.join(SHAPES)}), a checkpoint folder, or org/name in the "
+            "Hugging Face cache."
+        ),
     ] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     quantization: Annotated[str, typer.Option(help="Of the linear layers' weights: none or int8.")] = "none",

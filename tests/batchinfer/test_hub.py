@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.errors import JobFileError
+from batchinfer.bench.options import BenchOptions
+from batchinfer.bench.session import workload_of
+from batchinfer.errors import JobFileError, UsageError
 from batchinfer.hub import ModelName, described, missing_files, short_name
 from batchinfer.job import load_job
+from batchinfer.starter import write_starter
 from tests.batchinfer.test_pipeline import NO_ENGINE, people, run, table, write_job
+from tests.batchinfer.wrong_jobs import command
 from tests.hub_cache import COMMIT, put_into_cache
 
 OTHER = "f" * 40
@@ -224,3 +228,51 @@ def test_no_verb_but_pull_uses_the_network(tmp_path: Path, model: Path) -> None:
     probe = "import urllib.request as u; u.urlopen('http://127.0.0.1:9/')"
     assert subprocess.run([sys.executable, "-c", probe], env=env, capture_output=True).returncode
     assert log.exists()  # the ban works
+
+
+class TestOtherVerbs:
+    def test_init_names_a_model_of_the_cache(self, tmp_path: Path, cache: Path, model: Path) -> None:
+        snapshot = put_into_cache(cache, model)
+        starter = write_starter(tmp_path / "new", "org/tiny")
+        assert (str(starter.model), starter.ready) == ("org/tiny", True)
+        assert load_job(tmp_path / "new" / "job.yaml").model.path == snapshot
+
+    def test_init_says_how_to_pull_what_is_not_there(
+        self,
+        tmp_path: Path,
+        cache: Path,
+        model: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        snapshot = put_into_cache(cache, model)
+        (snapshot / "model.safetensors").unlink()  # cut short
+        for name in ("org/other@v2", "org/tiny"):
+            folder = tmp_path / name.replace("/", "-")
+            ended = command(capsys, monkeypatch, NO_ENGINE)("init", folder, "--model", name)
+            assert (ended.code, f"first run: batchinfer pull {name}\n" in ended.out) == (0, True)
+            with pytest.raises(JobFileError, match=f"`batchinfer pull {name}`"):
+                load_job(folder / "job.yaml")
+
+    def test_init_takes_a_folder_that_is_still_to_be_made(
+        self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "models").mkdir()
+        assert write_starter(Path("new"), "models/mine").model == Path("models/mine")
+        assert '"../models/mine"' in (tmp_path / "new" / "job.yaml").read_text()
+
+    def test_bench_runs_a_model_of_the_cache(self, cache: Path, model: Path) -> None:
+        snapshot = put_into_cache(cache, model)
+        options = BenchOptions(("decode",), model="org/tiny", rows=2)
+        options.check()
+        assert options.folder == snapshot
+        assert len(workload_of(options, "decode").rows) == 2
+
+    def test_bench_says_how_to_pull_what_is_not_there(self, cache: Path) -> None:
+        with pytest.raises(UsageError) as raised:
+            BenchOptions(model="org/other").check()
+        assert "--model is 'org/other'; it can be tiny, llama-135m" in str(raised.value)
+        assert f"in the Hugging Face cache {cache} (`batchinfer pull org/other` downloads it)" in str(
+            raised.value
+        )
