@@ -16,6 +16,11 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGRO
     return min(_machine(meminfo), _container(cgroup))
 
 
+def total_memory(cgroup: Path = _CGROUP) -> int:
+    """Bytes of the machine, or the container's limit where that is smaller."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _limit(cgroup))
+
+
 def peak_memory() -> int:
     """Most bytes that this process has had in memory so far. Linux counts kilobytes, macOS bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -31,8 +36,8 @@ def _machine(path: Path) -> int:
 
 def _container(folder: Path) -> int:
     """What the cgroup's limit leaves. Pages of files count as used there, though the kernel gives them up at need."""
-    limit = _number(folder / "memory.max") or _number(folder / "memory/memory.limit_in_bytes")
-    if limit is None or limit >= _UNLIMITED:
+    limit = _limit(folder)
+    if limit == _UNLIMITED:
         return _UNLIMITED
     for used, statistics in _USED:
         taken = _number(folder / used)
@@ -45,6 +50,12 @@ _USED = (
     ("memory.current", "memory.stat"),  # cgroup v2
     ("memory/memory.usage_in_bytes", "memory/memory.stat"),  # cgroup v1
 )
+
+
+def _limit(folder: Path) -> int:
+    """What a container may use, by cgroup v2 or v1."""
+    limit = _number(folder / "memory.max") or _number(folder / "memory/memory.limit_in_bytes")
+    return _UNLIMITED if limit is None else min(limit, _UNLIMITED)
 
 
 def _number(path: Path) -> int | None:

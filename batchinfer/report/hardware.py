@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchinfer.cpus import usable_cpus
+from batchinfer.memory import total_memory
 from batchinfer.report.datasheet import datasheet
 from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import Peaks
@@ -30,8 +31,6 @@ Source = Literal["measured", "datasheet", "unknown"]
 CACHE_FORMAT = 1
 FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 _CPUINFO = Path("/proc/cpuinfo")
-# cgroup v2, then v1: a container's limit, below what the machine has
-_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +81,7 @@ def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) ->
     Raises ValueError for another device.
     """
     if device == "cpu":
-        bare = Hardware(cpu_name(), "cpu", cpu_cores(), memory_bytes())
+        bare = Hardware(cpu_name(), "cpu", cpu_cores(), total_memory())
     elif device == "cuda" or device.startswith("cuda:"):
         bare = _bare_gpu(gpu or _driver_gpu(device))
     else:
@@ -223,24 +222,6 @@ def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
 def cpu_cores() -> int:
     """Cores that this process may use."""
     return usable_cpus()
-
-
-def memory_bytes(limits: tuple[Path, ...] = _MEMORY_LIMITS) -> int | None:
-    """The machine's memory, or the container's limit where that is smaller; None where neither is told."""
-    told = [_limit(path) for path in limits]
-    try:
-        told.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError) as error:
-        _log.debug("the system does not tell its memory: %s", error)
-    return min((size for size in told if size is not None), default=None)
-
-
-def _limit(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def nvidia_gpus() -> list[Gpu]:

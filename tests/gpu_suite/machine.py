@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer import __version__
-from batchinfer.report.hardware import cpu_cores, cpu_name, memory_bytes
+from batchinfer.memory import total_memory
+from batchinfer.report.hardware import cpu_cores, cpu_name
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "flashinfer-python")
 _GPU_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")
@@ -28,7 +29,7 @@ def describe(root: Path, rehearsal: bool) -> dict[str, Any]:
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.executable).name, "-m", "tests.gpu_suite", *sys.argv[1:]]),
         "gpu": None if rehearsal else _gpu(),
-        "cpu": {"name": cpu_name(), "cores": cpu_cores(), "memory_bytes": memory_bytes()},
+        "cpu": {"name": cpu_name(), "cores": cpu_cores(), "memory_bytes": total_memory()},
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {"batchinfer": __version__, **{name: _version(name) for name in PACKAGES}},

@@ -134,15 +134,6 @@ def test_a_machine_without_cpuinfo_has_no_fast_bf16(tmp_path: Path) -> None:
     assert hardware.cpu_flags(tmp_path / "none") == frozenset()
 
 
-def test_a_container_limit_counts_and_max_means_none(tmp_path: Path) -> None:
-    limit, unlimited = tmp_path / "limit", tmp_path / "unlimited"
-    limit.write_text("1048576\n")
-    unlimited.write_text("max\n")
-    assert hardware.memory_bytes((unlimited, limit)) == 2**20
-    whole = hardware.memory_bytes((unlimited, tmp_path / "none"))
-    assert whole is None or whole > 2**20
-
-
 def test_nvidia_smi_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "NVIDIA H200, 143771\nNVIDIA Odd, name, [N/A]\n"
     monkeypatch.setattr(hardware, "_output", lambda command: text)

@@ -12,7 +12,6 @@ from batchinfer.data.input import sql as sql_input
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.storage import duck
 from batchinfer.errors import OutOfMemory
-from batchinfer.memory import available_memory
 from tests.batchinfer.data.ingest_kit import checkpoint, make_job, run
 
 SMALL_MACHINE = 1 << 30
@@ -85,32 +84,3 @@ def test_our_own_joins_say_what_they_were_given(tmp_path: Path) -> None:
     ):
         database.execute(f"create temp table t as {query}")
     assert "SET " not in str(caught.value)
-
-
-def container(folder: Path, limit: str, used: int, file_pages: int) -> Path:
-    folder.mkdir()
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon {used - file_pages}\ninactive_file {file_pages}\n")
-    return folder
-
-
-def test_memory_is_what_the_machine_or_the_container_has(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9999999 kB\nMemAvailable:    1000 kB\n")
-    no_limit = container(tmp_path / "a", "max", 5000, 0)
-    tight = container(tmp_path / "b", "600000", 500_000, 200_000)
-    over = container(tmp_path / "c", "600000", 900_000, 0)
-    old = tmp_path / "d" / "memory"
-    old.mkdir(parents=True)
-    (old / "memory.limit_in_bytes").write_text("700000")
-    (old / "memory.usage_in_bytes").write_text("600000")
-    folders = (tmp_path / "nothing", no_limit, tight, over, tmp_path / "d")
-    assert [available_memory(meminfo, folder) for folder in folders] == [
-        1_024_000,
-        1_024_000,
-        300_000,
-        0,
-        100_000,
-    ]
-    assert available_memory() > 0
