@@ -19,6 +19,7 @@ from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import OutOfMemory
 from batchinfer.ops.interface import LayerCache
+from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from tests.batchinfer.engine.hashing_model import captured_eagerly
 from tests.batchinfer.engine.small_engine import (
     Limits,
@@ -53,6 +54,7 @@ class Device:
         wanted: int = 60,
         limits: SchedulerConfig = STEPS,
         capture: Capture | None = captured_eagerly,
+        logprobs: int | None = None,
     ) -> Fitted:
         def blocks(needed: int) -> int:
             self.needed = needed
@@ -60,7 +62,7 @@ class Device:
 
         room = CacheRoom(blocks, self.allocate, LONGEST, -(-LONGEST // SIZE))
         runner: ModelRunner = replace(self.runner, model=self)
-        return fit(runner, limits, room, self, capture)
+        return fit(runner, limits, room, self, capture, logprobs)
 
     def allocate(self, blocks: int) -> list[LayerCache]:
         self.wanted.append(blocks)
@@ -173,6 +175,21 @@ def test_dummy_steps_are_as_large_as_they_can_be():
     assert [c.end for c in chunks[3:]] == [LONGEST] * 3
     assert [c.length for c in rehearsal.chunks(4, 4, 1, GREEDY)] == [1] * 4
     assert sum(c.length for c in rehearsal.chunks(10_000, 6, LONGEST, GREEDY)) == 600
+
+
+def test_the_largest_step_has_the_logprobs_that_rows_ask_for(monkeypatch):
+    """Their copy of the logits is measured, and their kernel compiled before the first timed step."""
+    asked, device = [], Device()
+
+    def noted(_: object, logits: torch.Tensor, chosen: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+        asked.append((len(logits), most))
+        return log_probabilities_reference(logits, chosen, most)
+
+    monkeypatch.setattr(type(device.runner.ops), "log_probabilities", noted)
+    device.fit()
+    assert asked == []
+    device.fit(logprobs=7)
+    assert asked == [(6, 7)] * 3, "two steps are measured, one warms up"
 
 
 def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
