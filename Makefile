@@ -20,11 +20,15 @@ quickstart: $(READY)
 	$(BIN)/batchinfer run jobs/quickstart/job.yaml
 	$(BIN)/python jobs/quickstart/score.py
 
+# Each of two processes takes half of the tests and, once done, of what is left to the other: what the tests of a file
+# share is made once, as a rule, and not in both.
+ON_TWO := -n 2 --dist worksteal
+
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest $(ON_TWO) -m "not slow"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2
+	BATCHINFER_TEST_EVERYTHING=1 $(BIN)/python -m pytest $(ON_TWO)
 
 # On a GPU: with the Python whose torch finds one, so that a machine that has torch needs no virtual environment, else
 # with ours. .typing has the folder kernels/ under its import name, as an installation would.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch and OpenMP are imported anywhere: two test processes run beside each other, and threads of tiny
 # operators that wait for one another cost ten times what they gain.
@@ -11,6 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from hypothesis import settings
 
 from tests.kernels.gpu import interpreter
+
+# Hundreds of tests start the package in a process of its own. Where the environment forbids keeping modules compiled,
+# each would compile them anew: a fifth of its time.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # An example that takes long says that the machine is busy: no property is a matter of milliseconds.
 settings.register_profile("patient", deadline=None)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.batchinfer.wrong_jobs import hears_signals
+
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -86,6 +88,7 @@ def on_terminal(
     process = subprocess.Popen(
         [sys.executable, "-c", start, *arguments],
         cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        preexec_fn=hears_signals,
     )  # fmt: skip
     os.close(slave)
     terminal = OnTerminal(process, master)

@@ -30,6 +30,7 @@ from tests.batchinfer.wrong_jobs import (
     command,
     environment,
     flip,
+    hears_signals,
     make_place,
 )
 
@@ -56,7 +57,7 @@ def started(place: Place, *arguments: str, **env: str) -> Iterator[subprocess.Po
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fake_cli", *arguments],
         cwd=place.folder, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=hears_signals,
     )  # fmt: skip
     with process:
         try:

@@ -36,7 +36,7 @@ SLOWLY = {"max_num_seqs": 1, "max_num_batched_tokens": 7, "enable_prefix_caching
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model_folder(folder, seed=2)
+    make_model_folder(folder, seed=2, num_hidden_layers=1)
     return folder
 
 
@@ -99,7 +99,9 @@ def test_int8_and_deterministic_from_the_file_to_the_report(tmp_path: Path, mode
     assert all(chosen <= likeliest < 0 for chosen, likeliest in found.fetchall())
 
 
-@pytest.mark.parametrize(("quantization", "deterministic"), [("int8", False), ("none", True)])
+@pytest.mark.parametrize(
+    ("quantization", "deterministic"), [("int8", False), pytest.param("none", True, marks=pytest.mark.slow)]
+)
 def test_what_only_triton_can_do_is_refused_without_it(
     tmp_path: Path, model: Path, quantization: str, deterministic: bool
 ) -> None:

@@ -82,7 +82,7 @@ def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: in
 
 
 @pytest.mark.parametrize(
-    "turn", [*range(4), *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(4, 60))]
+    "turn", [*range(2), *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(2, 60))]
 )
 def test_nothing_is_left_of_a_run_that_is_killed(turn: int, tmp_path: Path, model: Path) -> None:
     """At a random time of its start, of rendering, of the engine's start, or of its work."""

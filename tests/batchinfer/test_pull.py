@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.batchinfer.test_pipeline import NO_ENGINE, people, run, table, write_job
+from tests.batchinfer.wrong_jobs import hears_signals
 from tests.hub_server import Hub, files_of, serving, sha256
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,9 @@ def command(hub: Hub, cache: Path, *arguments: str, **env: str) -> subprocess.Po
     env = kept | {"HF_HOME": str(cache.parent), "HF_ENDPOINT": hub.url} | env
     line = [sys.executable, "-c", MAIN, "pull", *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(line, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        line, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears_signals
+    )
 
 
 def pull(hub: Hub, cache: Path, *arguments: str, **env: str) -> tuple[int, str, str]:

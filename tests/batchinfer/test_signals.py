@@ -17,7 +17,7 @@ import pytest
 
 from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest, ResultFile
 from tests.batchinfer.test_pipeline import people, write_job
-from tests.batchinfer.wrong_jobs import alive, children, environment
+from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
 
 ENDLESS_SQL = (
     "SELECT count(*)::VARCHAR AS text FROM range(9999999) a, range(9999999) b WHERE a.range * b.range = -1"
@@ -70,7 +70,8 @@ def test_a_signal_ends_a_verb_that_works(
     arguments = make(tmp_path, model)
     with subprocess.Popen(
         [sys.executable, "-m", "batchinfer", *arguments], cwd=tmp_path, text=True, start_new_session=True,
-        env=environment(TMPDIR=str(temporary)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(TMPDIR=str(temporary)), preexec_fn=hears_signals,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         until(lambda: [*temporary.glob("batchinfer-preview-*/*"), *temporary.glob("batchinfer-query-*")])
         time.sleep(1.0)  # it runs the query, or renders

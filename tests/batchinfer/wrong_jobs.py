@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +156,12 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def hears_signals() -> None:
+    """For `preexec_fn`: a child ignores what its parent does, as SIGHUP under nohup, SIGINT behind a script's `&`."""
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def environment(**more: str) -> dict[str, str]:

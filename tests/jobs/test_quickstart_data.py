@@ -159,7 +159,9 @@ def test_no_text_is_out_of_the_tokenizers_reach(text: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_model_answers_held_out_rows(clean: list[Any], dtype: str) -> None:
-    sample = clean[:: len(clean) // 60][:60]
+    """Those in bfloat16 are fewer, as many a CPU has no products of it."""
+    rows = 60 if dtype == "float32" else 20
+    sample = clean[:: len(clean) // rows][:rows]
     found = module("accuracy").answers([row.text for row in sample], dtype=dtype)
     right = sum(answer == row.expected for answer, row in zip(found, sample, strict=True))
-    assert right >= 57, f"{right} of {len(sample)} answers are exact"
+    assert right >= 0.95 * rows, f"{right} of {len(sample)} answers are exact"

@@ -163,7 +163,9 @@ def test_peaks_are_measured_before_and_after():
         asked.append((device, dtypes))
         return PEAKS
 
-    options = BenchOptions(("decode",), "tiny", dtype="bfloat16", device="cpu", quantization="int8", rows=2)
+    options = BenchOptions(
+        ("decode",), "tiny", dtype="bfloat16", device="cpu", threads=1, quantization="int8", rows=2, repeat=1
+    )
     report = run_bench(options, lambda line: None, measure)
     assert asked == [("cpu", ("bfloat16", "int8"))] * 2
     assert report.peaks == Peaks(2e11, 2e10, 4e11)

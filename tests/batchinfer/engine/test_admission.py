@@ -16,6 +16,7 @@ from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
 from batchinfer.engine.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, sequence
 from tests.batchinfer.engine.simulation import Row, simulate
+from tests.examples import examples
 
 
 def walked(ends: list[tuple[int, Sequence]], size: int) -> int:
@@ -62,7 +63,7 @@ def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
     budget=st.sampled_from([16, 64, 512]),
     windows=st.sampled_from([(None,), (5,), (None, 9), (None, 1, 1), (30, None, 6)]),
 )
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=examples(80, 200), deadline=None, print_blob=True)
 def test_nothing_is_preempted_when_lengths_are_known(rows, blocks, budget, windows):
     """Whatever rows share, and whichever layers have a window."""
     pool = BlockPool(blocks * len(windows), 4, len(windows))

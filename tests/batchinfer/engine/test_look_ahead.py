@@ -29,6 +29,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
     watcher,
 )
+from tests.examples import examples
 
 
 class OneByOne(DeviceRunner):
@@ -141,7 +142,7 @@ def work(draw: Any) -> tuple[Limits, list[Arriving], int, tuple[int | None, ...]
     return limits, rows, draw(st.sampled_from([0, 0, 11])), windows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(work())
 def test_answers_do_not_depend_on_it(case):
     """Any arrivals, lengths, stops, penalties, broken logits, preemptions and cache groups."""

@@ -20,6 +20,7 @@ from batchinfer.plan.planner import plan_job
 from batchinfer.request import Request, SamplingParams, TokenIds
 from tests.batchinfer.data.small_index import good_row, write_index
 from tests.batchinfer.engine.driver import Driver
+from tests.kernels.gpu.pairs import pairs_first
 
 BLOCK = 16
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -86,9 +87,14 @@ def run(scheduler: Scheduler, windows: Iterator[list[Request]], queued: int) -> 
     return driver
 
 
-@pytest.mark.parametrize("shape", [(0, 200, 16, 16), (70, 50, 16, 16), (70, 1100, 6, 5)], ids=str)
-@pytest.mark.parametrize("room", [1.3, 3.0, 30.0], ids=["scarce", "some", "plenty"])
-@pytest.mark.parametrize("budget", [64, 2048])
+SCARCE, SOME, PLENTY = 1.3, 3.0, 30.0  # memory
+
+
+@pytest.mark.parametrize(
+    ("shape", "room", "budget"),
+    pairs_first([(0, 200, 16, 16), (70, 50, 16, 16), (70, 1100, 6, 5)], [SCARCE, SOME, PLENTY], [64, 2048]),
+    ids=str,
+)
 def test_each_node_runs_once(shape, room, budget, tmp_path):
     rows = tree(*shape, seed=3)
     longest = max(map(len, rows)) + 12

@@ -12,6 +12,7 @@ from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, Hopeful, sequence
+from tests.examples import examples
 
 prompts = st.lists(
     st.tuples(
@@ -40,7 +41,7 @@ windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1
     windows=windows,
     seed=st.integers(0, 1 << 16),
 )
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=examples(120, 300), deadline=None, print_blob=True)
 def test_every_sequence_finishes_and_reads_only_its_own_prefix(
     rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, seed
 ):

@@ -17,6 +17,7 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Request, SamplingParams
 from tests.batchinfer.engine.small_engine import Limits, Ran, greedy, make_engine, watcher
 from tests.batchinfer.engine.speculating import VOCAB, Speculating, next_token
+from tests.examples import examples
 
 EOS = 0
 
@@ -103,7 +104,7 @@ def cases(draw: Any) -> Case:
     )
 
 
-@settings(max_examples=250, deadline=None, print_blob=True)
+@settings(max_examples=examples(100, 250), deadline=None, print_blob=True)
 @given(cases())
 def test_answers_are_those_of_one_token_a_step(case: Case) -> None:
     """Random numbers of tokens, drafts and rejections, barriers, lengths, stops, broken logits and preemptions."""

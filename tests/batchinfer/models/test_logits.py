@@ -17,8 +17,11 @@ from batchinfer.models.families.family import NamePrefixes
 from batchinfer.ops.torch_ops import TorchOps
 from tests.batchinfer.models.paged import load_decoder, run_paged
 from tests.checkpoints import FAMILIES, LONGROPE, ROPES, cast_parameters, edit_json, make_checkpoint
+from tests.examples import everything
 
 LENGTHS = (1, 2, 17, 63, 100, 300)
+# (tokens of each prompt a step, block size). Small ones take most of the time: `test_small_chunks` has them always.
+CHUNKS = ((None, 16), (64, 8), *(((7, 16),) if everything() else ()))
 
 # Families whose rotary embedding may be scaled in the ways that most know
 SCALED = [family for family in FAMILIES if family not in ("phi3", "gpt2", "gemma3_text")]
@@ -52,7 +55,7 @@ def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS
     prompts = prompts_of(checkpoint.spec.vocab, lengths)
     with torch.inference_mode():
         wanted = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
-    for chunk, block_size in ((None, 16), (64, 8), (7, 16)):
+    for chunk, block_size in CHUNKS:
         found = run_paged(decoder, ops, prompts, chunk=chunk, block_size=block_size)
         for got, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def every_pair(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """A few of the combinations of the axes' values, in which each pair of values of two axes occurs at least once.
@@ -24,6 +26,21 @@ def every_pair(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= _pairs(best, places)
         chosen.append(best)
     return [tuple(axis[at] for axis, at in zip(axes, place, strict=True)) for place in sorted(chosen)]
+
+
+def pairs_first(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations, for `parametrize`: those that are not in `every_pair` belong to the slow sweep."""
+    return _others_slow(axes, every_pair(*axes))
+
+
+def each_first(*axes: Sequence[Any]) -> list[Any]:
+    """The same with so few that each value of each axis occurs at least once."""
+    longest = max(map(len, axes))
+    return _others_slow(axes, [tuple(axis[i % len(axis)] for axis in axes) for i in range(longest)])
+
+
+def _others_slow(axes: Sequence[Sequence[Any]], few: list[tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(*case, marks=[] if case in few else [pytest.mark.slow]) for case in product(*axes)]
 
 
 def _pairs(at: tuple[int, ...], places: list[tuple[int, int]]) -> set[tuple[int, int, int, int]]:

@@ -10,6 +10,7 @@ import torch
 
 from batchinfer_kernels.gated_activation import Activation
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, Compiled, compile_launch
+from tests.kernels.gpu.pairs import pairs_first
 from tests.kernels.gpu.test_matmul_aot import assert_multiplies, assert_reads_wide
 
 FEW, MANY = 16, 4096
@@ -75,11 +76,9 @@ def compiled(
     return matmul
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("target", TARGETS)
-def test_few_and_many_rows(target: str, int8: bool) -> None:
-    compiled(target, FEW, int8=int8, activation="silu")
-    compiled(target, MANY, int8=int8)
+@pytest.mark.parametrize(("target", "int8", "rows"), pairs_first(TARGETS, (False, True), (FEW, MANY)))
+def test_few_and_many_rows(target: str, int8: bool, rows: int) -> None:
+    compiled(target, rows, int8=int8, activation="silu" if rows == FEW else None)
 
 
 def test_deterministic_products_and_odd_sizes() -> None:

@@ -11,7 +11,7 @@ from batchinfer_kernels.gpu import rms_norm as module
 from batchinfer_kernels.gpu.rms_norm import rms_norm
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
-from tests.kernels.gpu.pairs import every_pair
+from tests.kernels.gpu.pairs import each_first, every_pair
 from tests.kernels.gpu.poison import poisoned
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -109,12 +109,15 @@ def launch(dtype: str, hidden: int, residual: bool, offset: float = 0.0) -> None
     rms_norm(x, x[0], 1e-5, x if residual else None, offset)
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("dtype", "hidden", "offset"),
-    [("bfloat16", 4096, 0.0), ("bfloat16", 4096, 1.0), ("float32", 16384, 0.0), ("float16", 20_480, 0.0)],
+    ("target", "case"),
+    each_first(
+        TARGETS,
+        [("bfloat16", 4096, 0.0), ("bfloat16", 4096, 1.0), ("float32", 16384, 0.0), ("float16", 20_480, 0.0)],
+    ),
 )
-def test_compiles(target, dtype, hidden, offset):
+def test_compiles(target, case):
+    dtype, hidden, offset = case
     (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, True, offset), target)
     found.check()
     if target in NVIDIA:

@@ -13,7 +13,7 @@ from batchinfer_kernels.gpu import rope_store as module
 from batchinfer_kernels.gpu.rope_store import rope, rope_store
 from batchinfer_kernels.rope_store import coded_reference, rope_store_reference
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
-from tests.kernels.gpu.pairs import every_pair
+from tests.kernels.gpu.pairs import each_first, every_pair
 from tests.kernels.gpu.poison import poisoned
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -263,16 +263,19 @@ def launch_alone(dtype: str, normed: bool, interleaved: bool) -> None:
 PATH = "tests.kernels.gpu.test_rope_store:launch"
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("dtype", "codes", "normed", "interleaved"),
-    [
-        ("bfloat16", None, True, False),
-        ("float32", "int8", False, False),
-        ("float16", "float8_e4m3fn", True, True),
-    ],
+    ("target", "case"),
+    each_first(
+        TARGETS,
+        [
+            ("bfloat16", None, True, False),
+            ("float32", "int8", False, False),
+            ("float16", "float8_e4m3fn", True, True),
+        ],
+    ),
 )
-def test_compiles(target, dtype, codes, normed, interleaved):
+def test_compiles(target, case):
+    dtype, codes, normed, interleaved = case
     (found,) = compile_launch(PATH, (dtype, codes, 128, 64, normed, interleaved), target)
     found.check()
     if target in NVIDIA:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from datetime import datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.data.prompts.chat_shapes import ChatShapes
 from batchinfer.data.prompts.chat_template import ChatTemplate, Message
 from tests.batchinfer.data.ingest_kit import CHATML
+from tests.examples import examples
 
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
@@ -81,6 +82,7 @@ def template(source: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", [*EXACT, *ODD])
+@settings(max_examples=examples(40, 100))
 @given(data=st.data(), roles=ROLES, system=st.booleans())
 def test_the_text_is_the_templates_own(
     name: str, data: st.DataObject, roles: list[str], system: bool
