@@ -157,5 +157,5 @@ class _Handler(BaseHTTPRequestHandler):
         if end is not None:
             self.hub.reached.set()
             if self.hub.stalled.is_set():
-                threading.Event().wait(8)
+                threading.Event().wait(3)
             self.close_connection = True

@@ -74,7 +74,7 @@ def test_a_signal_ends_a_verb_that_works(
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         until(lambda: [*temporary.glob("batchinfer-preview-*/*"), *temporary.glob("batchinfer-query-*")])
-        time.sleep(1.0)  # it runs the query, or renders
+        time.sleep(0.5)  # it runs the query, or renders
         below = list(children(process.pid))
         os.killpg(process.pid, signum)
         try:
