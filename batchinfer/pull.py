@@ -34,7 +34,7 @@ from batchinfer.hub import (
     indexed_names,
     missing_files,
 )
-from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.opening import open_checkpoint
 from batchinfer.report.progress import Progress
 from batchinfer.transfer import Blob, Transfer
 
@@ -242,7 +242,7 @@ def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
 def _problem(folder: Path) -> BatchInferError | None:
     """Why the checkpoint cannot be run; None where it can."""
     try:
-        inspect_checkpoint(folder)
+        open_checkpoint(folder)
         Tokenizer.load(folder)
     except BatchInferError as error:
         return error

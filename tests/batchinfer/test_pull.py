@@ -15,6 +15,8 @@ import pytest
 
 from tests.batchinfer.test_pipeline import NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import hears_signals
+from tests.checkpoints import make_tokenizer
+from tests.foreign_models import make_foreign
 from tests.hub_server import Hub, files_of, serving, sha256
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,14 @@ def pull(hub: Hub, cache: Path, *arguments: str, **env: str) -> tuple[int, str, 
 
 def snapshot(cache: Path, commit: str = FIRST) -> Path:
     return cache / "models--org--tiny" / "snapshots" / commit
+
+
+def test_a_model_of_transformers_own_can_be_run(tmp_path: Path, cache: Path) -> None:
+    make_foreign(tmp_path / "phi", "phi")
+    make_tokenizer(tmp_path / "phi")
+    with serving(Hub("org/phi", {FIRST: files_of(tmp_path / "phi")}, {"main": FIRST})) as hub:
+        code, out, err = pull(hub, cache, "org/phi")
+    assert (code, "cannot be run" in err) == (0, False), out + err
 
 
 def test_a_pulled_model_answers_as_its_folder_does(
