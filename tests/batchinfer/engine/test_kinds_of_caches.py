@@ -18,6 +18,7 @@ from batchinfer.engine.build import load_model
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.sources import ModelSource
 from batchinfer.errors import JobFileError, Unavailable
 from batchinfer.models.block import Block
@@ -374,3 +375,26 @@ def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: 
         cpu_ops(inspect_checkpoint(folder(coded("int8")))).allocate_cache(
             CacheSpec(2, 16, dtype="int8"), 3, 16, torch.float32, "cpu"
         )
+
+
+@TRITON
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ["both", "int8"])
+def test_the_gpus_path_with_captured_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Dummy steps, padded and captured decode steps, looking ahead."""
+    from tests.batchinfer.engine.interpreted_gpu import stand_in
+
+    stand_in(monkeypatch.setattr)
+    if name in SCALES:
+        coded(name)
+    sizes = {"longest": 60, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
+    loaded = load_model(replace(engine_config(name), device="cuda", **sizes))
+    runner = loaded.runner
+    assert isinstance(runner, DeviceRunner)
+    assert runner.graphs is not None
+    assert runner.graphs.captured
+    rows = [prompt for prompt in prompts() if len(prompt) in (7, 33)][:3]
+    ran = drain(loaded.engine(), greedy(rows, 3))
+    wanted = [PlainDecoder(folder(name)).greedy(row, 3)[0] for row in rows]
+    assert [ran.completions[key_of(n)].token_ids.tolist() for n in range(len(rows))] == wanted
