@@ -144,6 +144,15 @@ def test_a_bad_row_is_an_error_row(folder: Path, prompt: str) -> None:
     assert index.error_rows == len(cases) + always
 
 
+def test_a_message_with_an_image_says_what_is_not_read(folder: Path) -> None:
+    """A part of an unknown type may hold anything: it is not quoted."""
+    parts = ({"type": "image_url", "image_url": "x"}, {"type": "my prompt"}, {"type": "text", "text": 3})
+    rows = [{"m": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]} for part in parts]
+    told = [row["error_message"] for row in rows_of(ingest_rows(folder, rows, {"messages": "m"}))]
+    plain = "messages[0].content: only parts of type text are read"
+    assert told == [f"{plain}; this is one of type image_url", plain, plain]
+
+
 def request(body: dict[str, Any], url: str = "/v1/chat/completions", **more: Any) -> dict[str, Any]:
     return {"custom_id": "c", "method": "POST", "url": url, "body": body, **more}
 
