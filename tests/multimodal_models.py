@@ -43,6 +43,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LlavaNextForConditionalGeneration": ("llava_next", "granite", {"projection_dim": 16}),
     "InternVLForConditionalGeneration": ("internvl", "qwen3", {"image_size": [16, 16], "patch_size": [4, 4]}),
     "AyaVisionForConditionalGeneration": ("aya_vision", "cohere2", {}),
+    "Idefics3ForConditionalGeneration": ("idefics3", "llama", {}),
+    "SmolVLMForConditionalGeneration": ("smolvlm", "llama", {}),
 }
 
 

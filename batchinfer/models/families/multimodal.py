@@ -77,6 +77,11 @@ class Multimodal:
 
 
 _NEWLINE = ("vision_tower", "multi_modal_projector", "image_newline")
+_IDEFICS: dict[str, Any] = {
+    "absent_tied": False,
+    "prefixes": (NamePrefixes("model.text_model."),),
+    "others": ("vision_model", "connector"),
+}
 _KNOWN = (
     Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
     Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral"),
@@ -86,5 +91,7 @@ _KNOWN = (
     ),
     Multimodal("internvl", "InternVLForConditionalGeneration", "qwen2"),
     Multimodal("aya_vision", "AyaVisionForConditionalGeneration", "cohere2"),
+    Multimodal("idefics3", "Idefics3ForConditionalGeneration", "llama", **_IDEFICS),
+    Multimodal("smolvlm", "SmolVLMForConditionalGeneration", "llama", **_IDEFICS),
 )
 MULTIMODAL: dict[str, Multimodal] = {known.model_type: known for known in _KNOWN}
