@@ -190,7 +190,6 @@ def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
     names = ["raises", "fine", "dies", "partly", "hangs", "slow", "fine"]
     entries = tuple(Entry(name, 0.3 if name in ("hangs", "slow") else 1.0, f"suite_{name}") for name in names)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("tests.gpu_suite.worker.GRACE_S", 1.0)
     kept: list[int] = []
     ran = Suite(ROOT, True, 24 / 60, lambda line: None, lambda r: kept.append(len(r["sections"])), entries)
     failing = ran.run()

@@ -18,12 +18,12 @@ def every_pair(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     if len(axes) < 2:
         raise ValueError("pairs are of two axes")
     places = list(combinations(range(len(axes)), 2))
-    left = list(product(*(range(len(axis)) for axis in axes)))
+    left = {at: _pairs(at, places) for at in product(*(range(len(axis)) for axis in axes))}
     missing = {(i, j, a, b) for i, j in places for a in range(len(axes[i])) for b in range(len(axes[j]))}
     chosen = []
     while missing:
-        best = max(left, key=lambda at: len(_pairs(at, places) & missing))
-        missing -= _pairs(best, places)
+        best = max(left, key=lambda at: len(left[at] & missing))
+        missing -= left[best]
         chosen.append(best)
     return [tuple(axis[at] for axis, at in zip(axes, place, strict=True)) for place in sorted(chosen)]
 
