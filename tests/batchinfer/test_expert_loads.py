@@ -45,10 +45,3 @@ def test_every_token_has_its_experts(tmp_path: Path) -> None:
     assert [row[:3] for row in found] == [(layer, CHOSEN * tokens, EXPERTS) for layer in (0, 2)]
     assert [row[3] for row in found] == pytest.approx([1, 1])
     assert duckdb.sql("SELECT count(DISTINCT tokens) FROM experts").fetchall()[0][0] > EXPERTS
-
-
-def test_a_model_without_experts_has_no_such_table(tmp_path: Path) -> None:
-    place = place_of(tmp_path, "llama")
-    run(place)
-    assert list(place.folder.rglob("steps-*.parquet"))
-    assert not list(place.folder.rglob("experts-*"))

@@ -35,7 +35,12 @@ print((peak() - before) / checkpoint.weight_bytes)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB only on Linux")
 @pytest.mark.parametrize(
-    ("shards", "dtype", "limit"), [(1, "float32", 1.3), (4, "float32", 1.3), (1, "bfloat16", 0.8)]
+    ("shards", "dtype", "limit"),
+    [
+        pytest.param(1, "float32", 1.3, marks=pytest.mark.slow),
+        (4, "float32", 1.3),
+        (1, "bfloat16", 0.8),
+    ],
 )
 def test_peak_while_loading(tmp_path: Path, shards: int, dtype: str, limit: float) -> None:
     """200 MB in 16 layers: a layer's file pages may be held beside its copy, the model's may not."""
