@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from batchinfer.data.results.answer_check import AnswerCheck
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.error_budget import Budget
 from batchinfer.launch.messages import WorkDone
@@ -24,7 +25,15 @@ class _Expected(NamedTuple):
 class Collector:
     """The sink of `run_plan`."""
 
-    def __init__(self, store: CompletionStore, meter: Meter, progress: Progress, budget: Budget) -> None:
+    def __init__(
+        self,
+        store: CompletionStore,
+        meter: Meter,
+        progress: Progress,
+        budget: Budget,
+        check: AnswerCheck | None = None,
+    ) -> None:
+        self._check = check
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
         self._in_flight: dict[bytes, _Expected] = {}
         self._errors = budget.already
@@ -39,13 +48,14 @@ class Collector:
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""
-        self._store.append(done.completions)
+        completions = self._check.checked(done.completions) if self._check else done.completions
+        self._store.append(completions)
         for step in done.steps:
             self._meter.step(step)
             self._progress.step(step)
         for request in done.requests:
             self._meter.request(request)
-        for completion in done.completions:
+        for completion in completions:
             self._count(completion)
         self._store.maybe_commit()
 

@@ -19,6 +19,7 @@ from batchinfer.data.index.row_names import name_rows
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.results.answer_check import AnswerCheck
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.error_summary import summarise_all_errors, summarise_errors
 from batchinfer.data.results.join import ErrorCounts, count_errors, used_rows
@@ -338,7 +339,9 @@ class _Run:
         config = self.setting.engine_config(self.job, plan.longest, index.logprobs)
         spec = WorkerSpec(config, self.job.model.path, self.options.engine)
         meter = self.report.open_meter()
-        collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows))
+        columns = self.setup.columns
+        check = None if columns is None else AnswerCheck(columns, self.tokenizer)
+        collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows), check)
         for line in self.checkpoint.notices:
             self.notice(line)
         self.progress.phase("loading model")

@@ -21,16 +21,20 @@ from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.sql import query_columns
 from batchinfer.data.prompts.columns import Columns, choose_columns
+from batchinfer.data.prompts.constraint_check import constraint_problem
+from batchinfer.data.prompts.generated_schema import parsed_schema
 from batchinfer.data.prompts.mode import check_chat_template, choose_mode
 from batchinfer.data.prompts.sampling_fields import CHECKS
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.results.join import ErrorCounts
 from batchinfer.data.results.manifest import check_destination
+from batchinfer.data.results.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import ErrorBudgetExceeded, Unavailable
 from batchinfer.job import Job
+from batchinfer.job.check import RESULT_COLUMNS
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.stored import StoredModel
 from batchinfer.report.hardware import nvidia_gpus
@@ -48,6 +52,7 @@ class Setup:
     checkpoint: StoredModel
     setting: Setting
     tokenizer: Tokenizer
+    columns: SchemaColumns | None  # of answers that `output.schema` describes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,33 @@ def check_setup(job: Job, state: StateFolder, replace: bool = False) -> Setup:
     check_destination(state.results, job.name, replace)
     state.check_writable()
     state.refuse_newer()
-    return Setup(checkpoint, setting, tokenizer)
+    return Setup(checkpoint, setting, tokenizer, _columns(job))
+
+
+def _columns(job: Job) -> SchemaColumns | None:
+    """The columns of the job's schema, which can be followed. Raises JobFileError."""
+    where = _constraint_key(job)
+    if (problem := constraint_problem(job.params())) is not None:
+        raise job.mistake(where, problem.partition(": ")[2] or problem)
+    if job.output.json_schema is None:
+        return None
+    try:
+        columns = schema_columns(parsed_schema(job.output.json_schema), job.output.column)
+    except NoColumns as error:
+        raise job.mistake(where, str(error)) from None
+    taken = {name.casefold(): name for name in (*RESULT_COLUMNS, *job.output.columns)}
+    for name in columns.schema.names:
+        if name.casefold() in taken:
+            text = f"its property {name!r} has the name of another column of the result; give output.column a name"
+            raise job.mistake(where, text)
+    return columns
+
+
+def _constraint_key(job: Job) -> str:
+    """Where the job file says what answers look like."""
+    if job.output.schema_file is not None:
+        return "output.schema_file"
+    return "output.schema" if job.output.json_schema is not None else f"sampling.{job.params().constraint}"
 
 
 def _check_device(job: Job) -> None:

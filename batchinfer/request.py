@@ -47,6 +47,17 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None  # None: no log-probabilities; n: of each token, and of the n most likely ones
+    # What an answer has to look like; one of them at most
+    json_schema: str | None = None  # JSON text of a JSON Schema
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None  # Lark, or GBNF
+
+    @property
+    def constraint(self) -> str | None:
+        """Which of the constraints an answer has to follow."""
+        return next((name for name in CONSTRAINTS if getattr(self, name)), None)
 
     @property
     def greedy(self) -> bool:
@@ -59,7 +70,7 @@ class SamplingParams:
     def canonical(self) -> Self:
         """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
         stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))
-        ordered = replace(self, stop=stops, stop_token_ids=ids)
+        ordered = replace(self, stop=stops, stop_token_ids=ids, choice=tuple(sorted(set(self.choice))))
         return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
 
     def to_json(self) -> str:
@@ -78,6 +89,22 @@ class SamplingParams:
         return cls(**values)
 
 
+class ConstraintFailed(Exception):
+    """A constraint that cannot be followed any further, as the error of its row."""
+
+    def __init__(self, error: RowError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+@dataclass(slots=True)
+class ConstraintWork:
+    """What constraints took so far."""
+
+    compile_s: float = 0.0
+    mask_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a number may be: from `low` to `high`, or with `above` from just above `low`."""
@@ -92,6 +119,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 # What the numbers of SamplingParams may be, wherever they come from: job file, column, OpenAI request
 BOUNDS: Mapping[str, Bounds] = {
     "max_tokens": Bounds(1, INT32_MAX),
@@ -161,6 +189,11 @@ class RequestSample:
     scheduled_s: float  # its first step began
     first_token_s: float  # its first token was sampled (end of that step)
     finished_s: float  # its last token was sampled
+    constrained: bool = False
+    steered: bool = False  # its constraint kept it from its most likely token at least once
+    forced_tokens: int = (
+        0  # of the completion, those that its constraint left no choice of: they were not sampled
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +218,6 @@ class StepSample:
     flops: int  # useful: without padding and recomputation
     bytes: int  # that had to move
     roofline_s: float | None  # sum over operators of max(flops/peak, bytes/bandwidth); None: peaks unknown
+    forced_tokens: int = 0  # appended behind the step's, because a constraint left no choice
+    mask_s: float = 0.0  # filling the masks of constrained rows
+    compile_s: float = 0.0  # compiling constraints, since the step before

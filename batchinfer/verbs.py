@@ -43,6 +43,9 @@ def validate_job(job: Job) -> list[str]:
         found.append(f"input: {facts.files} file{'s' * (facts.files != 1)}, {size(facts.bytes)}")
     if job.sampling.from_columns:
         found.append(f"sampling: rows set their own {job.sampling.row_parameters()}")
+    if setup.columns is not None:
+        found.append("columns of answers: " + ", ".join(f"{f.name} {f.type}" for f in setup.columns.schema))
+        found += [str(note) for note in setup.columns.notes]
     return [*found, *facts.warnings, *rehearse(job, setup), "the job file is right"]
 
 

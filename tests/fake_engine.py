@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchinfer.engine.config import EngineConfig, EngineInfo
+from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.request import (
     Completion,
@@ -173,7 +174,9 @@ def _step(step: int, tokens: int, sampled: int, waiting: int) -> StepSample:
     )
 
 
-def build(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltFake:
+def build(
+    config: EngineConfig, stop_streams: StopStreams | None = None, constraints: ConstraintsFor | None = None
+) -> BuiltFake:
     """Takes the place of `batchinfer.engine.build.build_engine`."""
     info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0, 0.0)
     return BuiltFake(FakeEngine(), info)

@@ -15,6 +15,7 @@ from batchinfer.engine.budget import step_tokens
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
+from batchinfer.engine.constraints import ConstraintMask, Constraints, ConstraintsFor
 from batchinfer.engine.decode_graphs import Capture, Captured, GraphOps, capture_on_gpu
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.engine import Engine, EngineLimits
@@ -54,6 +55,7 @@ class LoadedModel:
     engine_limits: EngineLimits
     info: EngineInfo
     expert_loads: ExpertLoads
+    constraints: Constraints | None = None
 
     def engine(
         self,
@@ -67,16 +69,25 @@ class LoadedModel:
         windows = self.runner.layout.sizes.windows
         pool = BlockPool(self.info.blocks, self.info.block_size, len(windows))
         scheduler = Scheduler(self.limits, pool, windows=windows)
-        return Engine(runner or self.runner, scheduler, self.engine_limits, peaks, stop_streams)
+        limits = self.engine_limits
+        return Engine(
+            runner or self.runner, scheduler, limits, peaks, stop_streams, constraints=self.constraints
+        )
 
 
-def build_engine(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltEngine:
+def build_engine(
+    config: EngineConfig,
+    stop_streams: StopStreams | None = None,
+    constraints: ConstraintsFor | None = None,
+) -> BuiltEngine:
     """Load the checkpoint that `config.model` names and wire the rooms together; raises as `load_model` does."""
-    loaded = load_model(config)
+    loaded = load_model(config, constraints=constraints)
     return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read)
 
 
-def load_model(config: EngineConfig, source: Source | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, source: Source | None = None, constraints: ConstraintsFor | None = None
+) -> LoadedModel:
     """Load the weights and size the KV cache; `source` takes the place of the checkpoint at `config.model`.
 
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
@@ -99,7 +110,9 @@ def load_model(config: EngineConfig, source: Source | None = None) -> LoadedMode
         longest=longest,
         least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
     )
-    runner = ModelRunner(model, ops, [], layout, Sampler(eos), cost, device)
+    followed = None if constraints is None else constraints(eos)
+    mask = None if followed is None else ConstraintMask(followed)
+    runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask), cost, device)
     counters = model.expert_loads if source.can_be_captured else None
     fitted = _fit(runner, limits, room, counters, config.logprobs)
     limits, blocks = fitted.limits, fitted.blocks
@@ -121,7 +134,9 @@ def load_model(config: EngineConfig, source: Source | None = None) -> LoadedMode
     )
     loads = model.expert_loads
     loads.restart()  # what was measured and compiled with is nobody's work
-    return LoadedModel(fitted.runner, limits, EngineLimits(longest, eos, model.long_from), info, loads)
+    return LoadedModel(
+        fitted.runner, limits, EngineLimits(longest, eos, model.long_from), info, loads, followed
+    )
 
 
 def _fit(

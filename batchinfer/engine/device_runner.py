@@ -16,7 +16,7 @@ from batchinfer.engine.decode_graphs import DecodeGraphs
 from batchinfer.engine.model_runner import Launched, ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
-from batchinfer.engine.sampled import Sampled, by_sequence
+from batchinfer.engine.sampled import Masked, Sampled, by_sequence
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.staging import Download, upload
@@ -36,10 +36,18 @@ class DeviceRun:
     download: Download | None  # tokens, then what `asking` says; None: nothing was sampled
     padded_tokens: int
     asking: list[list[Sequence]] = field(default_factory=list)  # of each piece that has log-probabilities
+    masked: list[Masked] = field(
+        default_factory=list
+    )  # of each piece that has masked rows; last in the download
 
     def tokens(self) -> list[list[int]]:
         """See Launched."""
-        return [] if self.download is None else [[token] for token in self.download.arrays()[0].tolist()]
+        if self.download is None:
+            return []
+        arrays = self.download.arrays()
+        for masked, barred in zip(self.masked, arrays[len(arrays) - len(self.masked) :], strict=True):
+            masked.note(barred)
+        return [[token] for token in arrays[0].tolist()]
 
     def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
         """See Launched."""
@@ -101,8 +109,13 @@ class DeviceRunner(ModelRunner):
         self.pending.tokens = tokens
         self.pending.rows = {s: row for row, s in enumerate(c.sequence for c in chunks if c.samples)}
         logprobs = [s.logprobs for s in sampled if s.logprobs is not None]
-        download = Download(tokens, *(tensor for found in logprobs for tensor in found.tensors))
-        return DeviceRun(download, padded, [found.sequences for found in logprobs])
+        masked = [s.masked for s in sampled if s.masked is not None]
+        beside = [
+            *(tensor for found in logprobs for tensor in found.tensors),
+            *(one.barred for one in masked),
+        ]
+        download = Download(tokens, *beside)
+        return DeviceRun(download, padded, [found.sequences for found in logprobs], masked)
 
     def _run(self, chunks: list[Chunk]) -> tuple[Sampled | None, int]:
         """(what was sampled, if anything was, and padded tokens)"""

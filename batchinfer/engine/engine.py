@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from batchinfer.engine.model_runner import Launched, ModelRunner
-from batchinfer.engine.scheduler import Chunk, Scheduler, Step
+from batchinfer.engine.constraints import Constraint, Constraints
+from batchinfer.engine.in_flight import End, InFlight, Taken
+from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.scheduler import Chunk, Scheduler
 from batchinfer.engine.sequence import Sequence, StopStream, StopStreams
 from batchinfer.ops.interface import NO_TOKEN
 from batchinfer.request import (
     Completion,
+    ConstraintFailed,
+    ConstraintWork,
     FinishReason,
     Request,
     RequestSample,
@@ -25,7 +27,7 @@ from batchinfer.request import (
     StepSample,
     TokenLogprobs,
 )
-from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds, step_total
+from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +77,28 @@ class Engine:
         stop_streams: StopStreams | None = None,
         clock: Callable[[], float] = time.perf_counter,
         draft: Draft | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
-        self._draft = draft
+        self._draft, self._constraints = draft, constraints
+        self._forced, self._reported = 0, ConstraintWork()
         self._started = clock()
         self._steps = 0
-        self._refused: list[Completion] = []
-        self._in_flight: deque[_InFlight] = deque()  # oldest first; two at most
+        self._early = StepOutput()  # what ended before any step
+        self._in_flight: deque[InFlight] = deque()  # oldest first; two at most
         self._ended = 0.0  # when the last retired step ended
 
     @property
     def unfinished(self) -> int:
         """Requests that are not finished, and finished ones whose blocks an in-flight step still reads."""
         scheduler = self._scheduler
-        return len(scheduler.waiting) + len(scheduler.running) + len(scheduler.leaving) + len(self._refused)
+        return (
+            len(scheduler.waiting)
+            + len(scheduler.running)
+            + len(scheduler.leaving)
+            + len(self._early.completions)
+        )
 
     def add(self, requests: Seq[Request]) -> None:
         """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, and
@@ -101,18 +110,26 @@ class Engine:
                     f"a prompt of {len(request.prompt)} tokens, and positions for {self._limits.max_model_len}"
                 )
             limits, watch = self._limits, self._watch(request)
+            if request.params.constraint is not None and self._constraints is None:
+                raise ValueError("this engine has no tokenizer beside it, so it cannot follow a constraint")
             sequence = Sequence.of(request, limits.max_model_len, watch, self._now(), limits.long_from)
             sequence.barrier = self._draft is not None or self._runner.needs_tokens(request)
             try:
-                self._scheduler.add(sequence)
+                end = self._constrain(sequence)
+                if end is None:
+                    self._scheduler.add(sequence)
+                else:
+                    self._early.requests.append(_request_sample(sequence, self._now()))
+                    self._early.completions.append(_completion(sequence, end))
+            except ConstraintFailed as failed:
+                self._early.completions.append(_completion(sequence, End("error", error=failed.error)))
             except ValueError as error:
                 problem = RowError("kv_cache_too_small", "resource", str(error), retryable=True)
-                self._refused.append(Completion(request.key, np.empty(0, np.int32), "error", error=problem))
+                self._early.completions.append(_completion(sequence, End("error", error=problem)))
 
     def step(self) -> StepOutput:
         """schedule → run → post-process. Returns an empty output when there is nothing to do."""
-        output = StepOutput(completions=self._refused)
-        self._refused = []
+        output, self._early = self._early, StepOutput()
         if not self._in_flight:
             self._launch()
         if self._in_flight:
@@ -144,6 +161,31 @@ class Engine:
             raise ValueError("this engine has no tokenizer beside it, so it cannot look for stop strings")
         return self._stop_streams(request.params)
 
+    def _constrain(self, sequence: Sequence) -> End | None:
+        """Give a sequence its constraint, and the tokens that every such answer begins with; how they end it, if they
+        do. Raises ConstraintFailed."""
+        if sequence.request.params.constraint is None or self._constraints is None:
+            return None
+        sequence.constraint = self._constraints.start(sequence.request.params)
+        if len(sequence) >= sequence.max_length:
+            return None
+        end = self._force(sequence, self._now())
+        sequence.first_token_s = None  # nothing was computed yet
+        return end
+
+    def _force(self, sequence: Sequence, now: float) -> End | None:
+        """Append the tokens that have to come next: the next step runs them as one chunk. Rows with log-probabilities
+        sample them, to know how likely they are."""
+        if sequence.constraint is None or sequence.logprobs is not None:
+            return None
+        for token in sequence.constraint.forced():
+            sequence.forced += 1
+            self._forced += 1
+            end = self._append(sequence, token, now, None)
+            if end is not None:
+                return end
+        return None
+
     def _launch(self) -> None:
         """Schedule and launch the next step, if there is one."""
         began = self._now()
@@ -153,7 +195,7 @@ class Engine:
         scheduled = self._scheduler.schedule()
         if not scheduled.chunks:
             return
-        step = _InFlight.of(scheduled, began)
+        step = InFlight.of(scheduled, began)
         if not self._in_flight:
             self._account(step)
         step.launched_s = self._now()
@@ -163,7 +205,7 @@ class Engine:
         self._move_on(step)
         self._in_flight.append(step)
 
-    def _move_on(self, step: _InFlight) -> None:
+    def _move_on(self, step: InFlight) -> None:
         for chunk in step.scheduled.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.length
             sequence.computed = end
@@ -174,7 +216,7 @@ class Engine:
         if self._runner.looks_ahead:
             self._look_ahead(step)
 
-    def _look_ahead(self, step: _InFlight) -> None:
+    def _look_ahead(self, step: InFlight) -> None:
         """Prepare the sequences for a step that is scheduled before this one's tokens are known."""
         for sequence in step.sampling:
             if sequence.barrier:
@@ -189,10 +231,11 @@ class Engine:
     def _propose(self, sequence: Sequence, draft: Draft) -> None:
         """Give a sequence that decodes its drafts. The last token that it may get is sampled, not proposed."""
         room = sequence.max_length - len(sequence) - 1
-        if sequence.remaining == 1 and room > 0 and not (sequence.blocked or sequence.drafts):
+        free = not (sequence.blocked or sequence.drafts) and sequence.constraint is None
+        if sequence.remaining == 1 and room > 0 and free:
             sequence.propose(draft(sequence)[:room])
 
-    def _retire(self, step: _InFlight, output: StepOutput) -> None:
+    def _retire(self, step: InFlight, output: StepOutput) -> None:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
         tokens, logprobs = step.result.tokens(), step.result.logprobs()
@@ -205,7 +248,7 @@ class Engine:
         for sequence, end in ends:
             self._finish(sequence, end, ready, output)
         for sequence in step.completed:
-            self._finish(sequence, _End("length"), ready, output)
+            self._finish(sequence, End("length"), ready, output)
         for sequence in step.dropped:
             self._scheduler.release(sequence)
         output.sample = self._sample(step, ready)
@@ -216,11 +259,11 @@ class Engine:
 
     def _take_all(
         self,
-        step: _InFlight,
+        step: InFlight,
         tokens: list[list[int]],
         logprobs: Mapping[Sequence, TokenLogprobs],
         now: float,
-    ) -> list[tuple[Sequence, _End]]:
+    ) -> list[tuple[Sequence, End]]:
         """Append a step's tokens to their sequences; those that end with them."""
         ends, dropped = [], step.dropped
         for sequence, given in zip(step.sampling, tokens, strict=True):
@@ -229,7 +272,7 @@ class Engine:
             found = logprobs[sequence] if sequence.logprobs is not None else None
             if len(given) == 1 and not sequence.drafts:  # nearly always
                 sequence.blocked = False
-                end = self._append(sequence, given[0], now, found)
+                end = self._append(sequence, given[0], now, found) or self._force(sequence, now)
             else:
                 taken = self._take(sequence, given, now, found)
                 step.irregular.append(taken)
@@ -240,14 +283,14 @@ class Engine:
 
     def _take(
         self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
-    ) -> _Taken:
+    ) -> Taken:
         """Append any number of tokens to a sequence, up to the one that ends it; the rest is dropped."""
         if sequence.pending:
             raise ValueError(
                 f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
             )
         sequence.blocked = False
-        taken = _Taken(sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :])
+        taken = Taken(sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :])
         sequence.drop_drafts()
         for at, token in enumerate(tokens):
             taken.add(token)
@@ -258,12 +301,11 @@ class Engine:
 
     def _append(
         self, sequence: Sequence, token: int, now: float, logprobs: TokenLogprobs | None, at: int = 0
-    ) -> _End | None:
+    ) -> End | None:
         """Append a token and its own of the `logprobs` to its sequence; how the sequence ends, if the token ends it."""
         if token == NO_TOKEN:
             sequence.take_none()
-            text = "the model's logits are not finite numbers"
-            return _End("error", error=RowError("nan_logits", "engine", text, retryable=True))
+            return _without_token(sequence)
         sequence.take(token)
         if sequence.logprobs is not None and logprobs is not None:
             sequence.logprobs.append(logprobs, at)
@@ -271,9 +313,11 @@ class Engine:
             sequence.first_token_s = now
         kept = sequence.stop_stream(token) if sequence.stop_stream else None
         reason = self._finish_reason(sequence, token, kept)
-        return _End(reason, kept) if reason else None
+        if sequence.constraint is not None:
+            return _constrained_end(sequence.constraint, token, reason, kept)
+        return End(reason, kept) if reason else None
 
-    def _take_back(self, taken: _Taken) -> None:
+    def _take_back(self, taken: Taken) -> None:
         """Give up the positions that were computed for rejected tokens."""
         if taken.end is None:
             taken.sequence.high_water = min(taken.sequence.high_water, taken.useful_end)
@@ -291,13 +335,9 @@ class Engine:
                 return "stop"
         return "length" if length >= sequence.max_length else None
 
-    def _finish(self, sequence: Sequence, end: _End, now: float, output: StepOutput) -> None:
+    def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
-        ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
-        logprobs = sequence.logprobs.all() if sequence.logprobs is not None else None
-        output.completions.append(
-            Completion(sequence.request.key, ids, end.reason, end.text_length, end.error, logprobs)
-        )
+        output.completions.append(_completion(sequence, end))
         output.requests.append(_request_sample(sequence, now))
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -313,7 +353,7 @@ class Engine:
         else:
             self._scheduler.finish(sequence)
 
-    def _account(self, step: _InFlight) -> None:
+    def _account(self, step: InFlight) -> None:
         """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
         chunks, sampled = step.useful, len(step.sampling) - len(step.dropped)
         if step.dropped:
@@ -325,7 +365,15 @@ class Engine:
             sampled += sum(taken.count - 1 for taken in step.irregular)
         step.shape = self._runner.step_shape(chunks, sampled)
 
-    def _sample(self, step: _InFlight, ready: float) -> StepSample:
+    def _new_work(self) -> ConstraintWork:
+        """What constraints took since this was last asked."""
+        if self._constraints is None:
+            return _NO_WORK
+        now, before = self._constraints.work, self._reported
+        self._reported = ConstraintWork(now.compile_s, now.mask_s)
+        return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
+
+    def _sample(self, step: InFlight, ready: float) -> StepSample:
         """Measurements of a retired step. The time of overlapping steps is split where the earlier one ended."""
         assert step.shape is not None
         assert step.result is not None
@@ -333,6 +381,8 @@ class Engine:
         unused = len(step.dropped) + sum(taken.rejected for taken in step.irregular)
         decodes, recomputed = step.decodes - unused, step.recomputed
         costs = self._runner.cost.step(shape)
+        forced, self._forced = self._forced, 0
+        work = self._new_work()
         return StepSample(
             step=self._steps,
             started_s=began,
@@ -352,84 +402,45 @@ class Engine:
             flops=self._runner.cost.model_flops(shape),
             bytes=step_total(costs).bytes,
             roofline_s=roofline_seconds(costs, self._peaks) if self._peaks else None,
+            forced_tokens=forced,
+            mask_s=work.mask_s,
+            compile_s=work.compile_s,
         )
 
 
-class _End(NamedTuple):
-    """How a sequence ends."""
-
-    reason: FinishReason
-    text_length: int | None = None
-    error: RowError | None = None
+_NO_WORK = ConstraintWork()
 
 
-@dataclass(slots=True, eq=False)
-class _Taken:
-    """What a sequence took of the tokens that a step gave it."""
-
-    sequence: Sequence
-    known: int  # its tokens before
-    drafts: array[int]  # that the step ran
-    right: int = 0  # of these, how many were right, from the first on
-    count: int = 0  # tokens taken, one that is none for want of finite logits included
-    end: _End | None = None
-
-    def add(self, token: int) -> None:
-        """Count a token, and compare it with its draft."""
-        if self.count == self.right < len(self.drafts):
-            self.right += self.drafts[self.right] == token
-        self.count += 1
-
-    @property
-    def useful_end(self) -> int:
-        """Positions that are computed for the tokens that it has; the last token is still to be run."""
-        return self.known + min(self.right, max(0, self.count - 1))
-
-    @property
-    def rejected(self) -> int:
-        """Positions that were computed for nothing."""
-        return self.known + len(self.drafts) - self.useful_end
+def _completion(sequence: Sequence, end: End) -> Completion:
+    ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
+    logprobs = sequence.logprobs.all() if sequence.logprobs is not None else None
+    return Completion(sequence.request.key, ids, end.reason, end.text_length, end.error, logprobs)
 
 
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """A step between its launch and the arrival of its tokens."""
+def _without_token(sequence: Sequence) -> End:
+    """How a sequence ends for which no token was found."""
+    constraint = sequence.constraint
+    if constraint is not None and constraint.failure is not None:
+        return End("error", error=constraint.failure)
+    text = "the model's logits are not finite numbers"
+    return End("error", error=RowError("nan_logits", "engine", text, retryable=True))
 
-    scheduled: Step
-    sampling: list[Sequence]  # those that get tokens, in order
-    completed: list[Sequence]  # those that end with this step and get none
-    useful: list[Chunk]  # without tokens that are recomputed after a preemption
-    decodes: int
-    recomputed: int
-    began_s: float
-    launched_s: float = 0.0
-    result: Launched | None = None
-    shape: StepShape | None = None  # of what is useful, without what was dropped
-    irregular: list[_Taken] = field(default_factory=list)  # of sequences that did not just get the next token
-    dropped: set[Sequence] = field(
-        default_factory=set
-    )  # sequences that had already ended when it was launched
 
-    @classmethod
-    def of(cls, step: Step, began_s: float) -> _InFlight:
-        """Read the chunks before launching, which moves the sequences on."""
-        chunks = step.chunks
-        recomputed = sum(c.recomputed for c in chunks)
-        sampling, completed = [], []
-        for chunk in chunks:
-            if chunk.samples:
-                sampling.append(chunk.sequence)
-            elif chunk.completes:
-                completed.append(chunk.sequence)
-        return cls(
-            scheduled=step,
-            sampling=sampling,
-            completed=completed,
-            useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
-            decodes=sum(c.decodes for c in chunks),
-            recomputed=recomputed,
-            began_s=began_s,
-        )
+def _constrained_end(
+    constraint: Constraint, token: int, reason: FinishReason | None, kept: int | None
+) -> End | None:
+    """How a token ends an answer with a constraint: whole, or as an error."""
+    try:
+        constraint.take(token)
+    except ConstraintFailed as failed:
+        return End("error", error=failed.error)
+    if constraint.ended and kept is None:
+        return End("stop")
+    if reason is None:
+        return None
+    cut = "max_tokens or the model's context ended" if reason == "length" else "a stop string or token ended"
+    text = f"{cut} the answer before it was whole under its constraint"
+    return End("error", kept, RowError("incomplete_output", "policy", text))
 
 
 def _request_sample(sequence: Sequence, now: float) -> RequestSample:
@@ -443,4 +454,7 @@ def _request_sample(sequence: Sequence, now: float) -> RequestSample:
         scheduled_s=sequence.scheduled_s if sequence.scheduled_s is not None else now,
         first_token_s=sequence.first_token_s if sequence.first_token_s is not None else now,
         finished_s=now,
+        constrained=sequence.constraint is not None,
+        steered=sequence.steered,
+        forced_tokens=sequence.forced,
     )

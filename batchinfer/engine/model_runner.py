@@ -117,6 +117,8 @@ class ModelRunner:
         if not sampling:
             return RunResult([], plans[0].padded_tokens)
         sampled = self.sampled(hidden[batch.sampled_rows], sampling)
+        if sampled.masked is not None:
+            sampled.masked.note(sampled.masked.barred.numpy(force=True))
         tokens, found = [[token] for token in sampled.tokens.tolist()], sampled.logprobs
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
         logprobs = by_sequence(found.sequences, *arrays) if found else {}

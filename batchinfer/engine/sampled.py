@@ -29,11 +29,25 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Masked:
+    """Rows whose tokens were masked, and whether that kept each from its most likely token."""
+
+    sequences: list[Sequence]
+    barred: Tensor  # (n,) bool
+
+    def note(self, barred: NDArray[Any]) -> None:
+        """Remember on the sequences what `barred` says on the host."""
+        for sequence, one in zip(self.sequences, barred.tolist(), strict=True):
+            sequence.steered = sequence.steered or one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """Everything lies where the logits were."""
 
     tokens: Tensor  # (rows,) int64; NO_TOKEN where a row's logits are not finite
     logprobs: RowLogprobs | None = None  # None: no row asks
+    masked: Masked | None = None  # None: no row is
 
 
 def by_sequence(

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.pending import Pending
-from batchinfer.engine.sampled import RowLogprobs, Sampled
+from batchinfer.engine.sampled import Masked, RowLogprobs, Sampled
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.staging import upload
 from batchinfer.ops.interface import Ops
 from batchinfer.request import Request
-from batchinfer_kernels.mask import mask_words
+from batchinfer_kernels.mask import BITS, mask_words
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
 
@@ -27,10 +27,10 @@ class TokenMask(Protocol):
     def masks(self, request: Request) -> bool:
         """Whether rows of this request are masked. If so, each of their steps waits for the token before."""
 
-    def fill(self, sequence: Sequence, bits: NDArray[np.int32]) -> None:
-        """Clear the bits of the tokens that may not come next; all are set before, and one has to stay set.
+    def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
+        """Clear the bits of the tokens that may not come next; all are set before.
 
-        bits: (ceil(vocab / 32),); see batchinfer_kernels.mask. Called while a GPU computes the step.
+        bits: (sequences, ceil(vocab / 32)); see batchinfer_kernels.mask. Called while a GPU computes the step.
         """
 
 
@@ -68,16 +68,21 @@ class Sampler:
         asking = _Asking.of(logits, sequences, {*shaped, *masked})
         if shaped:
             ops.penalise(logits, self._penalties(shaped, sequences, pending or Pending(), logits.device))
-        if masked:
-            ops.mask(logits, *self._bits(masked, sequences, logits))
+        barred = self._masked(ops, logits, masked, sequences) if masked else None
         tokens = ops.sample(logits, _row_sampling(sequences, logits.device))
-        return Sampled(tokens, asking.found(ops, tokens) if asking else None)
+        return Sampled(tokens, asking.found(ops, tokens) if asking else None, barred)
+
+    def _masked(self, ops: Ops, logits: Tensor, which: list[int], sequences: list[Sequence]) -> Masked:
+        rows, bits = self._bits(which, sequences, logits)
+        best = logits.index_select(0, rows).argmax(-1)
+        words = bits.gather(1, best[:, None] // BITS)[:, 0]
+        ops.mask(logits, rows, bits)
+        return Masked([sequences[i] for i in which], ((words >> (best % BITS)) & 1) == 0)
 
     def _bits(self, rows: list[int], sequences: list[Sequence], logits: Tensor) -> list[Tensor]:
         assert self.mask is not None
         bits = np.full((len(rows), mask_words(logits.shape[1])), -1, np.int32)
-        for row, words in zip(rows, bits, strict=True):
-            self.mask.fill(sequences[row], words)
+        self.mask.fill([sequences[row] for row in rows], bits)
         return upload([np.array(rows, np.int32), bits], logits.device)
 
     def _penalties(
@@ -164,7 +169,8 @@ def _reshaped(sequence: Sequence) -> bool:
 
 
 def _bans(sequence: Sequence) -> bool:
-    return sequence.output_length < sequence.request.params.min_tokens
+    """Whether it may not end yet. Its constraint alone says when an answer may, where it has one."""
+    return sequence.constraint is None and sequence.output_length < sequence.request.params.min_tokens
 
 
 def _row_sampling(sequences: list[Sequence], device: torch.device) -> RowSampling:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from batchinfer.engine.collected_logprobs import CollectedLogprobs
+from batchinfer.engine.constraints import Constraint
 from batchinfer.request import Request, SamplingParams
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
@@ -28,6 +29,7 @@ class Sequence:
     prompt_length: int
     max_length: int  # prompt and output together may not grow beyond this
     stop_stream: StopStream | None = None
+    constraint: Constraint | None = None  # what its answer has to follow
     logprobs: CollectedLogprobs | None = None  # of its output tokens; None: the request does not ask for them
     rotated_from: int = 0  # the row of the rotary tables at which its positions begin
     computed: int = 0  # tokens whose K and V are in the cache
@@ -45,6 +47,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
     turn: int = 0  # place in the order of admission, kept over a preemption
     reserved: int = 0  # while it waits: how many of its first blocks' contents are kept for it
+    steered: bool = False  # whether its constraint ever kept it from its most likely token
+    forced: int = 0  # output tokens that had to come and were not sampled
     cached_tokens: int = 0  # prompt tokens taken from a shared prefix instead of being run
     preemptions: int = 0
     queued_s: float = 0.0
@@ -66,7 +70,9 @@ class Sequence:
         longest = min(max_model_len, len(tokens) + request.params.max_tokens)
         first = max_model_len if long_from is not None and longest > long_from else 0
         logprobs = None if request.params.logprobs is None else CollectedLogprobs()
-        return cls(request, tokens, len(tokens), longest, stop_stream, logprobs, first, queued_s=now)
+        made = cls(request, tokens, len(tokens), longest, stop_stream, queued_s=now)
+        made.logprobs, made.rotated_from = logprobs, first
+        return made
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -1,5 +1,6 @@
 """job.yaml → a frozen Job, or every mistake at once."""
 
+from batchinfer.job.sampling import SamplingSection
 from batchinfer.job.spec import (
     CacheSection,
     EngineSection,
@@ -8,7 +9,6 @@ from batchinfer.job.spec import (
     ModelSection,
     OutputSection,
     PromptSection,
-    SamplingSection,
     job_schema,
     load_job,
 )

@@ -21,6 +21,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from batchinfer.hub import NoModel, locate_model
 from batchinfer.job.file import JobFile, absolute
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
+from batchinfer.request import CONSTRAINTS
 
 RESULT_COLUMNS = (
     "row_id",
@@ -54,6 +55,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_templates(sections.get("prompt", {}), file),
         *_sampling(sections.get("sampling", {})),
         *_from_columns(sections),
+        *_constraints(sections),
         *_columns(sections.get("output", {}), _result_columns(sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
@@ -189,6 +191,24 @@ def _from_columns(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
     ):
         message = "is not for OpenAI batch files: the body of each request holds its parameters"
         yield Finding(("sampling", "from_columns"), message, "take it out")
+
+
+def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+    """An answer has one constraint, and columns have the types of one schema."""
+    sampling, output = sections.get("sampling", {}), sections.get("output", {})
+    schemas = [("output", name) for name in ("schema", "schema_file") if output.get(name) is not None]
+    given = [*schemas, *(("sampling", name) for name in CONSTRAINTS if sampling.get(name))]
+    for loc in given[1:]:
+        first = ".".join(given[0])
+        yield Finding(loc, f"stands beside {first}; right would be one of them", "take one out")
+    if not schemas and output.get("column") is not None:
+        message = "names the column of answers that output.schema describes, and there is no schema"
+        yield Finding(("output", "column"), message, "give output.schema, or take it out")
+    of_rows = sampling.get("from_columns")
+    named = [name for name in CONSTRAINTS if isinstance(of_rows, dict | tuple) and name in of_rows]
+    if schemas and named:
+        message = f"names {named[0]}, and output.schema makes columns of every row's answer by one schema"
+        yield Finding(("sampling", "from_columns"), message, "take one of the two out")
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -133,6 +134,20 @@ def _sql_memory(value: object) -> object:
     return size if size == "auto" or number else ()
 
 
+def _schema_text(value: object) -> object:
+    """A mapping, true or false, or JSON text of them → compact JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError(
+                f"found {found(value)}, which is not JSON; write the schema as a mapping"
+            ) from None
+    if not isinstance(value, dict | bool):
+        return ()
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def bounded(name: str) -> Any:
     """The bounds of a sampling parameter, for its type."""
     bounds = BOUNDS[name]
@@ -178,6 +193,15 @@ Stops = Annotated[
         json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS)],
     ),
     Right(f"a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
+]
+Choice = Annotated[
+    tuple[Text, ...],
+    Right("a list of texts, none of them empty"),
+]
+JsonSchema = Annotated[
+    str,
+    BeforeValidator(_schema_text, json_schema_input_type=dict[str, Any] | bool),
+    Right("a JSON Schema: a mapping such as {type: object, properties: {…}}"),
 ]
 KvMemory = Annotated[
     Auto | int | float,

@@ -9,13 +9,12 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from batchinfer.errors import JobFileError, Mistake
 from batchinfer.job.check import check
@@ -23,7 +22,7 @@ from batchinfer.job.field_types import (
     Auto,
     Bytes,
     Column,
-    FromColumns,
+    JsonSchema,
     KvMemory,
     MaxLength,
     ModelPath,
@@ -31,25 +30,20 @@ from batchinfer.job.field_types import (
     OneOrMorePaths,
     PathField,
     SqlMemory,
-    Stops,
     Text,
     Whole,
-    bounded,
 )
 from batchinfer.job.file import read_job_file
 from batchinfer.job.results_root import results_root, trial_results
+from batchinfer.job.sampling import SamplingSection
+from batchinfer.job.schema_file import with_schema_file
+from batchinfer.job.section import Section, shown
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
-from batchinfer.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams, Truncate
+from batchinfer.request import SamplingParams, Truncate
 from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
 
 _OUTPUT_PATH = ("output", "path")
-
-
-class Section(BaseModel):
-    """What all sections share: frozen, nothing unknown, nothing converted silently."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -133,87 +127,6 @@ class PromptSection(Section):
     )
 
 
-class SamplingSection(Section):
-    """How tokens are chosen, for every row alike but for the parameters that `from_columns` declares."""
-
-    max_tokens: Annotated[int, bounded("max_tokens")] = Field(
-        default=256, description="Most tokens of an answer."
-    )
-    min_tokens: Annotated[int, bounded("min_tokens")] = Field(
-        default=0, description="No end before so many tokens."
-    )
-    temperature: Annotated[float, bounded("temperature")] = Field(
-        default=0.0,
-        description="0: always the most likely token. Higher: more random.",
-    )
-    top_p: Annotated[float, bounded("top_p")] = Field(
-        default=1.0,
-        description="Draw only from the most likely tokens that together have this much probability. 1: off.",
-    )
-    top_k: Annotated[int, bounded("top_k")] = Field(
-        default=0,
-        description="Draw only from this many of the most likely tokens. 0: off.",
-    )
-    min_p: Annotated[float, bounded("min_p")] = Field(
-        default=0.0,
-        description="Drop tokens less likely than this share of the most likely one. 0: off.",
-    )
-    seed: Annotated[int, bounded("seed")] = Field(
-        default=0,
-        description="Seed of the random draws. Equal answers to the bit take engine.deterministic as well.",
-    )
-    stop: Stops = Field(default=(), description="Texts that end an answer; they are cut off.")
-    stop_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
-        default=(), max_length=MAX_STOP_TOKENS, description="Token ids that end an answer."
-    )
-    ignore_eos: bool = Field(
-        default=False, description="Whether to go on after the model's end-of-text token."
-    )
-    repetition_penalty: Annotated[float, bounded("repetition_penalty")] = Field(
-        default=1.0,
-        description="Above 1: tokens that were there already become less likely. 1: off.",
-    )
-    presence_penalty: Annotated[float, bounded("presence_penalty")] = Field(
-        default=0.0,
-        description="Taken off the score of tokens that the answer has. 0: off.",
-    )
-    frequency_penalty: Annotated[float, bounded("frequency_penalty")] = Field(
-        default=0.0,
-        description="Taken off a token's score each time the answer has it. 0: off.",
-    )
-    logprobs: Annotated[int, bounded("logprobs")] | None = Field(
-        default=None,
-        description="Log-probabilities of each token of an answer, and of so many of the most likely ones. null: none.",
-    )
-
-    from_columns: FromColumns = Field(
-        default=(),
-        description="Parameters that a row sets itself: [max_tokens], or {temperature: temp_col} for another column.",
-        json_schema_extra={"default": []},
-    )
-
-    def params(self) -> SamplingParams:
-        """What a row without values of its own gets, as the engine knows it."""
-        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
-
-    @property
-    def asks_logprobs(self) -> bool:
-        """Whether rows may have log-probabilities, so that the result has a column for them."""
-        return self.logprobs is not None or "logprobs" in dict(self.from_columns)
-
-    def row_parameters(self) -> str:
-        """The parameters that rows set themselves, for people: `max_tokens, temperature (column temp_col)`."""
-        return ", ".join(
-            name if name == column else f"{name} (column {column})" for name, column in self.from_columns
-        )
-
-    def given(self) -> dict[str, Any]:
-        """Only what the job file says itself: the rest of an OpenAI request's parameters is not ours to choose."""
-        return {
-            f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in self.model_fields_set
-        }
-
-
 class OutputSection(Section):
     """Where the results go."""
 
@@ -222,6 +135,17 @@ class OutputSection(Section):
     )
     columns: tuple[Column, ...] = Field(
         default=(), description="Input columns to carry into the results, with their own types."
+    )
+    json_schema: JsonSchema | None = Field(
+        default=None,
+        alias="schema",
+        description="JSON Schema that answers are valid under. Each of its properties becomes a column.",
+    )
+    schema_file: PathField | None = Field(
+        default=None, description="The same in a file of its own, instead of schema."
+    )
+    column: Column | None = Field(
+        default=None, description="Name of one column for the whole answer, instead of one a property."
     )
     rows_per_file: Whole = Field(default=100_000, description="Rows of one result file.")
 
@@ -326,6 +250,16 @@ class Job(Section):
             if dated := context.get("dated_output"):
                 self._root = results_root(dated, self._source.parent, self.name)
 
+    def params(self) -> SamplingParams:
+        """What a row without values of its own gets, as the engine knows it."""
+        params, schema = self.sampling.params(), self.output.json_schema
+        return params if schema is None else replace(params, json_schema=schema)
+
+    def given_params(self) -> dict[str, Any]:
+        """Of the sampling parameters only what the job file says itself."""
+        schema = self.output.json_schema
+        return self.sampling.given() | ({} if schema is None else {"json_schema": schema})
+
     @property
     def source(self) -> Path:
         """The job file, absolute; relative paths start from its folder."""
@@ -371,8 +305,8 @@ class Job(Section):
             key: dump[key] for key in ("model", "input", "prompt", "sampling") if key in dump
         }
         identity["input"].pop("sql_memory", None)
-        if columns := dump["output"].get("columns"):
-            identity["columns"] = columns
+        output = dump["output"]
+        identity |= {key: output[key] for key in ("columns", "json_schema", "column") if output.get(key)}
         if self.prompt is None:  # a parameter that is written out counts there, even with its default
             identity["sampling"] = self.sampling.given()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -382,27 +316,13 @@ class Job(Section):
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
             if section == "sampling" and self.prompt is None:
-                said = [f"    {key}: {_shown(key, value)}" for key, value in self.sampling.given().items()]
+                said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.given().items()]
                 lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]
             elif isinstance(spec, Section):
-                lines += [f"  {section}", *(f"    {key}: {_shown(key, value)}" for key, value in spec)]
+                lines += [f"  {section}", *spec.described()]
             elif section != "name":
                 lines.append(f"  {section}: none")
         return "\n".join(lines)
-
-
-def _shown(key: str, value: object) -> str:
-    if value is None:
-        return "auto" if key == "max_model_len" else "none"
-    if key in ("kv_memory", "sql_memory", "max_line_bytes") and isinstance(value, int):
-        return f"{value:,} bytes"
-    if isinstance(value, Path):
-        return str(value)
-    if key == "from_columns" and isinstance(value, tuple):
-        return json.dumps(dict(value), ensure_ascii=False) if value else "none"
-    if isinstance(value, str) and re.fullmatch(r"[\w./:*-]+", value):
-        return value
-    return json.dumps(value, ensure_ascii=False)
 
 
 def load_job(
@@ -422,6 +342,7 @@ def load_job(
     try:
         context = {"folder": file.folder, "source": source, "lines": file.lines()}
         job = Job.model_validate(values, context=context | {"dated_output": file.dated.get(_OUTPUT_PATH)})
+        job = with_schema_file(job)
         findings = []
     except ValidationError as error:
         job, findings = None, findings_of(error, Job, values)

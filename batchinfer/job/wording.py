@@ -61,6 +61,11 @@ def found(value: object) -> str:
     return "a list" if isinstance(value, tuple) else "a mapping"
 
 
+def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The options of a section by the names that they have in a job file."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     """The class of the section `name` of `model`; None where it is a value or unknown."""
     info = model.model_fields.get(name)
@@ -90,7 +95,7 @@ def _finding(
     if "extra_forbidden" in kinds:
         return _unknown(model, owner, loc)
     section = section_of(owner, str(loc[-1]))
-    expected = _keys(section) if section else right(owner.model_fields[str(loc[-1])])
+    expected = _keys(section) if section else right(options(owner)[str(loc[-1])])
     if "missing" in kinds:
         return Finding(loc, f"is missing; it must be {expected}")
     own = [details["ctx"]["error"] for details in group if details["type"] == "value_error"]
@@ -129,22 +134,22 @@ def _unknown(model: type[BaseModel], owner: type[BaseModel], loc: Loc) -> Findin
 
 
 def _nearest(model: type[BaseModel], owner: type[BaseModel], key: str) -> str:
-    known = list(owner.model_fields)
+    known = list(options(owner))
     near = difflib.get_close_matches(key, known, 1, 0.7)
     if near:
         return f"did you mean {near[0]}?"
-    for name in model.model_fields:
+    for name in options(model):
         section = section_of(model, name)
-        if section is not None and section is not owner and key in section.model_fields:
+        if section is not None and section is not owner and key in options(section):
             return f"did you mean {name}.{key}?"
-    if owner is not model and key in model.model_fields:
+    if owner is not model and key in options(model):
         return f"{key} is a section of its own: check the indentation"
     loose = difflib.get_close_matches(key, known, 1, 0.5)
     return f"did you mean {loose[0]}?" if loose else f"known keys: {', '.join(known)}"
 
 
 def _keys(section: type[BaseModel]) -> str:
-    return f"a section with keys among {', '.join(section.model_fields)}"
+    return f"a section with keys among {', '.join(options(section))}"
 
 
 def _at(values: Mapping[str, Any], loc: Loc) -> object:

@@ -15,7 +15,7 @@ class WorkerSpec:
     """How a worker makes its engine: `factory` names a function "module:function" like `build_engine`."""
 
     config: EngineConfig
-    tokenizer: Path | None  # the folder whose tokenizer watches for stop strings
+    tokenizer: Path | None  # the folder whose tokenizer looks for stop strings and follows constraints
     factory: str = "batchinfer.engine.build:build_engine"
 
 

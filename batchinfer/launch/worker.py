@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
@@ -54,13 +55,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
-def _stop_streams(spec: WorkerSpec) -> StopStreams | None:
+def _beside(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
+    """What the engine needs a tokenizer for."""
     if spec.tokenizer is None:
-        return None
+        return None, None
+    from batchinfer.data.prompts.constrained import grammar_constraints
     from batchinfer.data.prompts.stop_strings import stop_streams
     from batchinfer.data.prompts.tokenizer import Tokenizer
 
-    return stop_streams(Tokenizer.load(spec.tokenizer).rust)
+    tokenizer = Tokenizer.load(spec.tokenizer)
+    return stop_streams(tokenizer.rust), grammar_constraints(tokenizer.definition)
 
 
 def _shared_cores(info: EngineInfo) -> SharedCores | None:
@@ -78,7 +82,8 @@ class _Worker:
     def __init__(self, spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
         self._connection = connection
         module, _, name = spec.factory.partition(":")
-        built = getattr(importlib.import_module(module), name)(spec.config, _stop_streams(spec))
+        make = getattr(importlib.import_module(module), name)
+        built = make(spec.config, *_beside(spec))
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()

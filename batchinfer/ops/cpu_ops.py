@@ -214,6 +214,9 @@ class CpuOps(TorchOps):
         self._compiled.cap_logits(logits, cap)
         return logits
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        self._compiled.mask(logits, rows, bits)
+
 
 def _slice(heads: int) -> int:
     """How many heads pass over latents together."""

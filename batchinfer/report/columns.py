@@ -123,6 +123,13 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _ratio("padding_share", "padded ÷ (prefill + decode + padded) positions"),
     _ratio("recomputed_share", "recomputed ÷ (prefill + decode) tokens"),
     _count("preemptions", "times", "sequences that lost their blocks and were queued again"),
+    _count("constrained_requests", "requests", "of the computed ones: with a constraint, such as a schema"),
+    _count("steered_requests", "requests", "of these: kept from their most likely token at least once"),
+    _count(
+        "forced_tokens", "tokens", "output tokens that constraints left no choice of: appended, not sampled"
+    ),
+    _seconds("mask_s", "of `model_s`: finding out which tokens constraints allow"),
+    _seconds("compile_s", "compiling constraints"),
     _count("steps", "steps", "engine steps"),
     _seconds(
         "startup_s",
@@ -194,6 +201,11 @@ STEP_COLUMNS: tuple[Column, ...] = (
     _count("flops", "FLOP", "useful: without padding and recomputation"),
     _count("bytes", "bytes", "that had to move"),
     _seconds("roofline_s", "Σ over operators of max(flops ÷ peak, bytes ÷ bandwidth); null: peaks unknown"),
+    _count(
+        "forced_tokens", "tokens", "appended behind the step's tokens, because a constraint left no choice"
+    ),
+    _seconds("mask_s", "of `model_s`: finding out which tokens constraints allow"),
+    _seconds("compile_s", "compiling constraints, since the step before"),
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (
@@ -204,6 +216,7 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     _count("completion_tokens", "tokens", "length of the completion, its end token included"),
     _count("cached_tokens", "tokens", "prompt tokens served from a shared prefix"),
     _count("preemptions", "times", "how often it lost its blocks"),
+    _count("forced_tokens", "tokens", "of the completion: its constraint left no choice of them"),
     _seconds("queued_s", "when the engine got it, since the engine started"),
     _seconds("scheduled_s", "when its first step began"),
     _seconds("first_token_s", "when its first token was sampled"),

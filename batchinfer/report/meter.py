@@ -26,6 +26,9 @@ class Totals:
     sampled_tokens: int = 0
     padded_tokens: int = 0
     preemptions: int = 0
+    forced_tokens: int = 0
+    mask_s: float = 0.0
+    compile_s: float = 0.0
     flops: int = 0
     bytes_moved: int = 0
     step_s: float = 0.0
@@ -35,6 +38,8 @@ class Totals:
     step_bound_s: float | None = 0.0  # None without peaks
     requests: int = 0
     output_tokens: int = 0
+    constrained_requests: int = 0
+    steered_requests: int = 0
 
     @property
     def wall_s(self) -> float:
@@ -50,6 +55,9 @@ class Totals:
         self.sampled_tokens += sample.sampled_tokens
         self.padded_tokens += sample.padded_tokens
         self.preemptions += sample.preemptions
+        self.forced_tokens += sample.forced_tokens
+        self.mask_s += sample.mask_s
+        self.compile_s += sample.compile_s
         self._add_cost(sample, peaks)
         self.step_s += sample.duration_s
         self.model_s += sample.model_s
@@ -128,6 +136,8 @@ class Meter:
         """Count one finished request."""
         self.totals.requests += 1
         self.totals.output_tokens += sample.completion_tokens
+        self.totals.constrained_requests += sample.constrained
+        self.totals.steered_requests += sample.steered
         self._requests.append(_request_row(self._run_id, self.engine, sample))
 
     def finish(self) -> Measured:
@@ -158,11 +168,12 @@ def _step_row(run_id: str, engine: int, s: StepSample, interval_s: float | None)
     times = (s.started_s, s.duration_s, interval_s, s.model_s)
     tokens = (s.prefill_tokens, s.decode_tokens, s.recomputed_tokens, s.cached_tokens, s.sampled_tokens)
     state = (s.padded_tokens, s.running, s.waiting, s.preemptions, s.blocks_used, s.blocks_total)
-    return (run_id, engine, s.step, *times, *tokens, *state, s.flops, s.bytes, s.roofline_s)
+    constraints = (s.forced_tokens, s.mask_s, s.compile_s)
+    return (run_id, engine, s.step, *times, *tokens, *state, s.flops, s.bytes, s.roofline_s, *constraints)
 
 
 def _request_row(run_id: str, engine: int, s: RequestSample) -> tuple[object, ...]:
-    counts = (s.prompt_tokens, s.completion_tokens, s.cached_tokens, s.preemptions)
+    counts = (s.prompt_tokens, s.completion_tokens, s.cached_tokens, s.preemptions, s.forced_tokens)
     times = (s.queued_s, s.scheduled_s, s.first_token_s, s.finished_s)
     waits = (s.scheduled_s - s.queued_s, s.first_token_s - s.queued_s)
     return (run_id, s.key.hex(), engine, *counts, *times, *waits, tpot(s), s.finished_s - s.queued_s)

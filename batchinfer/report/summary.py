@@ -34,6 +34,7 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("limit", _limit(row)),
         ("busy", _busy(row)),
         ("lost", _lost(row)),
+        ("shape", _shape(row)),
         ("time", _time(row)),
         ("memory", _memory(row)),
         ("results", _results(row)),
@@ -138,6 +139,17 @@ def _lost(row: Row) -> str:
         (name, row[f"{name}_s"] / wall) for name in ("overhead", "idle") if row[f"{name}_s"] is not None
     ]
     return ", ".join(f"{name} {percent(share)}" for name, share in shares)
+
+
+def _shape(row: Row) -> str:
+    """What constraints did."""
+    if not row["constrained_requests"]:
+        return ""
+    steered, forced = row["steered_requests"], row["forced_tokens"]
+    return (
+        f"{count(row['constrained_requests'])} answers under a constraint, {count(steered)} steered by it; "
+        f"{short(forced)} tokens forced, masks {seconds(row['mask_s'])}"
+    )
 
 
 def _time(row: Row) -> str:

@@ -117,6 +117,11 @@ def _token_columns(totals: Totals) -> RunRow:
         "padding_share": _over(totals.padded_tokens, ran + totals.padded_tokens),
         "recomputed_share": _over(totals.recomputed_tokens, ran),
         "preemptions": totals.preemptions,
+        "constrained_requests": totals.constrained_requests,
+        "steered_requests": totals.steered_requests,
+        "forced_tokens": totals.forced_tokens,
+        "mask_s": totals.mask_s,
+        "compile_s": totals.compile_s,
         "steps": totals.steps,
     }
 

@@ -30,6 +30,7 @@ from batchinfer_kernels.cpu.structures import (
 )
 from batchinfer_kernels.experts import Choice, check_choice
 from batchinfer_kernels.latent_attention import check_latent_attention
+from batchinfer_kernels.mask import check_mask
 from batchinfer_kernels.paged_attention import check_attention_extras
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_pairs, check_rotary
@@ -69,6 +70,8 @@ class CompiledOperators:
         self._pack_codes = _function(library, "pack_codes", [_POINTER] + [_LONG] * 3 + [_POINTER] * 2)
         self._ranked_columns = _function(library, "ranked_columns", [_POINTER] * 2 + [_LONG])
         self._cap_logits = _function(library, "cap_logits", [_POINTER, _LONG, _LONG, _FLOAT])
+        masking = [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG]
+        self._mask_logits = _function(library, "mask_logits", masking)
         self.lanes = int(_function(library, "lanes", [], _LONG)())
         self.tile = int(self._columns(1, 0))  # keys of an attention tile
         self._functions = {
@@ -222,6 +225,17 @@ class CompiledOperators:
             raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}, not a matrix of float32")
         self._checked("cap_logits", logits)
         self._cap_logits(logits.data_ptr(), *logits.shape, cap)
+
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """See batchinfer_kernels.mask; logits (n, vocab) float32."""
+        check_mask(logits, rows, bits)
+        if logits.dtype != torch.float32:
+            raise ValueError(f"logits are {logits.dtype}, not float32")
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(logits):
+            raise ValueError(f"rows from {int(rows.min())} to {int(rows.max())} of {len(logits)}")
+        self._checked("mask", logits, rows, bits)
+        places = (rows.data_ptr(), len(rows), bits.data_ptr(), bits.shape[1])
+        self._mask_logits(logits.data_ptr(), logits.shape[1], *places)
 
     def rope_store(
         self,

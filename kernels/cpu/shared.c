@@ -34,6 +34,21 @@ void cap_logits(float *logits, int64_t rows, int64_t width, float cap) {
     }
 }
 
+/* -inf for the tokens whose bit is 0: n of the rows of `width` logits, each with `words` words of bits. */
+void mask_logits(float *logits, int64_t width, const int32_t *rows, int64_t n, const uint32_t *bits, int64_t words) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        float *row = logits + rows[i] * width;
+        for (int64_t word = 0; word < words; word++) {
+            uint32_t allowed = bits[i * words + word];
+            int64_t first = word * 32, count = width - first < 32 ? width - first : 32;
+            if (allowed == UINT32_MAX) continue;
+            for (int64_t j = 0; j < count; j++)
+                if (!(allowed >> j & 1)) row[first + j] = -INFINITY;
+        }
+    }
+}
+
 /* Codes of a weight, packed, and what its sums start at. Codes come as (outputs, inputs) int8. */
 void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts) {
     int64_t words = (inputs + 3) / 4, panels = panels_of(outputs, gated);

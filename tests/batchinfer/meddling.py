@@ -6,11 +6,14 @@ import os
 
 from batchinfer.engine.build import BuiltEngine
 from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.sequence import StopStreams
 from tests import fake_engine
 
 
-def build(config: EngineConfig, stop_streams: StopStreams | None = None) -> BuiltEngine:
+def build(
+    config: EngineConfig, stop_streams: StopStreams | None = None, constraints: ConstraintsFor | None = None
+) -> BuiltEngine:
     """As the fake engine's; MEDDLE_WITH names the file."""
     with open(os.environ["MEDDLE_WITH"], "ab") as file:
         file.write(b'{"id": "late", "text": "late"}\n')

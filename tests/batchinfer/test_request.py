@@ -50,6 +50,11 @@ def test_the_defaults_stay() -> None:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "logprobs": None,
+        "json_schema": None,
+        "json_object": False,
+        "regex": None,
+        "choice": (),
+        "grammar": None,
     }, "a new parameter is added here; one that is here never changes"
 
 

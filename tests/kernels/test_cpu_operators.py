@@ -21,6 +21,7 @@ from batchinfer_kernels.cpu.structures import (
     Weight,
 )
 from batchinfer_kernels.gated_activation import activation_reference, gated_activation_reference
+from batchinfer_kernels.mask import mask_reference, mask_words
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
 from tests.kernels.cpu_cache import laid_out, plain
@@ -94,6 +95,23 @@ def test_capped_logits(compiled):
     assert torch.equal(alone, got[2:, 50:])
     with pytest.raises(ValueError, match="not a matrix of float32"):
         compiled.cap_logits(logits.bfloat16(), 30.0)
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 2101])
+def test_masked_logits(compiled, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4, vocab, generator=generator)
+    bits = torch.randint(-(2**31), 2**31, (3, mask_words(vocab)), generator=generator).int()
+    bits[0, 0], bits[1, -1] = -1, 0
+    rows, wanted = torch.tensor([3, 0, 2], dtype=torch.int32), logits.clone()
+    mask_reference(wanted, rows, bits)
+    compiled.mask(logits, rows, bits)
+    assert torch.equal(logits, wanted)
+    compiled.mask(logits, rows[:0], bits[:0])
+    assert torch.equal(logits, wanted)
+    for wrong in ((logits, rows + 1, bits), (logits.bfloat16(), rows, bits), (logits, rows, bits[:2])):
+        with pytest.raises(ValueError, match=r"rows|float32|bits"):
+            compiled.mask(*wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,15 @@ class Layout:
         return self.folder / MARKER
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerSchema:
+    """The JSON Schema that every answer of a job is valid under. `column`: the name of the one column that answers
+    become; None: each of the schema's properties becomes one."""
+
+    text: str
+    column: str | None = None
+
+
 @dataclass(frozen=True)
 class Index:
     """A complete index. Open it with `Index.open(folder)`."""
@@ -84,6 +93,9 @@ class Index:
     sha256: dict[str, str]  # by path; a file that `limit` left unfinished has none
     logprobs: int | None = (
         None  # the most log-probabilities a token that a row asks for; None: the result has no column for them
+    )
+    answers: AnswerSchema | None = (
+        None  # what answers look like; None: the result has no columns of their parts
     )
 
     @classmethod
@@ -108,7 +120,9 @@ class Index:
         inputs = tuple(InputFile(**{n: entry[n] for n in names}) for entry in value["inputs"])
         digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
-        return cls(folder, value["identity"], *counts, inputs, digests, value.get("logprobs"))
+        return cls(
+            folder, value["identity"], *counts, inputs, digests, value.get("logprobs"), _answers(value)
+        )
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -127,6 +141,7 @@ class Index:
             "error_rows": self.error_rows,
             "total_tokens": self.total_tokens,
             "logprobs": self.logprobs,
+            "answers": None if self.answers is None else asdict(self.answers),
             "inputs": [{**f.to_json(), "sha256": self.sha256.get(f.path)} for f in self.inputs],
         }
         write_json(Layout(self.folder).marker, value, ops)
@@ -162,3 +177,8 @@ class Index:
         """Raises InputCorrupt when an input file changed since it was read, InputMissing when it is gone."""
         for file in self.inputs:
             file.check_unchanged()
+
+
+def _answers(value: dict[str, Any]) -> AnswerSchema | None:
+    found = value.get("answers")
+    return None if found is None else AnswerSchema(**found)

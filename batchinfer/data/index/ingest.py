@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
-from batchinfer.data.index.index import Index, Layout
+from batchinfer.data.index.index import AnswerSchema, Index, Layout
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter
@@ -217,7 +217,7 @@ class _Ingest:
         prompt, options = self._job.prompt, self._options
         plan = PromptPlan(
             mode=mode,
-            params=self._job.sampling.params(),
+            params=self._job.params(),
             system=prompt.system if prompt else None,
             user=prompt.user if prompt else None,
             column=columns.prompt,
@@ -233,11 +233,11 @@ class _Ingest:
         return RenderSpec(model, definition, plan, limits, str(self._job.source), options.row_timeout_s)
 
     def _by_url(self) -> dict[str, SamplingParams]:
-        given, length = self._job.sampling.given(), self._options.max_model_len
+        given, length = self._job.given_params(), self._options.max_model_len
         return {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
 
     def _finish(self, writer: IndexWriter, reader: Reader) -> Index:
-        spill, parts = self._layout.folder / "spill", writer.parts
+        spill, parts, output = self._layout.folder / "spill", writer.parts, self._job.output
         errors = writer.error_rows
         if self._job.input.unique_ids:
             errors += refuse_repeated_ids(parts, spill, self._ops)
@@ -254,6 +254,7 @@ class _Ingest:
             reader.files,
             dict(reader.sha256),
             (writer.logprobs or 0) if self._job.sampling.asks_logprobs else writer.logprobs,
+            None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
         )
         index.write_marker(self._ops)
         return index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from decimal import Decimal
 from typing import Any, NoReturn
 
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
@@ -38,6 +39,15 @@ def parse_value(text: str) -> Any:
         raise RowProblem("bad_json", "the prompt's column must hold JSON here: a list") from None
     _check_surrogates(value)
     return value
+
+
+def written(value: Any) -> str:
+    """A parsed value as compact JSON; numbers that were parsed as int or Decimal keep every digit."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{written(name)}:{written(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(written, value)) + "]"
+    return str(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False)
 
 
 def _parse(text: str) -> Any:

@@ -14,6 +14,7 @@ from batchinfer.data.prompts.keys import PREFIX_LENGTHS, prefix_hashes, token_by
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.request import RowError, SamplingParams, TokenIds, Truncate
 
+CHECKED = 1024  # constraints that are remembered
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 
@@ -65,6 +66,7 @@ class Preparer:
         self._limits = limits
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
+        self._constraints = CheckedConstraints()
         self._report = report
 
     def prepare(self, rows: Sequence[Values], careful: bool = False) -> Prepared:
@@ -86,7 +88,9 @@ class Preparer:
         for index, row in enumerate(rows):
             self._report(index)
             try:
-                drafts[index] = self._builder.build(row)
+                draft = self._builder.build(row)
+                self._constraints.check(draft.params)
+                drafts[index] = draft
             except RowProblem as problem:
                 work.errors[index] = problem.error
         return drafts
@@ -159,6 +163,35 @@ class Preparer:
             )
             raise RowProblem("prompt_too_long", message, "policy")
         return tokens[-keep:] if self._limits.truncate == "left" else tokens[:keep]
+
+
+class CheckedConstraints:
+    """Compiles each constraint that rows have, once, to refuse what cannot be followed before the engine meets it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], str | None] = {}
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises RowProblem for a constraint that cannot be compiled."""
+        if params.constraint is None:
+            return
+        text = (params.constraint, getattr(params, params.constraint))
+        if text not in self._known:
+            if len(self._known) >= CHECKED:
+                self._known.clear()
+            self._known[text] = _problem(params)
+        if (problem := self._known[text]) is not None:
+            raise RowProblem("bad_constraint", problem)
+
+
+def _problem(params: SamplingParams) -> str | None:
+    from batchinfer.data.prompts.grammar import BadConstraint, check_grammar  # 8 MB, for those who need it
+
+    try:
+        check_grammar(params)
+    except BadConstraint as error:
+        return str(error)
+    return None
 
 
 def _is_tokenizer_failure(error: BaseException) -> bool:

@@ -218,7 +218,7 @@ def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:
         at.value = row
 
     tokenizer = Tokenizer(spec.tokenizer, spec.definition)
-    _limit_memory(spec.memory_bytes)
+    limit_memory(spec.memory_bytes)
     preparer = Preparer(spec.plan, spec.limits, tokenizer, report)
     while True:
         try:
@@ -245,7 +245,8 @@ def _shared_number(file: int) -> ctypes.c_long:
     return ctypes.c_long.from_buffer(mmap.mmap(file, ctypes.sizeof(ctypes.c_long)))
 
 
-def _limit_memory(extra: int) -> None:
+def limit_memory(extra: int) -> None:
+    """This process may take so many bytes more than it has."""
     if sys.platform != "linux":
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])

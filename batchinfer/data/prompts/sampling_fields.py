@@ -9,9 +9,12 @@ from dataclasses import Field, fields, replace
 from decimal import Decimal
 from typing import Any
 
+from batchinfer.data.input.json_text import written
 from batchinfer.data.input.rows import RowProblem, kind_of
+from batchinfer.data.prompts.generated_schema import BadSchema, parsed_schema
 from batchinfer.request import (
     BOUNDS,
+    CONSTRAINTS,
     INT32_MAX,
     MAX_STOP_CHARS,
     MAX_STOP_TOKENS,
@@ -29,7 +32,6 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
     "tools": ([],),
-    "response_format": ({"type": "text"},),
     "best_of": (1,),
 }
 
@@ -47,7 +49,7 @@ def override(
         for name, value in given.items()
         if value is not None
     }
-    result = replace(params, **found) if found else params
+    result = replace(_unconstrained(params, found), **found) if found else params
     if result.min_tokens > result.max_tokens:
         raise _bad("min_tokens", f"{result.min_tokens} is more than max_tokens {result.max_tokens}")
     return result
@@ -66,6 +68,8 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
             _check_n(value)
         elif field in ("stream", "stream_options"):
             _check_stream(field, value)
+        elif field == "response_format":
+            given |= _response_format(value)
         elif name in CHECKS:
             given[name] = value
         elif not (field in _NOTHING and value in _NOTHING[field]):
@@ -95,12 +99,34 @@ def _text_logprobs(asked: object) -> int | None:
     return None if asked is False else CHECKS["logprobs"]("logprobs", asked)
 
 
+def _unconstrained(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """`params` without their constraint where `given` has one. Raises RowProblem for several."""
+    named = [name for name in CONSTRAINTS if given.get(name)]
+    if len(named) > 1:
+        raise _bad(named[1], f"stands beside {named[0]}; an answer has one constraint")
+    return replace(params, **_NO_CONSTRAINT) if named else params
+
+
+def _response_format(value: Any) -> dict[str, Any]:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    inner = value.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(inner, Mapping) or "schema" not in inner:
+        raise _bad(
+            "response_format", "must be of type text, json_object or json_schema, the last with a schema"
+        )
+    return {"json_schema": inner["schema"]}
+
+
 def from_text(name: str, value: Any) -> Any:
     """The value of a parameter that a file without types holds: a number, true, a list; a stop text stays as it is."""
-    if not isinstance(value, str) or name == "stop":
+    if not isinstance(value, str) or name in ("stop", "regex", "grammar", "json_schema"):
         return value
     try:
-        return json.loads(value.lower())
+        return json.loads(value if name == "choice" else value.lower())
     except (ValueError, RecursionError):
         return value  # the parameter's check says what it should be
 
@@ -177,12 +203,41 @@ def _boolean(name: str, value: Any) -> bool:
     return value
 
 
+def _schema(name: str, value: Any) -> str:
+    try:
+        return written(parsed_schema(value if isinstance(value, str) else written(value)))
+    except (BadSchema, TypeError) as error:
+        raise _bad(name, f"{error}") from None
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _bad(name, f"must be text, not {'empty' if value == '' else kind_of(value)}")
+    return value
+
+
+def _choice(name: str, value: Any) -> tuple[str, ...]:
+    """None of them: no constraint."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
+        raise _bad(name, "must be a list of texts, none of them empty")
+    return tuple(value)
+
+
 def _shown(value: object) -> str:
     number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     return str(value)[:40] if number else kind_of(value)
 
 
-_OTHERS = {"stop": _stops, "stop_token_ids": _stop_tokens, "ignore_eos": _boolean}
+_OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "stop": _stops,
+    "stop_token_ids": _stop_tokens,
+    "ignore_eos": _boolean,
+    "json_schema": _schema,
+    "json_object": _boolean,
+    "regex": _text,
+    "choice": _choice,
+    "grammar": _text,
+}
 
 
 def _check_of(parameter: Field[Any]) -> Callable[[str, Any], Any]:
@@ -192,4 +247,7 @@ def _check_of(parameter: Field[Any]) -> Callable[[str, Any], Any]:
     return kind(BOUNDS[parameter.name])
 
 
+_NO_CONSTRAINT: dict[str, Any] = {
+    one.name: one.default for one in fields(SamplingParams) if one.name in CONSTRAINTS
+}
 CHECKS: Mapping[str, Callable[[str, Any], Any]] = {one.name: _check_of(one) for one in fields(SamplingParams)}

@@ -12,8 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from batchinfer.data.index.index import AnswerSchema
+from batchinfer.data.prompts.generated_schema import parsed_schema
+from batchinfer.data.results.answer_check import parsed_answer
 from batchinfer.data.results.join import FINISHED_SCHEMA, FINISHED_WITH_LOGPROBS, finished_rows
 from batchinfer.data.results.logprob_column import COLUMN, LOGPROBS_FIELD, Detokenizer, logprob_column
+from batchinfer.data.results.schema_columns import SchemaColumns, schema_columns
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.rebatch import parquet_batches, rebatch
 from batchinfer.errors import BatchInferError
@@ -43,6 +47,10 @@ BATCH_ROWS = 4096
 LOGPROB_ROWS = 128
 
 
+# Errors of answers that were generated all the same: what there is of their text says more than the message
+TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
+
+
 class IndexView(Protocol):
     """What publishing needs of a job's index."""
 
@@ -61,6 +69,10 @@ class IndexView(Protocol):
         """Types of the passthrough columns, without `row_id`."""
 
     @property
+    def answers(self) -> AnswerSchema | None:
+        """What answers look like; None: the result has no columns of their parts."""
+
+    @property
     def logprobs(self) -> int | None:
         """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
 
@@ -69,9 +81,16 @@ class IndexView(Protocol):
         """Rows of the input, bad ones included."""
 
 
+def answer_columns(answers: AnswerSchema | None) -> SchemaColumns | None:
+    """The columns of answers with that schema. Raises NoColumns."""
+    return None if answers is None else schema_columns(parsed_schema(answers.text), answers.column)
+
+
 def result_schema(index: IndexView) -> pa.Schema:
     """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
     ours = RESULT_SCHEMA if index.logprobs is None else RESULT_SCHEMA.append(LOGPROBS_FIELD)
+    if (columns := answer_columns(index.answers)) is not None:
+        ours = pa.schema([*ours, *columns.schema])
     clash = sorted(set(index.passthrough_schema.names) & set(ours.names))
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
@@ -106,10 +125,12 @@ def result_tables(
         schema=stored,
         watched=watched,
     )
-    finished = _Finished(found, stored)
+    finished, columns = _Finished(found, stored), answer_columns(index.answers)
     for rows, passthrough in _zipped(index, batch_rows):
         matched = finished.matching(rows.column("row_id").to_numpy())
         table = _result_table(rows, matched, detokenizer)
+        if columns is not None:
+            table = _with_answers(table, columns)
         for field in index.passthrough_schema:
             table = table.append_column(field, passthrough.column(field.name))
         missing = pc.and_(pc.is_valid(rows.column("key")), pc.is_null(matched.column("row_id")))
@@ -171,6 +192,8 @@ def _result_table(rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer) -
     failed = pc.or_(pc.is_valid(rows.column("error_code")), pc.is_valid(matched.column("error_code")))
     answered = pc.and_(pc.is_valid(matched.column("row_id")), pc.invert(failed))
 
+    told = pc.or_(answered, pc.is_in(matched.column("error_code"), pa.array(TEXT_IS_KEPT)))
+
     def when_answered(values: pa.ChunkedArray) -> pa.ChunkedArray:
         return pc.if_else(answered, values, pa.scalar(None, values.type))
 
@@ -180,7 +203,7 @@ def _result_table(rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer) -
     columns = {name: rows.column(name) for name in ("row_id", "file", "row_index", "custom_id")}
     columns |= {
         "status": pc.if_else(failed, "error", "ok"),
-        "generated_text": _texts(matched, answered.to_numpy(), detokenizer),
+        "generated_text": _texts(matched, told.to_numpy(), detokenizer),
         "finish_reason": when_answered(matched.column("finish_reason")),
         "prompt_tokens": rows.column("token_count"),
         "completion_tokens": when_answered(pc.list_value_length(matched.column("token_ids"))),
@@ -190,6 +213,19 @@ def _result_table(rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer) -
     if COLUMN not in matched.column_names:
         return table
     return table.append_column(LOGPROBS_FIELD, logprob_column(matched, answered.to_numpy(), detokenizer))
+
+
+def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
+    """The table with the parts of its answers, null where a row has none."""
+    whole = pc.equal(table.column("status"), "ok").to_numpy(zero_copy_only=False)
+    texts = table.column("generated_text").to_pylist()
+    answers = [
+        parsed_answer(text) if ok and text is not None else None
+        for text, ok in zip(texts, whole, strict=True)
+    ]
+    for field, array in zip(columns.schema, columns.arrays(answers), strict=True):
+        table = table.append_column(field, array)
+    return table
 
 
 def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA
+from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, AnswerSchema
 from batchinfer.data.prompts.keys import PREFIX_COLUMNS, prefix_hashes, token_bytes
 from batchinfer.request import Completion, RowError, SamplingParams
 
@@ -58,6 +58,7 @@ class SmallIndex:
     rows: int
     passthrough_schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     logprobs: int | None = None
+    answers: AnswerSchema | None = None
 
     @property
     def index_parts(self) -> list[Path]:

@@ -228,11 +228,12 @@ class Rising:
     def masks(self, request: Request) -> bool:
         return request.key[0] % 2 == 0
 
-    def fill(self, sequence: Sequence, bits: NDArray[np.int32]) -> None:
-        assert not sequence.pending, "its last token is not known"
-        last = sequence.tokens[-1]
-        if last < VOCAB - 1:
-            bits[0] = -1 << (last + 1)
+    def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
+        for sequence, words in zip(sequences, bits, strict=True):
+            assert not sequence.pending, "its last token is not known"
+            last = sequence.tokens[-1]
+            if last < VOCAB - 1:
+                words[0] = -1 << (last + 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

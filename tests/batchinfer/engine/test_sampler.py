@@ -125,10 +125,11 @@ class Multiples:
     def masks(self, request: Request) -> bool:
         return request.params.max_tokens % 2 == 1
 
-    def fill(self, sequence: Sequence, bits: np.ndarray) -> None:
-        for token in range(32 * len(bits)):
-            if token % sequence.request.params.max_tokens or token <= sequence.tokens[-1]:
-                bits[token // 32] &= ~np.int32(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
+    def fill(self, sequences: list[Sequence], bits: np.ndarray) -> None:
+        for sequence, words in zip(sequences, bits, strict=True):
+            for token in range(32 * len(words)):
+                if token % sequence.request.params.max_tokens or token <= sequence.tokens[-1]:
+                    words[token // 32] &= ~np.int32(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -156,7 +157,7 @@ def test_a_mask_of_every_token_changes_nothing():
     rows = [make(i, [1], [2], temperature=1.0, top_p=0.9) for i in range(8)]
 
     class All(Multiples):
-        def fill(self, sequence: Sequence, bits: np.ndarray) -> None:
+        def fill(self, sequences: list[Sequence], bits: np.ndarray) -> None:
             assert (bits == -1).all()
 
     got = Sampler(frozenset(), All()).sample(TorchOps(), logits.clone(), rows).tokens.tolist()

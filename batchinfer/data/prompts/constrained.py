@@ -1,0 +1,137 @@
+"""Answers that follow a grammar, for the engine: compiled grammars, masks of a whole batch, forced tokens.
+
+llguidance is loaded with the first constraint: most jobs have none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.cpus import usable_cpus
+from batchinfer.request import ConstraintFailed, ConstraintWork, RowError, SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+KEPT = 256  # compiled grammars; rows in flight keep theirs beside
+_BITS = 32
+
+
+def grammar_constraints(definition: str) -> Callable[[Collection[int]], GrammarConstraints]:
+    """For models with the tokenizer of this definition (Tokenizer.definition)."""
+    return lambda eos: GrammarConstraints(definition, eos, usable_cpus())
+
+
+class GrammarConstraint:
+    """One answer's state. It copies its grammar with its first token: many rows wait for their turn."""
+
+    __slots__ = ("_matcher", "_own")
+
+    def __init__(self, compiled: LLMatcher) -> None:
+        self._matcher, self._own = compiled, False
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    @property
+    def failure(self) -> RowError | None:
+        return _row_error(self._matcher.get_error()) if self._matcher.is_error() else None
+
+    def take(self, token: int) -> None:
+        if not self.matcher.consume_token(token):
+            raise ConstraintFailed(self.failure or _row_error("a token came that may not come next"))
+
+    def forced(self) -> Seq[int]:
+        return self._matcher.compute_ff_tokens()
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """Its own, which may be changed."""
+        if not self._own:
+            self._matcher, self._own = self._matcher.deep_copy(), True
+        return self._matcher
+
+
+class GrammarConstraints:
+    """See batchinfer.engine.constraints.Constraints. `eos`: what ends an answer; `threads`: how many fill masks."""
+
+    def __init__(self, definition: str, eos: Collection[int], threads: int) -> None:
+        self.work = ConstraintWork()
+        self._definition, self._eos, self._threads = definition, eos, threads
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self._definition, eos_token=sorted(self._eos) or None)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor(self._threads)
+
+    def start(self, params: SamplingParams) -> GrammarConstraint:
+        began = time.perf_counter()
+        constraint = GrammarConstraint(self._grammar(params))
+        self.work.compile_s += time.perf_counter() - began
+        return constraint
+
+    def fill(self, constraints: Seq[GrammarConstraint], bits: NDArray[np.int32]) -> None:
+        began = time.perf_counter()
+        known = -(
+            -self._tokenizer.vocab_size // _BITS
+        )  # a model may have more logits than its tokenizer tokens
+        masks = np.zeros((len(constraints), known), np.int32)
+        rows = [(constraint.matcher, row) for row, constraint in enumerate(constraints)]
+        self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
+        words = min(known, bits.shape[1])
+        bits[:, :words], bits[:, words:] = masks[:, :words], 0
+        for row, constraint in enumerate(constraints):
+            if constraint.failure is not None:
+                bits[row] = 0
+        self.work.mask_s += time.perf_counter() - began
+
+    def _grammar(self, params: SamplingParams) -> LLMatcher:
+        """Compiled, perhaps for a row before."""
+        from batchinfer.data.prompts.grammar import BadConstraint, grammar_of
+
+        assert params.constraint is not None
+        text = f"{params.constraint} {getattr(params, params.constraint)}"
+        if text in self._compiled:
+            self._compiled.move_to_end(text)
+            return self._compiled[text]
+        try:
+            compiled = self._compile(grammar_of(params))
+        except BadConstraint as error:
+            raise ConstraintFailed(_row_error(str(error))) from None
+        self._compiled[text] = compiled
+        if len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        from batchinfer.data.prompts.grammar import LIMITS
+
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        if compiled.is_error():
+            raise ConstraintFailed(_row_error(compiled.get_error()))
+        return compiled
+
+
+def _row_error(problem: str) -> RowError:
+    from batchinfer.data.prompts.grammar import shown
+
+    return RowError("constraint_failed", "policy", f"the constraint cannot be followed: {shown(problem)}")

@@ -1,0 +1,46 @@
+"""Whether answers fit the columns that they become: found out as they arrive, so that the job's errors are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any
+
+from batchinfer.data.results.column_kinds import Unfit
+from batchinfer.data.results.logprob_column import Detokenizer
+from batchinfer.data.results.schema_columns import SchemaColumns
+from batchinfer.request import Completion, RowError
+
+
+def parsed_answer(text: str) -> Any:
+    """The JSON value of an answer, its numbers with all their digits. Raises ValueError, RecursionError."""
+    return json.loads(text, parse_float=Decimal)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCheck:
+    """Turns answers that their columns cannot hold into errors."""
+
+    columns: SchemaColumns
+    detokenizer: Detokenizer
+
+    def checked(self, completions: Sequence[Completion]) -> list[Completion]:
+        """The completions, those that do not fit with an error."""
+        texts = self.detokenizer.decode_batch([c.token_ids.tolist() for c in completions])
+        return [self._checked(c, text) for c, text in zip(completions, texts, strict=True)]
+
+    def _checked(self, completion: Completion, text: str) -> Completion:
+        if completion.error is not None:
+            return completion
+        try:
+            self.columns.check(parsed_answer(text[: completion.text_length]))
+        except Unfit as error:
+            problem = str(error)
+        except (ValueError, RecursionError):
+            problem = "the answer is no JSON that can be read"
+        else:
+            return completion
+        failed = RowError("unfit_output", "policy", problem[:1000])
+        return replace(completion, finish_reason="error", error=failed)

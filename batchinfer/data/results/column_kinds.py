@@ -1,0 +1,242 @@
+"""How values of JSON become values of Arrow: one kind for each type of column.
+
+A value that its type cannot hold exactly is refused (`Unfit`), never changed: an integer beyond 64 bits, a number
+beyond a float's range, the 30th of February. JSON's null, and a property that is absent, are null.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.data.input.json_text import written
+
+_T = TypeVar("_T")
+_FRACTION = re.compile(r"\.(\d+)")
+
+
+class Unfit(ValueError):
+    """A value that its column cannot hold; the message starts with the value's place and does not quote it."""
+
+
+class Kind(ABC):
+    """A type of column, and how it takes values."""
+
+    type: pa.DataType
+
+    @abstractmethod
+    def check(self, value: Any, place: str) -> None:
+        """Raises Unfit for a parsed JSON value that the column cannot hold. `place` says where it stands."""
+
+    @abstractmethod
+    def array(self, values: Sequence[Any]) -> pa.Array:
+        """Parsed JSON values that fit, None for null, as an array of `type`."""
+
+
+class Leaf(Kind):
+    """A type without parts: `convert` gives what pyarrow takes for `type`, or raises ValueError."""
+
+    def __init__(self, kind: pa.DataType, convert: Callable[[Any], Any]) -> None:
+        self.type, self._convert = kind, convert
+
+    def check(self, value: Any, place: str) -> None:
+        if value is None:
+            return
+        try:
+            self._convert(value)
+        except (ValueError, OverflowError) as error:
+            raise Unfit(f"{place}: {error}") from None
+
+    def array(self, values: Sequence[Any]) -> pa.Array:
+        converted = [None if value is None else self._convert(value) for value in values]
+        if isinstance(self.type, pa.ExtensionType):
+            return pa.ExtensionArray.from_storage(self.type, pa.array(converted, self.type.storage_type))
+        return pa.array(converted, self.type)
+
+
+class Enumeration(Kind):
+    """One of some texts; every array has all of them as its dictionary, in the schema's order."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = pa.array(list(texts), pa.string())
+        self._places = {text: place for place, text in enumerate(texts)}
+        self.type = pa.dictionary(pa.int32(), pa.string())
+
+    def check(self, value: Any, place: str) -> None:
+        if value is not None and not (isinstance(value, str) and value in self._places):
+            raise Unfit(f"{place}: this is none of the {len(self._places)} values that the schema lists")
+
+    def array(self, values: Sequence[Any]) -> pa.Array:
+        indices = pa.array([None if v is None else self._places[v] for v in values], pa.int32())
+        return pa.DictionaryArray.from_arrays(indices, self._texts)
+
+
+class ListOf(Kind):
+    """A list of items of one kind."""
+
+    def __init__(self, item: Kind) -> None:
+        self._item, self.type = item, pa.list_(item.type)
+
+    def check(self, value: Any, place: str) -> None:
+        if value is None:
+            return
+        if not isinstance(value, list):
+            raise Unfit(f"{place}: this is no list")
+        for number, one in enumerate(value):
+            self._item.check(one, f"{place}[{number}]")
+
+    def array(self, values: Sequence[Any]) -> pa.Array:
+        lengths = [0 if value is None else len(value) for value in values]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        items = self._item.array([one for value in values if value is not None for one in value])
+        nulls = pa.array([value is None for value in values], pa.bool_())
+        return pa.ListArray.from_arrays(pa.array(offsets), items, type=self.type, mask=nulls)
+
+
+class Struct(Kind):
+    """An object whose properties are known; what else a value has is left out."""
+
+    def __init__(self, fields: Mapping[str, Kind]) -> None:
+        self.fields = dict(fields)
+        self.type = pa.struct([(name, kind.type) for name, kind in self.fields.items()])
+
+    def check(self, value: Any, place: str) -> None:
+        if value is None:
+            return
+        if not isinstance(value, dict):
+            raise Unfit(f"{place}: this is no object")
+        for name, kind in self.fields.items():
+            kind.check(value.get(name), f"{place}.{name}" if place else name)
+
+    def array(self, values: Sequence[Any]) -> pa.Array:
+        nulls = pa.array([value is None for value in values], pa.bool_())
+        return pa.StructArray.from_arrays(self.arrays(values), fields=list(self.type), mask=nulls)
+
+    def arrays(self, values: Sequence[Any]) -> list[pa.Array]:
+        """One array a field, null where the value is."""
+        return [
+            kind.array([None if value is None else value.get(name) for value in values])
+            for name, kind in self.fields.items()
+        ]
+
+
+def text() -> Kind:
+    return Leaf(pa.string(), _text)
+
+
+def json_text() -> Kind:
+    """The value as JSON, for what has no type in Arrow."""
+    return Leaf(pa.string(), written)
+
+
+def integer() -> Kind:
+    return Leaf(pa.int64(), _integer)
+
+
+def number() -> Kind:
+    return Leaf(pa.float64(), _number)
+
+
+def boolean() -> Kind:
+    return Leaf(pa.bool_(), _boolean)
+
+
+def null() -> Kind:
+    return Leaf(pa.null(), _null)
+
+
+def day() -> Kind:
+    return Leaf(pa.date32(), _day)
+
+
+def time_of_day() -> Kind:
+    """Of UTC, where the text has an offset."""
+    return Leaf(pa.time64("us"), _time)
+
+
+def moment() -> Kind:
+    return Leaf(pa.timestamp("us", "UTC"), _moment)
+
+
+def universally_unique() -> Kind:
+    return Leaf(pa.uuid(), lambda value: _parsed(uuid.UUID, _text(value), "a UUID").bytes)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _not("text")
+
+
+def _boolean(value: Any) -> bool:
+    return value if isinstance(value, bool) else _not("true or false")
+
+
+def _null(value: Any) -> None:
+    if value is not None:
+        _not("null")
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        _not("a whole number")
+    if not -(2**63) <= value < 2**63:  # first: an integer of 10^9 digits is short to write
+        raise ValueError("the whole number takes more than 64 bits")
+    return int(value) if int(value) == value else _not("a whole number")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        _not("a number")
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError("the number is beyond the range of a 64-bit float")
+    if isinstance(value, int) and int(found) != value:
+        raise ValueError("the whole number has more digits than a 64-bit float")
+    return found
+
+
+def _day(value: Any) -> date:
+    return _parsed(date.fromisoformat, _text(value), "a date that exists, as YYYY-MM-DD")
+
+
+def _time(value: Any) -> time:
+    said = _parsed(time.fromisoformat, _microseconds(_text(value)), "a time of day, as HH:MM:SSZ")
+    moved = datetime(2000, 1, 2, tzinfo=UTC) + timedelta(
+        hours=said.hour, minutes=said.minute, seconds=said.second, microseconds=said.microsecond
+    )
+    return (moved - (said.utcoffset() or timedelta())).time()
+
+
+def _moment(value: Any) -> datetime:
+    found = _parsed(datetime.fromisoformat, _microseconds(_text(value)), "a moment, as YYYY-MM-DDTHH:MM:SSZ")
+    try:
+        return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    except OverflowError:
+        raise ValueError("the moment is beyond the years 1 to 9999 in UTC") from None
+
+
+def _parsed(parse: Callable[[str], _T], said: str, what: str) -> _T:
+    try:
+        return parse(said)
+    except ValueError:  # whose message quotes the text
+        raise ValueError(f"this is not {what}") from None
+
+
+def _microseconds(said: str) -> str:
+    """The text, if no digit is lost when seconds are kept with six decimals."""
+    fraction = _FRACTION.search(said)
+    if fraction and fraction[1][6:].strip("0"):
+        raise ValueError("the time has more than six decimals")
+    return said.upper()
+
+
+def _not(what: str) -> NoReturn:
+    raise ValueError(f"this is not {what}")

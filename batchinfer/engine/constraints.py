@@ -1,0 +1,66 @@
+"""What an answer must obey, as the engine sees it: which tokens may come next, and which must. Knows no grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.request import ConstraintWork, Request, RowError, SamplingParams
+
+if TYPE_CHECKING:
+    from batchinfer.engine.sequence import Sequence
+
+
+class Constraint(Protocol):
+    """The state of one answer. It has taken every token of the answer so far."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is whole and nothing may follow it."""
+
+    @property
+    def failure(self) -> RowError | None:
+        """Why it cannot be followed any further."""
+
+    def take(self, token: int) -> None:
+        """The answer's next token. Raises ConstraintFailed for one that may not come."""
+
+    def forced(self) -> Seq[int]:
+        """The tokens that have to come next, as far as there is but one way on. They are not taken by this."""
+
+
+class Constraints(Protocol):
+    """Makes constraints, and fills the masks of a batch."""
+
+    work: ConstraintWork
+
+    def start(self, params: SamplingParams) -> Constraint:
+        """The constraint of an answer with no tokens yet. Raises ConstraintFailed where it cannot be compiled."""
+
+    def fill(self, constraints: Seq[Any], bits: NDArray[np.int32]) -> None:
+        """Say which tokens may come next: bit t % 32 of word t // 32, see batchinfer_kernels.mask.
+
+        bits: (n, words) int32, a row for each constraint, written as a whole. One that failed gets no bit.
+        """
+
+
+# Makes them for a model whose answers these tokens end.
+ConstraintsFor = Callable[[Collection[int]], Constraints]
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintMask:
+    """Masks the rows that have constraints; see batchinfer.engine.sampler.TokenMask."""
+
+    constraints: Constraints
+
+    def masks(self, request: Request) -> bool:
+        return request.params.constraint is not None
+
+    def fill(self, sequences: Seq[Sequence], bits: NDArray[np.int32]) -> None:
+        self.constraints.fill([sequence.constraint for sequence in sequences], bits)

@@ -1,0 +1,103 @@
+"""The section of a job file that says how tokens are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from batchinfer.job.field_types import Choice, FromColumns, JsonSchema, Stops, Text, bounded
+from batchinfer.job.section import Section
+from batchinfer.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
+
+
+class SamplingSection(Section):
+    """How tokens are chosen, for every row alike but for the parameters that `from_columns` declares."""
+
+    max_tokens: Annotated[int, bounded("max_tokens")] = Field(
+        default=256, description="Most tokens of an answer."
+    )
+    min_tokens: Annotated[int, bounded("min_tokens")] = Field(
+        default=0, description="No end before so many tokens."
+    )
+    temperature: Annotated[float, bounded("temperature")] = Field(
+        default=0.0,
+        description="0: always the most likely token. Higher: more random.",
+    )
+    top_p: Annotated[float, bounded("top_p")] = Field(
+        default=1.0,
+        description="Draw only from the most likely tokens that together have this much probability. 1: off.",
+    )
+    top_k: Annotated[int, bounded("top_k")] = Field(
+        default=0,
+        description="Draw only from this many of the most likely tokens. 0: off.",
+    )
+    min_p: Annotated[float, bounded("min_p")] = Field(
+        default=0.0,
+        description="Drop tokens less likely than this share of the most likely one. 0: off.",
+    )
+    seed: Annotated[int, bounded("seed")] = Field(
+        default=0,
+        description="Seed of the random draws. Equal answers to the bit take engine.deterministic as well.",
+    )
+    stop: Stops = Field(default=(), description="Texts that end an answer; they are cut off.")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
+        default=(), max_length=MAX_STOP_TOKENS, description="Token ids that end an answer."
+    )
+    ignore_eos: bool = Field(
+        default=False, description="Whether to go on after the model's end-of-text token."
+    )
+    repetition_penalty: Annotated[float, bounded("repetition_penalty")] = Field(
+        default=1.0,
+        description="Above 1: tokens that were there already become less likely. 1: off.",
+    )
+    presence_penalty: Annotated[float, bounded("presence_penalty")] = Field(
+        default=0.0,
+        description="Taken off the score of tokens that the answer has. 0: off.",
+    )
+    frequency_penalty: Annotated[float, bounded("frequency_penalty")] = Field(
+        default=0.0,
+        description="Taken off a token's score each time the answer has it. 0: off.",
+    )
+    logprobs: Annotated[int, bounded("logprobs")] | None = Field(
+        default=None,
+        description="Log-probabilities of each token of an answer, and of so many of the most likely ones. null: none.",
+    )
+
+    json_schema: JsonSchema | None = Field(
+        default=None,
+        description="JSON Schema that answers are valid under. For columns of its properties, see output.schema.",
+    )
+    json_object: bool = Field(default=False, description="Whether answers are JSON objects.")
+    regex: Text | None = Field(default=None, description="Regular expression that answers match as a whole.")
+    choice: Choice = Field(default=(), description="Texts of which each answer is one.")
+    grammar: Text | None = Field(
+        default=None, description="Grammar that answers follow, in Lark's notation or in GBNF (with ::=)."
+    )
+    from_columns: FromColumns = Field(
+        default=(),
+        description="Parameters that a row sets itself: [max_tokens], or {temperature: temp_col} for another column.",
+        json_schema_extra={"default": []},
+    )
+
+    def params(self) -> SamplingParams:
+        """What a row without values of its own gets, as the engine knows it."""
+        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
+
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether rows may have log-probabilities, so that the result has a column for them."""
+        return self.logprobs is not None or "logprobs" in dict(self.from_columns)
+
+    def row_parameters(self) -> str:
+        """The parameters that rows set themselves, for people: `max_tokens, temperature (column temp_col)`."""
+        return ", ".join(
+            name if name == column else f"{name} (column {column})" for name, column in self.from_columns
+        )
+
+    def given(self) -> dict[str, Any]:
+        """Only what the job file says itself: the rest of an OpenAI request's parameters is not ours to choose."""
+        return {
+            f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in self.model_fields_set
+        }

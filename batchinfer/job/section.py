@@ -1,0 +1,39 @@
+"""What all sections of a job file share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from batchinfer.job.yaml_tree import shorten
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, nothing unknown, nothing converted silently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def described(self) -> Iterator[str]:
+        """A line for each option, for people."""
+        for key, value in self:
+            yield f"    {type(self).model_fields[key].alias or key}: {shown(key, value)}"
+
+
+def shown(key: str, value: object) -> str:
+    if value is None:
+        return "auto" if key == "max_model_len" else "none"
+    if key == "json_schema" and isinstance(value, str):
+        return shorten(value)
+    if key in ("kv_memory", "sql_memory", "max_line_bytes") and isinstance(value, int):
+        return f"{value:,} bytes"
+    if isinstance(value, Path):
+        return str(value)
+    if key == "from_columns" and isinstance(value, tuple):
+        return json.dumps(dict(value), ensure_ascii=False) if value else "none"
+    if isinstance(value, str) and re.fullmatch(r"[\w./:*-]+", value):
+        return value
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,236 @@
+"""Jobs whose answers follow constraints, from the job file to typed columns, with a tiny model of random weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import date
+from typing import Any
+
+import duckdb
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.batchinfer.wrong_jobs import Command, Place, command
+
+REAL = "batchinfer.engine.build:build_engine"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["order", "question", "complaint"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "due": {"type": "string", "format": "date"},
+        "urgent": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,4}$"}, "maxItems": 2},
+        "note": {"type": ["string", "null"], "maxLength": 5},
+        "size": {"type": "object", "properties": {"w": {"type": "integer"}}, "required": ["w"]},
+    },
+    "required": ["kind", "count", "due", "urgent", "tags"],
+}
+COLUMNS = {
+    "kind": pa.dictionary(pa.int32(), pa.string()),
+    "count": pa.int64(),
+    "due": pa.date32(),
+    "urgent": pa.bool_(),
+    "tags": pa.list_(pa.string()),
+    "note": pa.string(),
+    "size": pa.struct([("w", pa.int64())]),
+}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    return command(capsys, monkeypatch, REAL)
+
+
+def output(**more: Any) -> str:
+    return f"output: {json.dumps({'path': 'out/res', 'schema': SCHEMA, **more})}"
+
+
+def many(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{n}", "text": f"row {n} " + "x" * (n % 5)} for n in range(count)]
+
+
+def test_every_whole_answer_is_valid_and_in_columns(place: Place, run: Command) -> None:
+    """Sampled at a high temperature, as far from JSON as a model can be; a third is cut by its own max_tokens."""
+    place.rows(*({**row, "max_tokens": 9 if n % 3 == 0 else 200} for n, row in enumerate(many(60))))
+    sampling = (
+        "{temperature: 1.4, seed: 3, stop: ['zzzz'], frequency_penalty: 0.1, from_columns: [max_tokens]}"
+    )
+    place.job(
+        "on_error: {max_error_rate: 0.5}",
+        "engine: {max_num_seqs: 16}",
+        sampling=f"sampling: {sampling}",
+        output=output(),
+    )
+    done = run("run", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    (shape,) = [line for line in done.out.splitlines() if line.startswith("  shape")]
+    assert re.search(r"60 answers under a constraint, [1-9]\d* steered by it; \S+ tokens forced", shape), (
+        shape
+    )
+    (file,) = place.results.glob("*.parquet")
+    table = pq.read_table(file)
+    assert {name: table.schema.field(name).type for name in COLUMNS} == COLUMNS
+    rows = table.to_pylist()
+    whole = [row for row in rows if row["status"] == "ok"]
+    assert len(whole) >= 35
+    for row in whole:
+        answer = json.loads(row["generated_text"])
+        jsonschema.validate(answer, SCHEMA, format_checker=jsonschema.FormatChecker())
+        assert row["finish_reason"] == "stop"
+        assert row["due"] == date.fromisoformat(answer.pop("due"))
+        assert all(row[name] == answer.get(name) for name in COLUMNS if name != "due")
+        assert (
+            row["generated_text"] == json.dumps(json.loads(row["generated_text"]), ensure_ascii=False)
+            or "\\" in row["generated_text"]
+        )
+    cut = [row for row in rows if row["status"] == "error"]
+    assert {row["error_code"] for row in cut} <= {"incomplete_output", "unfit_output"}
+    assert sum(row["error_code"] == "incomplete_output" for row in cut) >= 15
+    assert all(row["generated_text"] and row["kind"] is None and row["size"] is None for row in cut)
+    assert all(not row["retryable"] for row in cut)
+    found = duckdb.sql(
+        f"select kind, sum(count) total from '{file}' where status = 'ok' group by all"
+    ).fetchall()
+    assert sum(total for _, total in found) == sum(row["count"] for row in whole)
+    again = run("run", place.folder / "job.yaml")
+    assert again.code == 0
+    assert place.table() == rows, "what is stored is not computed anew"
+
+
+def test_rows_set_constraints_of_their_own(place: Place, run: Command) -> None:
+    """A bad one costs its row; without one a row is free."""
+    rows = [
+        {"id": "regex", "regex": r"[0-9]{3}-[a-c]+x"},
+        {"id": "choice", "choice": ["yes", "no", "perhaps"]},
+        {"id": "lark", "grammar": 'start: "a" ("," "b")~2'},
+        {"id": "gbnf", "grammar": 'root ::= "x" [0-9] "y"'},
+        {"id": "schema", "json_schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+        {"id": "object", "json_object": True},
+        {"id": "free"},
+        {"id": "parentheses", "regex": "(" * 30_000},
+        {"id": "unclosed", "regex": "(a"},
+        {"id": "unknown keyword", "json_schema": {"uniqueItems": True, "type": "array"}},
+        {"id": "no schema", "json_schema": "[1]"},
+        {"id": "no grammar", "grammar": "start: nothing"},
+        {"id": "two", "regex": "a", "choice": ["a"]},
+        {"id": "long", "json_schema": json.dumps({"type": "string", "description": "x" * (1 << 20)})},
+        {"id": "slow", "regex": "(a{5,1000}){1,1000}b", "max_tokens": 4},
+    ]
+    place.rows(*({"text": "t", **row} for row in rows))
+    names = "regex, choice, grammar, json_schema, json_object, max_tokens"
+    place.job(
+        "on_error: {max_error_rate: 1.0}",
+        sampling=f"sampling: {{max_tokens: 60, temperature: 1, from_columns: [{names}]}}",
+    )
+    done = run("run", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    found = {row["custom_id"]: row for row in place.table()}
+    texts = {name: row["generated_text"] for name, row in found.items() if row["status"] == "ok"}
+    assert re.fullmatch(r"[0-9]{3}-[a-c]+x", texts["regex"])
+    assert texts["choice"] in ("yes", "no", "perhaps")
+    assert texts["lark"] == "a,b,b"
+    assert re.fullmatch("x[0-9]y", texts["gbnf"])
+    assert all(isinstance(one, bool) for one in json.loads(texts["schema"]))
+    assert "free" in texts
+    codes = {name: row["error_code"] for name, row in found.items() if row["status"] == "error"}
+    bad = {"parentheses", "unclosed", "unknown keyword", "no grammar"}
+    assert {name for name, code in codes.items() if code == "bad_constraint"} == bad
+    assert {name for name, code in codes.items() if code == "bad_parameter"} == {"no schema", "two", "long"}
+    assert codes["slow"] == "incomplete_output"
+    assert codes.get("object") == "incomplete_output" or isinstance(json.loads(texts["object"]), dict)
+    assert "uniqueItems" in found["unknown keyword"]["error_message"]
+    assert "more than 200" in found["parentheses"]["error_message"]
+
+
+def test_openai_rows_have_response_formats(place: Place, run: Command) -> None:
+    shape = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}},
+        "required": ["n"],
+    }
+    formats = [
+        {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": shape}},
+        {"type": "text"},
+        {"type": "json_schema"},
+        {"type": "xml"},
+    ]
+    lines = [
+        {
+            "custom_id": f"c{n}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "m",
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 40,
+                "response_format": one,
+            },
+        }
+        for n, one in enumerate(formats)
+    ]
+    place.rows(*lines, name="batch.jsonl")
+    place.job(
+        "on_error: {max_error_rate: 1.0}",
+        input="input: {path: batch.jsonl, format: openai}",
+        prompt="",
+        sampling="sampling: {temperature: 0}",
+        output="output: {path: out/res}",
+    )
+    done = run("run", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    shaped, free, *bad = place.table()
+    assert 0 <= json.loads(shaped["generated_text"])["n"] <= 99
+    assert free["status"] == "ok"
+    assert [row["error_code"] for row in bad] == ["bad_parameter"] * 2
+    assert all("response_format" in row["error_message"] for row in bad)
+
+
+MISTAKES = [
+    ({"schema": {"type": "object"}}, "output.schema", "names no properties"),
+    ({"schema": {"properties": {"Status": {}}}}, "output.schema", "another column"),
+    ({"schema": {"properties": {"TEXT": {}}}, "columns": ["text"]}, "output.schema", "another column"),
+    ({"schema": {"properties": {"a": {"type": "foo"}}}}, "output.schema", "Invalid type"),
+    ({"schema": {"properties": {"a": {"pattern": "(" * 30_000}}}}, "output.schema", ""),
+    ({"schema": 3}, "output.schema", "a JSON Schema"),
+    ({"schema_file": "none.json"}, "output.schema_file", "No such file"),
+    ({"schema_file": "rows.jsonl"}, "output.schema_file", "no JSON file"),
+    ({"schema": {}, "schema_file": "rows.jsonl"}, "output.schema_file", "stands beside output.schema"),
+    ({"column": "answer"}, "output.column", "there is no schema"),
+]
+
+
+@pytest.mark.parametrize(("said", "where", "words"), MISTAKES, ids=[str(one)[:50] for one, _, _ in MISTAKES])
+def test_mistakes_are_told_before_anything_runs(
+    place: Place, run: Command, said: dict[str, Any], where: str, words: str
+) -> None:
+    place.job(output=f"output: {json.dumps({'path': 'out/res', **said})}")
+    done = run("validate", place.folder / "job.yaml")
+    assert done.code == 78
+    assert where in done.err
+    assert words in done.err
+    assert not place.results.exists()
+
+
+def test_several_constraints_are_a_mistake(place: Place, run: Command) -> None:
+    place.job(sampling="sampling: {regex: a, choice: [b], from_columns: [grammar]}", output=output())
+    done = run("validate", place.folder / "job.yaml")
+    assert done.code == 78
+    for where in ("sampling.regex", "sampling.choice", "sampling.from_columns"):
+        assert where in done.err
+
+
+def test_validate_says_what_stays_text(place: Place, run: Command) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": ["integer", "string"]}},
+    }
+    (place.folder / "shape.json").write_text(json.dumps(schema))
+    place.job(output="output: {path: out/res, schema_file: shape.json}")
+    done = run("validate", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    assert "b: JSON text, because it has several types" in done.out + done.err
+    assert "a int64" in done.out + done.err
