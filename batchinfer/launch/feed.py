@@ -17,6 +17,7 @@ from batchinfer.plan.plan import Plan, Window
 from batchinfer.plan.prefix_order import common_prefix, prefix_order, shared_with_next
 from batchinfer.request import Request, SamplingParams, TokenIds
 
+LONG_PARAMS = 16 << 10  # characters
 WINDOW = 512  # requests in one message to the engine
 QUEUED = 3  # times max_num_seqs: enough that the engine never waits for us, little enough to stay bounded
 POLL_S = 0.1
@@ -136,8 +137,15 @@ def _read(window: Window, prompts: Prompts) -> list[Request]:
     ]
 
 
-@lru_cache(maxsize=4096)
 def _params(text: str, expected: int) -> SamplingParams:
-    """`expected` is max_tokens within the model's context."""
-    params = SamplingParams.from_json(text)
-    return replace(params, max_tokens=expected)
+    """`expected` is max_tokens within the model's context. Fewer of the long ones are remembered: a row's schema may
+    have a megabyte."""
+    return (_few if len(text) > LONG_PARAMS else _many)(text, expected)
+
+
+@lru_cache(maxsize=4096)
+def _many(text: str, expected: int) -> SamplingParams:
+    return replace(SamplingParams.from_json(text), max_tokens=expected)
+
+
+_few = lru_cache(maxsize=64)(_many.__wrapped__)

@@ -32,7 +32,7 @@ def parsed_schema(text: str) -> Any:
     """The JSON Schema in `text`: an object, or true or false. Raises BadSchema."""
     if len(text) > MAX_SCHEMA_BYTES or len(text.encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
         raise BadSchema(f"the schema is over the limit of {MAX_SCHEMA_BYTES} bytes")
-    if _nesting(text) > MAX_NESTING:
+    if text.count("[") + text.count("{") > MAX_NESTING and _nesting(text) > MAX_NESTING:
         raise BadSchema(f"the schema's lists and objects are nested more than {MAX_NESTING} deep")
     try:
         schema = json.loads(text)

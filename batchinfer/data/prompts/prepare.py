@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -169,13 +170,13 @@ class CheckedConstraints:
     """Compiles each constraint that rows have, once, to refuse what cannot be followed before the engine meets it."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], str | None] = {}
+        self._known: dict[bytes, str | None] = {}
 
     def check(self, params: SamplingParams) -> None:
         """Raises RowProblem for a constraint that cannot be compiled."""
         if params.constraint is None:
             return
-        text = (params.constraint, getattr(params, params.constraint))
+        text = sha256(repr((params.constraint, getattr(params, params.constraint))).encode()).digest()
         if text not in self._known:
             if len(self._known) >= CHECKED:
                 self._known.clear()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, replace
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 from batchinfer.data.input.json_text import written
@@ -205,9 +206,15 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _schema(name: str, value: Any) -> str:
     try:
-        return written(parsed_schema(value if isinstance(value, str) else written(value)))
+        return _canonical(value if isinstance(value, str) else written(value))
     except (BadSchema, TypeError) as error:
         raise _bad(name, f"{error}") from None
+
+
+@lru_cache(maxsize=64)
+def _canonical(schema: str) -> str:
+    """The JSON text of a schema without white space. Remembered: rows mostly have one of a few. Raises BadSchema."""
+    return written(parsed_schema(schema))
 
 
 def _text(name: str, value: Any) -> str:
