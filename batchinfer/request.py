@@ -119,6 +119,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
+MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
 CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 # What the numbers of SamplingParams may be, wherever they come from: job file, column, OpenAI request
 BOUNDS: Mapping[str, Bounds] = {

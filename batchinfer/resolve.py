@@ -26,6 +26,7 @@ _ABSENT: Mapping[str, Any] = {
     "block_size": "auto",
     "device": "cpu",
     "modelling": OWN,
+    "columns": 0,
 }
 
 
@@ -58,10 +59,14 @@ class Setting:
         itemsize = 4 if self.dtype == "float32" else 2
         return checkpoint.cost(itemsize, 1 if self.quantization == "int8" else itemsize)
 
-    def context(self, checkpoint: StoredModel, model_fingerprint: str, tokenizer_fingerprint: str) -> bytes:
+    def context(
+        self, checkpoint: StoredModel, model_fingerprint: str, tokenizer_fingerprint: str, columns: int = 0
+    ) -> bytes:
         """sha256 over everything but the row itself that can change an answer; the first part of every work key.
 
-        An option at its default is absent, so that one which is added later throws no stored answer away.
+        An option at its default is absent, so that one which is added later throws no stored answer away. `columns`:
+        the version of the rules by which answers are checked against typed columns; 0: they have none. An answer
+        that another job stored unchecked could not be published, and one that is refused is an answer elsewhere.
         """
         parts = {
             "model": model_fingerprint,
@@ -71,7 +76,7 @@ class Setting:
             "eos": sorted(checkpoint.spec.eos_token_ids),
             "numerics": NUMERICS_VERSION,
         }
-        options = {**self._options(), "modelling": checkpoint.modelling}
+        options = {**self._options(), "modelling": checkpoint.modelling, "columns": columns}
         parts |= {name: value for name, value in options.items() if value != _ABSENT[name]}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 

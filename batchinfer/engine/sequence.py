@@ -81,7 +81,8 @@ class Sequence:
     def exact(self) -> bool:
         """Whether nothing but max_length can end it."""
         params = self.request.params
-        return params.ignore_eos and not params.stop and not params.stop_token_ids
+        free = not params.stop and not params.stop_token_ids and params.constraint is None
+        return params.ignore_eos and free
 
     @property
     def remaining(self) -> int:

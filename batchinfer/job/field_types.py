@@ -139,7 +139,7 @@ def _schema_text(value: object) -> object:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(
                 f"found {found(value)}, which is not JSON; write the schema as a mapping"
             ) from None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from batchinfer.request import MAX_SCHEMA_BYTES
+
 if TYPE_CHECKING:
     from batchinfer.job.spec import Job
-
-MAX_SCHEMA_BYTES = 1 << 20
 
 
 def with_schema_file(job: Job) -> Job:
@@ -20,7 +20,7 @@ def with_schema_file(job: Job) -> Job:
         schema = json.loads(path.read_bytes()[: MAX_SCHEMA_BYTES + 1])
     except OSError as error:
         raise job.mistake("output.schema_file", f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         why = (
             "is no JSON file"
             if path.stat().st_size <= MAX_SCHEMA_BYTES

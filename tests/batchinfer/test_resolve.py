@@ -92,6 +92,12 @@ def test_an_option_at_its_default_is_absent_from_the_context(checkpoint: Checkpo
     assert replace(SETTING, block_size=16).context(checkpoint, "m", "t") == wanted
 
 
+def test_answers_that_were_checked_against_columns_are_apart(checkpoint: Checkpoint) -> None:
+    digests = {SETTING.context(checkpoint, "m", "t", columns) for columns in range(3)}
+    assert len(digests) == 3
+    assert SETTING.context(checkpoint, "m", "t") in digests
+
+
 def test_every_arithmetic_has_answers_of_its_own(checkpoint: Checkpoint) -> None:
     settings = [
         replace(SETTING, quantization=quantization, deterministic=deterministic, dtype=dtype)

@@ -224,6 +224,7 @@ class _Ingest:
             overrides=columns.overrides,
             values_are_text=values_are_text,
             by_url=self._by_url(),
+            one_schema=self._job.output.json_schema is not None,
             now=options.now,
         )
         truncate = prompt.truncate if prompt else "error"

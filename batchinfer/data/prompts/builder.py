@@ -53,6 +53,7 @@ class PromptPlan:
     overrides: tuple[tuple[str, str], ...] = ()
     values_are_text: bool = False  # as CSV has them: numbers, messages and token ids are parsed
     by_url: Mapping[str, SamplingParams] = field(default_factory=dict)
+    one_schema: bool = False  # the job's, which its columns are made by: a request may name no other
     now: datetime = datetime(1970, 1, 1)
     max_text_bytes: int = MAX_TEXT_BYTES
 
@@ -137,6 +138,10 @@ class PromptBuilder:
         url, body = openai_request(values)
         name = "messages" if url == CHAT_URL else "prompt"
         params = override_openai(self._plan.by_url[url], body, name)
+        if self._plan.one_schema and params.json_schema != self._plan.params.json_schema:
+            raise RowProblem(
+                "bad_parameter", "the request asks for other answers than output.schema of the job describes"
+            )
         if url == CHAT_URL:
             return self._chat_draft(check_messages(body.get(name)), params)
         prompt = body.get(name)

@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MAX_SCHEMA_BYTES = 1 << 20
+from batchinfer.request import MAX_SCHEMA_BYTES
+
 MAX_NESTING = 64
 DIGITS = 18  # of an integer without bounds: llguidance bounds none of 64 bits exactly
 # Schemas below these apply to an object beside other schemas: what one names, another may not know
@@ -50,9 +51,9 @@ def generated_schema(schema: Any) -> Any:
     for one in subschemas(narrow):
         if closes and _closable(one):
             one["additionalProperties"] = False
-        if one.get("type") == "integer" and not {"enum", "const", "$ref"} & one.keys():
+        if _is_integer(one) and not {"enum", "const", "$ref"} & one.keys():
             _bound(one)
-        if "format" in one and one["format"] not in _FORMATS:
+        if isinstance(one.get("format"), str) and one["format"] not in _FORMATS:
             del one["format"]
     return narrow
 
@@ -88,7 +89,15 @@ def _closable(schema: dict[str, Any]) -> bool:
     } & schema.keys():
         return False
     required = schema.get("required", [])
-    return isinstance(required, list) and all(name in properties for name in required)
+    return isinstance(required, list) and all(
+        isinstance(name, str) and name in properties for name in required
+    )
+
+
+def _is_integer(schema: dict[str, Any]) -> bool:
+    """Whether its only numbers are integers; other types may stand beside them, as in ["integer", "null"]."""
+    kinds = schema.get("type")
+    return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
 
 def _bound(schema: dict[str, Any]) -> None:

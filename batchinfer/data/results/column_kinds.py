@@ -198,6 +198,8 @@ def _number(value: Any) -> float:
     found = float(value)
     if not math.isfinite(found):
         raise ValueError("the number is beyond the range of a 64-bit float")
+    if value and not found:
+        raise ValueError("the number is closer to zero than a 64-bit float can be")
     if isinstance(value, int) and int(found) != value:
         raise ValueError("the whole number has more digits than a 64-bit float")
     return found

@@ -231,7 +231,7 @@ class _SchemaReader:
         if kept[0] == "array":
             return self._array(schema, place)
         if kept[0] == "string":
-            return _FORMATS.get(schema.get("format", ""), text)()
+            return _FORMATS.get(str(schema.get("format")), text)()
         return _PLAIN[kept[0]]()
 
     def _object(self, schema: dict[str, Any], place: str) -> Kind:

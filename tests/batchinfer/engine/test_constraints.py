@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from batchinfer.engine.constraints import ConstraintMask
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Completion, Request, SamplingParams
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, make_engine, watcher
@@ -189,3 +190,14 @@ def test_an_engine_without_a_tokenizer_refuses_constraints() -> None:
     engine = make_engine(hashing_runner(ModelRunner, 60, 4), EASY, frozenset([EOS]))
     with pytest.raises(ValueError, match="cannot follow a constraint"):
         engine.add([request(0, [1], choice=("b",))])
+
+
+def test_a_constraint_may_end_an_answer_before_its_longest() -> None:
+    """Memory for the longest is not set aside for it, as it is where nothing else can end the answer."""
+    free = SamplingParams(max_tokens=9, ignore_eos=True)
+    prompt = np.arange(3, dtype=np.int32)
+    exact = [
+        Sequence.of(Request(b"k" * 32, prompt, params), 64, None, 0.0).exact
+        for params in (free, replace(free, choice=("yes", "no")))
+    ]
+    assert exact == [True, False]

@@ -1,0 +1,76 @@
+"""Jobs with `output.schema` beside other jobs and requests that look for answers of another kind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.batchinfer.wrong_jobs import Command, Place, command
+
+# Followed by every answer, and held by no column of integers
+TOO_LARGE = {"type": "object", "properties": {"n": {"const": 10**30}}, "required": ["n"]}
+SHAPE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+OTHER = {"type": "object", "properties": {"m": {"enum": [1, 2]}}, "required": ["m"]}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    return command(capsys, monkeypatch, "batchinfer.engine.build:build_engine")
+
+
+def test_checked_answers_and_others_do_not_stand_for_each_other(place: Place, run: Command) -> None:
+    """An answer that was stored without columns could not be published with them, nor is one that does not fit its
+    column an error where there is none."""
+    place.rows({"id": "a", "text": "hello"})
+    plain = {"sampling": f"sampling: {json.dumps({'max_tokens': 60, 'json_schema': TOO_LARGE})}"}
+    typed = {
+        "sampling": "sampling: {max_tokens: 60}",
+        "output": f"output: {json.dumps({'path': 'out/res', 'schema': TOO_LARGE})}",
+    }
+    for sections, code in ((plain, None), (typed, "unfit_output"), (plain, None)):
+        place.job("on_error: {max_error_rate: 1.0}", **sections)
+        done = run("run", place.folder / "job.yaml", "--replace")
+        assert done.code == 0, done.err
+        (row,) = place.table()
+        assert row["error_code"] == code
+        assert json.loads(row["generated_text"]) == {"n": 10**30}
+
+
+def test_a_request_has_the_schema_of_the_job_or_is_an_error(place: Place, run: Command) -> None:
+    def asking(number: int, more: dict[str, Any]) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, **more}
+        return {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    def formatted(schema: dict[str, Any]) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+    fine = [{}, {"response_format": {"type": "text"}}, formatted(SHAPE)]
+    others = [formatted(OTHER), {"response_format": {"type": "json_object"}}, {"choice": ["a"]}]
+    place.rows(*(asking(n, more) for n, more in enumerate([*fine, *others])), name="batch.jsonl")
+    place.job(
+        "on_error: {max_error_rate: 1.0}",
+        input="input: {path: batch.jsonl, format: openai}",
+        prompt="",
+        sampling="sampling: {temperature: 0}",
+        output=f"output: {json.dumps({'path': 'out/res', 'schema': SHAPE})}",
+    )
+    done = run("run", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    rows = place.table()
+    assert all(row["n"] in (1, 2) for row in rows[: len(fine)])
+    refused = rows[len(fine) :]
+    assert [row["error_code"] for row in refused] == ["bad_parameter"] * len(others)
+    assert all("output.schema" in row["error_message"] for row in refused)
+
+
+@pytest.mark.parametrize("where", ["schema", "schema_file"])
+def test_a_schema_nested_without_end_is_a_mistake(place: Place, run: Command, where: str) -> None:
+    text = "[" * 100_000
+    (place.folder / "deep.json").write_text(text)
+    said = text if where == "schema" else "deep.json"
+    place.job(output=f"output: {json.dumps({'path': 'out/res', where: said})}")
+    done = run("validate", place.folder / "job.yaml")
+    assert done.code == 78
+    assert f"output.{where}" in done.err
