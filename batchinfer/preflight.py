@@ -20,6 +20,7 @@ from batchinfer.data.index.ingest import IngestOptions, ingest
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.sql import query_columns
+from batchinfer.data.prompts.answer_bound import Unbounded, most_tokens
 from batchinfer.data.prompts.columns import Columns, choose_columns
 from batchinfer.data.prompts.constraint_check import constraint_problem
 from batchinfer.data.prompts.generated_schema import parsed_schema
@@ -53,6 +54,7 @@ class Setup:
     setting: Setting
     tokenizer: Tokenizer
     columns: SchemaColumns | None  # of answers that `output.schema` describes
+    most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,18 @@ def check_setup(job: Job, state: StateFolder, replace: bool = False) -> Setup:
     check_destination(state.results, job.name, replace)
     state.check_writable()
     state.refuse_newer()
-    return Setup(checkpoint, setting, tokenizer, _columns(job))
+    return Setup(checkpoint, setting, tokenizer, _columns(job), _most_tokens(job))
+
+
+def _most_tokens(job: Job) -> int | None:
+    """Raises JobFileError where the job's constraint has no bound to fit."""
+    params = job.params()
+    if not job.sampling.fits or params.constraint is None:
+        return None
+    try:
+        return most_tokens(params)
+    except Unbounded as error:
+        raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
 
 
 def _columns(job: Job) -> SchemaColumns | None:

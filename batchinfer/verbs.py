@@ -43,6 +43,8 @@ def validate_job(job: Job) -> list[str]:
         found.append(f"input: {facts.files} file{'s' * (facts.files != 1)}, {size(facts.bytes)}")
     if job.sampling.from_columns:
         found.append(f"sampling: rows set their own {job.sampling.row_parameters()}")
+    if setup.most_tokens is not None:
+        found.append(f"sampling: an answer has at most {setup.most_tokens:,} tokens (max_tokens: fit)")
     if setup.columns is not None:
         found.append("columns of answers: " + ", ".join(f"{f.name} {f.type}" for f in setup.columns.schema))
         found += [str(note) for note in setup.columns.notes]

@@ -56,6 +56,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_sampling(sections.get("sampling", {})),
         *_from_columns(sections),
         *_constraints(sections),
+        *_fit(sections, file),
         *_columns(sections.get("output", {}), _result_columns(sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
@@ -209,6 +210,22 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
     if schemas and named:
         message = f"names {named[0]}, and output.schema makes columns of every row's answer by one schema"
         yield Finding(("sampling", "from_columns"), message, "take one of the two out")
+
+
+def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
+    """max_tokens: fit needs a constraint to fit, of the job or of its rows."""
+    sampling, output = sections.get("sampling", {}), sections.get("output", {})
+    if sampling.get("max_tokens") != "fit" or _is_openai(sections.get("input", {}), file):
+        return
+    of_rows = sampling.get("from_columns")
+    given = [name for name in ("schema", "schema_file") if output.get(name) is not None]
+    given += [name for name in CONSTRAINTS if sampling.get(name)]
+    given += [name for name in CONSTRAINTS if isinstance(of_rows, dict | tuple) and name in of_rows]
+    if not given and sections.get("input", {}).get("format") != "openai":
+        message = "is fit, and nothing says what answers look like"
+        yield Finding(
+            ("sampling", "max_tokens"), message, "give output.schema or sampling.choice, or a number"
+        )
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -15,8 +15,9 @@ from batchinfer.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
 class SamplingSection(Section):
     """How tokens are chosen, for every row alike but for the parameters that `from_columns` declares."""
 
-    max_tokens: Annotated[int, bounded("max_tokens")] = Field(
-        default=256, description="Most tokens of an answer."
+    max_tokens: Annotated[int, bounded("max_tokens")] | Literal["fit"] = Field(
+        default=256,
+        description="Most tokens of an answer. fit: as many as its constraint can need.",
     )
     min_tokens: Annotated[int, bounded("min_tokens")] = Field(
         default=0, description="No end before so many tokens."
@@ -81,9 +82,23 @@ class SamplingSection(Section):
         json_schema_extra={"default": []},
     )
 
+    @property
+    def fits(self) -> bool:
+        """Whether max_tokens is what an answer's constraint can need."""
+        return self.max_tokens == "fit"
+
     def params(self) -> SamplingParams:
-        """What a row without values of its own gets, as the engine knows it."""
-        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
+        """What a row without values of its own gets, as the engine knows it. Where max_tokens fits: without a limit."""
+        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
+        return SamplingParams(**self._limited(given))
+
+    def given_params(self) -> dict[str, Any]:
+        """Of the parameters only what the job file says itself, as the engine knows it."""
+        return self._limited(self.given())
+
+    def _limited(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A row's own limit takes the place of this one once its constraint is known."""
+        return given | ({"max_tokens": INT32_MAX} if self.fits else {})
 
     @property
     def asks_logprobs(self) -> bool:

@@ -258,7 +258,7 @@ class Job(Section):
     def given_params(self) -> dict[str, Any]:
         """Of the sampling parameters only what the job file says itself."""
         schema = self.output.json_schema
-        return self.sampling.given() | ({} if schema is None else {"json_schema": schema})
+        return self.sampling.given_params() | ({} if schema is None else {"json_schema": schema})
 
     @property
     def source(self) -> Path:

@@ -234,3 +234,92 @@ def test_validate_says_what_stays_text(place: Place, run: Command) -> None:
     assert done.code == 0, done.err
     assert "b: JSON text, because it has several types" in done.out + done.err
     assert "a int64" in done.out + done.err
+
+
+def test_no_answer_is_cut_where_max_tokens_fits(place: Place, run: Command) -> None:
+    """As far from JSON as a model can be, and each answer is whole; rows fit their own constraint or number."""
+    shape = {**SCHEMA["properties"], "at": {"type": ["string", "null"], "format": "date-time"}}
+    own = {"type": "object", "properties": shape, "required": list(shape)}
+    endless = {"type": "array", "items": {"type": "boolean"}}
+    place.rows(
+        *({**row, "json_schema": own} for row in many(20)),
+        {"id": "choice", "text": "t", "choice": ["yes", "perhaps"]},
+        {"id": "endless", "text": "t", "json_schema": endless},
+        {"id": "cut", "text": "t", "json_schema": endless, "max_tokens": 1},
+        {"id": "free", "text": "t"},
+    )
+    place.job(
+        "on_error: {max_error_rate: 1.0}",
+        sampling="sampling: {max_tokens: fit, min_tokens: 3, temperature: 1.4, seed: 5, "
+        "from_columns: [json_schema, choice, max_tokens]}",
+    )
+    done = run("run", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    found = {row["custom_id"]: row for row in place.table()}
+    codes = {name: row["error_code"] for name, row in found.items() if row["status"] == "error"}
+    assert codes == {"endless": "bad_parameter", "free": "bad_parameter", "cut": "bad_parameter"}
+    assert found["endless"]["error_message"] == "max_tokens is fit: the answer: give maxItems"
+    assert "min_tokens" in found["cut"]["error_message"]
+    for n in range(20):
+        jsonschema.validate(json.loads(found[f"r{n}"]["generated_text"]), own)
+    shown = run("preview", place.folder / "job.yaml", "--rows", 21, "--json")
+    limits = [json.loads(line)["sampling"]["max_tokens"] for line in shown.out.splitlines()]
+    assert limits[20] == len("perhaps") + 1
+    assert 150 < limits[0] < 300
+
+
+def test_validate_says_how_long_answers_are(place: Place, run: Command) -> None:
+    place.job(sampling="sampling: {max_tokens: fit, choice: [yes, perhaps]}")
+    done = run("validate", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    assert "an answer has at most 8 tokens (max_tokens: fit)" in done.out
+
+
+def test_openai_requests_fit_their_format(place: Place, run: Command) -> None:
+    formats = [{"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}, {"type": "text"}]
+    chat = {"method": "POST", "url": "/v1/chat/completions"}
+    messages = [{"role": "user", "content": "hi"}]
+    bodies = [
+        {"messages": messages, "response_format": formats[0]},
+        {"messages": messages, "response_format": formats[1]},
+        {"messages": messages, "max_completion_tokens": 3},
+    ]
+    place.rows(*({"custom_id": f"c{n}", **chat, "body": one} for n, one in enumerate(bodies)))
+    place.job(
+        input="input: {path: rows.jsonl, format: openai}",
+        prompt="",
+        sampling="sampling: {max_tokens: fit}",
+        output="output: {path: out/res}",
+    )
+    done = run("preview", place.folder / "job.yaml", "--json")
+    assert done.code == 0, done.err
+    boolean, text, own = map(json.loads, done.out.splitlines())
+    assert boolean["sampling"]["max_tokens"] == len("false") + 1
+    assert text["error"]["code"] == "bad_parameter"
+    assert own["sampling"]["max_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "schema", "words"),
+    [
+        ("max_tokens: fit", None, "nothing says what answers look like"),
+        ("max_tokens: fits", None, "a whole number from 1 to 2,147,483,647, or fit"),
+        ("max_tokens: fit, json_object: true", None, "any JSON object is allowed"),
+        (
+            "max_tokens: fit",
+            {"properties": {"a": {"type": "string"}}, "type": "object"},
+            "is fit, and answers have no bound: a: give maxLength",
+        ),
+    ],
+)
+def test_what_cannot_be_fitted_is_a_mistake(
+    place: Place, run: Command, sampling: str, schema: Any, words: str
+) -> None:
+    more = {} if schema is None else {"schema": schema}
+    place.job(
+        sampling=f"sampling: {{{sampling}}}", output=f"output: {json.dumps({'path': 'out/res', **more})}"
+    )
+    done = run("validate", place.folder / "job.yaml")
+    assert done.code == 78
+    assert "sampling.max_tokens" in done.err
+    assert words in done.err

@@ -226,6 +226,7 @@ class _Ingest:
             by_url=self._by_url(),
             one_schema=self._job.output.json_schema is not None,
             now=options.now,
+            fits=self._job.sampling.fits,
         )
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None

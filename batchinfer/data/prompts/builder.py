@@ -26,6 +26,7 @@ from batchinfer.data.prompts.chat_template import (
     row_environment,
     variables,
 )
+from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.sampling_fields import from_text, override, override_openai
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.request import SamplingParams
@@ -34,6 +35,7 @@ Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file")
 MAX_TEXT_BYTES = 4 << 20
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
 
 
@@ -56,6 +58,7 @@ class PromptPlan:
     one_schema: bool = False  # the job's, which its columns are made by: a request may name no other
     now: datetime = datetime(1970, 1, 1)
     max_text_bytes: int = MAX_TEXT_BYTES
+    fits: bool = False  # max_tokens of a row that has none of its own is what its constraint can need
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class PromptBuilder:
 
     def __init__(self, plan: PromptPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
+        self._fits = Fits()
         self._specials = tokenizer.special_pattern if tokenizer.specials else None
         self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None
         self._user = _RowTemplate("prompt.user", plan.user) if plan.user is not None else None
@@ -113,7 +117,14 @@ class PromptBuilder:
         given = {name: values.get(column) for name, column in self._plan.overrides}
         if self._plan.values_are_text:
             given = {name: from_text(name, value) for name, value in given.items()}
-        return override(self._plan.params, given, dict(self._plan.overrides))
+        params = override(self._plan.params, given, dict(self._plan.overrides))
+        return self._fitted(params, given)
+
+    def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+        """With `max_tokens: fit`, the parameters of a row that has set what is in `given`."""
+        if not self._plan.fits or any(given.get(name) is not None for name in _MAX_TOKENS):
+            return params
+        return self._fits.fitted(params)
 
     def _from_templates(self, values: Values) -> Draft:
         messages: list[Message] = []
@@ -142,6 +153,7 @@ class PromptBuilder:
             raise RowProblem(
                 "bad_parameter", "the request asks for other answers than output.schema of the job describes"
             )
+        params = self._fitted(params, body)
         if url == CHAT_URL:
             return self._chat_draft(check_messages(body.get(name)), params)
         prompt = body.get(name)

@@ -2,7 +2,8 @@
 
 Every answer that the narrower schema allows is valid under the user's. Narrower means: an object that does not say
 whether it may have further properties has none, an integer without bounds has at most 18 digits (a column holds 64
-bits), and of formats only those are asked for that llguidance knows.
+bits), a time is not longer than one with six decimals and an offset, and of formats only those are asked for that
+llguidance knows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _BESIDE = ("allOf", "not", "if", "then", "else", "dependentSchemas", "unevaluate
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
 )
+_LONGEST = {"date-time": 32, "time": 21}  # 2026-11-22T14:31:03.123456+00:00
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
@@ -55,6 +57,8 @@ def generated_schema(schema: Any) -> Any:
             _bound(one)
         if isinstance(one.get("format"), str) and one["format"] not in _FORMATS:
             del one["format"]
+        if isinstance(form := one.get("format"), str) and form in _LONGEST:
+            _shorten(one, _LONGEST[form])
     return narrow
 
 
@@ -98,6 +102,12 @@ def _is_integer(schema: dict[str, Any]) -> bool:
     """Whether its only numbers are integers; other types may stand beside them, as in ["integer", "null"]."""
     kinds = schema.get("type")
     return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
+
+
+def _shorten(schema: dict[str, Any], most: int) -> None:
+    least, longest = schema.get("minLength", 0), schema.get("maxLength", most)
+    if _is_number(least) and least <= most and _is_number(longest):
+        schema["maxLength"] = min(most, longest)
 
 
 def _bound(schema: dict[str, Any]) -> None:
