@@ -43,14 +43,14 @@ def pattern_width(pattern: str, written: Written, *, searched: bool) -> int:
 
     Raises NoWidth.
     """
-    reader = _Reader(pattern, written, searched)
+    reader = _PatternReader(pattern, written, searched)
     width = reader.alternatives(top=True)
     if not reader.at_end:
         raise NoWidth("its brackets do not match")
     return width
 
 
-class _Reader:
+class _PatternReader:
     """Reads a pattern from left to right."""
 
     def __init__(self, pattern: str, written: Written, searched: bool) -> None:
