@@ -35,7 +35,7 @@ from batchinfer.data.storage.state import StateFolder
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import ErrorBudgetExceeded, Unavailable
 from batchinfer.job import Job
-from batchinfer.job.check import RESULT_COLUMNS
+from batchinfer.job.check import LOGPROBS, RESULT_COLUMNS
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.stored import StoredModel
 from batchinfer.report.hardware import nvidia_gpus
@@ -101,7 +101,7 @@ def _columns(job: Job) -> SchemaColumns | None:
         columns = schema_columns(parsed_schema(job.output.json_schema), job.output.column)
     except NoColumns as error:
         raise job.mistake(where, str(error)) from None
-    taken = {name.casefold(): name for name in (*RESULT_COLUMNS, *job.output.columns)}
+    taken = {name.casefold(): name for name in (*RESULT_COLUMNS, LOGPROBS, *job.output.columns)}
     for name in columns.schema.names:
         if name.casefold() in taken:
             text = f"its property {name!r} has the name of another column of the result; give output.column a name"

@@ -23,7 +23,7 @@ FP8 = {
     "weight_block_size": [BLOCK, BLOCK],
     "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.o_proj"],
 }
-_FLOAT = ("norm", "embed_tokens", "lm_head", "gate.", "layers.0.self_attn.o_proj", ".bias")
+_FLOAT = ("norm", "embed_tokens", "lm_head", "gate.", "layers.0.self_attn.o_proj", ".bias", "_bias")
 
 
 def make_mxfp4(folder: Path, plain: Path, **sizes: Any) -> PreTrainedModel:
@@ -50,7 +50,8 @@ def make_fp8(folder: Path, plain: Path, family: str, each: str = "block", **size
     model = make_checkpoint(plain, family, **sizes)
     stored, packed = load_file(plain / SINGLE), {}
     for name, tensor in stored.items():
-        if any(part in name for part in _FLOAT) or tensor.dim() != 2:
+        packs = tensor.dim() == 2 or (each == "tensor" and tensor.dim() == 3)  # matrices of all experts
+        if any(part in name for part in _FLOAT) or not packs:
             packed[name] = tensor
             continue
         scales = _scales(tensor, each)

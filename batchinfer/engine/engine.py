@@ -114,18 +114,25 @@ class Engine:
                 raise ValueError("this engine has no tokenizer beside it, so it cannot follow a constraint")
             sequence = Sequence.of(request, limits.max_model_len, watch, self._now(), limits.long_from)
             sequence.barrier = self._draft is not None or self._runner.needs_tokens(request)
-            try:
-                end = self._constrain(sequence)
-                if end is None:
-                    self._scheduler.add(sequence)
-                else:
-                    self._early.requests.append(_request_sample(sequence, self._now()))
-                    self._early.completions.append(_completion(sequence, end))
-            except ConstraintFailed as failed:
-                self._early.completions.append(_completion(sequence, End("error", error=failed.error)))
-            except ValueError as error:
-                problem = RowError("kv_cache_too_small", "resource", str(error), retryable=True)
-                self._early.completions.append(_completion(sequence, End("error", error=problem)))
+            end = self._queue(sequence)
+            if end is not None:
+                self._early.completions.append(_completion(sequence, end))
+
+    def _queue(self, sequence: Sequence) -> End | None:
+        """Hand a sequence to the scheduler; how it ends, if it does so before any step."""
+        try:
+            end = self._constrain(sequence)
+        except ConstraintFailed as failed:
+            return End("error", error=failed.error)
+        if end is not None:
+            self._early.requests.append(_request_sample(sequence, self._now()))
+            return end
+        try:
+            self._scheduler.add(sequence)
+        except ValueError as error:
+            problem = RowError("kv_cache_too_small", "resource", str(error), retryable=True)
+            return End("error", error=problem)
+        return None
 
     def step(self) -> StepOutput:
         """schedule → run → post-process. Returns an empty output when there is nothing to do."""

@@ -64,7 +64,7 @@ def _beside(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None
     from batchinfer.data.prompts.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(spec.tokenizer)
-    return stop_streams(tokenizer.rust), grammar_constraints(tokenizer.definition)
+    return stop_streams(tokenizer.rust), grammar_constraints(tokenizer)
 
 
 def _shared_cores(info: EngineInfo) -> SharedCores | None:

@@ -21,6 +21,7 @@ from batchinfer.models.parameters import (
 from batchinfer.models.spec import ModelSpec
 
 WEIGHT = ".weight"
+MOST_FURTHER = 64  # layers behind the last one; checkpoints have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def further_layers(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefix
     """What begins the names of layers behind the last one, which guess further tokens and are not run."""
     family, first = FAMILIES[spec.family], len(spec.layers)
     count = raw.get(family.further_layers) if family.further_layers else 0
-    numbers = range(first, first + count) if isinstance(count, int) else ()
+    numbers = range(first, first + min(count, MOST_FURTHER)) if isinstance(count, int) else ()
     return tuple(f"{prefixes.base}{family.names.layers}.{number}." for number in numbers)
 
 

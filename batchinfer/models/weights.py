@@ -144,8 +144,8 @@ class _OpenFiles:
             if packed is None:
                 found = self._read(name, index)
             else:
-                stored = self._read(packed.values, index), self._read(packed.scales, index)
-                found = dequantized(packed, *stored)
+                scales = self._read(packed.scales, index if packed.format == "mxfp4" else None)
+                found = dequantized(packed, self._read(packed.values, index), scales)
             self._last = (name, index), found
         return self._last[1]
 

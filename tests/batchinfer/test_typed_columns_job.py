@@ -74,3 +74,16 @@ def test_a_schema_nested_without_end_is_a_mistake(place: Place, run: Command, wh
     done = run("validate", place.folder / "job.yaml")
     assert done.code == 78
     assert f"output.{where}" in done.err
+
+
+@pytest.mark.parametrize(
+    "named", [{"schema": {"properties": {"LogProbs": {}}}}, {"schema": SHAPE, "column": "logprobs"}]
+)
+def test_no_column_has_the_name_of_the_one_of_log_probabilities(
+    place: Place, run: Command, named: dict[str, Any]
+) -> None:
+    """Which an OpenAI file may ask for in any row."""
+    place.job(output=f"output: {json.dumps({'path': 'out/res', **named})}")
+    done = run("validate", place.folder / "job.yaml")
+    assert done.code == 78
+    assert "another column" in done.err

@@ -21,13 +21,16 @@ from batchinfer.request import ConstraintFailed, ConstraintWork, RowError, Sampl
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+    from batchinfer.data.prompts.tokenizer import Tokenizer
+
 KEPT = 256  # compiled grammars; rows in flight keep theirs beside
 _BITS = 32
 
 
-def grammar_constraints(definition: str) -> Callable[[Collection[int]], GrammarConstraints]:
-    """For models with the tokenizer of this definition (Tokenizer.definition)."""
-    return lambda eos: GrammarConstraints(definition, eos, usable_cpus())
+def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int]], GrammarConstraints]:
+    """For models with this tokenizer. Ids beyond its vocabulary end no answer: llguidance refuses them."""
+    definition, known = tokenizer.definition, tokenizer.vocab_size
+    return lambda eos: GrammarConstraints(definition, [one for one in eos if one < known], usable_cpus())
 
 
 class GrammarConstraint:

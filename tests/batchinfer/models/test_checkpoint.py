@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.errors import BatchInferError, JobFileError, SecurityRefusal
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.tensor_names import further_layers
 from batchinfer.models.weight_files import INDEX
 from batchinfer.models.weights import CheckpointWeights, Tables
 from tests.checkpoints import edit_json, make_checkpoint, make_model_folder
@@ -344,6 +345,8 @@ class TestTensors:
         )
         edit_tensors(tmp_path, lambda t: t.update({f"model.layers.2.{n}": torch.ones(7) for n in extra}))
         refused(tmp_path, 78, "unexpected tensors: model.layers.2.")
+        many = further_layers(wanted.spec, {"num_nextn_predict_layers": 10**5}, wanted.prefixes)
+        assert len(many) <= 64, "config.json does not say how much memory is taken"
         edit_json(tmp_path / "config.json", num_nextn_predict_layers=1)
         assert inspect_checkpoint(tmp_path).tensors.keys() == wanted.tensors.keys()
         edit_tensors(tmp_path, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(7)}))

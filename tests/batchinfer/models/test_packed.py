@@ -32,6 +32,7 @@ KINDS: dict[str, Callable[[Path, Path], PreTrainedModel]] = {
     "fp8": lambda folder, plain: make_fp8(folder, plain, "deepseek_v3"),
     "fp8 of rows": lambda folder, plain: make_fp8(folder, plain, "qwen3", "row"),
     "fp8 of tensors": lambda folder, plain: make_fp8(folder, plain, "llama", "tensor"),
+    "fp8 of experts": lambda folder, plain: make_fp8(folder, plain, "gpt_oss", "tensor"),
 }
 MXFP4 = PackedTensor("mxfp4", "", "", ())
 
