@@ -21,6 +21,7 @@ class RunFigures:
     plan_s: float
     model_s: float  # inside the model and the sampler
     steps: int
+    decode_step_s: float  # the median of the steps that decode most rows and nothing else
     rows_run: int
     prompt_tokens_run: int  # recomputation not counted
     decode_tokens_run: int
@@ -50,6 +51,14 @@ def operator_seconds(run: Run, model: ModelCost, peaks: Peaks) -> dict[str, floa
 def step_bound_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
     """The bound of steps whose operators overlap perfectly: each as one operator."""
     return sum(step_total(costs).seconds(peaks) for costs in _step_costs(run, model))
+
+
+def decode_step_seconds(run: Run) -> float:
+    """The median of the steps that decode as many rows as any does, and nothing else; 0 where none decodes."""
+    decoding = [step for step in run.steps if step.decode_tokens and not step.prefill_tokens]
+    most = max((step.decode_tokens for step in decoding), default=0)
+    full = [step.duration_s for step in decoding if step.decode_tokens == most]
+    return statistics.median(full) if full else 0.0
 
 
 def compute_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
@@ -85,6 +94,7 @@ def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFi
         plan_s=run.plan_s,
         model_s=model_s,
         steps=len(run.steps),
+        decode_step_s=decode_step_seconds(run),
         rows_run=run.plan.to_run,
         prompt_tokens_run=prefill - recomputed,
         decode_tokens_run=decoded,

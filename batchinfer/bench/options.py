@@ -32,6 +32,8 @@ class BenchOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     rows: int | None = None
+    max_tokens: int | None = None
+    schemas: tuple[int, ...] = ()  # how many different ones the rows follow, in runs of their own
     repeat: int = 3
     against: str | None = None
     export: Path | None = None
@@ -41,6 +43,8 @@ class BenchOptions:
         wrong = [*self._unknown_names(), *self._too_small()]
         if self.export is not None and len(self.workloads) != 1:
             wrong.append(f"--export writes one workload; {len(self.workloads)} are named, name one")
+        if self.export is not None and self.schemas:
+            wrong.append("--export writes rows without schemas; leave out --schemas")
         if wrong:
             raise UsageError("\n".join(wrong))
 
@@ -82,6 +86,8 @@ class BenchOptions:
             "--max-num-seqs": self.max_num_seqs,
             "--max-num-batched-tokens": self.max_num_batched_tokens,
             "--rows": self.rows,
+            "--max-tokens": self.max_tokens,
+            "--schemas": min(self.schemas, default=None),
             "--repeat": self.repeat,
         }
         return [

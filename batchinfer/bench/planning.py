@@ -60,21 +60,22 @@ def row_keys(prepared: Prepared) -> tuple[bytes, ...]:
 
 def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
     """What an index holds of the rows."""
-    params = {n: number for number, n in enumerate(dict.fromkeys(row.max_tokens for row in rows))}
-    texts = [_params(n) for n in params]
+    asked = [(row.max_tokens, row.schema) for row in rows]
+    params = {one: number for number, one in enumerate(dict.fromkeys(asked))}
+    texts = [_params(*one) for one in params]
     prompts = [np.array(row.prompt, np.int32) for row in rows]
     prefixes = np.zeros((len(rows), len(PREFIX_LENGTHS)), np.int64)
     keys = bytearray()
-    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+    for number, prompt in enumerate(prompts):
         data = token_bytes(prompt)
         hashes = prefix_hashes(data)
         prefixes[number, : len(hashes)] = hashes
         occurrence = 0 if deduplicate else number
-        keys += work_key(CONTEXT, texts[params[row.max_tokens]], data, occurrence)
+        keys += work_key(CONTEXT, texts[params[asked[number]]], data, occurrence)
     return Prepared(
         errors={},
         params=texts,
-        params_of=[params[row.max_tokens] for row in rows],
+        params_of=[params[one] for one in asked],
         max_tokens=[row.max_tokens for row in rows],
         counts=np.array([len(prompt) for prompt in prompts], np.int32),
         prefixes=prefixes,
@@ -83,5 +84,6 @@ def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
     )
 
 
-def _params(max_tokens: int) -> str:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True).canonical().to_json()
+def _params(max_tokens: int, schema: str | None) -> str:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, json_schema=schema)
+    return params.canonical().to_json()

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from batchinfer import __version__
-from batchinfer.bench.figures import medians, operator_seconds, run_figures
+from batchinfer.bench.figures import decode_step_seconds, medians, operator_seconds, run_figures
 from batchinfer.bench.ideal import Ideal
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.peer import PeerRun
@@ -31,6 +31,7 @@ class Series:
 
     ours: list[Run] = field(default_factory=list)
     without: list[Run] = field(default_factory=list)  # ours without deduplication, where there are duplicates
+    under: dict[int, list[Run]] = field(default_factory=dict)  # ours under so many different schemas
     peer: list[PeerRun] = field(default_factory=list)
 
 
@@ -65,6 +66,10 @@ class WorkloadResult:
         if self.series.without:
             others = [run.wall_s for run in self.series.without]
             result["without_deduplication"] = {"wall_s": _times(others), "relative": _relative(walls, others)}
+        if self.series.under:
+            result["under_schemas"] = [
+                _under(number, runs, self.series.ours) for number, runs in self.series.under.items()
+            ]
         if self.series.peer and peer is not None:
             result["against"] = self._against(walls, peer)
         return result
@@ -181,6 +186,7 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_percent(result['padding_share'])}, {_percent(result['recomputed_share'])}",
         ),
         ("rows run", f"{result['rows_run']:,} in {result['steps']:,} steps"),
+        ("decode step", f"{1000 * result['decode_step_s']:.1f} ms"),
         (
             "prompt tokens run",
             f"{result['prompt_tokens_run']:,}; {result['prompt_tokens_optimum']:,} would be the fewest",
@@ -191,6 +197,15 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(
             ("duplicates run, too", f"{_seconds(other['wall_s'])}; ours is {other['relative']:.2f} of it")
         )
+    for other in result.get("under_schemas", ()):
+        step = f"a decode step {1000 * other['decode_step_s']:.1f} ms, {other['step_relative']:.3f} of it"
+        work = f"{step}; masks {other['mask_s']:.2f} s, compiling {other['compile_s']:.2f} s"
+        lines.append(
+            (
+                f"under {other['schemas']} schema{'s' * (other['schemas'] != 1)}",
+                f"{_seconds(other['wall_s'])}, {other['relative']:.2f} of ours without; {work}",
+            )
+        )
     if "against" in result:
         other = result["against"]
         same = f"{_percent(other['equal_rows'])} of rows have the same answer"
@@ -198,6 +213,23 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             (other["name"], f"{_seconds(other['wall_s'])}; ours is {other['relative']:.2f} of it; {same}")
         )
     return lines
+
+
+def _under(schemas: int, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    own, walls = ([run.wall_s for run in series] for series in (runs, plain))
+    steps, plain_steps = ([decode_step_seconds(run) for run in series] for series in (runs, plain))
+    spent = {
+        name: statistics.median(sum(getattr(step, name) for step in run.steps) for run in runs)
+        for name in ("mask_s", "compile_s")
+    }
+    return {
+        "schemas": schemas,
+        "wall_s": _times(own),
+        "relative": _relative(own, walls),
+        "decode_step_s": statistics.median(steps),
+        "step_relative": _relative(steps, plain_steps),
+        **spent,
+    }
 
 
 def _times(seconds: Sequence[float]) -> dict[str, Any]:

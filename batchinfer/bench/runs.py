@@ -117,7 +117,7 @@ class _Answers:
         self.steps += done.steps
         for completion in done.completions:
             self.completions[completion.key] = completion
-            self.failed |= completion.error is not None
+            self.failed |= _failed(completion)
 
     def enough(self) -> bool:
         return self.failed
@@ -128,7 +128,7 @@ class _Answers:
     def of_rows(self, keys: Sequence[bytes], rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
         """Every row's answer. Raises when one failed, or has not the length that was asked for."""
         for completion in self.completions.values():
-            if completion.error is not None:
+            if completion.error is not None and _failed(completion):
                 kind = OutOfMemory if completion.error.error_class == "resource" else BatchInferError
                 raise kind(f"a row of the benchmark failed: {completion.error.message}")
         found = tuple(tuple(self.completions[key].token_ids.tolist()) for key in keys)
@@ -136,3 +136,8 @@ class _Answers:
             if len(answer) != row.max_tokens:
                 raise BatchInferError(f"{len(answer)} tokens came where {row.max_tokens} were asked for")
         return found
+
+
+def _failed(completion: Completion) -> bool:
+    """An answer under a schema is cut before it is whole: it has to have as many tokens as one without."""
+    return completion.error is not None and completion.error.code != "incomplete_output"

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from batchinfer.bench.constrained import under_schemas, with_constraints
 from batchinfer.bench.ideal import ideal_job
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.peer import TransformersPeer
@@ -51,8 +52,10 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     before = _measured(config, measure, notice)
     notice(f"loading {options.model}")
     loaded = load_model(replace(config, peaks=before), _source(options))
+    if options.schemas:
+        loaded = with_constraints(loaded, options)
     with _peer(options, config, notice) as peer, loaded_for_good():
-        series = [_run_series(loaded, workload, options.repeat, peer, notice) for workload in workloads]
+        series = [_run_series(loaded, workload, options, peer, notice) for workload in workloads]
     peaks = best_peaks(before, _measured(config, measure, notice))
     results = [
         WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.layout.windows), runs)
@@ -65,7 +68,7 @@ def workload_of(options: BenchOptions, name: str) -> Workload:
     """The workload over the vocabulary of the model that the options name."""
     spec = shape_config(options.model) if options.is_shape else open_checkpoint(options.folder).spec
     vocab = spec.vocab
-    return make_workload(name, vocab, options.rows)
+    return make_workload(name, vocab, options.rows, options.max_tokens)
 
 
 def best_peaks(before: Peaks, after: Peaks) -> Peaks:
@@ -147,10 +150,14 @@ def _peer(options: BenchOptions, config: EngineConfig, notice: Notice) -> Iterat
 
 
 def _run_series(
-    loaded: LoadedModel, workload: Workload, repeat: int, peer: TransformersPeer | None, notice: Notice
+    loaded: LoadedModel,
+    workload: Workload,
+    options: BenchOptions,
+    peer: TransformersPeer | None,
+    notice: Notice,
 ) -> Series:
     """One run that does not count, then everything in turns, so that all meet the same machine."""
-    rows, series = workload.rows, Series()
+    rows, repeat, series = workload.rows, options.repeat, Series()
     notice(f"{workload.name}: warm-up, {timed_run(loaded, rows).wall_s:.2f} s")
     if peer is not None:
         peer.run(_few(rows))
@@ -160,6 +167,10 @@ def _run_series(
         if workload.duplicates:
             series.without.append(timed_run(loaded, rows, deduplicate=False))
             told.append(f"without deduplication {series.without[-1].wall_s:.2f} s")
+        for schemas in options.schemas:
+            run = timed_run(loaded, under_schemas(rows, schemas, number))
+            series.under.setdefault(schemas, []).append(run)
+            told.append(f"under {schemas} schema{'s' * (schemas != 1)} {run.wall_s:.2f} s")
         if peer is not None:
             series.peer.append(peer.run(rows))
             told.append(f"{peer.name} {series.peer[-1].wall_s:.2f} s")

@@ -26,6 +26,7 @@ class Row:
 
     prompt: tuple[int, ...]
     max_tokens: int
+    schema: str | None = None  # JSON text of a schema that the answer begins to follow
 
     @property
     def length(self) -> int:
@@ -59,8 +60,9 @@ class Workload:
         return len(self.rows) - len(set(self.rows))
 
 
-def make_workload(name: str, vocab: int, rows: int | None = None) -> Workload:
+def make_workload(name: str, vocab: int, rows: int | None = None, most_out: int | None = None) -> Workload:
     """A built-in workload, by default in its own size. Raises UsageError for an unknown name or `rows` < 1.
+    `most_out`: no row generates more tokens.
 
     Fewer or more rows of shared-prefix, mixed, decode and prefix-tree begin with the same rows.
     """
@@ -69,7 +71,12 @@ def make_workload(name: str, vocab: int, rows: int | None = None) -> Workload:
     if rows is not None and rows < 1:
         raise UsageError(f"--rows is {rows}; at least 1 is needed")
     make, size = WORKLOADS[name]
-    return Workload(name, tuple(_folded(row, vocab) for row in make(size if rows is None else rows)))
+    made = (_folded(row, vocab) for row in make(size if rows is None else rows))
+    return Workload(name, tuple(row if most_out is None else _cut(row, most_out) for row in made))
+
+
+def _cut(row: Row, most_out: int) -> Row:
+    return replace(row, max_tokens=min(row.max_tokens, most_out))
 
 
 def _folded(row: Row, vocab: int) -> Row:

@@ -76,6 +76,16 @@ def bench(
     rows: Annotated[
         int | None, typer.Option(help="Rows of each workload, instead of its own number.")
     ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens that a row generates, instead of its own number.")
+    ] = None,
+    schemas: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Do the same work under so many different JSON Schemas, in turns; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
     repeat: Annotated[int, typer.Option(help="Runs that count, after one that does not.")] = 3,
     against: Annotated[
         str | None, typer.Option(metavar="ENGINE", help="Do the same work with it, in turns: transformers.")
@@ -89,7 +99,7 @@ def bench(
     names = tuple(workloads or DEFAULT_WORKLOADS)
     options = BenchOptions(
         names, model, dtype, quantization, deterministic, device, threads,
-        max_num_seqs, max_num_batched_tokens, rows, repeat, against, export,
+        max_num_seqs, max_num_batched_tokens, rows, max_tokens, tuple(schemas or ()), repeat, against, export,
     )  # fmt: skip
     text, facts = verbs.bench(options, lambda line: tell(printable(line)))
     say(printable(text))

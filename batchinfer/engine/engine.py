@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class Engine:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
         self._draft, self._constraints = draft, constraints
-        self._forced, self._reported = 0, ConstraintWork()
+        self._forced, self._reported = 0, _work_of(constraints)  # another engine may have used them before
         self._started = clock()
         self._steps = 0
         self._early = StepOutput()  # what ended before any step
@@ -376,8 +376,8 @@ class Engine:
         """What constraints took since this was last asked."""
         if self._constraints is None:
             return _NO_WORK
-        now, before = self._constraints.work, self._reported
-        self._reported = ConstraintWork(now.compile_s, now.mask_s)
+        now, before = _work_of(self._constraints), self._reported
+        self._reported = now
         return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
 
     def _sample(self, step: InFlight, ready: float) -> StepSample:
@@ -416,6 +416,11 @@ class Engine:
 
 
 _NO_WORK = ConstraintWork()
+
+
+def _work_of(constraints: Constraints | None) -> ConstraintWork:
+    """What they took so far, as a copy: they count on."""
+    return _NO_WORK if constraints is None else replace(constraints.work)
 
 
 def _completion(sequence: Sequence, end: End) -> Completion:

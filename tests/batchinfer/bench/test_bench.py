@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from batchinfer import cli
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.report import BenchReport
 from batchinfer.bench.session import best_peaks, run_bench
+from batchinfer.bench.vocabulary import made_up_tokenizer
 from batchinfer.bench.workloads import WORKLOADS, make_workload
 from batchinfer.engine.budget import step_tokens
 from batchinfer.errors import UsageError
@@ -185,10 +187,11 @@ def test_every_workload_and_number_is_documented(every):
     assert sizes == [(name, str(rows)) for name, (_, rows) in WORKLOADS.items()]
     table = page.split("## What each number says")[1].split("\n## ")[0]
     told = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"(?m)^\|[^|]*\|([^|]*)\|", table))))
-    optional = {"without_deduplication", "against"}
+    optional = {"without_deduplication", "against", "under_schemas"}
+    parts = {"step_relative", "relative"}  # of the optional ones
     plain = {"workload", "rows", "duplicates", "prompt_tokens", "output_tokens", "model_s", "preemptions"}
     plain |= {"recomputed_tokens", "decode_tokens_run", "decode_tokens_optimum"}  # their names say it all
-    assert told - optional == set(every["mixed"]) - plain
+    assert told - optional - parts == set(every["mixed"]) - plain
     assert optional <= told
 
 
@@ -267,3 +270,39 @@ def test_an_export_is_a_job_s_input(tmp_path, capsys):
     assert cli._guarded(["query", str(tmp_path / "out"), sql, "--json"]) == 0
     got = [json.loads(line)["completion_tokens"] for line in capsys.readouterr().out.splitlines()]
     assert got == expected
+
+
+def test_rows_under_schemas_sample_as_many_tokens():
+    """And follow theirs; each round compiles its own, and counts no other run's work."""
+    report = bench("decode", rows=6, max_tokens=24, repeat=2, schemas=(1, 6))
+    series = report.results[0].series
+    for number, found in zip((1, 6), report.json["results"][0]["under_schemas"], strict=True):
+        assert found["schemas"] == number
+        assert min(found["relative"], found["step_relative"], found["mask_s"], found["compile_s"]) > 0
+        for run in series.under[number]:
+            assert sum(step.forced_tokens for step in run.steps) == 0
+            assert [len(answer) for answer in run.answers] == [24] * 6
+            assert {text_of(answer)[: len(BEGINNING)] for answer in run.answers} == {BEGINNING}
+    assert len(set(series.under[6][0].answers)) == 6
+    assert series.under[1][0].answers[0] != series.ours[0].answers[0]
+
+
+BEGINNING = '{"orders": [{"custom'
+
+
+def text_of(tokens):
+    return Tokenizer.from_str(made_up_tokenizer(512)).decode(list(tokens))
+
+
+def test_a_made_up_tokenizer_fills_the_vocabulary():
+    made = Tokenizer.from_str(made_up_tokenizer(2000))
+    assert made.get_vocab_size() == 2000
+    assert made_up_tokenizer(2000) == made_up_tokenizer(2000)
+    text = 'Größe: {"a": 1}'
+    assert made.decode(made.encode(text).ids) == text
+
+
+def test_schemas_are_not_exported(tmp_path):
+    options = BenchOptions(("decode",), schemas=(0, 2), export=tmp_path / "rows.jsonl")
+    with pytest.raises(UsageError, match=r"(?s)--schemas is 0; at least 1.*leave out --schemas"):
+        options.check()

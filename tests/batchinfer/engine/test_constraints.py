@@ -15,7 +15,7 @@ from batchinfer.engine.constraints import ConstraintMask
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Completion, Request, SamplingParams
+from batchinfer.request import Completion, ConstraintWork, Request, SamplingParams
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, make_engine, watcher
 from tests.batchinfer.engine.word_constraints import WordConstraints, word
@@ -201,3 +201,14 @@ def test_a_constraint_may_end_an_answer_before_its_longest() -> None:
         for params in (free, replace(free, choice=("yes", "no")))
     ]
     assert exact == [True, False]
+
+
+def test_an_engine_counts_its_own_work_alone():
+    """Constraints that served another engine have worked already."""
+    constraints = WordConstraints(EOS, work=ConstraintWork(compile_s=100.0, mask_s=100.0))
+    runner = hashing_runner(ModelRunner, EASY.blocks, EASY.block_size)
+    runner = replace(runner, sampler=replace(runner.sampler, mask=ConstraintMask(constraints)))
+    engine = make_engine(runner, EASY, frozenset([EOS]), constraints=constraints)
+    ran = drain(engine, [request(0, [3, 1, 4], choice=("bad", "cab"))])
+    assert sum(step.compile_s for step in ran.steps) == 0.5
+    assert 0 < sum(step.mask_s for step in ran.steps) < 100

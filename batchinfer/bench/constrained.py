@@ -1,0 +1,95 @@
+"""Rows that follow JSON Schemas, for comparison with the same rows without: each samples as many tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.bench.options import BenchOptions
+from batchinfer.bench.vocabulary import made_up_tokenizer
+from batchinfer.bench.workloads import Row
+from batchinfer.data.prompts.constrained import GrammarConstraint, GrammarConstraints
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.engine.build import LoadedModel
+from batchinfer.engine.constraints import ConstraintMask
+from batchinfer.models.shapes import shape_config
+from batchinfer.request import ConstraintWork, RowError, SamplingParams
+
+RECORDS = 1000  # an answer's least: none is whole before its row has its tokens
+
+
+def schema(number: int, turn: int) -> str:
+    """The JSON Schema of a long list of orders. Names hold the number and the turn: other ones are compiled anew."""
+    name, mark = f"customer_{number}", f"sent_{turn}"
+    order = {
+        name: {"type": "string", "maxLength": 20},
+        "quantity": {"type": "integer"},
+        "state": {"enum": ["open", "paid", mark]},
+        "due": {"type": "string", "format": "date"},
+    }
+    item = {"type": "object", "properties": order, "required": list(order)}
+    orders = {"type": "array", "items": item, "minItems": RECORDS}
+    return json.dumps({"type": "object", "properties": {"orders": orders}, "required": ["orders"]})
+
+
+def under_schemas(rows: Sequence[Row], schemas: int, turn: int) -> list[Row]:
+    """The rows, each under one of so many schemas, which no other turn has."""
+    texts = [schema(number, turn) for number in range(schemas)]
+    return [replace(row, schema=texts[number % schemas]) for number, row in enumerate(rows)]
+
+
+def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
+    """The same model, able to follow schemas. Raises what reading a checkpoint's tokenizer raises."""
+    vocab = shape_config(options.model).vocab if options.is_shape else 0
+    definition = made_up_tokenizer(vocab) if options.is_shape else Tokenizer.load(options.folder).definition
+    eos = loaded.engine_limits.eos_token_ids
+    constraints = EverySampled(GrammarConstraints(definition, eos, loaded.info.threads))
+    constraints.start(
+        SamplingParams(json_schema=schema(0, 0))
+    )  # which loads the tokenizer, as a job does once
+    sampler = replace(loaded.runner.sampler, mask=ConstraintMask(constraints))
+    return replace(loaded, runner=replace(loaded.runner, sampler=sampler), constraints=constraints)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledConstraint:
+    """Its forced tokens are found, but sampled: so each row takes as many steps as without a constraint."""
+
+    grammar: GrammarConstraint
+
+    @property
+    def ended(self) -> bool:
+        return self.grammar.ended
+
+    @property
+    def failure(self) -> RowError | None:
+        return self.grammar.failure
+
+    def take(self, token: int) -> None:
+        self.grammar.take(token)
+
+    def forced(self) -> Sequence[int]:
+        self.grammar.forced()
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class EverySampled:
+    """See batchinfer.engine.constraints.Constraints."""
+
+    grammars: GrammarConstraints
+
+    @property
+    def work(self) -> ConstraintWork:
+        return self.grammars.work
+
+    def start(self, params: SamplingParams) -> SampledConstraint:
+        return SampledConstraint(self.grammars.start(params))
+
+    def fill(self, constraints: Sequence[Any], bits: NDArray[np.int32]) -> None:
+        self.grammars.fill([one.grammar for one in constraints], bits)

@@ -1,0 +1,30 @@
+"""A tokenizer for shapes, which have none: bytes, one special token, and made-up words up to the model's vocabulary."""
+
+from __future__ import annotations
+
+import random
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+END = 256  # the token after the 256 bytes
+_LETTERS = "etaoinshrdlucmfwypvbgk"  # the commonest of English
+
+
+def made_up_tokenizer(vocab: int) -> str:
+    """The definition of a byte-level BPE of `vocab` tokens, the same on every machine. Words of 2 … 9 letters, half of
+    them after a space, are what the mask of a JSON string has to look at."""
+    r, tokens = random.Random(7), {letter: at for at, letter in enumerate(_bytes())}
+    tokens["<|end|>"] = END
+    while len(tokens) < vocab:
+        word = "".join(r.choice(_LETTERS) for _ in range(r.randint(2, 9)))
+        tokens.setdefault(f"Ġ{word}" if r.random() < 0.5 else word, len(tokens))
+    made = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|end|>"])
+    return str(made.to_str())
+
+
+def _bytes() -> list[str]:
+    """The letters that stand for the bytes, in the order of byte-level tokenizers."""
+    return sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)
