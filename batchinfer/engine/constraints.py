@@ -37,7 +37,9 @@ class Constraint(Protocol):
 class Constraints(Protocol):
     """Makes constraints, and fills the masks of a batch."""
 
-    work: ConstraintWork
+    @property
+    def work(self) -> ConstraintWork:
+        """What they took so far; it counts on."""
 
     def start(self, params: SamplingParams) -> Constraint:
         """The constraint of an answer with no tokens yet. Raises ConstraintFailed where it cannot be compiled."""
