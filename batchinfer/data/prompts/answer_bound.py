@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from batchinfer.data.prompts.generated_schema import BadSchema, generated_schema, parsed_schema
+from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema
+from batchinfer.data.prompts.narrow_values import BadSchema
 from batchinfer.data.prompts.pattern_width import IN_JSON, PLAIN, NoWidth, pattern_width
-from batchinfer.data.prompts.schema_references import UnknownReference, resolved
+from batchinfer.data.prompts.schema_references import References, UnknownReference
 from batchinfer.request import INT32_MAX, SamplingParams
 
 _MAX_DEPTH = 100
@@ -81,7 +82,7 @@ class _SchemaBound:
     """Bounds of one schema's parts. A value is under all keywords of its schema, so that the least bound holds."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._references = References(root)
         self._known: dict[int, int | Unbounded] = {}
         self._open: list[int] = []
 
@@ -131,7 +132,7 @@ class _SchemaBound:
 
     def _of_reference(self, reference: Any, place: str) -> int:
         try:
-            return self.most(resolved(self._root, reference), place)
+            return self.most(self._references.resolved(reference), place)
         except UnknownReference as error:
             raise _unbounded(place, str(error)) from None
 

@@ -13,7 +13,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from batchinfer.data.prompts.generated_schema import BadSchema, generated_schema, parsed_schema
+from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema
+from batchinfer.data.prompts.narrow_values import BadSchema
 from batchinfer.request import SamplingParams
 
 MAX_GRAMMAR_CHARS = 1 << 18

@@ -12,7 +12,8 @@ from typing import Any
 
 from batchinfer.data.input.json_text import written
 from batchinfer.data.input.rows import RowProblem, kind_of
-from batchinfer.data.prompts.generated_schema import BadSchema, parsed_schema
+from batchinfer.data.prompts.generated_schema import parsed_schema
+from batchinfer.data.prompts.narrow_values import BadSchema
 from batchinfer.request import (
     BOUNDS,
     CONSTRAINTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -10,35 +11,49 @@ class UnknownReference(ValueError):
     """A `$ref` that names nothing in its document; the message says which."""
 
 
-def resolved(root: Any, reference: Any) -> Any:
-    """What `reference` names in the document `root`. Nothing outside it is read. Raises UnknownReference."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        raise UnknownReference(f"its $ref {str(reference)[:100]!r} names another document")
-    pointer = unquote(reference[1:])
-    if pointer and not pointer.startswith("/"):
-        return _anchored(root, pointer)
-    found = root
-    for part in pointer.split("/")[1:]:
-        found = _step(found, part.replace("~1", "/").replace("~0", "~"), reference)
-    return found
+class References:
+    """What references of one document name."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def resolved(self, reference: Any) -> Any:
+        """What `reference` names in the document. Nothing outside it is read. Raises UnknownReference."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise UnknownReference(f"its $ref {str(reference)[:100]!r} names another document")
+        pointer = unquote(reference[1:])
+        if pointer and not pointer.startswith("/"):
+            if pointer in self._anchors:
+                return self._anchors[pointer]
+            raise _nothing(reference)
+        found = self._root
+        for part in pointer.split("/")[1:]:
+            found = _step(found, part.replace("~1", "/").replace("~0", "~"), reference)
+        return found
+
+    @cached_property
+    def _anchors(self) -> dict[str, Any]:
+        """Read once: a schema may have thousands of them."""
+        found: dict[str, Any] = {}
+        pending = [self._root]
+        while pending:
+            schema = pending.pop()
+            if isinstance(schema, dict):
+                if isinstance(name := schema.get("$anchor"), str):
+                    found.setdefault(name, schema)
+                pending.extend(schema.values())
+            elif isinstance(schema, list):
+                pending.extend(schema)
+        return found
 
 
 def _step(schema: Any, part: str, reference: str) -> Any:
     if isinstance(schema, dict) and part in schema:
         return schema[part]
-    if isinstance(schema, list) and part.isdecimal() and int(part) < len(schema):
+    if isinstance(schema, list) and part.isdecimal() and len(part) < 10 and int(part) < len(schema):
         return schema[int(part)]
-    raise UnknownReference(f"its $ref {reference[:100]!r} names nothing in the schema")
+    raise _nothing(reference)
 
 
-def _anchored(root: Any, name: str) -> Any:
-    pending = [root]
-    while pending:
-        schema = pending.pop()
-        if isinstance(schema, dict):
-            if schema.get("$anchor") == name:
-                return schema
-            pending.extend(schema.values())
-        elif isinstance(schema, list):
-            pending.extend(schema)
-    raise UnknownReference(f"its $ref {'#' + name[:100]!r} names nothing in the schema")
+def _nothing(reference: str) -> UnknownReference:
+    return UnknownReference(f"its $ref {reference[:100]!r} names nothing in the schema")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.data.prompts.schema_references import UnknownReference, resolved
+from batchinfer.data.prompts.schema_references import References, UnknownReference
 from batchinfer.data.results.column_kinds import (
     Enumeration,
     Kind,
@@ -122,7 +122,7 @@ class _SchemaReader:
     """Reads one schema; notes what it cannot type."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._root, self._references = root, References(root)
         self.notes: list[Note] = []
         self._open: list[int] = []  # the schemas that are being read, to see recursion
         self._columns = 0
@@ -168,7 +168,7 @@ class _SchemaReader:
             if set(schema) - _SILENT - {"$ref"}:
                 raise _Untyped("other keywords stand beside its $ref")
             try:
-                schema = resolved(self._root, schema["$ref"])
+                schema = self._references.resolved(schema["$ref"])
             except UnknownReference as error:
                 raise _Untyped(str(error)) from None
         raise _Untyped("its references form a chain without end")

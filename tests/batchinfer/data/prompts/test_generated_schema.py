@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from batchinfer.data.prompts.generated_schema import DIGITS, generated_schema
+from batchinfer.data.prompts.generated_schema import generated_schema
 from batchinfer.data.prompts.grammar import BadConstraint, check_grammar
+from batchinfer.data.prompts.narrow_values import DIGITS
 from batchinfer.request import SamplingParams
 
 MALFORMED: list[Any] = [
@@ -20,6 +21,11 @@ MALFORMED: list[Any] = [
     {"type": "integer", "minimum": "x"},
     {"properties": 3},
     {"anyOf": 3},
+    {"oneOf": 3},
+    {"oneOf": [{"properties": {"a": {}}, "required": 3}, {"properties": {"a": {}}, "required": 3}]},
+    {"type": "string", "pattern": 3},
+    {"patternProperties": 3},
+    {"allOf": [3, 4]},
 ]
 
 

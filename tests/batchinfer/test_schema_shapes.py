@@ -1,0 +1,159 @@
+"""Answers of a model with random weights under schemas that use each feature: all are valid and fit their columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, date, datetime, time, timedelta
+from functools import cache
+from typing import Any
+from uuid import UUID
+
+import jsonschema
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from batchinfer.data.prompts.constrained import GrammarConstraints
+from batchinfer.data.prompts.grammar import BadConstraint, check_grammar
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.results.answer_check import AnswerCheck, parsed_answer
+from batchinfer.data.results.schema_columns import NoColumns, SchemaColumns, schema_columns
+from batchinfer.engine.constraints import ConstraintMask
+from batchinfer.engine.sampler import Sampler
+from batchinfer.request import Completion, Request, SamplingParams
+from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, drain, make_engine, make_runner
+from tests.batchinfer.schema_shapes import EDGES, REFUSED, SHAPES
+from tests.checkpoints import EOS, kept_folder, make_tokenizer
+
+MOST = 250  # tokens of an answer; texts without a bound are cut more often than not
+LIMITS = Limits(budget=256, seqs=64, blocks=64 * 40, block_size=8)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    folder = kept_folder()
+    make_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+def columns_of(schema: Mapping[str, Any]) -> SchemaColumns:
+    try:
+        return schema_columns(schema)
+    except NoColumns:
+        return schema_columns(schema, "answer")
+
+
+def answers(schemas: Mapping[str, Any], each: int) -> dict[str, list[Completion]]:
+    """`each` answers under every schema, all in the same batches; half of them tend to close what is open."""
+    closers = tuple(tokenizer().rust.encode('"]},', add_special_tokens=False).ids)
+    requests, of = [], {}
+    for number, (name, schema) in enumerate(schemas.items()):
+        rng = np.random.default_rng(number)
+        for turn in range(each):
+            params = SamplingParams(
+                max_tokens=MOST,
+                temperature=float(rng.choice([0.7, 1.5, 4.0])),
+                seed=turn,
+                frequency_penalty=float(rng.choice([0.0, 0.3])),
+                json_schema=json.dumps(schema),
+            )
+            key, prompt = rng.bytes(32), rng.integers(0, 256, 6).astype(np.int32)
+            requests.append(Request(key, np.append(prompt, closers[turn % 4]).astype(np.int32), params))
+            of[key] = name
+    constraints = GrammarConstraints(tokenizer().definition, [EOS], 1)
+    model = checkpoint("llama", num_hidden_layers=1)
+    runner = make_runner(model, cpu_ops(model), LIMITS)
+    masked = Sampler(runner.sampler.eos_token_ids, ConstraintMask(constraints))
+    engine = make_engine(replace(runner, sampler=masked), LIMITS, frozenset([EOS]), constraints=constraints)
+    found: dict[str, list[Completion]] = {name: [] for name in schemas}
+    for key, completion in drain(engine, requests).completions.items():
+        found[of[key]].append(completion)
+    return found
+
+
+def check(name: str, schema: Mapping[str, Any], completions: list[Completion]) -> int:
+    """How many answers were whole. Each of these is valid under the user's schema and comes back from its columns."""
+    columns = columns_of(schema)
+    validator = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    checked = AnswerCheck(columns, tokenizer()).checked(completions)
+    whole = [completion for completion in checked if completion.error is None]
+    codes = {completion.error.code for completion in checked if completion.error is not None}
+    assert codes <= {"incomplete_output", "unfit_output"}, (name, codes)
+    texts = tokenizer().decode_batch([completion.token_ids.tolist() for completion in whole])
+    for said in texts:
+        wrong = [error.message for error in validator.iter_errors(json.loads(said))]
+        assert not wrong, (name, said, wrong)
+    values = [parsed_answer(said) for said in texts]
+    arrays = columns.arrays(values)
+    rows = pa.table(arrays, schema=columns.schema).to_pylist()
+    for row, value in zip(rows, values, strict=True):
+        held = {columns.column: value} if columns.column is not None else value
+        for field in columns.schema:
+            assert same(field.type, row[field.name], held.get(field.name)), (name, field, row, value)
+    return len(whole)
+
+
+def same(kind: pa.DataType, held: Any, said: Any) -> bool:
+    """Whether a column holds what the answer's JSON says."""
+    if said is None:
+        return held is None or (pa.types.is_string(kind) and held == "null")
+    if pa.types.is_struct(kind):
+        return all(same(field.type, held[field.name], said.get(field.name)) for field in kind)
+    if pa.types.is_list(kind):
+        return len(held) == len(said) and all(
+            same(kind.value_type, one, other) for one, other in zip(held, said, strict=True)
+        )
+    if pa.types.is_date32(kind):
+        return bool(held == date.fromisoformat(said))
+    if pa.types.is_timestamp(kind):
+        return bool(held == datetime.fromisoformat(said.upper()).astimezone(UTC))
+    if pa.types.is_time64(kind):
+        return bool(held == in_utc(time.fromisoformat(said.upper())))
+    if kind == pa.uuid():
+        return bool(held == UUID(said))
+    if pa.types.is_floating(kind):
+        return bool(held == float(said))
+    if pa.types.is_string(kind) and not isinstance(said, str):
+        return bool(parsed_answer(held) == said)
+    return bool(held == said) or (pa.types.is_string(kind) and parsed_answer(held) == said)
+
+
+def in_utc(said: time) -> time:
+    offset = said.utcoffset() or timedelta()
+    return (datetime.combine(date(2000, 1, 2), said.replace(tzinfo=None)) - offset).time()
+
+
+def test_whole_answers_are_valid_and_come_back_from_their_columns() -> None:
+    """The sweep below, thinned."""
+    schemas = {**SHAPES, **EDGES}
+    for name, completions in answers(schemas, 2).items():
+        check(name, schemas[name], completions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SHAPES, *EDGES])
+def test_a_thousand_answers_of_each_schema(name: str) -> None:
+    schema = {**SHAPES, **EDGES}[name]
+    (completions,) = answers({name: schema}, 1000).values()
+    whole = check(name, schema, completions)
+    assert whole >= 500, f"{whole} of 1,000 answers were whole"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_exactly_is_refused(name: str) -> None:
+    schema, words = REFUSED[name]
+    with pytest.raises(BadConstraint, match=words):
+        check_grammar(SamplingParams(json_schema=json.dumps(schema)))
+
+
+def test_a_number_with_an_exponent_beyond_reading_is_an_error_row() -> None:
+    said = '{"c": 1E76462001328355758549582901273959}'
+    ids = np.array(tokenizer().rust.encode(said, add_special_tokens=False).ids, np.int32)
+    columns = schema_columns({"properties": {"c": {"type": "number"}}})
+    (found,) = AnswerCheck(columns, tokenizer()).checked([Completion(bytes(32), ids, "stop")])
+    assert found.error is not None
+    assert found.error.code == "unfit_output"
