@@ -12,10 +12,11 @@ import typer
 
 from batchinfer import __version__
 from batchinfer.cli.endings import explain
-from batchinfer.cli.job_verbs import init, preview, run, schema, validate
+from batchinfer.cli.job_verbs import init, preview, run, validate
 from batchinfer.cli.machine_verbs import bench, doctor
 from batchinfer.cli.pull_verb import pull
 from batchinfer.cli.result_verbs import clean, query, verify
+from batchinfer.cli.schema_verb import schema
 from batchinfer.cli.terminal import say
 from batchinfer.errors import Interrupted, UsageError
 from batchinfer.launch.interrupts import Interrupts
@@ -27,8 +28,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of the help
-for _verb in (run, validate, preview, schema, init, pull, doctor, query, verify, clean, bench):
+for _verb in (run, validate, preview, init, pull, doctor, query, verify, clean, bench):
     app.command()(_verb)
+app.add_typer(schema, name="schema")
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
-"""The verbs about a job: run, validate, preview, schema, init."""
+"""The verbs about a job: run, validate, preview, init."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from batchinfer.cli.options import Date, JobPath, Json, Overrides, Quiet, load, 
 from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
 from batchinfer.errors import StorageError
 from batchinfer.hub import ModelName
-from batchinfer.job import Job, job_schema
+from batchinfer.job import Job
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import process_age_s
@@ -151,11 +150,6 @@ def preview(
                 say(
                     "\n".join([painted(row.head, "heading"), painted(row.body, "bad" if row.error else None)])
                 )
-
-
-def schema() -> None:
-    """Print the JSON Schema of the job file, for editors that complete and check it."""
-    say(json.dumps(job_schema(), indent=2))
 
 
 def init(
