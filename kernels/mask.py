@@ -24,6 +24,12 @@ def check_mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         )
 
 
+def bars(bits: Tensor, tokens: Tensor) -> Tensor:
+    """(n,) bool: whether each row of bits bars its one of the tokens (n,) int64."""
+    words = bits.gather(1, tokens[:, None] // BITS)[:, 0]
+    return ((words >> (tokens % BITS)) & 1) == 0
+
+
 def mask_reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Set the logits of tokens whose bit is 0 to -inf, in place.
 

@@ -16,7 +16,7 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.staging import upload
 from batchinfer.ops.interface import Ops
 from batchinfer.request import Request
-from batchinfer_kernels.mask import BITS, mask_words
+from batchinfer_kernels.mask import bars, mask_words
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
 
@@ -68,6 +68,10 @@ class Sampler:
         asking = _Asking.of(logits, sequences, {*shaped, *masked})
         if shaped:
             ops.penalise(logits, self._penalties(shaped, sequences, pending or Pending(), logits.device))
+        if len(masked) == len(sequences) and all(s.request.params.greedy for s in sequences) and not asking:
+            bits = self._bits(masked, sequences, logits)[1]
+            tokens, kept_from = ops.masked_argmax(logits, bits)
+            return Sampled(tokens, masked=Masked(sequences, kept_from))
         barred = self._masked(ops, logits, masked, sequences) if masked else None
         tokens = ops.sample(logits, _row_sampling(sequences, logits.device))
         return Sampled(tokens, asking.found(ops, tokens) if asking else None, barred)
@@ -75,9 +79,8 @@ class Sampler:
     def _masked(self, ops: Ops, logits: Tensor, which: list[int], sequences: list[Sequence]) -> Masked:
         rows, bits = self._bits(which, sequences, logits)
         best = logits.index_select(0, rows).argmax(-1)
-        words = bits.gather(1, best[:, None] // BITS)[:, 0]
         ops.mask(logits, rows, bits)
-        return Masked([sequences[i] for i in which], ((words >> (best % BITS)) & 1) == 0)
+        return Masked([sequences[i] for i in which], bars(bits, best))
 
     def _bits(self, rows: list[int], sequences: list[Sequence], logits: Tensor) -> list[Tensor]:
         assert self.mask is not None

@@ -217,6 +217,9 @@ class CpuOps(TorchOps):
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         self._compiled.mask(logits, rows, bits)
 
+    def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        return self._compiled.masked_argmax(logits, bits)
+
 
 def _slice(heads: int) -> int:
     """How many heads pass over latents together."""

@@ -18,7 +18,7 @@ from batchinfer_kernels.gated_activation import Activation, activation_reference
 from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
-from batchinfer_kernels.mask import mask_reference
+from batchinfer_kernels.mask import bars, mask_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
@@ -387,6 +387,17 @@ class Ops(ABC):
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Changes logits (n, vocab). See batchinfer_kernels.mask."""
         mask_reference(logits, rows, bits)
+
+    def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """(n,) int64: the greatest of each row's logits whose bit is 1, the lowest of equals; NO_TOKEN where it is not
+        finite or one of them is no number. (n,) bool: whether its bits bar the token with the greatest logit of all.
+
+        logits: (n, vocab), perhaps changed; bits: (n, ceil(vocab / 32)) int32.
+        """
+        rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        barred = bars(bits, logits.argmax(-1))
+        self.mask(logits, rows, bits)
+        return finite_argmax(logits), barred
 
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -72,6 +72,8 @@ class CompiledOperators:
         self._cap_logits = _function(library, "cap_logits", [_POINTER, _LONG, _LONG, _FLOAT])
         masking = [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG]
         self._mask_logits = _function(library, "mask_logits", masking)
+        choosing = [_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER]
+        self._masked_argmax = _function(library, "masked_argmax", choosing)
         self.lanes = int(_function(library, "lanes", [], _LONG)())
         self.tile = int(self._columns(1, 0))  # keys of an attention tile
         self._functions = {
@@ -236,6 +238,18 @@ class CompiledOperators:
         self._checked("mask", logits, rows, bits)
         places = (rows.data_ptr(), len(rows), bits.data_ptr(), bits.shape[1])
         self._mask_logits(logits.data_ptr(), logits.shape[1], *places)
+
+    def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """See batchinfer.ops.interface.Ops; logits (n, vocab) float32, in one pass that changes none."""
+        check_mask(logits, torch.empty(len(logits), dtype=torch.int32), bits)
+        if logits.dtype != torch.float32:
+            raise ValueError(f"logits are {logits.dtype}, not float32")
+        self._checked("masked_argmax", logits, bits)
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        barred = torch.empty(len(logits), dtype=torch.bool)
+        places = (logits.shape[1], len(logits), bits.data_ptr(), bits.shape[1])
+        self._masked_argmax(logits.data_ptr(), *places, tokens.data_ptr(), barred.data_ptr())
+        return tokens, barred
 
     def rope_store(
         self,

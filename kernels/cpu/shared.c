@@ -49,6 +49,51 @@ void mask_logits(float *logits, int64_t width, const int32_t *rows, int64_t n, c
     }
 }
 
+/* The greatest of `width` logits whose bit is set, the lowest of equals; -1 where it is not finite or one of them is no
+ * number. `any` is that of all logits. Both in one pass. */
+static int64_t greatest_allowed(const float *row, int64_t width, const uint32_t *bits, int64_t *any) {
+    float best = -INFINITY, top = -INFINITY;
+    int64_t found = -1, place = -1;
+    int strange = 0;
+    for (int64_t first = 0; first < width; first += 32) {
+        uint32_t allowed = bits[first / 32];
+        int64_t count = width - first < 32 ? width - first : 32;
+        float most = INFINITY; /* the last word may be cut: the loops below decide */
+        int bad = 1;
+        if (count == 32) {
+            vf tops = splat(-INFINITY), odd = splat(0.0f);
+            for (int64_t j = 0; j < 32; j += LANES) {
+                vf values = load_f32(row + first + j);
+                tops = pick(values > tops, values, tops);
+                odd = pick(values != values, splat(1.0f), odd);
+            }
+            most = lane_max(tops), bad = any_greater(odd, 0.0f);
+        }
+        if (most > top)
+            for (int64_t j = 0; j < count; j++)
+                if (row[first + j] > top) top = row[first + j], place = first + j;
+        if (bad)
+            for (int64_t j = 0; j < count; j++) strange |= (allowed >> j & 1) && row[first + j] != row[first + j];
+        if (most > best && allowed)
+            for (int64_t j = 0; j < count; j++)
+                if ((allowed >> j & 1) && row[first + j] > best) best = row[first + j], found = first + j;
+    }
+    *any = place;
+    return strange || best == INFINITY ? -1 : found;
+}
+
+/* Of n rows of `width` logits, each with `words` words of bits: the greatest token that its bits allow, -1 where that is
+ * not finite, and whether the bits bar the greatest of all. */
+void masked_argmax(const float *logits, int64_t width, int64_t n, const uint32_t *bits, int64_t words, int64_t *tokens,
+                   uint8_t *barred) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        int64_t any;
+        tokens[i] = greatest_allowed(logits + i * width, width, bits + i * words, &any);
+        barred[i] = any >= 0 && !(bits[i * words + any / 32] >> any % 32 & 1);
+    }
+}
+
 /* Codes of a weight, packed, and what its sums start at. Codes come as (outputs, inputs) int8. */
 void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts) {
     int64_t words = (inputs + 3) / 4, panels = panels_of(outputs, gated);

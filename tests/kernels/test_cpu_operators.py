@@ -7,6 +7,7 @@ import ctypes
 import pytest
 import torch
 
+from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
@@ -112,6 +113,42 @@ def test_masked_logits(compiled, vocab):
     for wrong in ((logits, rows + 1, bits), (logits.bfloat16(), rows, bits), (logits, rows, bits[:2])):
         with pytest.raises(ValueError, match=r"rows|float32|bits"):
             compiled.mask(*wrong)
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 2101])
+def test_masked_argmax(compiled, vocab):
+    """As one operator after the other finds it: ties, no token allowed, infinities, numbers that are none."""
+    generator = torch.Generator().manual_seed(vocab)
+    for _ in range(50):
+        logits = torch.randint(-9, 9, (9, vocab), generator=generator).float()
+        bits = torch.randint(-(2**31), 2**31, (9, mask_words(vocab)), generator=generator).int()
+        bits[0], bits[1], bits[2, 1:] = 0, -1, 0
+        places = torch.randint(0, vocab, (5,), generator=generator)
+        for row, value in enumerate((float("nan"), float("inf"), float("-inf"))):
+            logits[3 + row, places[row]] = value
+        logits[6] = float("-inf")
+        bits[7] = -1
+        logits[7, places[4]] = 100.0
+        bits[7, places[4] // 32] &= ~(1 << (int(places[4]) % 32)) if places[4] % 32 != 31 else 0x7FFFFFFF
+        before = logits.clone()
+        tokens, barred = compiled.masked_argmax(logits, bits)
+        assert torch.equal(logits.nan_to_num(123.0), before.nan_to_num(123.0)), "no logit is changed"
+        wanted, wanted_barred = TorchOps.masked_argmax(MaskOps(), before, bits)
+        assert tokens.tolist() == wanted.tolist()
+        plain = [row for row in range(9) if row not in (3, 6)]  # what is greatest there is not said
+        assert barred[plain].tolist() == wanted_barred[plain].tolist()
+        assert barred[7]
+        assert not barred[1]
+        assert tokens[0] == tokens[6] == -1
+    with pytest.raises(ValueError, match="bits"):
+        compiled.masked_argmax(logits, bits[:, :-1])
+
+
+class MaskOps:
+    """The mask of torch's operators alone."""
+
+    def mask(self, logits, rows, bits):
+        mask_reference(logits, rows, bits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
