@@ -10,6 +10,7 @@ from batchinfer.data.storage.durable import FileOps, storage, write_new
 from batchinfer.errors import UsageError
 from batchinfer.hub import CONFIG, ModelName, find_snapshot, missing_files
 from batchinfer.job.template import ORDERS, QUESTIONS, init_files
+from batchinfer.schema_starter import SchemaFile
 
 _PACKAGE = Path(__file__).parent
 # where the quickstart's model lies: in an installed package, and in a clone
@@ -25,16 +26,19 @@ class Starter:
     ready: bool
 
 
-def write_starter(folder: Path, model: str | None) -> Starter:
+def write_starter(folder: Path, model: str | None, schema: Path | None = None) -> Starter:
     """Write a new job into `folder`: on `model`, a folder or a name in the Hugging Face cache, else on the model that
-    lies there, else on a copy of the quickstart's.
+    lies there, else on a copy of the quickstart's. Its answers follow the JSON Schema in the file `schema`.
 
-    Raises UsageError when a job is there already, StorageError.
+    Raises UsageError when a job is there already, InputMissing and InputCorrupt for the schema, StorageError.
     """
+    answer = None if schema is None else SchemaFile.read(schema)
     name = None if model is None else _name(model)
     here = folder / "model"
     shipped = None if model is not None or os.path.lexists(here) else _shipped_model()
     sample = QUESTIONS if shipped is None else ORDERS  # the quickstart's model can do nothing else
+    if answer is not None:
+        sample = answer.sample(answer.path.name)
     # a job file's paths start from its folder
     named = "model" if model is None else model if name else os.path.relpath(model, folder)
     files = {name: text.encode() for name, text in init_files(named, sample).items()}
@@ -42,6 +46,8 @@ def write_starter(folder: Path, model: str | None) -> Starter:
         files |= {
             f"model/{path.name}": path.read_bytes() for path in sorted(shipped.iterdir()) if path.is_file()
         }
+    if answer is not None:
+        files |= _beside(answer, folder, files)
     wrote = _write(folder, files)
     if name is not None:
         return Starter(wrote, name, _is_cached(name))
@@ -57,6 +63,16 @@ def _name(model: str) -> ModelName | None:
         return ModelName.parse(model)
     except ValueError:
         return None
+
+
+def _beside(answer: SchemaFile, folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """The schema's copy; none where it lies in the folder already."""
+    name = answer.path.name
+    if name in files:
+        raise UsageError(f"{answer.path}: has the name of a file that is written beside it; rename it")
+    if os.path.realpath(answer.path) == os.path.realpath(folder / name):
+        return {}
+    return {name: answer.data}
 
 
 def _is_cached(name: ModelName) -> bool:

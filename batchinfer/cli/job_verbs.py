@@ -162,10 +162,16 @@ def init(
             "a small one is put into DIR by default.",
         ),
     ] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="SCHEMA.JSON", help="JSON Schema that answers follow; it is copied into DIR."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a commented job that runs, with a few prompts, to start from."""
-    starter = write_starter(folder, model)
+    starter = write_starter(folder, model, schema)
     job = folder / "job.yaml"
     if as_json:
         wrote = [str(path) for path in starter.wrote]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 _JOB = """\
@@ -44,6 +45,7 @@ sampling:
 output:
   path: results           # a folder of Parquet files; state lies beside it in .batchinfer-results
   columns: [@COLUMN@]     # input columns to carry along
+@OUTPUT@
 
 engine:
   device: auto            # or cpu, cuda
@@ -63,7 +65,10 @@ class Sample:
     system: str
     column: str
     texts: tuple[str, ...]
-    max_tokens: int
+    max_tokens: str
+    output: str = (
+        "  # schema_file: order.schema.json    # a JSON Schema of answers; its properties are columns"
+    )
 
 
 QUESTIONS = Sample(
@@ -75,7 +80,7 @@ QUESTIONS = Sample(
         "Which planet is closest to the sun?",
         "What is the capital of France?",
     ),
-    64,
+    "64",
 )
 # for the quickstart's model, which was trained with this very instruction (jobs/quickstart/job.yaml)
 ORDERS = Sample(
@@ -89,22 +94,25 @@ ORDERS = Sample(
         "I need to order 40 garden chairs, they must be here by 2026-05-02. Sincerely, Octavia Macdonald",
         "Petra Moreau wants 26 teddy bears, due 2027-03-14.",
     ),
-    96,
+    "96",
 )
 
 
 def init_text(model: str = "model", sample: Sample = QUESTIONS) -> str:
     """A commented job file that runs on `prompts.jsonl` beside it; `model` is the checkpoint's folder."""
     values = {
-        "@MODEL@": json.dumps(model.replace("$", "$$"), ensure_ascii=False),
-        "@SYSTEM@": json.dumps(sample.system),
+        "@MODEL@": yaml_text(model),
+        "@SYSTEM@": yaml_text(sample.system),
         "@COLUMN@": sample.column,
-        "@MAX_TOKENS@": str(sample.max_tokens),
+        "@MAX_TOKENS@": sample.max_tokens,
+        "@OUTPUT@": sample.output,
     }
-    text = _JOB
-    for mark, value in values.items():
-        text = text.replace(mark, value)
-    return text
+    return re.sub("@[A-Z_]+@", lambda mark: values[mark[0]], _JOB)
+
+
+def yaml_text(text: str) -> str:
+    """In quotes, and without variables."""
+    return json.dumps(text.replace("$", "$$"), ensure_ascii=False)
 
 
 def init_files(model: str, sample: Sample = QUESTIONS) -> dict[str, str]:
