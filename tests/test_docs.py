@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 
 import duckdb
@@ -66,7 +67,12 @@ def test_the_readmes_queries_run(tmp_path, monkeypatch):
     for name in ("tickets", "quickstart"):
         (tmp_path / "results" / name).mkdir(parents=True)
         pq.write_table(rows, tmp_path / "results" / name / "part.parquet")
-    by_status, accuracy = (duckdb.sql(q).fetchall() for q in fenced(ROOT / "README.md", "sql"))
+    (tmp_path / "results/quickstart-typed").mkdir()
+    due = pa.array([date(2026, 3, 14), date(2026, 3, 14), None])
+    orders = pa.table({"customer": ["Ann", "Ann", None], "due": due, "quantity": [12, 3, None]})
+    pq.write_table(orders, tmp_path / "results/quickstart-typed/part.parquet")
+    typed, by_status, accuracy = (duckdb.sql(q).fetchall() for q in fenced(ROOT / "README.md", "sql"))
+    assert set(typed) == {("Ann", date(2026, 3, 14), 15), (None, None, None)}
     assert len(by_status) == 2
     assert accuracy == [(1, 2, 50.0)]
 

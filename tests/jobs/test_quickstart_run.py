@@ -11,19 +11,21 @@ from pathlib import Path
 
 import duckdb
 import pytest
+from ruamel.yaml import YAML
 
 JOB = Path(__file__).parents[2] / "jobs/quickstart/job.yaml"
+TYPED = JOB.with_name("typed.yaml")
 LEAST = 0.97
 
 
-def run(output: Path, *arguments: str) -> dict[str, object]:
+def run(output: Path, *arguments: str, job: Path = JOB) -> dict[str, object]:
     """The run table's row of `batchinfer run`, with the results in `output`."""
     command = [
         sys.executable,
         "-m",
         "batchinfer",
         "run",
-        str(JOB),
+        str(job),
         "--json",
         "--set",
         f"output.path={output}",
@@ -92,3 +94,31 @@ def test_it_is_right_in_every_dtype(tmp_path, dtype):
     clean, _, right = accuracy(tmp_path / "quickstart")
     print(f"{right:.2%} of {clean} rows in {dtype}")
     assert right >= LEAST
+
+
+def test_with_a_schema_its_columns_have_types(tmp_path):
+    """And hold what the right answers say."""
+    output = tmp_path / "typed"
+    row = run(output, "--set", "input.limit=150", job=TYPED)
+    clean, _, right = accuracy(output)
+    assert right >= LEAST
+    assert row["constrained_requests"] == row["computed_requests"]
+    assert row["forced_tokens"] >= 2 * clean  # two hyphens of each date
+    assert 0 < row["mask_s"] < row["engine_s"]
+    results = f"read_parquet('{output}/*.parquet')"
+    columns = {name: str(kind) for name, kind, *_ in duckdb.sql(f"DESCRIBE FROM {results}").fetchall()}
+    wanted = {"customer": "VARCHAR", "quantity": "BIGINT", "item": "VARCHAR", "due": "DATE"}
+    assert {name: columns[name] for name in wanted} == wanted
+    found = duckdb.sql(
+        f"SELECT customer, due, sum(quantity) FROM {results} WHERE status = 'ok' GROUP BY ALL"
+    ).fetchall()
+    assert len(found) > clean / 2
+    same = f"SELECT quantity, (generated_text->>'quantity')::BIGINT FROM {results} WHERE status = 'ok'"
+    assert all(typed == text for typed, text in duckdb.sql(same).fetchall())
+
+
+def test_both_jobs_ask_the_same():
+    jobs = [YAML(typ="safe").load(path) for path in (JOB, TYPED)]
+    for key in ("model", "input", "prompt", "sampling"):
+        assert jobs[0][key] == jobs[1][key], key
+    assert jobs[0]["output"]["path"] != jobs[1]["output"]["path"]
