@@ -1,4 +1,4 @@
-"""What travels between the rooms: a row to do, how to sample it, what came of it, and what it cost.
+"""What travels between the rooms: a row to do, how to sample it, its answer, and what it cost.
 
 No torch, no files: every room may import this.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from hashlib import sha256
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -58,6 +59,13 @@ class SamplingParams:
     def constraint(self) -> str | None:
         """Which of the constraints an answer has to follow."""
         return next((name for name in CONSTRAINTS if getattr(self, name)), None)
+
+    @property
+    def constraint_digest(self) -> bytes:
+        """What a constraint is remembered by: itself it may take a megabyte."""
+        name = self.constraint
+        said = (name, None if name is None else getattr(self, name))
+        return sha256(repr(said).encode()).digest()
 
     @property
     def greedy(self) -> bool:

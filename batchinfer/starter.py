@@ -56,7 +56,7 @@ def write_starter(folder: Path, model: str | None, schema: Path | None = None) -
 
 
 def _name(model: str) -> ModelName | None:
-    """The name that it is; None for a folder, be it one that is still to be made in a folder that exists."""
+    """The name of a model in the cache; None for a folder, also for a new one in a folder that exists."""
     if Path(model).exists() or Path(model).parent.exists():
         return None
     try:

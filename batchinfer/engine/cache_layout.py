@@ -65,8 +65,8 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
     """The layout that takes the least memory for a sequence of `longest` tokens.
 
     A window that no sequence outgrows keeps all tokens. Layers whose K and V differ in size cannot take turns in a
-    block: such a model keeps all tokens of all layers. Raises ValueError for caches of which one reads what no
-    earlier one keeps.
+    block: such a model keeps all tokens of all layers. Raises ValueError where a layer reads the K and V of
+    one that keeps none before it.
     """
     wrong = next(wrong_caches(caches), None)
     if wrong is not None:

@@ -72,7 +72,7 @@ class SamplingSection(Section):
     )
     json_object: bool = Field(default=False, description="Whether answers are JSON objects.")
     regex: Text | None = Field(default=None, description="Regular expression that answers match as a whole.")
-    choice: Choice = Field(default=(), description="Texts of which each answer is one.")
+    choice: Choice = Field(default=(), description="Texts; each answer is one of them.")
     grammar: Text | None = Field(
         default=None, description="Grammar that answers follow, in Lark's notation or in GBNF (with ::=)."
     )

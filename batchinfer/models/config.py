@@ -74,7 +74,7 @@ def _decoder(raw: Mapping[str, Any], mistakes: list[str]) -> tuple[Family | None
     if stated is None:
         mistakes.append(f"config.json: text_config is {shown(raw.get('text_config'))}; wanted an object")
         return None, raw, name
-    # it may name the class of another model, of which it is a part
+    # its `architectures` may name the class of the whole model
     return _family({**stated, "architectures": None}, mistakes, FAMILIES, name), stated, name
 
 

@@ -54,7 +54,7 @@ class PackedTensors:
         return {name for each in self.found.values() for name in (each.values, each.scales)}
 
     def add(self, name: str, packed: PackedTensor, tensors: Mapping[str, StoredTensor], fits: bool) -> None:
-        """Whether or not it fits, so that it is not told of once more as an unexpected tensor."""
+        """Note a packed tensor, also one that does not fit: it would be reported again as an unexpected one."""
         self.found[name] = packed
         if not fits:
             infos = [(each, tensors[each].info) for each in (packed.values, packed.scales)]

@@ -137,8 +137,8 @@ class _OpenFiles:
         return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
 
     def _matrix(self, name: str, index: int | None) -> Tensor:
-        """A tensor, or one of the matrices in it: it may hold those of hundreds of experts, of which one at a time is
-        dequantised. Kept until another is asked for, since it may hold several parameters."""
+        """A tensor, or one of the matrices in it, dequantised where it is packed. One matrix at a time: a tensor may
+        hold those of hundreds of experts. Kept until another is asked for, since it may hold several parameters."""
         if self._last is None or self._last[0] != (name, index):
             packed = self._checkpoint.packed.get(name)
             if packed is None:

@@ -74,3 +74,19 @@ def test_the_defaults_stay() -> None:
 def test_equal_answers_have_one_spelling(params: SamplingParams, text: str) -> None:
     assert params.canonical().to_json() == text
     assert SamplingParams.from_json(text) == params.canonical()
+
+
+def test_each_constraint_has_its_digest() -> None:
+    params = [
+        SamplingParams(),
+        SamplingParams(regex="a"),
+        SamplingParams(regex="\ud83d"),
+        SamplingParams(grammar="a"),
+        SamplingParams(choice=("a",)),
+        SamplingParams(choice=("a", "b")),
+        SamplingParams(choice=("a, b",)),
+        SamplingParams(json_object=True),
+    ]
+    assert len({one.constraint_digest for one in params}) == len(params)
+    same = SamplingParams(regex="a", temperature=1.0).constraint_digest
+    assert same == params[1].constraint_digest

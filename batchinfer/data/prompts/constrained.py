@@ -70,7 +70,7 @@ class GrammarConstraints:
     def __init__(self, definition: str, eos: Collection[int], threads: int) -> None:
         self.work = ConstraintWork()
         self._definition, self._eos, self._threads = definition, eos, threads
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -110,15 +110,15 @@ class GrammarConstraints:
         from batchinfer.data.prompts.grammar import BadConstraint, grammar_of
 
         assert params.constraint is not None
-        text = f"{params.constraint} {getattr(params, params.constraint)}"
-        if text in self._compiled:
-            self._compiled.move_to_end(text)
-            return self._compiled[text]
+        digest = params.constraint_digest
+        if digest in self._compiled:
+            self._compiled.move_to_end(digest)
+            return self._compiled[digest]
         try:
             compiled = self._compile(grammar_of(params))
         except BadConstraint as error:
             raise ConstraintFailed(_row_error(str(error))) from None
-        self._compiled[text] = compiled
+        self._compiled[digest] = compiled
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         return compiled

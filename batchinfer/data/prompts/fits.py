@@ -15,7 +15,7 @@ class Fits:
     """Bounds each constraint once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], int | str] = {}
+        self._known: dict[bytes, int | str] = {}
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
         """`params` with the most tokens that their answer can need. Raises RowProblem where there is no bound."""
@@ -26,8 +26,7 @@ class Fits:
 
     def _bound(self, params: SamplingParams) -> int | str:
         """The bound, or why there is none."""
-        name = params.constraint
-        key = (name, None if name is None else getattr(params, name))
+        key = params.constraint_digest
         if key not in self._known:
             if len(self._known) >= KEPT:
                 self._known.clear()

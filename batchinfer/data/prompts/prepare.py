@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -176,12 +175,12 @@ class CheckedConstraints:
         """Raises RowProblem for a constraint that cannot be compiled."""
         if params.constraint is None:
             return
-        text = sha256(repr((params.constraint, getattr(params, params.constraint))).encode()).digest()
-        if text not in self._known:
+        digest = params.constraint_digest
+        if digest not in self._known:
             if len(self._known) >= CHECKED:
                 self._known.clear()
-            self._known[text] = _problem(params)
-        if (problem := self._known[text]) is not None:
+            self._known[digest] = _problem(params)
+        if (problem := self._known[digest]) is not None:
             raise RowProblem("bad_constraint", problem)
 
 

@@ -1,4 +1,4 @@
-"""Whether answers fit the columns that they become: found out as they arrive, so that the job's errors are known."""
+"""Checks that answers fit their columns, as they arrive: so the errors count while the job runs."""
 
 from __future__ import annotations
 

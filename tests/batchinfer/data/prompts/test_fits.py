@@ -1,0 +1,23 @@
+"""What is remembered of the bounds of rows' constraints."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+from batchinfer.data.prompts.fits import Fits
+from batchinfer.data.prompts.prepare import CheckedConstraints
+from batchinfer.request import SamplingParams
+
+
+def test_constraints_themselves_are_not_remembered() -> None:
+    """Each may take a megabyte, and a thousand are remembered."""
+    fits, checked = Fits(), CheckedConstraints()
+    checked.check(SamplingParams(regex="a"))
+    tracemalloc.start()
+    for number in range(30):
+        params = SamplingParams(regex=f"{number}" + "x" * 100_000)
+        assert fits.fitted(params).max_tokens == len(params.regex or "") + 1
+        checked.check(params)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_000_000
