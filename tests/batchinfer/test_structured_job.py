@@ -83,10 +83,8 @@ def test_every_whole_answer_is_valid_and_in_columns(place: Place, run: Command) 
         assert row["finish_reason"] == "stop"
         assert row["due"] == date.fromisoformat(answer.pop("due"))
         assert all(row[name] == answer.get(name) for name in COLUMNS if name != "due")
-        assert (
-            row["generated_text"] == json.dumps(json.loads(row["generated_text"]), ensure_ascii=False)
-            or "\\" in row["generated_text"]
-        )
+        written = re.sub(r"-0\b(?!\.)", "0", row["generated_text"])  # Python has no integer of -0
+        assert written == json.dumps(json.loads(written), ensure_ascii=False) or "\\" in written
     cut = [row for row in rows if row["status"] == "error"]
     assert {row["error_code"] for row in cut} <= {"incomplete_output", "unfit_output"}
     assert sum(row["error_code"] == "incomplete_output" for row in cut) >= 15
