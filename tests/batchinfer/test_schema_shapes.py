@@ -16,15 +16,24 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.data.prompts.constrained import GrammarConstraints
+from batchinfer.data.prompts.constraint_check import constraint_problem
 from batchinfer.data.prompts.grammar import BadConstraint, check_grammar
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.answer_check import AnswerCheck, parsed_answer
 from batchinfer.data.results.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.engine.constraints import ConstraintMask
 from batchinfer.engine.sampler import Sampler
-from batchinfer.request import Completion, Request, SamplingParams
-from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, drain, make_engine, make_runner
-from tests.batchinfer.schema_shapes import EDGES, REFUSED, SHAPES
+from batchinfer.request import Completion, ConstraintFailed, Request, SamplingParams
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    Ran,
+    checkpoint,
+    cpu_ops,
+    drain,
+    make_engine,
+    make_runner,
+)
+from tests.batchinfer.schema_shapes import EDGES, REFUSED, SHAPES, matching
 from tests.checkpoints import EOS, kept_folder, make_tokenizer
 
 MOST = 250  # tokens of an answer; texts without a bound are cut more often than not
@@ -45,6 +54,16 @@ def columns_of(schema: Mapping[str, Any]) -> SchemaColumns:
         return schema_columns(schema, "answer")
 
 
+def run(requests: list[Request], limits: Limits = LIMITS) -> Ran:
+    """With a model of one layer and random weights."""
+    constraints = GrammarConstraints(tokenizer().definition, [EOS], 1)
+    model = checkpoint("llama", num_hidden_layers=1)
+    runner = make_runner(model, cpu_ops(model), limits)
+    masked = Sampler(runner.sampler.eos_token_ids, ConstraintMask(constraints))
+    engine = make_engine(replace(runner, sampler=masked), limits, frozenset([EOS]), constraints=constraints)
+    return drain(engine, requests)
+
+
 def answers(schemas: Mapping[str, Any], each: int) -> dict[str, list[Completion]]:
     """`each` answers under every schema, all in the same batches; half of them tend to close what is open."""
     closers = tuple(tokenizer().rust.encode('"]},', add_special_tokens=False).ids)
@@ -62,13 +81,8 @@ def answers(schemas: Mapping[str, Any], each: int) -> dict[str, list[Completion]
             key, prompt = rng.bytes(32), rng.integers(0, 256, 6).astype(np.int32)
             requests.append(Request(key, np.append(prompt, closers[turn % 4]).astype(np.int32), params))
             of[key] = name
-    constraints = GrammarConstraints(tokenizer().definition, [EOS], 1)
-    model = checkpoint("llama", num_hidden_layers=1)
-    runner = make_runner(model, cpu_ops(model), LIMITS)
-    masked = Sampler(runner.sampler.eos_token_ids, ConstraintMask(constraints))
-    engine = make_engine(replace(runner, sampler=masked), LIMITS, frozenset([EOS]), constraints=constraints)
     found: dict[str, list[Completion]] = {name: [] for name in schemas}
-    for key, completion in drain(engine, requests).completions.items():
+    for key, completion in run(requests).completions.items():
         found[of[key]].append(completion)
     return found
 
@@ -157,3 +171,62 @@ def test_a_number_with_an_exponent_beyond_reading_is_an_error_row() -> None:
     (found,) = AnswerCheck(columns, tokenizer()).checked([Completion(bytes(32), ids, "stop")])
     assert found.error is not None
     assert found.error.code == "unfit_output"
+
+
+def test_forced_tokens_prefix_reuse_and_preemption_together_keep_answers_valid() -> None:
+    """With log-probabilities and min_tokens beside, too; there is too little memory for all rows at once."""
+    schema, rng = SHAPES["nested"], np.random.default_rng(5)
+    shared = rng.integers(0, 256, 40).astype(np.int32)
+    requests = [
+        Request(
+            rng.bytes(32),
+            np.append(shared, turn).astype(np.int32),
+            SamplingParams(
+                max_tokens=MOST,
+                temperature=2.0,
+                seed=turn,
+                min_tokens=100,
+                repetition_penalty=1.1,
+                logprobs=2 if turn % 3 == 0 else None,
+                json_schema=json.dumps(schema),
+            ),
+        )
+        for turn in range(16)
+    ]
+    ran = run(requests, Limits(budget=64, seqs=16, blocks=60, block_size=8, scarce=True))
+    assert check("nested", schema, list(ran.completions.values())) >= 8
+    assert sum(step.preemptions for step in ran.steps) > 0
+    assert sum(step.cached_tokens for step in ran.steps) > 0
+    assert sum(step.forced_tokens for step in ran.steps) > 0
+    assert all((ran.completions[r.key].logprobs is None) == (r.params.logprobs is None) for r in requests)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "char"), [('start: a\na: a a | "x" |', "x"), ('root ::= root root | "a"?', "a")]
+)
+def test_an_ambiguous_grammar_fails_before_it_slows_the_batch(grammar: str, char: str) -> None:
+    """Each token costs more than the one before."""
+    constraints = GrammarConstraints(tokenizer().definition, [EOS], 1)
+    constraint = constraints.start(SamplingParams(grammar=grammar))
+    (token,) = tokenizer().rust.encode(char, add_special_tokens=False).ids
+    with pytest.raises(ConstraintFailed, match="cannot be followed"):
+        for _ in range(300):
+            constraint.take(token)
+
+
+CHAIN = {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "string"}]} for i in range(8000)}
+HOSTILE: dict[str, Any] = {
+    "alternatives that name one another": {
+        "$ref": "#/$defs/d0",
+        "$defs": {**CHAIN, "d8000": {"type": "null"}},
+    },
+    "classes without an end": matching('[^"' * 40_000),
+    "alternatives of alternatives": {"enum": list(range(100_000))},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_is_refused_before_time_is_up(name: str) -> None:
+    problem = constraint_problem(SamplingParams(json_schema=json.dumps(HOSTILE[name])), within_s=60)
+    assert problem is not None
+    assert "takes longer" not in problem

@@ -19,7 +19,7 @@ from batchinfer.cpus import usable_cpus
 from batchinfer.request import ConstraintFailed, ConstraintWork, RowError, SamplingParams
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
     from batchinfer.data.prompts.tokenizer import Tokenizer
 
@@ -107,7 +107,7 @@ class GrammarConstraints:
 
     def _grammar(self, params: SamplingParams) -> LLMatcher:
         """Compiled, perhaps for a row before."""
-        from batchinfer.data.prompts.grammar import BadConstraint, grammar_of
+        from batchinfer.data.prompts.grammar import BadConstraint, grammar_of, limits_of
 
         assert params.constraint is not None
         digest = params.constraint_digest
@@ -115,7 +115,7 @@ class GrammarConstraints:
             self._compiled.move_to_end(digest)
             return self._compiled[digest]
         try:
-            compiled = self._compile(grammar_of(params))
+            compiled = self._compile(grammar_of(params), limits_of(params))
         except BadConstraint as error:
             raise ConstraintFailed(_row_error(str(error))) from None
         self._compiled[digest] = compiled
@@ -123,12 +123,10 @@ class GrammarConstraints:
             self._compiled.popitem(last=False)
         return compiled
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str, limits: LLParserLimits) -> LLMatcher:
         from llguidance import LLMatcher
 
-        from batchinfer.data.prompts.grammar import LIMITS
-
-        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if compiled.is_error():
             raise ConstraintFailed(_row_error(compiled.get_error()))
         return compiled

@@ -21,7 +21,7 @@ _SECONDS = r"[0-5][0-9](\.[0-9]{1,6})?([Zz]|[+-].*)$"
 _PATTERNS: Mapping[str, str] = {"time": f"^.{{6}}{_SECONDS}", "date-time": f"^.{{17}}{_SECONDS}"}
 _LONGEST = {"date-time": 32, "time": 21}  # 2026-11-22T14:31:03.123456+00:00
 _CONTROLS = "".join(map(chr, [*range(8), 11, *range(14, 32)]))  # those that JSON has no short escape for
-_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
 
 
 class BadSchema(ValueError):
@@ -138,8 +138,8 @@ def _safe(pattern: str) -> str:
 
 def _safe_class(found: str) -> str:
     """A class of characters; one that leaves out quotes or backslashes loses its control characters."""
-    if not found.startswith("["):
-        return found
+    if not (found.startswith("[") and found.endswith("]")):
+        return found  # an escape, or a class without an end: llguidance says so
     try:
         holds = re.compile(found).fullmatch
     except re.error:  # Python does not know each of its parts, such as \p{L}

@@ -60,7 +60,8 @@ def compared(
         if not unlike:
             return kept, apart
         kept |= _reached([b for one in unlike for b in one["oneOf"]], lambda one: _within(one, references))
-        apart = [one for one in apart if not any(one is other for other in unlike)]
+        gone = {id(one) for one in unlike}
+        apart = [one for one in apart if id(one) not in gone]
     return {id(one) for one in schemas}, []
 
 
