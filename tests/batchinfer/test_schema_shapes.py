@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from batchinfer.data.prompts.constrained import GrammarConstraints
+from batchinfer.data.prompts.constrained import GrammarConstraint, GrammarConstraints
 from batchinfer.data.prompts.constraint_check import constraint_problem
 from batchinfer.data.prompts.grammar import BadConstraint, check_grammar
 from batchinfer.data.prompts.tokenizer import Tokenizer
@@ -201,6 +201,11 @@ def test_forced_tokens_prefix_reuse_and_preemption_together_keep_answers_valid()
     assert all((ran.completions[r.key].logprobs is None) == (r.params.logprobs is None) for r in requests)
 
 
+def take_often(constraint: GrammarConstraint, token: int) -> None:
+    for _ in range(300):
+        constraint.take(token)
+
+
 @pytest.mark.parametrize(
     ("grammar", "char"), [('start: a\na: a a | "x" |', "x"), ('root ::= root root | "a"?', "a")]
 )
@@ -210,8 +215,7 @@ def test_an_ambiguous_grammar_fails_before_it_slows_the_batch(grammar: str, char
     constraint = constraints.start(SamplingParams(grammar=grammar))
     (token,) = tokenizer().rust.encode(char, add_special_tokens=False).ids
     with pytest.raises(ConstraintFailed, match="cannot be followed"):
-        for _ in range(300):
-            constraint.take(token)
+        take_often(constraint, token)
 
 
 CHAIN = {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "string"}]} for i in range(8000)}
