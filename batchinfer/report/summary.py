@@ -34,7 +34,7 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("limit", _limit(row)),
         ("busy", _busy(row)),
         ("lost", _lost(row)),
-        ("shape", _shape(row)),
+        ("guided", _guided(row)),
         ("time", _time(row)),
         ("memory", _memory(row)),
         ("results", _results(row)),
@@ -48,7 +48,7 @@ def summary(row: Row, report: Path | None = None) -> str:
 def _headline(row: Row) -> str:
     status = row["exit_status"] or "ended"
     code = f" (exit code {row['exit_code']})" if row["exit_code"] else ""
-    return f"{row['job']}: {status}{code} after {seconds(row['wall_s'])}"
+    return f"{row['job']}: {status}{code} after {seconds(row['wconstraineds'])}"
 
 
 def _rows(row: Row) -> str:
@@ -131,7 +131,7 @@ def _busy(row: Row) -> str:
 
 
 def _lost(row: Row) -> str:
-    wall = row["engine_wall_s"]
+    wall = row["engine_wconstraineds"]
     if not wall:
         return ""
     shares = [("padding", row["padding_share"]), ("recomputation", row["recomputed_share"])]
@@ -141,13 +141,13 @@ def _lost(row: Row) -> str:
     return ", ".join(f"{name} {percent(share)}" for name, share in shares)
 
 
-def _shape(row: Row) -> str:
+def _guided(row: Row) -> str:
     """What constraints did."""
     if not row["constrained_requests"]:
         return ""
-    steered, forced = row["steered_requests"], row["forced_tokens"]
+    constrained, steered, forced = row["constrained_requests"], row["steered_requests"], row["forced_tokens"]
     return (
-        f"{count(row['constrained_requests'])} answers under a constraint, {count(steered)} steered by it; "
+        f"{count(constrained)} answers under a constraint, {count(steered)} kept from a likelier token; "
         f"{short(forced)} tokens forced, masks {seconds(row['mask_s'])}"
     )
 

@@ -67,10 +67,10 @@ def test_every_whole_answer_is_valid_and_in_columns(place: Place, run: Command) 
     )
     done = run("run", place.folder / "job.yaml")
     assert done.code == 0, done.err
-    (shape,) = [line for line in done.out.splitlines() if line.startswith("  shape")]
-    assert re.search(r"60 answers under a constraint, [1-9]\d* steered by it; \S+ tokens forced", shape), (
-        shape
-    )
+    (shape,) = [line for line in done.out.splitlines() if line.startswith("  guided")]
+    assert re.search(
+        r"60 answers under a constraint, [1-9]\d* kept from a likelier token; \S+ tokens forced", shape
+    ), shape
     (file,) = place.results.glob("*.parquet")
     table = pq.read_table(file)
     assert {name: table.schema.field(name).type for name in COLUMNS} == COLUMNS
