@@ -48,7 +48,7 @@ def summary(row: Row, report: Path | None = None) -> str:
 def _headline(row: Row) -> str:
     status = row["exit_status"] or "ended"
     code = f" (exit code {row['exit_code']})" if row["exit_code"] else ""
-    return f"{row['job']}: {status}{code} after {seconds(row['wconstraineds'])}"
+    return f"{row['job']}: {status}{code} after {seconds(row['wall_s'])}"
 
 
 def _rows(row: Row) -> str:
@@ -131,7 +131,7 @@ def _busy(row: Row) -> str:
 
 
 def _lost(row: Row) -> str:
-    wall = row["engine_wconstraineds"]
+    wall = row["engine_wall_s"]
     if not wall:
         return ""
     shares = [("padding", row["padding_share"]), ("recomputation", row["recomputed_share"])]
