@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.paged_attention import paged_attention_reference
+from tests.examples import examples
 from tests.kernels.cpu_cache import laid_out
 from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
 from tests.kernels.test_paged_attention import leave_behind, poisoned_case
@@ -89,7 +90,7 @@ def tree_case(seed, dtype, kv_heads, group, dim, block_size, children, depths, o
     window=st.sampled_from([None, 40, 1000]),
     special=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 def test_shared_prefixes_of_several_levels_change_no_bit(
     seed, dtype, group, dim, block_size, children, depths, window, special
 ):

@@ -119,7 +119,7 @@ TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="
 
 @TRITON
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
-@pytest.mark.parametrize("name", ["shared-windows", "both"])
+@pytest.mark.parametrize("name", [pytest.param("shared-windows", marks=pytest.mark.slow), "both"])
 @pytest.mark.parametrize(
     "limits", [Limits(budget=32), pytest.param(Limits(blocks=60, scarce=True), marks=pytest.mark.slow)]
 )
@@ -296,7 +296,9 @@ def forced(name: str, ops: Ops, device: str, rows: list[Row]) -> dict[Place, Ten
 
 @TRITON
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("dtype", SCALES)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(one, marks=[] if one == "int8" else pytest.mark.slow) for one in SCALES]
+)
 def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str) -> None:
     """Logits are those of a plain decoder that rounds K and V to codes, but where a sum in another order has turned a
     code into the next one; without codes they are further away."""

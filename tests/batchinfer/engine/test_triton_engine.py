@@ -87,7 +87,6 @@ VARIANTS = {
 }
 ALWAYS = (
     "llama",
-    "llama-window",
     "qwen2-mixed-windows",
     "qwen3-normed",
     "gemma2",
