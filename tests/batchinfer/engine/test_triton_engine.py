@@ -438,7 +438,7 @@ def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(
 def test_int8_weights_take_a_byte_each(monkeypatch):
     """What the report says of a model, and so what is left for the cache."""
     stand_in(monkeypatch.setattr)
-    monkeypatch.setattr(build, "_fit", lambda runner, limits, room, _: Fitted(runner, limits, 1))
+    monkeypatch.setattr(build, "_fit", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
     plain, quantised = (build.load_model(gpus_config(q, False)).info.weight_bytes for q in ("none", "int8"))
     family, options = VARIANTS["llama-one-layer"]
     spec = checkpoint(family, **options).spec
