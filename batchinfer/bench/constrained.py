@@ -49,9 +49,8 @@ def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
     definition = made_up_tokenizer(vocab) if options.is_shape else Tokenizer.load(options.folder).definition
     eos = loaded.engine_limits.eos_token_ids
     constraints = EverySampled(GrammarConstraints(definition, eos, loaded.info.threads))
-    constraints.start(
-        SamplingParams(json_schema=schema(0, 0))
-    )  # which loads the tokenizer, as a job does once
+    # which loads the tokenizer, as a job does once
+    constraints.start(SamplingParams(json_schema=schema(0, 0)))
     sampler = replace(loaded.runner.sampler, mask=ConstraintMask(constraints))
     return replace(loaded, runner=replace(loaded.runner, sampler=sampler), constraints=constraints)
 

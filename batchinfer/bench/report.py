@@ -192,6 +192,12 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             f"{result['prompt_tokens_run']:,}; {result['prompt_tokens_optimum']:,} would be the fewest",
         ),
     ]
+    return [*lines, *_compared(result)]
+
+
+def _compared(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the same work took in other ways."""
+    lines = []
     if "without_deduplication" in result:
         other = result["without_deduplication"]
         lines.append(

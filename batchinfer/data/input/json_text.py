@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
 
 MAX_NESTING = 64
-_OPENERS = (b"[", b"{")
 
 
 def parse_row(line: bytes) -> Values:
@@ -19,8 +18,7 @@ def parse_row(line: bytes) -> Values:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RowProblem("bad_utf8", f"byte {error.start + 1} of the line is not UTF-8") from None
-    if sum(map(line.count, _OPENERS)) > MAX_NESTING:
-        _check_nesting(text)
+    _check_nesting(text)
     value = _parse(text)
     if not isinstance(value, dict):
         raise RowProblem("not_an_object", f"the line holds {kind_of(value)}; a row is one JSON object: {{…}}")
@@ -31,8 +29,7 @@ def parse_row(line: bytes) -> Values:
 
 def parse_value(text: str) -> Any:
     """The JSON value that a field of a file without types holds. Raises RowProblem."""
-    if text.count("[") + text.count("{") > MAX_NESTING:
-        _check_nesting(text)
+    _check_nesting(text)
     try:
         value = _DECODER.decode(text.strip())
     except ValueError:
@@ -60,25 +57,29 @@ def _parse(text: str) -> Any:
 
 
 def _check_nesting(text: str) -> None:
-    """Count brackets outside strings before the recursive parser meets them."""
+    """Before the recursive parser meets it."""
+    if nested_beyond(text, MAX_NESTING):
+        raise RowProblem("nesting", f"lists and objects are nested more than {MAX_NESTING} deep")
+
+
+def nested_beyond(text: str, most: int) -> bool:
+    """Whether brackets outside strings are nested more than `most` deep."""
+    if text.count("[") + text.count("{") <= most:
+        return False
     depth = 0
     in_string = escaped = False
     for char in text:
         if in_string:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                in_string = False
+            in_string, escaped = escaped or char != '"', char == "\\" and not escaped
         elif char == '"':
             in_string = True
         elif char in "[{":
             depth += 1
-            if depth > MAX_NESTING:
-                raise RowProblem("nesting", f"lists and objects are nested more than {MAX_NESTING} deep")
+            if depth > most:
+                return True
         elif char in "]}":
             depth -= 1
+    return False
 
 
 def _check_surrogates(value: Any) -> None:

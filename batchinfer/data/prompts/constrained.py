@@ -92,9 +92,8 @@ class GrammarConstraints:
 
     def fill(self, constraints: Seq[GrammarConstraint], bits: NDArray[np.int32]) -> None:
         began = time.perf_counter()
-        known = -(
-            -self._tokenizer.vocab_size // _BITS
-        )  # a model may have more logits than its tokenizer tokens
+        # a model may have more logits than its tokenizer has tokens
+        known = -(-self._tokenizer.vocab_size // _BITS)
         masks = np.zeros((len(constraints), known), np.int32)
         rows = [(constraint.matcher, row) for row, constraint in enumerate(constraints)]
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))

@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from batchinfer.data.input.json_text import MAX_NESTING, nested_beyond
 from batchinfer.data.prompts.narrow_values import BadSchema, narrow_value
 from batchinfer.data.prompts.schema_closing import closable, compared, in_company
 from batchinfer.data.prompts.schema_references import References
 from batchinfer.request import MAX_SCHEMA_BYTES
 
-MAX_NESTING = 64
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
 )
@@ -29,7 +29,7 @@ def parsed_schema(text: str) -> Any:
     """The JSON Schema in `text`: an object, or true or false. Raises BadSchema."""
     if len(text) > MAX_SCHEMA_BYTES or len(text.encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
         raise BadSchema(f"the schema is over the limit of {MAX_SCHEMA_BYTES} bytes")
-    if text.count("[") + text.count("{") > MAX_NESTING and _nesting(text) > MAX_NESTING:
+    if nested_beyond(text, MAX_NESTING):
         raise BadSchema(f"the schema's lists and objects are nested more than {MAX_NESTING} deep")
     try:
         schema = json.loads(text)
@@ -75,20 +75,3 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
             pending.extend(found if isinstance(found := one.get(keyword), list) else ())
         for keyword in _NAMED:
             pending.extend(found.values() if isinstance(found := one.get(keyword), Mapping) else ())
-
-
-def _nesting(text: str) -> int:
-    """Of brackets outside strings."""
-    depth = deepest = 0
-    in_string = escaped = False
-    for char in text:
-        if in_string:
-            in_string, escaped = escaped or char != '"', char == "\\" and not escaped
-        elif char == '"':
-            in_string = True
-        elif char in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in "]}":
-            depth -= 1
-    return deepest

@@ -11,10 +11,10 @@ import numpy as np
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
+from batchinfer.data.prompts.per_constraint import PerConstraint
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.request import RowError, SamplingParams, TokenIds, Truncate
 
-CHECKED = 1024  # constraints that are remembered
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 
@@ -169,18 +169,11 @@ class CheckedConstraints:
     """Compiles each constraint that rows have, once, to refuse what cannot be followed before the engine meets it."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, str | None] = {}
+        self._problems = PerConstraint(_problem)
 
     def check(self, params: SamplingParams) -> None:
         """Raises RowProblem for a constraint that cannot be compiled."""
-        if params.constraint is None:
-            return
-        digest = params.constraint_digest
-        if digest not in self._known:
-            if len(self._known) >= CHECKED:
-                self._known.clear()
-            self._known[digest] = _problem(params)
-        if (problem := self._known[digest]) is not None:
+        if params.constraint is not None and (problem := self._problems.of(params)) is not None:
             raise RowProblem("bad_constraint", problem)
 
 

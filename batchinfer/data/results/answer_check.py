@@ -13,9 +13,8 @@ from batchinfer.data.results.logprob_column import Detokenizer
 from batchinfer.data.results.schema_columns import SchemaColumns
 from batchinfer.request import Completion, RowError
 
-CHECK_VERSION = (
-    1  # raise it when other answers fit their columns: stored ones were checked by the rules before
-)
+# Raised when other answers fit their columns: stored ones were checked by the rules before.
+CHECK_VERSION = 1
 
 
 def parsed_answer(text: str) -> Any:
