@@ -76,7 +76,18 @@ def check_setup(job: Job, state: StateFolder, replace: bool = False) -> Setup:
     check_destination(state.results, job.name, replace)
     state.check_writable()
     state.refuse_newer()
+    _check_followed(job, tokenizer)
     return Setup(checkpoint, setting, tokenizer, _columns(job), _most_tokens(job))
+
+
+def _check_followed(job: Job, tokenizer: Tokenizer) -> None:
+    """Raises JobFileError where no constraint can be followed with this tokenizer, and the job has one."""
+    if job.params().constraint is None:
+        return
+    from batchinfer.data.prompts.grammar_tokenizer import grammar_problem  # 8 MB, for those who need it
+
+    if (problem := grammar_problem(tokenizer.definition)) is not None:
+        raise job.mistake(_constraint_key(job), problem)
 
 
 def _most_tokens(job: Job) -> int | None:

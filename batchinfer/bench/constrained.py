@@ -45,14 +45,22 @@ def under_schemas(rows: Sequence[Row], schemas: int, turn: int) -> list[Row]:
 
 def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
     """The same model, able to follow schemas. Raises what reading a checkpoint's tokenizer raises."""
-    vocab = shape_config(options.model).vocab if options.is_shape else 0
-    definition = made_up_tokenizer(vocab) if options.is_shape else Tokenizer.load(options.folder).definition
+    definition, vocab = _tokenizer(options)
     eos = loaded.engine_limits.eos_token_ids
-    constraints = EverySampled(GrammarConstraints(definition, eos, loaded.info.threads))
+    constraints = EverySampled(GrammarConstraints(definition, eos, vocab, loaded.info.threads))
     # which loads the tokenizer, as a job does once
     constraints.start(SamplingParams(json_schema=schema(0, 0)))
     sampler = replace(loaded.runner.sampler, mask=ConstraintMask(constraints))
     return replace(loaded, runner=replace(loaded.runner, sampler=sampler), constraints=constraints)
+
+
+def _tokenizer(options: BenchOptions) -> tuple[str, int]:
+    """Its definition, and how many tokens it has."""
+    if options.is_shape:
+        vocab = shape_config(options.model).vocab
+        return made_up_tokenizer(vocab), vocab
+    tokenizer = Tokenizer.load(options.folder)
+    return tokenizer.definition, tokenizer.vocab_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def load_model(
         longest=longest,
         least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
     )
-    followed = None if constraints is None else constraints(eos)
+    followed = None if constraints is None else constraints(eos, source.vocab)
     mask = None if followed is None else ConstraintMask(followed)
     runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask), cost, device)
     counters = model.expert_loads if source.can_be_captured else None

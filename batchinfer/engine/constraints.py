@@ -51,8 +51,8 @@ class Constraints(Protocol):
         """
 
 
-# Makes them for a model whose answers these tokens end.
-ConstraintsFor = Callable[[Collection[int]], Constraints]
+# Makes them for a model: the tokens that end its answers, and how many tokens it knows.
+ConstraintsFor = Callable[[Collection[int], int], Constraints]
 
 
 @dataclass(frozen=True, slots=True)

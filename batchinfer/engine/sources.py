@@ -66,6 +66,10 @@ class Source(Protocol):
         """The tokens that end an answer."""
 
     @property
+    def vocab(self) -> int:
+        """How many tokens it knows: their ids are below this."""
+
+    @property
     def caches(self) -> Caches:
         """Of each layer; None: it has no attention."""
 
@@ -101,6 +105,11 @@ class ModelSource:
     def eos_token_ids(self) -> tuple[int, ...]:
         """See Source."""
         return self.spec.eos_token_ids
+
+    @property
+    def vocab(self) -> int:
+        """See Source."""
+        return self.spec.vocab
 
     @property
     def caches(self) -> Caches:

@@ -34,7 +34,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
 )
 from tests.batchinfer.schema_shapes import EDGES, REFUSED, SHAPES, matching
-from tests.checkpoints import EOS, kept_folder, make_tokenizer
+from tests.checkpoints import EOS, VOCAB, kept_folder, make_tokenizer
 
 MOST = 250  # tokens of an answer; texts without a bound are cut more often than not
 LIMITS = Limits(budget=256, seqs=64, blocks=64 * 40, block_size=8)
@@ -56,7 +56,7 @@ def columns_of(schema: Mapping[str, Any]) -> SchemaColumns:
 
 def run(requests: list[Request], limits: Limits = LIMITS) -> Ran:
     """With a model of one layer and random weights."""
-    constraints = GrammarConstraints(tokenizer().definition, [EOS], 1)
+    constraints = GrammarConstraints(tokenizer().definition, [EOS], VOCAB, 1)
     model = checkpoint("llama", num_hidden_layers=1)
     runner = make_runner(model, cpu_ops(model), limits)
     masked = Sampler(runner.sampler.eos_token_ids, ConstraintMask(constraints))
@@ -211,7 +211,7 @@ def take_often(constraint: GrammarConstraint, token: int) -> None:
 )
 def test_an_ambiguous_grammar_fails_before_it_slows_the_batch(grammar: str, char: str) -> None:
     """Each token costs more than the one before."""
-    constraints = GrammarConstraints(tokenizer().definition, [EOS], 1)
+    constraints = GrammarConstraints(tokenizer().definition, [EOS], VOCAB, 1)
     constraint = constraints.start(SamplingParams(grammar=grammar))
     (token,) = tokenizer().rust.encode(char, add_special_tokens=False).ids
     with pytest.raises(ConstraintFailed, match="cannot be followed"):

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,27 +20,31 @@ from batchinfer.cpus import usable_cpus
 from batchinfer.request import ConstraintFailed, ConstraintWork, RowError, SamplingParams
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
+    from batchinfer.data.prompts.grammar_tokenizer import GrammarTokenizer
     from batchinfer.data.prompts.tokenizer import Tokenizer
 
 KEPT = 256  # compiled grammars; rows in flight keep theirs beside
-_BITS = 32
 
 
-def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int]], GrammarConstraints]:
+def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int], int], GrammarConstraints]:
     """For models with this tokenizer. Ids beyond its vocabulary end no answer: llguidance refuses them."""
-    definition, known = tokenizer.definition, tokenizer.vocab_size
-    return lambda eos: GrammarConstraints(definition, [one for one in eos if one < known], usable_cpus())
+    definition, known = tokenizer.definition, tokenizer.rust.get_vocab_size(with_added_tokens=True)
+    return lambda eos, vocab: GrammarConstraints(
+        definition, [one for one in eos if one < known], vocab, usable_cpus()
+    )
 
 
 class GrammarConstraint:
     """One answer's state. It copies its grammar with its first token: many rows wait for their turn."""
 
-    __slots__ = ("_matcher", "_own")
+    __slots__ = ("_matcher", "_own", "_problem", "_tokenizer", "begun")
 
-    def __init__(self, compiled: LLMatcher) -> None:
-        self._matcher, self._own = compiled, False
+    def __init__(self, compiled: LLMatcher, tokenizer: GrammarTokenizer) -> None:
+        self._matcher, self._own, self._tokenizer = compiled, False, tokenizer
+        self._problem: str | None = None
+        self.begun = False  # whether it has taken a token
 
     @property
     def ended(self) -> bool:
@@ -47,14 +52,28 @@ class GrammarConstraint:
 
     @property
     def failure(self) -> RowError | None:
-        return _row_error(self._matcher.get_error()) if self._matcher.is_error() else None
+        if self._matcher.is_error():
+            return _row_error(self._matcher.get_error())
+        return _row_error(self._problem) if self._problem is not None else None
 
     def take(self, token: int) -> None:
         if not self.matcher.consume_token(token):
             raise ConstraintFailed(self.failure or _row_error("a token came that may not come next"))
+        self.begun = True
 
     def forced(self) -> Seq[int]:
-        return self._matcher.compute_ff_tokens()
+        tokens = self._matcher.compute_ff_tokens()
+        if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
+            return ()
+        return list(takewhile(self._tokenizer.gives, tokens))
+
+    def end_here(self) -> None:
+        """No token of the model may come next."""
+        self._problem = "no token of the model can continue the answer"
+        if not self.begun and self._tokenizer.drops_space:
+            self._problem += (
+                "; it may have to begin with a space, which decoding leaves out with this tokenizer"
+            )
 
     @property
     def matcher(self) -> LLMatcher:
@@ -65,18 +84,19 @@ class GrammarConstraint:
 
 
 class GrammarConstraints:
-    """See batchinfer.engine.constraints.Constraints. `eos`: what ends an answer; `threads`: how many fill masks."""
+    """See batchinfer.engine.constraints.Constraints. `eos`: what ends an answer; `vocab`: the model's tokens;
+    `threads`: how many fill masks."""
 
-    def __init__(self, definition: str, eos: Collection[int], threads: int) -> None:
+    def __init__(self, definition: str, eos: Collection[int], vocab: int, threads: int) -> None:
         self.work = ConstraintWork()
-        self._definition, self._eos, self._threads = definition, eos, threads
+        self._definition, self._eos, self._vocab, self._threads = definition, eos, vocab, threads
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
+    def _tokenizer(self) -> GrammarTokenizer:
+        from batchinfer.data.prompts.grammar_tokenizer import GrammarTokenizer
 
-        return LLTokenizer(self._definition, eos_token=sorted(self._eos) or None)
+        return GrammarTokenizer.of(self._definition, self._eos, self._vocab)
 
     @cached_property
     def _executor(self) -> LLExecutor:
@@ -86,23 +106,36 @@ class GrammarConstraints:
 
     def start(self, params: SamplingParams) -> GrammarConstraint:
         began = time.perf_counter()
-        constraint = GrammarConstraint(self._grammar(params))
+        constraint = GrammarConstraint(self._grammar(params), self._tokenizer)
         self.work.compile_s += time.perf_counter() - began
         return constraint
 
     def fill(self, constraints: Seq[GrammarConstraint], bits: NDArray[np.int32]) -> None:
         began = time.perf_counter()
         # a model may have more logits than its tokenizer has tokens
-        known = -(-self._tokenizer.vocab_size // _BITS)
+        known = self._tokenizer.words
         masks = np.zeros((len(constraints), known), np.int32)
         rows = [(constraint.matcher, row) for row, constraint in enumerate(constraints)]
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
+        self._narrow(constraints, masks)
         words = min(known, bits.shape[1])
         bits[:, :words], bits[:, words:] = masks[:, :words], 0
         for row, constraint in enumerate(constraints):
             if constraint.failure is not None:
                 bits[row] = 0
         self.work.mask_s += time.perf_counter() - began
+
+    def _narrow(self, constraints: Seq[GrammarConstraint], masks: NDArray[np.int32]) -> None:
+        """Leave out what the model does not give, and what would not be read as it stands in the grammar."""
+        given, first = self._tokenizer.given, self._tokenizer.first
+        if given is not None:
+            masks &= given
+        if first is not None:
+            masks[[not constraint.begun for constraint in constraints]] &= first
+        for row in np.flatnonzero(
+            masks.view(np.uint32).max(1) == 0
+        ).tolist():  # a tenth of the time that `any` takes
+            constraints[row].end_here()
 
     def _grammar(self, params: SamplingParams) -> LLMatcher:
         """Compiled, perhaps for a row before."""
@@ -125,7 +158,7 @@ class GrammarConstraints:
     def _compile(self, grammar: str, limits: LLParserLimits) -> LLMatcher:
         from llguidance import LLMatcher
 
-        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        compiled = LLMatcher(self._tokenizer.library, grammar, log_level=0, limits=limits)
         if compiled.is_error():
             raise ConstraintFailed(_row_error(compiled.get_error()))
         return compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class Preparer:
         self._limits = limits
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
-        self._constraints = CheckedConstraints()
+        self._constraints = CheckedConstraints(tokenizer.definition)
         self._report = report
 
     def prepare(self, rows: Sequence[Values], careful: bool = False) -> Prepared:
@@ -168,23 +169,34 @@ class Preparer:
 class CheckedConstraints:
     """Compiles each constraint that rows have, once, to refuse what cannot be followed before the engine meets it."""
 
-    def __init__(self) -> None:
-        self._problems = PerConstraint(_problem)
+    def __init__(self, tokenizer: str) -> None:
+        """`tokenizer`: its definition."""
+        self._tokenizer = tokenizer
+        self._problems = PerConstraint(self._problem)
 
     def check(self, params: SamplingParams) -> None:
         """Raises RowProblem for a constraint that cannot be compiled."""
         if params.constraint is not None and (problem := self._problems.of(params)) is not None:
             raise RowProblem("bad_constraint", problem)
 
+    def _problem(self, params: SamplingParams) -> str | None:
+        from batchinfer.data.prompts.grammar import (
+            BadConstraint,
+            check_grammar,
+        )  # 8 MB, for those who need it
 
-def _problem(params: SamplingParams) -> str | None:
-    from batchinfer.data.prompts.grammar import BadConstraint, check_grammar  # 8 MB, for those who need it
+        try:
+            check_grammar(params)
+        except BadConstraint as error:
+            return str(error)
+        return self._unread
 
-    try:
-        check_grammar(params)
-    except BadConstraint as error:
-        return str(error)
-    return None
+    @cached_property
+    def _unread(self) -> str | None:
+        """Why no constraint can be followed with this tokenizer."""
+        from batchinfer.data.prompts.grammar_tokenizer import grammar_problem
+
+        return grammar_problem(self._tokenizer)
 
 
 def _is_tokenizer_failure(error: BaseException) -> bool:

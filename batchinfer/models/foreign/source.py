@@ -53,6 +53,11 @@ class ForeignSource:
         return self.checkpoint.spec.eos_token_ids
 
     @property
+    def vocab(self) -> int:
+        """See Source."""
+        return self.checkpoint.spec.vocab
+
+    @property
     def caches(self) -> Caches:
         """See Source."""
         return [layer.cache for layer in self.checkpoint.spec.layers]

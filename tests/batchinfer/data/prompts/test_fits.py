@@ -7,11 +7,12 @@ import tracemalloc
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.prepare import CheckedConstraints
 from batchinfer.request import SamplingParams
+from tests.batchinfer.data.prompts.made_tokenizers import byte_level
 
 
 def test_constraints_themselves_are_not_remembered() -> None:
     """Each may take a megabyte, and a thousand are remembered."""
-    fits, checked = Fits(), CheckedConstraints()
+    fits, checked = Fits(), CheckedConstraints(byte_level().to_str())
     checked.check(SamplingParams(regex="a"))
     tracemalloc.start()
     for number in range(12):

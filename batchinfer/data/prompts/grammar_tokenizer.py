@@ -1,0 +1,170 @@
+"""A checkpoint's tokenizer as llguidance takes it: the bytes of each token, and which tokens end an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tokenizers
+from llguidance import LLTokenizer
+from numpy.typing import NDArray
+
+BITS = 32  # of a word of a mask, see batchinfer_kernels.mask
+_END = "<|no token of this model ends an answer|>"
+_BYTE = "<0x41>"  # what vocabularies with byte fallback call the byte of A
+
+
+class NoGrammars(ValueError):
+    """A tokenizer whose tokens cannot be read as bytes, so that no constraint can be followed; the message says why."""
+
+
+@dataclass(frozen=True)
+class GrammarTokenizer:
+    """`library` is llguidance's own. `vocab`: the model gives ids below this, which may be more or fewer than the
+    tokenizer has. `end`: a token that no model gives, which stands for the end of an answer where no other token does.
+    """
+
+    library: LLTokenizer
+    vocab: int
+    end: int | None
+    drops_space: bool  # whether decoding an answer leaves out a space at its beginning
+
+    @classmethod
+    def of(cls, definition: str, eos: Collection[int], vocab: int) -> GrammarTokenizer:
+        """For a model whose answers the tokens `eos` end, which may be none. Raises NoGrammars."""
+        made, ends = _readable(definition), sorted(eos)
+        if not ends:  # llguidance would take a token of text
+            ends = [tokenizers.Tokenizer.from_str(definition).get_vocab_size(with_added_tokens=True)]
+            made["added_tokens"] = [*made["added_tokens"], _special(ends[0])]
+        try:
+            library = LLTokenizer(json.dumps(made), eos_token=ends)
+        except ValueError as error:
+            raise _no_grammars(error) from None
+        return cls(library, vocab, None if eos else ends[0], _drops_space(made["decoder"]))
+
+    @property
+    def words(self) -> int:
+        """Words of a mask of its tokens."""
+        return -(-self.library.vocab_size // BITS)
+
+    @cached_property
+    def given(self) -> NDArray[np.int32] | None:
+        """The mask of the tokens that the model gives; None: all of them."""
+        if self.end is None and self.library.vocab_size <= self.vocab:
+            return None
+        return self._mask([t for t in range(self.library.vocab_size) if self.gives(t)])
+
+    @cached_property
+    def first(self) -> NDArray[np.int32] | None:
+        """The mask of the tokens that may begin an answer, as they do not begin with a space that is dropped; None:
+        all may."""
+        if not self.drops_space:
+            return None
+        return self._mask([t for t in range(self.library.vocab_size) if not self._spaced(t)])
+
+    def gives(self, token: int) -> bool:
+        """Whether it is a token that the model gives."""
+        return token < self.vocab and token != self.end
+
+    def begins(self, token: int) -> bool:
+        """Whether an answer may begin with it."""
+        return not (self.drops_space and self._spaced(token))
+
+    def _spaced(self, token: int) -> bool:
+        return self.library.decode_bytes([token]).startswith(b" ")
+
+    def _mask(self, tokens: list[int]) -> NDArray[np.int32]:
+        bits = np.zeros(self.words * BITS, np.uint8)
+        bits[tokens] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def grammar_problem(definition: str) -> str | None:
+    """Why no constraint can be followed with a tokenizer. Its vocabulary does not matter, and reading it takes time."""
+    try:
+        made = _readable(definition)
+        made |= {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+        LLTokenizer(json.dumps(made))
+    except NoGrammars as error:
+        return str(error)
+    except ValueError as error:
+        return str(_no_grammars(error))
+    return None
+
+
+def _readable(definition: str) -> dict[str, Any]:
+    """The definition so that it writes text as it stands, its decoder in words that llguidance knows.
+
+    Text that has to come is encoded: were it normalised, cut or padded, or a space put before it, other text would.
+    """
+    made: dict[str, Any] = json.loads(definition)
+    decoder, pieces = made.get("decoder") or {}, made["model"].get("vocab") or {}
+    bytes_are_read = any(f'"{kind}"' in json.dumps(decoder) for kind in ("ByteFallback", "ByteLevel"))
+    if not bytes_are_read and _BYTE in (pieces if isinstance(pieces, dict) else dict(pieces)):
+        raise NoGrammars("the tokenizer has tokens for bytes, and its decoder writes their names as text")
+    return {
+        **made,
+        "added_tokens": made.get("added_tokens") or [],
+        "padding": None,
+        "truncation": None,
+        "normalizer": {"type": "Sequence", "normalizers": _spaces(made.get("normalizer") or {})},
+        "pre_tokenizer": _unprefixed(made.get("pre_tokenizer")),
+        "decoder": _known(decoder),
+    }
+
+
+def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps that only write spaces as another character."""
+    if normalizer.get("type") == "Sequence":
+        return [step for part in normalizer["normalizers"] for step in _spaces(part)]
+    kept = normalizer.get("type") == "Replace" and normalizer["pattern"] == {"String": " "}
+    return [normalizer] if kept else []
+
+
+def _unprefixed(pre_tokenizer: Any) -> Any:
+    """Without a space before the text; llguidance does the same for Metaspace."""
+    if not isinstance(pre_tokenizer, dict):
+        return pre_tokenizer
+    inner = [_unprefixed(part) for part in pre_tokenizer.get("pretokenizers", [])]
+    return {
+        **pre_tokenizer,
+        **({"pretokenizers": inner} if inner else {}),
+        **({"add_prefix_space": False} if "add_prefix_space" in pre_tokenizer else {}),
+    }
+
+
+def _known(decoder: dict[str, Any]) -> dict[str, Any]:
+    """Metaspace as llguidance knows it, in the steps that it stands for."""
+    if decoder.get("type") == "Sequence":
+        return {**decoder, "decoders": [_known(part) for part in decoder["decoders"]]}
+    if decoder.get("type") != "Metaspace":
+        return decoder
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": decoder["replacement"]}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if decoder.get("prepend_scheme") != "never":
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _drops_space(decoder: Mapping[str, Any]) -> bool:
+    if decoder.get("type") == "Sequence":
+        return any(map(_drops_space, decoder["decoders"]))
+    return decoder.get("type") == "Strip" and decoder["content"] == " " and decoder["start"] > 0
+
+
+def _special(token: int) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": _END, "special": True, **plain}
+
+
+def _no_grammars(error: ValueError) -> NoGrammars:
+    return NoGrammars(
+        f"llguidance cannot read the tokenizer, only byte-level and SentencePiece ones: {error}"
+    )

@@ -1,0 +1,118 @@
+"""Tokenizers of each kind that checkpoints have, with small vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+LETTERS = 'abcdefghijklmnopqrstuvwxyzINTS0123456789{}[]":,.- _'
+WORDS = ["no", "es", "yes", '": "', "true", "▁yes", "▁no", "▁▁"]
+
+
+def byte_level(specials: tuple[str, ...] = ("<s>", "</s>", "<|end|>"), **parts: Any) -> Tokenizer:
+    """Bytes, three words, and special tokens 259, 260, …; `parts` are set on it."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ye", "yes", "Ġyes"]
+    made = Tokenizer(
+        models.BPE({piece: at for at, piece in enumerate(pieces)}, [("y", "e"), ("ye", "s"), ("Ġ", "yes")])
+    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    for name, value in parts.items():
+        setattr(made, name, value)
+    made.add_special_tokens(list(specials))
+    return made
+
+
+def padded() -> Tokenizer:
+    """As a checkpoint has it that was saved after training on texts cut or padded to four tokens."""
+    made = byte_level()
+    made.enable_padding(pad_id=259, pad_token="<s>", length=4)
+    made.enable_truncation(4)
+    return made
+
+
+def pieces(with_bytes: bool) -> list[str]:
+    """<unk>, <s>, </s>, perhaps bytes, letters, words."""
+    letters = [letter.replace(" ", "▁") for letter in LETTERS]
+    named = [f"<0x{byte:02X}>" for byte in range(256)] if with_bytes else []
+    return ["<unk>", "<s>", "</s>", *named, *letters, *WORDS]
+
+
+def sentence_pieces(decoder: Any, with_bytes: bool = True) -> Tokenizer:
+    """A Unigram model as SentencePiece makes it."""
+    scored = [(piece, -float(at) / 10) for at, piece in enumerate(pieces(with_bytes))]
+    made = Tokenizer(models.Unigram(scored, 0, with_bytes))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoder
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return made
+
+
+def llama() -> Tokenizer:
+    """A BPE of SentencePiece's, its space before a text put there by a normalizer, its bytes as tokens."""
+    vocabulary = {piece: at for at, piece in enumerate(pieces(True))}
+    merges = [("n", "o"), ("e", "s"), ("y", "es"), ("▁", "yes"), ("▁", "no"), ("▁", "▁")]
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = steps(strip=True)
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return made
+
+
+def steps(strip: bool) -> Any:
+    """The decoder of a Llama, or of a Gemma, which keeps a space at the beginning."""
+    made = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*made, *([decoders.Strip(" ", 1, 0)] if strip else [])])
+
+
+def with_gaps() -> Tokenizer:
+    """Ids are missing below its largest."""
+    vocabulary = {piece: at for at, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE({**vocabulary, "yes": 300}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["</s>"])
+    return made
+
+
+def words() -> Tokenizer:
+    """Of whole words, from which no other text can be made."""
+    made = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "yes": 2, "no": 3}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    return made
+
+
+KINDS: dict[str, tuple[Callable[[], Tokenizer], tuple[int, ...]]] = {
+    "bytes": (byte_level, (260,)),
+    "bytes, several ends": (byte_level, (259, 260, 261)),
+    "bytes, no end": (byte_level, ()),
+    "bytes, no specials": (lambda: byte_level(()), ()),
+    "bytes, an end that is text": (byte_level, (ord("!") - 33,)),
+    "bytes, NFC": (lambda: byte_level(normalizer=normalizers.NFC()), (260,)),
+    "bytes, a space before": (
+        lambda: byte_level(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        (260,),
+    ),
+    "bytes, padded": (padded, (260,)),
+    "gaps": (with_gaps, (257,)),
+    "gaps, an end beyond": (with_gaps, (301,)),
+    "Llama": (llama, (2,)),
+    "Llama, no end": (llama, ()),
+    "Gemma": (lambda: sentence_pieces(steps(strip=False)), (2,)),
+    "Metaspace": (lambda: sentence_pieces(decoders.Metaspace(), with_bytes=False), (2,)),
+    "Metaspace, no space before": (
+        lambda: sentence_pieces(decoders.Metaspace(prepend_scheme="never"), with_bytes=False),
+        (2,),
+    ),
+    "Metaspace and bytes": (
+        lambda: sentence_pieces(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+        (2,),
+    ),
+}
+UNREADABLE: dict[str, Callable[[], Tokenizer]] = {
+    "words": words,
+    "Metaspace beside bytes": lambda: sentence_pieces(decoders.Metaspace()),
+}
