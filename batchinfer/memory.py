@@ -71,3 +71,13 @@ def _file_pages(path: Path) -> int:
         if name in names:
             return int(value)
     return 0
+
+
+def limit_memory(extra: int) -> None:
+    """This process may take so many bytes more than it has, or less where it is limited already."""
+    if sys.platform != "linux":
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit, hard = pages * resource.getpagesize() + extra, resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

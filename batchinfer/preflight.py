@@ -77,7 +77,7 @@ def check_setup(job: Job, state: StateFolder, replace: bool = False) -> Setup:
     state.check_writable()
     state.refuse_newer()
     _check_followed(job, tokenizer)
-    return Setup(checkpoint, setting, tokenizer, _columns(job), _most_tokens(job))
+    return Setup(checkpoint, setting, tokenizer, _columns(job, tokenizer), _most_tokens(job))
 
 
 def _check_followed(job: Job, tokenizer: Tokenizer) -> None:
@@ -101,10 +101,10 @@ def _most_tokens(job: Job) -> int | None:
         raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
 
 
-def _columns(job: Job) -> SchemaColumns | None:
+def _columns(job: Job, tokenizer: Tokenizer) -> SchemaColumns | None:
     """The columns of the job's schema, which can be followed. Raises JobFileError."""
     where = _constraint_key(job)
-    if (problem := constraint_problem(job.params())) is not None:
+    if (problem := constraint_problem(job.params(), tokenizer.definition)) is not None:
         raise job.mistake(where, problem.partition(": ")[2] or problem)
     if job.output.json_schema is None:
         return None

@@ -6,7 +6,6 @@ llguidance is loaded with the first constraint: most jobs have none.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from functools import cached_property
@@ -17,15 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.cpus import usable_cpus
+from batchinfer.data.prompts.kept_grammars import KeptGrammars
 from batchinfer.request import ConstraintFailed, ConstraintWork, RowError, SamplingParams
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLParserLimits
+    from llguidance import LLExecutor, LLMatcher
 
     from batchinfer.data.prompts.grammar_tokenizer import GrammarTokenizer
     from batchinfer.data.prompts.tokenizer import Tokenizer
-
-KEPT = 256  # compiled grammars; rows in flight keep theirs beside
 
 
 def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int], int], GrammarConstraints]:
@@ -90,7 +88,7 @@ class GrammarConstraints:
     def __init__(self, definition: str, eos: Collection[int], vocab: int, threads: int) -> None:
         self.work = ConstraintWork()
         self._definition, self._eos, self._vocab, self._threads = definition, eos, vocab, threads
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._kept = KeptGrammars()
 
     @cached_property
     def _tokenizer(self) -> GrammarTokenizer:
@@ -139,29 +137,16 @@ class GrammarConstraints:
 
     def _grammar(self, params: SamplingParams) -> LLMatcher:
         """Compiled, perhaps for a row before."""
-        from batchinfer.data.prompts.grammar import BadConstraint, grammar_of, limits_of
+        from batchinfer.data.prompts.grammar import BadConstraint, compiled
 
-        assert params.constraint is not None
-        digest = params.constraint_digest
-        if digest in self._compiled:
-            self._compiled.move_to_end(digest)
-            return self._compiled[digest]
-        try:
-            compiled = self._compile(grammar_of(params), limits_of(params))
-        except BadConstraint as error:
-            raise ConstraintFailed(_row_error(str(error))) from None
-        self._compiled[digest] = compiled
-        if len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
-        return compiled
-
-    def _compile(self, grammar: str, limits: LLParserLimits) -> LLMatcher:
-        from llguidance import LLMatcher
-
-        compiled = LLMatcher(self._tokenizer.library, grammar, log_level=0, limits=limits)
-        if compiled.is_error():
-            raise ConstraintFailed(_row_error(compiled.get_error()))
-        return compiled
+        found = self._kept.find(params)
+        if found is None:
+            try:
+                found = compiled(params, self._tokenizer.library)
+            except BadConstraint as error:
+                raise ConstraintFailed(_row_error(str(error))) from None
+            self._kept.add(params, found)
+        return found
 
 
 def _row_error(problem: str) -> RowError:

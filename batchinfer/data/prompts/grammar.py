@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema
@@ -31,6 +33,9 @@ _AMBIGUOUS = LLParserLimits(
     max_items_in_row=500,
     step_max_items=4_000,
 )
+# Measured: 4 MiB are enough for a chain of 400 references of a schema, or of 800 rules of a grammar.
+CHECK_STACK_BYTES = 4 << 20
+STACK_BYTES = 4 * CHECK_STACK_BYTES
 # JSON as Python's json.dumps writes it, which models have seen most
 _WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -57,17 +62,56 @@ def limits_of(params: SamplingParams) -> LLParserLimits:
     return LIMITS if params.grammar is None else _AMBIGUOUS
 
 
-def check_grammar(params: SamplingParams) -> None:
-    """Raises BadConstraint where the constraint of `params` cannot be compiled."""
-    wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar_of(params), limits=limits_of(params))
+def compiled(params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = STACK_BYTES) -> LLMatcher:
+    """The constraint of `params`, compiled on a stack of so many bytes. Raises BadConstraint."""
+    grammar, limits = grammar_of(params), limits_of(params)
+    made: LLMatcher = _on_stack(
+        stack_bytes, lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    )
+    _refuse_failed(params, made)
+    return made
+
+
+def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) -> None:
+    """Raises BadConstraint where the constraint of `params` cannot be compiled, or not be followed from the start.
+
+    A schema or grammar whose parts lead too deep into one another ends the process. The engine has a stack four times
+    as large, so that it survives what this has let through.
+    """
+    if tokenizer is not None:
+        made = compiled(params, tokenizer, CHECK_STACK_BYTES)
+        made.compute_ff_tokens()
+        made.compute_bitmask()
+        _refuse_failed(params, made)
+        return
+    grammar, limits = grammar_of(params), limits_of(params)
+    wrong, problems = _on_stack(
+        CHECK_STACK_BYTES, lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+    )
     if wrong:
         raise BadConstraint(f"{params.constraint}: {shown(problems[0])}")
+
+
+def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:
+    if made.is_error():
+        raise BadConstraint(f"{params.constraint}: {shown(made.get_error())}")
+
+
+def _on_stack(size: int, call: Callable[[], Any]) -> Any:
+    """What `call` returns, in a thread with a stack of so many bytes."""
+    before = threading.stack_size(size)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+    finally:
+        threading.stack_size(before)
 
 
 def shown(problem: str) -> str:
     """A message of llguidance on one line, not too long."""
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
-    text = " ".join(lines[:3]) if lines else "the grammar cannot be used"
+    said = next((line for line in lines[1:] if line.startswith("error: ")), None)  # behind what it is about
+    text = " ".join([*lines[:1], said] if said else lines[:3]) or "the grammar cannot be used"
     return text if len(text) <= 300 else f"{text[:300]} …"
 
 
@@ -87,7 +131,8 @@ def _of_regex(pattern: str) -> str:
 
 def _of_choice(texts: tuple[str, ...]) -> str:
     _check_size("".join(texts))
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+    # A terminal: as alternatives of a rule, 2,000 texts would take 16 ms a mask, and more would be refused
+    return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(json.dumps(text) for text in texts))
 
 
 def _of_grammar(text: str) -> str:

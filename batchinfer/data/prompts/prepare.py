@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
+from batchinfer.data.prompts.constraint_check import ConstraintChecker
 from batchinfer.data.prompts.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
 from batchinfer.data.prompts.per_constraint import PerConstraint
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.request import RowError, SamplingParams, TokenIds, Truncate
 
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
+
+
+def checking(row: int) -> int:
+    """What the worker reports while another process checks the constraint of `row`, which may take longer than the
+    worker may take for a row."""
+    return BULK - 1 - row
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class Preparer:
         self._limits = limits
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
-        self._constraints = CheckedConstraints(tokenizer.definition)
+        self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._report = report
 
     def prepare(self, rows: Sequence[Values], careful: bool = False) -> Prepared:
@@ -90,7 +96,9 @@ class Preparer:
             self._report(index)
             try:
                 draft = self._builder.build(row)
-                self._constraints.check(draft.params)
+                if self._constraints.are_due(draft.params):
+                    self._report(checking(index))
+                    self._constraints.check(draft.params)
                 drafts[index] = draft
             except RowProblem as problem:
                 work.errors[index] = problem.error
@@ -167,36 +175,26 @@ class Preparer:
 
 
 class CheckedConstraints:
-    """Compiles each constraint that rows have, once, to refuse what cannot be followed before the engine meets it."""
+    """Compiles each constraint that rows have of their own, once, to refuse what cannot be followed before the engine
+    meets it. That of `job`, the parameters of all rows, was checked before. `definition`: of the tokenizer."""
 
-    def __init__(self, tokenizer: str) -> None:
-        """`tokenizer`: its definition."""
-        self._tokenizer = tokenizer
-        self._problems = PerConstraint(self._problem)
+    def __init__(self, job: SamplingParams, definition: str) -> None:
+        self._job = _constraint_of(job)
+        self._problems = PerConstraint(ConstraintChecker(definition).problem)
+
+    def are_due(self, params: SamplingParams) -> bool:
+        """Whether the constraint of `params` is to be checked."""
+        return params.constraint is not None and _constraint_of(params) != self._job
 
     def check(self, params: SamplingParams) -> None:
         """Raises RowProblem for a constraint that cannot be compiled."""
-        if params.constraint is not None and (problem := self._problems.of(params)) is not None:
+        if (problem := self._problems.of(params)) is not None:
             raise RowProblem("bad_constraint", problem)
 
-    def _problem(self, params: SamplingParams) -> str | None:
-        from batchinfer.data.prompts.grammar import (
-            BadConstraint,
-            check_grammar,
-        )  # 8 MB, for those who need it
 
-        try:
-            check_grammar(params)
-        except BadConstraint as error:
-            return str(error)
-        return self._unread
-
-    @cached_property
-    def _unread(self) -> str | None:
-        """Why no constraint can be followed with this tokenizer."""
-        from batchinfer.data.prompts.grammar_tokenizer import grammar_problem
-
-        return grammar_problem(self._tokenizer)
+def _constraint_of(params: SamplingParams) -> tuple[str | None, Any]:
+    """Its name and text. Rows with the job's have the very same text, which is found equal at once."""
+    return params.constraint, getattr(params, params.constraint) if params.constraint else None
 
 
 def _is_tokenizer_failure(error: BaseException) -> bool:

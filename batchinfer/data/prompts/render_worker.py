@@ -11,7 +11,6 @@ import ctypes
 import json
 import mmap
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from batchinfer.data.prompts.keys import PREFIX_LENGTHS
 from batchinfer.data.prompts.prepare import BULK, Limits, Prepared, Preparer
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake, Unavailable
+from batchinfer.memory import limit_memory
 from batchinfer.request import RowError
 from batchinfer.spawning import Child, receiving
 
@@ -106,7 +106,7 @@ class RenderWorker:
         while not self._pipe.poll(_POLL_S):
             if self._at.value != at:
                 at, since = self._at.value, time.monotonic()
-            limit = self._spec.bulk_timeout_s if at == BULK else self._spec.row_timeout_s
+            limit = self._spec.row_timeout_s if at >= 0 else self._spec.bulk_timeout_s
             if time.monotonic() - since > limit:
                 self._blame("template_timeout", f"rendering took longer than {limit:g} s")
                 return None
@@ -133,7 +133,7 @@ class RenderWorker:
 
     def _blame(self, code: str, message: str) -> None:
         at = self._at.value
-        if at != BULK and at < len(self._live):
+        if 0 <= at < len(self._live):
             self._known[self._live[at]] = row_error(code, message, "resource")
             self._check_streak(self._live[at])
         elif self._careful or not self._live:
@@ -243,12 +243,3 @@ def _shared_file() -> int:
 def _shared_number(file: int) -> ctypes.c_long:
     """A number that all processes see that have this file."""
     return ctypes.c_long.from_buffer(mmap.mmap(file, ctypes.sizeof(ctypes.c_long)))
-
-
-def limit_memory(extra: int) -> None:
-    """This process may take so many bytes more than it has."""
-    if sys.platform != "linux":
-        return
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + extra
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

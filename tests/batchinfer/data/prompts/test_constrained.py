@@ -160,7 +160,7 @@ def test_an_answer_that_has_to_begin_with_a_space_that_is_left_out_is_an_error()
 def test_a_tokenizer_that_cannot_be_read_is_refused(kind: str) -> None:
     definition = UNREADABLE[kind]().to_str()
     assert grammar_problem(definition) is not None
-    checked = CheckedConstraints(definition)
+    checked = CheckedConstraints(SamplingParams(), definition)
     checked.check(SamplingParams())
     with pytest.raises(Exception, match="the tokenizer"):
         checked.check(SamplingParams(regex="a"))

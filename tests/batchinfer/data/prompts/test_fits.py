@@ -12,7 +12,7 @@ from tests.batchinfer.data.prompts.made_tokenizers import byte_level
 
 def test_constraints_themselves_are_not_remembered() -> None:
     """Each may take a megabyte, and a thousand are remembered."""
-    fits, checked = Fits(), CheckedConstraints(byte_level().to_str())
+    fits, checked = Fits(), CheckedConstraints(SamplingParams(), byte_level().to_str())
     checked.check(SamplingParams(regex="a"))
     tracemalloc.start()
     for number in range(12):

@@ -1,0 +1,111 @@
+"""Rows whose constraints are made to crash, hang or fill the processes that compile and follow them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchinfer.data.prompts.constraint_check import ConstraintChecker, constraint_problem
+from batchinfer.data.prompts.grammar import compiled
+from batchinfer.data.prompts.grammar_tokenizer import GrammarTokenizer
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.request import SamplingParams
+from tests.batchinfer.test_structured_job import REAL
+from tests.batchinfer.wrong_jobs import Command, Place, command
+from tests.checkpoints import kept_folder, make_tokenizer
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    return command(capsys, monkeypatch, REAL)
+
+
+@pytest.fixture(scope="module")
+def definition() -> str:
+    folder = kept_folder()
+    make_tokenizer(folder)
+    return Tokenizer.load(folder).definition
+
+
+def rules(count: int) -> str:
+    """A grammar of so many rules, each of which needs the next."""
+    return "\n".join(["start: r0", *(f'r{n}: "a" r{n + 1}' for n in range(count)), f'r{count}: "x"'])
+
+
+def references(count: int) -> dict[str, Any]:
+    """A schema with a chain of so many references."""
+    chain = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}]} for n in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "boolean"}}}
+
+
+# With the tokenizer, compiling it takes minutes; without, 0.3 s.
+SLOW = SamplingParams(regex="a?" * 100_000)
+
+
+def test_a_row_with_a_hostile_constraint_costs_that_row(place: Place, run: Command) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "free"},
+        {"id": "rules", "grammar": rules(9_000)},
+        {"id": "references", "json_schema": references(8_000)},
+        {"id": "slow", "regex": SLOW.regex},
+        {"id": "after", "choice": ["yes", "no"]},
+        {"id": "deep enough", "json_schema": references(200)},
+        {"id": "many", "choice": [f"number {n}" for n in range(5_000)]},
+    ]
+    place.rows(*({"text": "t", **row} for row in rows))
+    place.job(
+        "on_error: {max_error_rate: 1.0}",
+        sampling="sampling: {max_tokens: 60, temperature: 1, from_columns: [regex, choice, grammar, json_schema]}",
+    )
+    done = run("run", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    found = {row["custom_id"]: row for row in place.table()}
+    bad = {name: row for name, row in found.items() if row["error_code"] is not None}
+    assert {name: row["error_code"] for name, row in bad.items()} == dict.fromkeys(
+        ["rules", "references", "slow"], "bad_constraint"
+    )
+    assert "lead too deep" in bad["rules"]["error_message"]
+    assert "lead too deep" in bad["references"]["error_message"]
+    assert "make it simpler" in bad["slow"]["error_message"], "it ran out of time, or of memory"
+    assert found["after"]["generated_text"] in ("yes", "no")
+    assert found["deep enough"]["generated_text"] in ("true", "false")
+    assert found["many"]["generated_text"].startswith("number ")
+
+
+def test_many_hostile_rows_after_one_another_are_no_mistake_of_the_job(place: Place, run: Command) -> None:
+    """As a template that hangs in every row is."""
+    place.rows(*({"id": f"r{n}", "text": "t", "grammar": rules(9_000 + n)} for n in range(10)))
+    place.job("on_error: {max_error_rate: 1.0}", sampling="sampling: {from_columns: [grammar]}")
+    done = run("run", place.folder / "job.yaml")
+    assert done.code == 0, done.err
+    assert [row["error_code"] for row in place.table()] == ["bad_constraint"] * 10
+
+
+def test_a_checker_goes_on_after_a_constraint_that_ended_it(definition: str) -> None:
+    with ConstraintChecker(definition, within_s=0.5) as checker:
+        assert checker.problem(SamplingParams()) is None
+        assert checker.problem(SamplingParams(regex="a+")) is None
+        for hostile in (SamplingParams(grammar=rules(9_000)), SLOW):
+            assert checker.problem(hostile) is not None
+            assert checker.problem(SamplingParams(regex="a+")) is None
+        assert "unclosed group" in (checker.problem(SamplingParams(regex="(a")) or "")
+
+
+def test_what_takes_long_beside_other_work_is_not_refused() -> None:
+    """The limit is on CPU time, the start of the process and of its libraries apart."""
+    assert constraint_problem(SamplingParams(json_schema=json.dumps(references(50))), within_s=0.2) is None
+
+
+def test_what_the_check_lets_through_compiles_on_the_stack_of_the_engine(definition: str) -> None:
+    """The deepest chains that the check survives."""
+    tokenizer = GrammarTokenizer.of(definition, (), 10**6).library
+    with ConstraintChecker(definition) as checker:
+        for make in (
+            lambda count: SamplingParams(grammar=rules(count)),
+            lambda count: SamplingParams(json_schema=json.dumps(references(count))),
+        ):
+            count = next(n for n in (1_600, 800, 400, 200, 0) if checker.problem(make(n)) is None)
+            assert count >= 200
+            assert not compiled(make(count), tokenizer).is_error()
