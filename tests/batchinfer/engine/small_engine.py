@@ -22,7 +22,7 @@ from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.model_cost import model_cost
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
-from batchinfer.request import Completion, Request, SamplingParams, StepSample
+from batchinfer.request import Completion, Request, RequestSample, SamplingParams, StepSample
 from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.driver import Hopeful
 from tests.batchinfer.models.paged import load_decoder
@@ -49,6 +49,7 @@ class Ran:
 
     completions: dict[bytes, Completion] = field(default_factory=dict)
     steps: list[StepSample] = field(default_factory=list)
+    requests: dict[bytes, RequestSample] = field(default_factory=dict)
 
     @property
     def answers(self) -> dict[bytes, tuple[list[int], str]]:
@@ -160,6 +161,7 @@ def drain(engine: Engine, requests: Sequence[Request], after_step: Callable[[], 
             assert completion.key not in ran.completions
             ran.completions[completion.key] = completion
         ran.steps += [output.sample] if output.sample else []
+        ran.requests |= {sample.key: sample for sample in output.requests}
         if after_step:
             after_step()
     return ran

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import re
 from dataclasses import fields, replace
 from functools import partial
 
@@ -16,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from batchinfer.data.prompts.constrained import grammar_constraints
 from batchinfer.engine import build, device_fit
 from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.cache_layout import cache_layout
@@ -37,6 +39,7 @@ from batchinfer_kernels.gpu import attention_plan, matmul_tiles
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
+from tests.batchinfer.engine import guided_rows
 from tests.batchinfer.engine.interpreted_gpu import stand_in
 from tests.batchinfer.engine.small_engine import (
     MAX_LEN,
@@ -360,7 +363,7 @@ def loaded_as_a_job_does(
     stand_in(monkeypatch.setattr)
     seen: dict[tuple[bytes, int], Tensor] = {}
     monkeypatch.setattr(device_fit, "DeviceRunner", recorder(seen))
-    loaded = build.load_model(config)
+    loaded = build.load_model(config, constraints=grammar_constraints(guided_rows.tokenizer()))
     seen.clear()  # of dummy steps
     return loaded, seen
 
@@ -379,6 +382,26 @@ def test_all_of_the_gpus_path(monkeypatch):
     got = drain(loaded.engine(), greedy(prompts(), OUTPUT))
     assert got.answers == on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
     assert runner.graphs.captured > before, "steps whose rows share keys need graphs of their own"
+    check_constraints(loaded)
+
+
+def check_constraints(loaded: LoadedModel) -> None:
+    """Masked by Triton's kernels, and beside a row that is free: the same tokens as the CPU's."""
+    choices = ("b" * 4, "abc", "abd")
+    wishes = [{"choice": choices}, {"regex": "[a-c]{2}-[xy]"}, {}, {"choice": choices, "temperature": 1.5}]
+    work = [
+        replace(greedy([prompts()[0]], 6, **wish)[0], key=bytes([n] * 32)) for n, wish in enumerate(wishes)
+    ]
+    got = drain(loaded.engine(), work)
+    limits, model = SETTINGS["chunked"], checkpoint("llama", num_hidden_layers=1)
+    runner, followed = guided_rows.constrained(make_runner(model, cpu_ops(model), limits))
+    engine = make_engine(runner, limits, frozenset(model.spec.eos_token_ids), constraints=followed)
+    assert got.answers == drain(engine, work).answers
+    texts = [guided_rows.text_of(got.completions[request.key]) for request in work]
+    assert texts[0] in choices
+    assert re.fullmatch("[a-c]{2}-[xy]", texts[1])
+    assert texts[3] in choices
+    assert sum(step.forced_tokens for step in got.steps) > 1
 
 
 @pytest.mark.slow

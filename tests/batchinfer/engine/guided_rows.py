@@ -1,0 +1,145 @@
+"""Rows under constraints beside rows without, and what each answer has to be."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+
+from batchinfer.data.prompts.constrained import GrammarConstraints, grammar_constraints
+from batchinfer.data.prompts.stop_strings import stop_streams
+from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.engine.constraints import ConstraintMask
+from batchinfer.request import Completion, Request, SamplingParams
+from tests.batchinfer.engine.small_engine import Limits, Ran, drain, make_engine
+from tests.checkpoints import EOS, VOCAB, kept_folder, make_tokenizer
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["order", "question", "complaint"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "urgent": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,3}$"}, "maxItems": 2},
+    },
+    "required": ["kind", "count", "urgent", "tags"],
+    "additionalProperties": False,
+}
+REGEX = "[a-f]{6,9}-[0-9]{2,4}"
+CHOICES = ("yes", "no", "perhaps not")
+
+
+def valid(text: str) -> bool:
+    """Whether it is one line of JSON under SCHEMA."""
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return json.dumps(json.loads(text)) == text
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A constraint, and who says whether a text obeys it."""
+
+    params: Mapping[str, Any]
+    obeyed: Callable[[str], Any]
+
+
+KINDS = {
+    "schema": Kind({"json_schema": json.dumps(SCHEMA)}, valid),
+    "regex": Kind({"regex": REGEX}, re.compile(REGEX).fullmatch),
+    "choice": Kind({"choice": CHOICES}, CHOICES.__contains__),
+    "grammar": Kind({"grammar": 'start: "a" ("," /[b-d]/)~3..6'}, re.compile("a(,[b-d]){3,6}").fullmatch),
+    "free": Kind({}, lambda _: True),
+}
+# What rows ask for beside
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.3, "top_p": 0.95},
+    "penalised": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+    },
+    "min_tokens": {"min_tokens": 30},
+    "stops": {"temperature": 1.0, "stop": ("e", "-2", ",c")},
+    "logprobs": {"temperature": 1.0, "logprobs": 2},
+    "cut": {"max_tokens": 9},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request, and what it is."""
+
+    kind: str
+    wish: str
+    request: Request
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    folder = kept_folder()
+    make_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+def rows(kinds: Seq[str] = tuple(KINDS), wishes: Seq[str] = tuple(WISHES)) -> list[Row]:
+    """One of each pair, in an order that mixes them."""
+    return [row for row in _rows() if row.kind in kinds and row.wish in wishes]
+
+
+@cache
+def _rows() -> list[Row]:
+    """The prompts of two in three begin alike."""
+    rng = np.random.default_rng(3)
+    shared, made = rng.integers(0, 256, 40), []
+    for number, (kind, wish) in enumerate((kind, wish) for wish in WISHES for kind in KINDS):
+        own = rng.integers(0, 256, 1 + number % 5)
+        prompt = np.append(shared if number % 3 else shared[:0], own).astype(np.int32)
+        params = SamplingParams(**{"max_tokens": 80, **KINDS[kind].params, **WISHES[wish]})
+        made.append(Row(kind, wish, Request(rng.bytes(32), prompt, params)))
+    return made
+
+
+def constrained(runner: Any) -> tuple[Any, GrammarConstraints]:
+    """The runner, following constraints, and what it follows."""
+    followed = grammar_constraints(tokenizer())(frozenset([EOS]), VOCAB)
+    return replace(runner, sampler=replace(runner.sampler, mask=ConstraintMask(followed))), followed
+
+
+def run(runner: Any, limits: Limits, work: Seq[Row]) -> Ran:
+    """By an engine that checks its blocks after each step."""
+    runner, followed = constrained(runner)
+    streams = stop_streams(tokenizer().rust)
+    engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=streams, constraints=followed)
+    return drain(engine, [row.request for row in work])
+
+
+def text_of(completion: Completion) -> str:
+    return tokenizer().decode(completion.token_ids)[: completion.text_length]
+
+
+def check(row: Row, completion: Completion) -> bool:
+    """Whether the answer is whole: then it obeys its constraint, and else it was cut by what its row asks for."""
+    params, text, error = row.request.params, text_of(completion), completion.error
+    assert (completion.logprobs is not None) == (params.logprobs is not None)
+    assert not any(stop in text for stop in params.stop)
+    if row.kind == "free":
+        assert error is None
+        assert len(completion.token_ids) >= min(params.min_tokens, params.max_tokens)
+        return completion.finish_reason == "stop"
+    if error is None:
+        assert completion.finish_reason == "stop"
+        assert completion.text_length is None
+        assert KINDS[row.kind].obeyed(text), (row.kind, row.wish, text)
+        return True
+    assert error.code == "incomplete_output", error
+    assert completion.text_length is not None or len(completion.token_ids) == params.max_tokens
+    return False

@@ -1,0 +1,163 @@
+"""Jobs under constraints that are killed, resumed, read before they are done, and run again with other constraints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.batchinfer.data.prompts.made_tokenizers import words
+from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command
+
+REAL = "batchinfer.engine.build:build_engine"
+DYING = "tests.batchinfer.dying_engine:build"
+
+
+def schema(count: Mapping[str, Any]) -> dict[str, Any]:
+    properties = {
+        "count": count,
+        "state": {"enum": ["open", "paid"]},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,4}$"}, "maxItems": 2},
+    }
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+NUMBERS = schema({"type": "integer", "minimum": 0, "maximum": 99_999})
+TEXTS = schema({"enum": ["none", "few", "many"]})
+
+
+def run_row(place: Place) -> dict[str, Any]:
+    """Of the newest run in the report's table."""
+    newest = max(
+        (place.folder / "out/res-report").glob("run-*.parquet"), key=lambda path: path.stat().st_mtime_ns
+    )
+    return dict(pq.read_table(newest).to_pylist()[0])
+
+
+def write(place: Place, shape: Mapping[str, Any]) -> Path:
+    return place.job(
+        "engine: {max_num_seqs: 3}",
+        "on_error: {max_error_rate: 0.5}",
+        sampling="sampling: {max_tokens: 90, temperature: 1.0, seed: 1}",
+        output=f"output: {json.dumps({'path': 'out/res', 'schema': shape, 'columns': ['text']})}",
+    )
+
+
+def check(rows: list[dict[str, Any]], shape: Mapping[str, Any]) -> int:
+    """How many answers are whole. These are valid, and in the columns; others have nothing in them."""
+    names, whole = list(shape["properties"]), 0
+    for row in rows:
+        if row["status"] == "ok":
+            answer = json.loads(row["generated_text"])
+            jsonschema.validate(answer, shape)
+            assert answer == {name: row[name] for name in names}
+            whole += 1
+        else:
+            assert row["error_code"] == "incomplete_output"
+            assert all(row[name] is None for name in names)
+    return whole
+
+
+def test_a_killed_job_is_read_and_resumed(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is killed in the middle of answers, and so is the next one. Rows 0 … 3 are equal: sampled, each is
+    computed."""
+    place.rows(*({"id": f"r{n}", "text": f"word {n}" if n > 3 else "same"} for n in range(16)))
+    job = write(place, NUMBERS)
+    monkeypatch.setenv("DIES_AFTER", "6")
+    monkeypatch.setenv("DIED", str(place.folder / "died"))
+    killed = command(capsys, monkeypatch, DYING)("run", job)
+    assert killed.code == 71, killed.err
+    query = command(capsys, monkeypatch, NO_ENGINE)
+    shown = query("query", place.results, "select * from results", "--partial", "--json")
+    assert shown.code == 0, shown.err
+    partial = [json.loads(line) for line in shown.out.splitlines()]
+    assert 6 <= len(partial) < 16
+    assert check(partial, NUMBERS) > 3
+
+    done = command(capsys, monkeypatch, REAL)("run", job)
+    assert done.code == 0, done.err
+    found = {row["custom_id"]: row for row in place.table()}
+    assert run_row(place)["reused_requests"] == len(partial)
+    assert check(list(found.values()), NUMBERS) > 8
+    for row in partial:
+        assert all(
+            found[row["custom_id"]][name] == row[name]
+            for name in ("generated_text", "count", "tags", "status")
+        )
+    assert len({found[f"r{n}"]["generated_text"] for n in range(4)}) > 1
+
+
+@pytest.mark.slow
+def test_a_job_with_another_schema_has_other_columns(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.rows(*({"id": f"r{n}", "text": f"word {n}"} for n in range(6)))
+    run, found = command(capsys, monkeypatch, REAL), []
+    for shape, reused in ((NUMBERS, 0), (TEXTS, 0), (NUMBERS, 6)):
+        done = run("run", write(place, shape), "--replace")
+        assert done.code == 0, done.err
+        assert run_row(place)["reused_requests"] == reused
+        assert check(place.table(), shape) > 3
+        found.append(place.table())
+        (file,) = place.results.glob("*.parquet")
+        kind = pa.int64() if shape is NUMBERS else pa.dictionary(pa.int32(), pa.string())
+        assert pq.read_schema(file).field("count").type == kind
+    assert found[0] == found[2], "what the first schema gave is still stored"
+
+
+@pytest.mark.slow
+def test_rows_are_one_piece_of_work_where_text_and_constraint_are_equal(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a constraint that changes changes the work of its rows alone."""
+
+    def run(changing: str) -> dict[str, dict[str, Any]]:
+        patterns = {"a": "[a-c]{4}", "b": "[a-c]{4}", "c": changing}
+        rows = [{"id": name, "regex": pattern} for name, pattern in patterns.items()]
+        rows += [{"id": "choice", "choice": ["aaaa", "bbbb"]}, {"id": "free"}, {"id": "free too"}]
+        place.rows(*({"text": "same", **row} for row in rows))
+        names = "from_columns: [regex, choice]"
+        job = place.job(sampling=f"sampling: {{max_tokens: 12, temperature: 0, {names}}}")
+        done = command(capsys, monkeypatch, REAL)("run", job, "--replace")
+        assert done.code == 0, done.err
+        found = {row["custom_id"]: row for row in place.table()}
+        for name, pattern in patterns.items():
+            assert re.fullmatch(pattern, found[name]["generated_text"])
+        assert found["choice"]["generated_text"] in ("aaaa", "bbbb")
+        assert found["a"]["generated_text"] == found["b"]["generated_text"]
+        assert found["free"]["generated_text"] == found["free too"]["generated_text"]
+        return found
+
+    first = run("[0-9]{4}")
+    assert (run_row(place)["computed_requests"], run_row(place)["reused_requests"]) == (4, 0)
+    second = run("[x-z]{4}")
+    assert (run_row(place)["computed_requests"], run_row(place)["reused_requests"]) == (1, 3)
+    del first["c"], second["c"]
+    assert first == second
+
+
+def test_a_tokenizer_that_can_follow_nothing_is_told_before_the_model_loads(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a constraint of the job; rows with one of their own are errors, and others run."""
+    validate = command(capsys, monkeypatch, NO_ENGINE)
+    words().save(str(place.own_model() / "tokenizer.json"))
+    place.rows({"id": "a", "text": "yes", "choice": ["no"]}, {"id": "b", "text": "no"})
+    prompt = "prompt: {text: text}"
+    told = validate("validate", place.job(prompt=prompt, sampling="sampling: {regex: a}"))
+    assert told.code == 78
+    assert "sampling.regex" in told.err
+    assert "cannot read the tokenizer" in told.err
+    job = place.job(prompt=prompt, sampling="sampling: {from_columns: [choice]}")
+    told = validate("validate", job)
+    assert "bad_constraint" in told.out + told.err
+    assert "1 of 2" in told.out + told.err
