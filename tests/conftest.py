@@ -8,6 +8,9 @@ import sys
 # Before torch and OpenMP are imported anywhere: two test processes run beside each other, and threads of tiny
 # operators that wait for one another cost ten times what they gain.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test has two threads all the same, they sleep while they wait: beside another test process, one that spins
+# keeps the core from the thread that it waits for. Some steps of tiny models took ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from hypothesis import settings
 
