@@ -62,6 +62,8 @@ def switch_on() -> None:
         _patch_the_language_once()
         _leave_out_unread_checks()
         _keep_shapes()
+        _keep_what_operands_become()
+        _call_builtins_directly()
         _mend_fma()
         _mend_dot()
         _mend_bfloat16()
@@ -187,6 +189,87 @@ def _kept_by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return found[kind.name]
 
     return kept
+
+
+def _keep_what_operands_become() -> None:
+    """Of the operands of each operation Triton finds anew to which types they are converted, and copies each as often
+    as the result has values. It is found once for each two types; and NumPy needs no copies."""
+    from math import copysign
+
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    find, tensor, handle = (
+        interpreter.TritonSemantic.binary_op_type_checking_impl,
+        tl.core.tensor,
+        interpreter.TensorHandle,
+    )
+    found: dict[tuple[Any, ...], list[tuple[Any, Any, Any]]] = {}
+
+    def named(value: Any) -> Any:
+        """A number's sign, too: 0.0 and -0.0 are equal."""
+        return value.type.name if type(value) is tensor else (type(value), value, copysign(1.0, value))
+
+    def step(given: Any, made: Any) -> tuple[Any, Any, Any]:
+        """What `made` came of `given` by: a number's value, a conversion, a shape; None: nothing."""
+        if type(given) is not tensor:
+            return (made.handle.data.reshape(-1)[:1].copy(), made.handle.dtype), None, made.type
+        converts = made.type.scalar.name != given.type.scalar.name
+        same = made.type.name == given.type.name
+        return None, made.type.scalar if converts else None, None if same else made.type
+
+    def done(self: Any, given: Any, number: Any, scalar: Any, type: Any) -> Any:
+        if number is not None:
+            return tensor(handle(*number), type)
+        if scalar is not None:
+            given = self.cast(given, scalar)
+        return given if type is None else tensor(given.handle, type)
+
+    def become(self: Any, lhs: Any, rhs: Any, *options: bool, **more: bool) -> tuple[Any, Any]:
+        key = (named(lhs), named(rhs), options, *more.items())
+        steps = found.get(key)
+        if steps is None:
+            pair = find(self, lhs, rhs, *options, **more)
+            found[key] = [step(given, made) for given, made in zip((lhs, rhs), pair, strict=True)]
+            return pair
+        return done(self, lhs, *steps[0]), done(self, rhs, *steps[1])
+
+    interpreter.TritonSemantic.binary_op_type_checking_impl = become
+
+
+def _call_builtins_directly() -> None:
+    """Every function of the language is called through two others, which copy its arguments by name; and every value
+    is looked at, whether it is wrapped as a constant, and whether it has its type's size."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    wrapper = tl.core.builtin(lambda: None).__code__  # all that it adds is a check that there is a _semantic
+
+    def patched(obj: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        inner = member.__wrapped__ if member.__code__ is wrapper else member
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter.interpreter_semantic
+            return inner(*arguments, **named)
+
+        scope.set_attr(obj, name, called)
+
+    unwrap, plain = (
+        tl.core._unwrap_if_constexpr,
+        (tl.core.tensor, tl.core.dtype, int, float, bool, type(None)),
+    )
+
+    def unwrapped(value: Any) -> Any:
+        if type(value) is tl.constexpr:
+            return value.value
+        return value if type(value) in plain else unwrap(value)
+
+    def handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    interpreter._patch_attr = patched
+    tl.core._unwrap_if_constexpr = unwrapped
+    interpreter.TensorHandle.__init__ = handle
 
 
 def _mend_fma() -> None:
