@@ -155,15 +155,20 @@ def reference(variant: str) -> tuple[Path, list[list[int]], list[torch.Tensor]]:
     family, options = VARIANTS[variant]
     folder = kept_folder()
     model = make_checkpoint(folder, family, seed=5, **options)
-    tokens, logits = [], []
-    for prompt in prompts():
+    rows = prompts()
+    answers: dict[int, tuple[list[int], torch.Tensor]] = {}
+    for length in {len(row) for row in rows}:  # rows of one length together: nothing is padded
+        numbers = [n for n, row in enumerate(rows) if len(row) == length]
         asked = {"max_new_tokens": OUTPUT, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0}
-        given = torch.tensor([prompt])
+        given = torch.tensor([rows[n] for n in numbers])
         with torch.inference_mode():
             ids = model.generate(given, attention_mask=torch.ones_like(given), **asked)
-            logits.append(model(ids).logits[0, len(prompt) - 1 : -1])
-        tokens.append(ids[0, len(prompt) :].tolist())
-    return folder, tokens, logits
+            scores = model(ids).logits[:, length - 1 : -1]
+        for n, answer, row in zip(numbers, ids[:, length:].tolist(), scores, strict=True):
+            end = answer.index(EOS) + 1 if EOS in answer else len(answer)
+            answers[n] = answer[:end], row[:end]
+    tokens, logits = zip(*(answers[n] for n in range(len(rows))), strict=True)
+    return folder, list(tokens), list(logits)
 
 
 def key_of(row: int) -> bytes:
