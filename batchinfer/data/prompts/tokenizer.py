@@ -19,6 +19,7 @@ _FAST = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+_STATING_ENDS = ("generation_config.json", "config.json")
 FILES = (_FAST, _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -75,12 +76,28 @@ class Tokenizer:
         return digest.hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of generated ids, special tokens left out."""
-        return str(self.rust.decode(_ints(ids), skip_special_tokens=True))
+        """The text of generated ids, special tokens and the one that ended it left out."""
+        return self.decode_batch([ids])[0]
 
     def decode_batch(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """`decode` of many rows at once."""
-        return list(self.rust.decode_batch([_ints(ids) for ids in rows], skip_special_tokens=True))
+        return list(
+            self.rust.decode_batch([self._without_end(ids) for ids in rows], skip_special_tokens=True)
+        )
+
+    def _without_end(self, ids: Sequence[int]) -> list[int]:
+        known = _ints(ids)
+        return known[:-1] if known and known[-1] in self._text_ends else known
+
+    @cached_property
+    def _text_ends(self) -> frozenset[int]:
+        """Tokens that end an answer and would be decoded, as the tokenizer does not call them special: some
+        checkpoints' `<|im_end|>`."""
+        said = (_read_json(self.folder / name).get("eos_token_id") for name in _STATING_ENDS)
+        stated: Any = next((ids for ids in said if ids is not None), [])
+        named = self.rust.token_to_id(self.named.get("eos_token", ""))
+        ends = {named, *(stated if isinstance(stated, list) else [stated])}
+        return frozenset(one for one in ends if isinstance(one, int) and one not in self.specials.values())
 
     @cached_property
     def single(self) -> TokenTexts:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Rust
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError
 from tests.batchinfer.data.ingest_kit import CHATML, byte_bpe, checkpoint
+from tests.batchinfer.data.prompts.made_tokenizers import byte_level
 
 PIECES = st.lists(
     st.sampled_from(["<|im_start|>", "<|im_end|>", "a b", " ", "\n", "é漢🙂", "the"]), max_size=8
@@ -31,6 +32,30 @@ def test_loads_what_a_checkpoint_has(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "hello 🙂"
     assert tokenizer.decode_batch([ids, np.array(ids, np.int32), []]) == ["hello 🙂", "hello 🙂", ""]
     assert max(ids) < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<end>"}),
+        ("generation_config.json", {"eos_token_id": [7, 259]}),
+        ("config.json", {"eos_token_id": 259}),
+    ],
+)
+def test_an_end_that_is_not_called_special_is_left_out(
+    tmp_path: Path, file: str, said: dict[str, object]
+) -> None:
+    """At the end of an answer alone: elsewhere it is text that the model was not stopped by."""
+    rust = byte_level(())
+    rust.add_tokens([AddedToken("<end>", special=False, normalized=False)])
+    end = rust.token_to_id("<end>")
+    assert end == 259
+    rust.save(str(tmp_path / "tokenizer.json"))
+    no = rust.encode("no").ids
+    assert Tokenizer.load(tmp_path).decode([*no, end]) == "no<end>"
+    (tmp_path / file).write_text(json.dumps(said))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode_batch([[*no, end], [*no, end, *no], no, []]) == ["no", "no<end>no", "no", ""]
 
 
 def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
