@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import Launched, ModelRunner
 from batchinfer.engine.scheduler import Chunk, Scheduler
 from batchinfer.engine.sequence import Sequence
-from batchinfer.request import TokenLogprobs
+from batchinfer.request import SamplingParams, TokenLogprobs
 from batchinfer_kernels.arithmetic import Quantization
-from tests.batchinfer.engine.guided_rows import KINDS, check, rows, run
+from tests.batchinfer.engine.guided_rows import KINDS, Row, check, rows, run, text_of
 from tests.batchinfer.engine.small_engine import Limits, Ran, checkpoint, cpu_ops, folder, make_runner
 from tests.batchinfer.engine.teacher_forced import load
 from tests.batchinfer.models.foreign.kit import Foreign, make
@@ -96,6 +97,31 @@ def preempted_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Scheduler, "_preempt", noted)
     return began
+
+
+def asking(number: int, **params: Any) -> Row:
+    """A row of its own, under a choice."""
+    request = rows()[number].request
+    return Row("choice", "own", replace(request, params=SamplingParams(**{"max_tokens": 20, **params})))
+
+
+def test_min_tokens_leave_the_end_to_the_constraint() -> None:
+    chosen = [asking(n, choice=("a", "ab"), min_tokens=9, temperature=50.0) for n in range(12)]
+    ran = run(cpu_runner(TOGETHER), TOGETHER, chosen)
+    assert {text_of(completion) for completion in ran.completions.values()} == {"a", "ab"}
+    assert all(completion.error is None for completion in ran.completions.values())
+
+
+@pytest.mark.parametrize("choice", [("yes.",), ("yes.", "no.")], ids=["forced", "sampled"])
+def test_a_stop_string_that_is_a_whole_answers_end_cuts_it(choice: tuple[str, ...]) -> None:
+    """What is left of the text is none of the choices."""
+    row, free = asking(0, choice=choice, stop=(".",)), asking(1, stop=("q",))
+    found = run(cpu_runner(TOGETHER), TOGETHER, [row, free]).completions
+    answer = found[row.request.key]
+    assert answer.error is not None
+    assert answer.error.code == "incomplete_output"
+    assert text_of(answer) in ("yes", "no")
+    assert found[free.request.key].error is None
 
 
 @pytest.mark.parametrize("way", [pytest.param("together", marks=pytest.mark.slow), "preempted"])
