@@ -31,6 +31,7 @@ from batchinfer.data.input.rows import RowBatch, Values
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.prompts.builder import Mode, PromptPlan
 from batchinfer.data.prompts.columns import Columns, choose_columns
+from batchinfer.data.prompts.keys import CONSTRAINT_RULES
 from batchinfer.data.prompts.mode import choose_mode
 from batchinfer.data.prompts.prepare import Limits
 from batchinfer.data.prompts.render_pool import RenderPool
@@ -106,7 +107,7 @@ def _files(job: Job, scratch: Path) -> list[InputFile]:
 def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
     """sha256 over all that shapes the index. The rows of a query count by their content."""
     value = {
-        "format": INGEST_FORMAT,
+        "format": [INGEST_FORMAT, CONSTRAINT_RULES],
         "job": json.loads(job.identity_json()),
         "context": options.context.hex(),
         "limits": [options.max_model_len, options.vocab_size],

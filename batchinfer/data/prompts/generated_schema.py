@@ -2,7 +2,8 @@
 
 Every answer that the narrower schema allows is valid under the user's. Narrower means: an object that does not say
 whether it may have further properties has none (schema_closing.py), numbers and patterns are held to what llguidance
-follows exactly (narrow_values.py), and of formats only those are asked for that llguidance knows.
+follows exactly (narrow_values.py), and of formats only those are asked for that llguidance knows. With a change here
+keys.CONSTRAINT_RULES may have to be raised: see there.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from typing import Any
 
 import pytest
 
 from batchinfer.data.prompts.generated_schema import generated_schema
 from batchinfer.data.prompts.grammar import BadConstraint, check_grammar
+from batchinfer.data.prompts.keys import CONSTRAINT_RULES
 from batchinfer.data.prompts.narrow_values import DIGITS
 from batchinfer.request import SamplingParams
 
@@ -45,3 +47,34 @@ def test_integers_have_bounds_that_a_column_holds(kinds: Any) -> None:
 def test_numbers_have_no_bounds() -> None:
     schema = {"type": ["integer", "number"]}
     assert generated_schema(schema) == schema
+
+
+ALIKE: list[Any] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "number"}}, "required": ["a"]},
+    {
+        "properties": {
+            "a": {"properties": {"b": {}}},
+            "c": {"additionalProperties": True, "properties": {"d": {}}},
+        }
+    },
+    {"type": "integer", "minimum": 3, "exclusiveMaximum": 2**60},
+    {"type": "number", "exclusiveMinimum": 1, "maximum": 1.25},
+    {"type": "string", "format": "date-time"},
+    {"type": "string", "format": "time", "maxLength": 100},
+    {"type": "string", "format": "of ours"},
+    {"type": "string", "pattern": '^[^"]+[^x]$'},
+    {"oneOf": [{"type": "string"}, {"type": "object", "properties": {"a": {}}, "required": ["a"]}]},
+    {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+    {
+        "anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}],
+        "$defs": {"x": {"properties": {"a": {"enum": [1]}}}},
+    },
+]
+RULES = {1: "3815d0460cf118200788e311cb19d72d8c9d74f5c5f6d50bddc92c6bfb5553c0"}
+
+
+def test_a_change_of_the_rules_has_a_version() -> None:
+    """Answers that were stored by other rules may have to be generated anew: see CONSTRAINT_RULES, and put the new
+    digest here, beside another version where they do."""
+    narrow = json.dumps([generated_schema(one) for one in ALIKE], sort_keys=True)
+    assert sha256(narrow.encode()).hexdigest() == RULES[CONSTRAINT_RULES]

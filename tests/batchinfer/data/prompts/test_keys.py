@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from batchinfer.data.input.openai import CHAT_URL, openai_defaults
-from batchinfer.data.prompts.keys import token_bytes, work_key
+from batchinfer.data.prompts.keys import CONSTRAINT_RULES, token_bytes, work_key
+from batchinfer.request import CONSTRAINTS, SamplingParams
 from tests.batchinfer.data.ingest_kit import checkpoint, make_job, rows_of, run, write_lines
 
 CONTEXT = bytes(range(32))
@@ -49,6 +50,22 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 0}, "a7608609b55a559fd60644a94425c34cdae2a9163f287e2dc78a186b078f6c4b"),
     ({"logprobs": 5, "temperature": 0}, "7eed6f2fc13c5793676a5639f84e573a45e05aaef310df19f6f7db76111928c4"),
 ]
+# These may change with CONSTRAINT_RULES, and only with them.
+CONSTRAINED: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "[0-9]{3}"}, "f231023e18c48ccd00f657c1ad64609a0d6e9ff82df000d2e64f1d9e6e9a443e"),
+    ({"choice": ["yes", "no"]}, "c26f517e3b4ca78cca784b32d54a63ec1e84e9adecb3e0edf34cd6da5fb5e355"),
+    ({"choice": ["no", "yes", "no"]}, "c26f517e3b4ca78cca784b32d54a63ec1e84e9adecb3e0edf34cd6da5fb5e355"),
+    ({"json_object": True}, "2f3e2a3d8a2784d4f49ccc1cd5b0ba3e9241d07f28789178f227e42c13ed46de"),
+    ({"grammar": 'start: "a"'}, "1fed9dc11aa68ce79bdfa254e3a672845ef08b8b4d508bde726f6bbbc82334e3"),
+    (
+        {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+        "38ba265c0149af456579f7ebe3f25073444e9c64ca55d1e8e07834024993b1c9",
+    ),
+    (
+        {"json_schema": '{ "type": "object", "properties": {"a": {"type": "integer"}} }'},
+        "38ba265c0149af456579f7ebe3f25073444e9c64ca55d1e8e07834024993b1c9",
+    ),
+]
 REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [5, 6]}, "a0952c284e0535bab6dcb3c0a8e2dfd1d88e1c22544541da6e49b07cbd252460"),
     (
@@ -78,6 +95,35 @@ def test_rows_keep_their_keys(folder: Path) -> None:
     rows = [{"ids": [1, 2, 3], **row} for row, _ in ROWS]
     found = keys_of(folder, rows, prompt={"token_ids": "ids"}, sampling={"from_columns": OWN})
     assert found == [key for _, key in ROWS]
+
+
+def test_rows_with_constraints_keep_their_keys(folder: Path) -> None:
+    rows = [{"ids": [1, 2, 3], **row} for row, _ in CONSTRAINED]
+    found = keys_of(folder, rows, prompt={"token_ids": "ids"}, sampling={"from_columns": CONSTRAINTS})
+    assert found == [key for _, key in CONSTRAINED]
+
+
+def test_the_version_of_how_constraints_are_read_counts_for_work_that_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = SamplingParams(stop=('"regex":', '{"regex":""}', "json_object"))
+    constrained = [
+        SamplingParams(regex="a"),
+        SamplingParams(choice=("a",)),
+        SamplingParams(grammar="start: A"),
+        SamplingParams(json_schema="{}"),
+        SamplingParams(json_object=True),
+    ]
+
+    def keys(params: SamplingParams) -> tuple[bytes, bytes]:
+        said = params.canonical().to_json()
+        return work_key(CONTEXT, said, b"abcd"), work_key(CONTEXT, said, b"abcd", 1)
+
+    before = [keys(params) for params in (free, *constrained)]
+    monkeypatch.setattr("batchinfer.data.prompts.keys.CONSTRAINT_RULES", CONSTRAINT_RULES + 1)
+    after = [keys(params) for params in (free, *constrained)]
+    assert after[0] == before[0]
+    assert not {key for pair in before[1:] for key in pair} & {key for pair in after[1:] for key in pair}
 
 
 def test_openai_requests_keep_their_keys(folder: Path) -> None:
