@@ -80,6 +80,9 @@ class SampledConstraint:
     def take(self, token: int) -> None:
         self.grammar.take(token)
 
+    def allows(self, token: int) -> bool:
+        return not self.grammar.forced() and self.grammar.allows(token)
+
     def forced(self) -> Sequence[int]:
         self.grammar.forced()
         return ()

@@ -112,7 +112,7 @@ def load_model(
     )
     followed = None if constraints is None else constraints(eos, source.vocab)
     mask = None if followed is None else ConstraintMask(followed)
-    runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask), cost, device)
+    runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask, device.type == "cpu"), cost, device)
     counters = model.expert_loads if source.can_be_captured else None
     fitted = _fit(runner, limits, room, counters, config.logprobs)
     limits, blocks = fitted.limits, fitted.blocks

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.request import ConstraintWork, Request, RowError, SamplingParams
+from batchinfer.request import ConstraintWork, RowError, SamplingParams
 
 if TYPE_CHECKING:
     from batchinfer.engine.sequence import Sequence
@@ -29,6 +29,10 @@ class Constraint(Protocol):
 
     def take(self, token: int) -> None:
         """The answer's next token. Raises ConstraintFailed for one that may not come."""
+
+    def allows(self, token: int) -> bool:
+        """Whether this token may come next, when all that were forced are taken: a mask has one spelling of what is
+        forced, and this has them all. False also where only the mask can say."""
 
     def forced(self) -> Seq[int]:
         """The tokens that have to come next, as far as there is but one way on. They are not taken by this."""
@@ -61,8 +65,11 @@ class ConstraintMask:
 
     constraints: Constraints
 
-    def masks(self, request: Request) -> bool:
-        return request.params.constraint is not None
+    def masks(self, sequence: Sequence) -> bool:
+        return sequence.constraint is not None
+
+    def allows(self, sequence: Sequence, token: int) -> bool:
+        return sequence.constraint is None or sequence.constraint.allows(token)
 
     def fill(self, sequences: Seq[Sequence], bits: NDArray[np.int32]) -> None:
         self.constraints.fill([sequence.constraint for sequence in sequences], bits)

@@ -113,7 +113,6 @@ class Engine:
             if request.params.constraint is not None and self._constraints is None:
                 raise ValueError("this engine has no tokenizer beside it, so it cannot follow a constraint")
             sequence = Sequence.of(request, limits.max_model_len, watch, self._now(), limits.long_from)
-            sequence.barrier = self._draft is not None or self._runner.needs_tokens(request)
             end = self._queue(sequence)
             if end is not None:
                 self._early.completions.append(_completion(sequence, end))
@@ -124,6 +123,7 @@ class Engine:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
             return End("error", error=failed.error)
+        sequence.barrier = self._draft is not None or self._runner.needs_tokens(sequence)
         if end is not None:
             self._early.requests.append(_request_sample(sequence, self._now()))
             return end

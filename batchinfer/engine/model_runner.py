@@ -19,7 +19,7 @@ from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
-from batchinfer.request import Request, TokenLogprobs
+from batchinfer.request import TokenLogprobs
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 
@@ -98,9 +98,9 @@ class ModelRunner:
         """Whether a step may be launched before the tokens of the one before it are known."""
         return False
 
-    def needs_tokens(self, request: Request) -> bool:
-        """Whether a step of this request needs the token before on the host, so that no step may look ahead of it."""
-        return self.sampler.masks(request)
+    def needs_tokens(self, sequence: Sequence) -> bool:
+        """Whether a step of this sequence needs the token before on the host, so that no step may look ahead of it."""
+        return self.sampler.masks(sequence)
 
     @property
     def most_tokens(self) -> int | None:
@@ -136,7 +136,22 @@ class ModelRunner:
         """What follows these rows' hidden states. `pending`: last tokens that only the device knows."""
         if self.sampler.takes_argmax(sequences):
             return Sampled(self.model.argmax(hidden))
+        if self.sampler.takes_argmax_first(sequences):
+            return self._corrected(hidden, sequences)
         return self.sampler.sample(self.ops, self.model.logits(hidden), sequences, pending)
+
+    def _corrected(self, hidden: Tensor, sequences: list[Sequence]) -> Sampled:
+        """The argmax of each row, and of those whose mask does not allow it what it does allow."""
+        tokens = self.model.argmax(hidden)
+        refused = self.sampler.refused(sequences, tokens.tolist())
+        if not refused:
+            return Sampled(tokens)
+        masked = [sequences[row] for row in refused]
+        for sequence in masked:
+            sequence.obeys = False
+        corrected = self.sampler.sample(self.ops, self.model.logits(hidden[refused]), masked)
+        tokens[refused] = corrected.tokens
+        return Sampled(tokens, masked=corrected.masked)
 
     def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
         """The least work and memory traffic of these chunks, which sample `sampled` tokens."""

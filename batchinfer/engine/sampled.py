@@ -38,6 +38,7 @@ class Masked:
     def note(self, barred: NDArray[Any]) -> None:
         """Remember on the sequences what `barred` says on the host."""
         for sequence, one in zip(self.sequences, barred.tolist(), strict=True):
+            sequence.obeys = not one
             sequence.steered = sequence.steered or one
 
 

@@ -14,8 +14,7 @@ from batchinfer.engine.pending import Pending
 from batchinfer.engine.sampled import Masked, RowLogprobs, Sampled
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.staging import upload
-from batchinfer.ops.interface import Ops
-from batchinfer.request import Request
+from batchinfer.ops.interface import NO_TOKEN, Ops
 from batchinfer_kernels.mask import bars, mask_words
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
@@ -24,8 +23,11 @@ from batchinfer_kernels.sample import RowSampling
 class TokenMask(Protocol):
     """Says which tokens a row may get next, for example those that a grammar allows."""
 
-    def masks(self, request: Request) -> bool:
-        """Whether rows of this request are masked. If so, each of their steps waits for the token before."""
+    def masks(self, sequence: Sequence) -> bool:
+        """Whether this row is masked. If so, each of its steps waits for the token before."""
+
+    def allows(self, sequence: Sequence, token: int) -> bool:
+        """Whether this token may come next. False also where only `fill` can say. Waits for nothing."""
 
     def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
         """Clear the bits of the tokens that may not come next; all are set before.
@@ -40,21 +42,36 @@ class Sampler:
 
     As in transformers, top-p renormalises what top-k left, and min-p compares with the most likely token.
     Log-probabilities are of the logits before the first of these steps.
+
+    `on_host`: logits are in the host's memory, so that a token can be looked at as soon as it is chosen. Then a greedy
+    row whose last token obeyed its mask takes the argmax first, and its mask is filled only where that token is not
+    allowed. The tokens are the same; a model that was taught its format hardly ever needs a mask.
     """
 
     eos_token_ids: frozenset[int]
     mask: TokenMask | None = None
+    on_host: bool = False
 
-    def masks(self, request: Request) -> bool:
-        """Whether the tokens of this request are masked."""
-        return self.mask is not None and self.mask.masks(request)
+    def masks(self, sequence: Sequence) -> bool:
+        """Whether the tokens of this row are masked."""
+        return self.mask is not None and self.mask.masks(sequence)
 
     def takes_argmax(self, sequences: list[Sequence]) -> bool:
         """Whether each row needs no more than the argmax of its logits, so that the logits need not be written."""
-        return all(
-            s.request.params.greedy and s.logprobs is None and not _reshaped(s) and not self.masks(s.request)
-            for s in sequences
-        )
+        return all(_argmax_alone(s) and not self.masks(s) for s in sequences)
+
+    def takes_argmax_first(self, sequences: list[Sequence]) -> bool:
+        """Whether each row's token is likely to be the argmax of its logits, so that `refused` is asked and the logits
+        are written for the rows that it names alone."""
+        return self.on_host and all(_argmax_alone(s) and (s.obeys or not self.masks(s)) for s in sequences)
+
+    def refused(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
+        """The rows whose token is not known to be allowed."""
+        return [
+            row
+            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+            if self.masks(sequence) and token != NO_TOKEN and not self._allows(sequence, token)
+        ]
 
     def sample(
         self, ops: Ops, logits: Tensor, sequences: list[Sequence], pending: Pending | None = None
@@ -64,29 +81,64 @@ class Sampler:
         logits: (n, vocab) float32, which are changed. `pending`: last tokens that only the device knows.
         """
         shaped = [i for i, s in enumerate(sequences) if _reshaped(s)]
-        masked = [i for i, s in enumerate(sequences) if self.masks(s.request)]
+        masked = [i for i, s in enumerate(sequences) if self.masks(s)]
         asking = _Asking.of(logits, sequences, {*shaped, *masked})
         if shaped:
             ops.penalise(logits, self._penalties(shaped, sequences, pending or Pending(), logits.device))
-        if len(masked) == len(sequences) and all(s.request.params.greedy for s in sequences) and not asking:
-            bits = self._bits(masked, sequences, logits)[1]
-            tokens, kept_from = ops.masked_argmax(logits, bits)
-            return Sampled(tokens, masked=Masked(sequences, kept_from))
+        if masked and all(s.request.params.greedy for s in sequences) and not asking:
+            return self._greedy(ops, logits, masked, sequences)
         barred = self._masked(ops, logits, masked, sequences) if masked else None
         tokens = ops.sample(logits, _row_sampling(sequences, logits.device))
         return Sampled(tokens, asking.found(ops, tokens) if asking else None, barred)
 
+    def _greedy(self, ops: Ops, logits: Tensor, which: list[int], sequences: list[Sequence]) -> Sampled:
+        """The argmax of each row, `which` of them are masked."""
+        unsure = [i for i in which if self.on_host and sequences[i].obeys]
+        sure = sorted({*which}.difference(unsure))
+        bits = np.full((len(sequences), mask_words(logits.shape[1])), -1, np.int32)
+        if sure:
+            bits[sure] = self._filled([sequences[i] for i in sure], logits)
+        tokens, barred = ops.masked_argmax(logits, *upload([bits], logits.device))
+        if unsure:
+            found = tokens[unsure].tolist()
+            refused = [unsure[row] for row in self.refused([sequences[i] for i in unsure], found)]
+            self._correct(ops, logits, refused, sequences, (tokens, barred))
+        if len(which) < len(sequences):
+            barred = barred[which]
+        return Sampled(tokens, masked=Masked([sequences[i] for i in which], barred))
+
+    def _allows(self, sequence: Sequence, token: int) -> bool:
+        assert self.mask is not None
+        return self.mask.allows(sequence, token)
+
+    def _correct(
+        self,
+        ops: Ops,
+        logits: Tensor,
+        rows: list[int],
+        sequences: list[Sequence],
+        found: tuple[Tensor, Tensor],
+    ) -> None:
+        """Put into `found` (tokens, barred) what these rows' masks allow."""
+        if not rows:
+            return
+        bits = torch.from_numpy(self._filled([sequences[i] for i in rows], logits))
+        for all_rows, corrected in zip(found, ops.masked_argmax(logits[rows], bits), strict=True):
+            all_rows[rows] = corrected
+
     def _masked(self, ops: Ops, logits: Tensor, which: list[int], sequences: list[Sequence]) -> Masked:
-        rows, bits = self._bits(which, sequences, logits)
+        filled = self._filled([sequences[i] for i in which], logits)
+        rows, bits = upload([np.array(which, np.int32), filled], logits.device)
         best = logits.index_select(0, rows).argmax(-1)
         ops.mask(logits, rows, bits)
         return Masked([sequences[i] for i in which], bars(bits, best))
 
-    def _bits(self, rows: list[int], sequences: list[Sequence], logits: Tensor) -> list[Tensor]:
+    def _filled(self, sequences: list[Sequence], logits: Tensor) -> NDArray[np.int32]:
+        """The bits of these sequences' masks, one row each."""
         assert self.mask is not None
-        bits = np.full((len(rows), mask_words(logits.shape[1])), -1, np.int32)
-        self.mask.fill([sequences[row] for row in rows], bits)
-        return upload([np.array(rows, np.int32), bits], logits.device)
+        bits = np.full((len(sequences), mask_words(logits.shape[1])), -1, np.int32)
+        self.mask.fill(sequences, bits)
+        return bits
 
     def _penalties(
         self, rows: list[int], sequences: list[Sequence], pending: Pending, device: torch.device
@@ -165,6 +217,11 @@ class _Asking:
 
 
 _NONE = np.empty(0, np.int32)
+
+
+def _argmax_alone(sequence: Sequence) -> bool:
+    """Whether nothing but a mask can give it another token than the argmax."""
+    return sequence.request.params.greedy and sequence.logprobs is None and not _reshaped(sequence)
 
 
 def _reshaped(sequence: Sequence) -> bool:

@@ -47,6 +47,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
     turn: int = 0  # place in the order of admission, kept over a preemption
     reserved: int = 0  # while it waits: how many of its first blocks' contents are kept for it
+    obeys: bool = True  # whether its last token would have been the same without its constraint
     steered: bool = False  # whether its constraint ever kept it from its most likely token
     forced: int = 0  # output tokens that had to come and were not sampled
     cached_tokens: int = 0  # prompt tokens taken from a shared prefix instead of being run

@@ -59,6 +59,10 @@ class GrammarConstraint:
             raise ConstraintFailed(self.failure or _row_error("a token came that may not come next"))
         self.begun = True
 
+    def allows(self, token: int) -> bool:
+        # to ask for a token that the tokenizer lacks would end the answer
+        return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
+
     def forced(self) -> Seq[int]:
         tokens = self._matcher.compute_ff_tokens()
         if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):

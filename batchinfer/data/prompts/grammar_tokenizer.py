@@ -70,6 +70,11 @@ class GrammarTokenizer:
         """Whether it is a token that the model gives."""
         return token < self.vocab and token != self.end
 
+    def asks_one(self, token: int, begun: bool) -> bool:
+        """Whether llguidance alone knows if this token may come next. It knows neither what the model does not give nor
+        which space is left out; there a mask is narrowed."""
+        return token < self.library.vocab_size and self.given is None and (begun or not self.drops_space)
+
     def begins(self, token: int) -> bool:
         """Whether an answer may begin with it."""
         return not (self.drops_space and self._spaced(token))

@@ -54,8 +54,8 @@ class Speculating:
     def layout(self) -> CacheLayout:
         return layer_each(self.windows, self.block_size)
 
-    def needs_tokens(self, request: Request) -> bool:
-        return self.barriers(request)
+    def needs_tokens(self, sequence: Sequence) -> bool:
+        return self.barriers(sequence.request)
 
     def launch(self, chunks: list[Chunk]) -> RunResult:
         contents = [self._content(c.sequence) for c in chunks]

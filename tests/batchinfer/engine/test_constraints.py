@@ -24,10 +24,17 @@ LETTERS = [chr(ord("a") + token) for token in range(1, VOCAB)]
 EASY = Limits(budget=64, seqs=8, blocks=60, block_size=4)
 
 
-def run(rows: Seq[Request], limits: Limits = EASY, kind: Any = ModelRunner, forces: bool = True) -> Ran:
+def run(
+    rows: Seq[Request],
+    limits: Limits = EASY,
+    kind: Any = ModelRunner,
+    forces: bool = True,
+    on_host: bool = False,
+) -> Ran:
     constraints = WordConstraints(EOS, forces)
     runner = hashing_runner(kind, limits.blocks, limits.block_size)
-    runner = replace(runner, sampler=replace(runner.sampler, mask=ConstraintMask(constraints)))
+    sampler = replace(runner.sampler, mask=ConstraintMask(constraints), on_host=on_host)
+    runner = replace(runner, sampler=sampler)
     return drain(
         make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, constraints=constraints), rows
     )
@@ -74,6 +81,7 @@ class Cut:
 
     limits: Limits
     kind: Any
+    on_host: bool  # whether tokens are looked at before masks are filled
 
 
 CUTS = st.builds(
@@ -88,15 +96,17 @@ CUTS = st.builds(
         scarce=st.booleans(),
     ),
     st.sampled_from([ModelRunner, DeviceRunner]),
+    st.booleans(),
 )
 
 
 @settings(max_examples=120, deadline=None, print_blob=True)
 @given(rows(), CUTS)
 def test_answers_are_among_those_allowed_however_the_work_is_cut(work: list[Request], cut: Cut) -> None:
-    """Batches, chunks, preemption, look-ahead and forced tokens change no answer; what is not whole is an error."""
+    """Batches, chunks, preemption, look-ahead, forced tokens and masks filled only where they are needed change no
+    answer; what is not whole is an error."""
     wanted = run(work, forces=False)
-    got = run(work, cut.limits, cut.kind)
+    got = run(work, cut.limits, cut.kind, on_host=cut.on_host)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
     event(f"forced: {any(s.forced_tokens for s in got.steps)}")
@@ -134,7 +144,8 @@ def test_rows_with_log_probabilities_sample_each_token() -> None:
     assert len(answer.logprobs) == 5
 
 
-def test_a_row_that_needs_its_constraint_is_told_from_one_that_does_not() -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_row_that_needs_its_constraint_is_told_from_one_that_does_not(on_host: bool) -> None:
     free = run([request(0, [3, 1, 4], 1)]).completions.popitem()[1].token_ids
     likely = word(free) + "bb"
     other = word([free[0] % (VOCAB - 1) + 1]) + "bb"
@@ -142,13 +153,16 @@ def test_a_row_that_needs_its_constraint_is_told_from_one_that_does_not() -> Non
     steered = {}
     for words in ((likely, likely + "c"), (other, other + "c")):
         runner = hashing_runner(ModelRunner, 60, 4)
-        runner = replace(runner, sampler=replace(runner.sampler, mask=ConstraintMask(constraints)))
-        engine = make_engine(runner, EASY, frozenset([EOS]), constraints=constraints)
+        sampler = replace(runner.sampler, mask=ConstraintMask(constraints), on_host=on_host)
+        engine = make_engine(
+            replace(runner, sampler=sampler), EASY, frozenset([EOS]), constraints=constraints
+        )
         engine.add([request(0, [3, 1, 4], 1, choice=words)])
         (sample,) = [r for output in engine.drain() for r in output.requests]
         assert sample.constrained
         steered[words] = sample.steered
     assert list(steered.values()) == [False, True]
+    assert constraints.work.mask_s == (0.25 if on_host else 0.5), "on the host, one of two masks was needed"
 
 
 @pytest.mark.parametrize(

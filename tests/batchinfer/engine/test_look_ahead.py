@@ -225,8 +225,8 @@ def test_a_real_model(family):
 class Rising:
     """Half of the rows get tokens above their last one, as long as there are any."""
 
-    def masks(self, request: Request) -> bool:
-        return request.key[0] % 2 == 0
+    def masks(self, sequence: Sequence) -> bool:
+        return sequence.request.key[0] % 2 == 0
 
     def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
         for sequence, words in zip(sequences, bits, strict=True):

@@ -122,8 +122,8 @@ def test_the_smallest_temperatures_draw_the_argmax(temperature):
 class Multiples:
     """Allows the multiples of a row's max_tokens beyond its last token, where max_tokens is odd."""
 
-    def masks(self, request: Request) -> bool:
-        return request.params.max_tokens % 2 == 1
+    def masks(self, sequence: Sequence) -> bool:
+        return sequence.request.params.max_tokens % 2 == 1
 
     def fill(self, sequences: list[Sequence], bits: np.ndarray) -> None:
         for sequence, words in zip(sequences, bits, strict=True):
@@ -150,6 +150,40 @@ def test_masked_rows_get_allowed_tokens_alone(temperature):
         assert token in allowed
         if temperature == 0:
             assert token == max(allowed, key=lambda t: float(scores[t]))
+
+
+def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
+    """On the host; and at once for a row whose last token was not what it would have been without its mask."""
+    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(5))
+    logits[::3, 30], logits[1::3, 31] = 9.0, 9.0
+    rows = [make(i, [1], [], temperature=0.0, most=2 if i == 8 else 5) for i in range(9)]
+    rows[6].obeys = False
+    filled: list[list[Sequence]] = []
+
+    class Recording(Multiples):
+        def fill(self, sequences: list[Sequence], bits: np.ndarray) -> None:
+            filled.append(list(sequences))
+            super().fill(sequences, bits)
+
+        def allows(self, sequence: Sequence, token: int) -> bool:
+            assert sequence is not rows[6]
+            assert sequence is not rows[8], "it has no mask"
+            return token % 5 == 0
+
+    always = Sampler(frozenset(), Recording()).sample(TorchOps(), logits.clone(), rows)
+    assert filled == [rows[:8]]
+    filled.clear()
+    checked = Sampler(frozenset(), Recording(), on_host=True).sample(TorchOps(), logits.clone(), rows)
+    assert filled[0] == [rows[6]]
+    assert rows[0] not in filled[1]
+    assert rows[1] in filled[1]
+    assert len(filled) == 2
+    assert checked.tokens.tolist() == always.tokens.tolist()
+    assert checked.masked.sequences == always.masked.sequences == rows[:8]
+    assert checked.masked.barred.tolist() == always.masked.barred.tolist()
+    checked.masked.note(checked.masked.barred.numpy())
+    assert [row.obeys for row in rows[:2]] == [True, False]
+    assert rows[6].obeys, "without its mask it would have taken the same token"
 
 
 def test_a_mask_of_every_token_changes_nothing():

@@ -51,6 +51,9 @@ class WordConstraint:
         else:
             self.said += chr(FIRST + token)
 
+    def allows(self, token: int) -> bool:
+        return token in self.next
+
     def forced(self) -> Seq[int]:
         at = WordConstraint(self.words, self.eos, True, self.said, self.closed)
         found: list[int] = []

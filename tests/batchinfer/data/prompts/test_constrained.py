@@ -105,6 +105,33 @@ def test_what_is_decoded_follows_the_constraint(kind: str, name: str) -> None:
         assert check(found.text), found.text
 
 
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_allowed_one_by_one_as_by_the_mask(kind: str, name: str) -> None:
+    """When what was forced is taken; where the mask is narrower than the grammar no token is known to be allowed."""
+    make, eos = KINDS[kind]
+    tokenizer, rng, vocab = make(), np.random.default_rng(3), 400
+    ends = [one for one in eos if one < tokenizer.get_vocab_size(with_added_tokens=True)]
+    constraints = GrammarConstraints(tokenizer.to_str(), ends, vocab, 1)
+    bits, known = np.zeros((1, -(-vocab // 32)), np.int32), 0
+    for _ in range(3):
+        state = constraints.start(CONSTRAINTS[name][0])
+        while True:
+            for token in state.forced():
+                state.take(token)
+            if state.ended:
+                break
+            constraints.fill([state], bits)
+            allowed = {*np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()}
+            found = {token for token in range(vocab + 40) if state.allows(token)}
+            assert found in (allowed, set())
+            known += bool(found)
+            state.take(int(rng.choice(sorted(allowed))))
+    assert known or name == "forced" or not ends or "Llama" in kind or "Metaspace" in kind, (
+        "it is known nowhere"
+    )
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "Metaspace" not in kind])
 def test_text_that_a_normalizer_would_change_is_written_as_it_is(kind: str) -> None:
     """It has to come: as tokens of the same text in another form, which may not."""
