@@ -24,8 +24,10 @@ from batchinfer.data.storage.duck import Watched, interruptible, literal, parque
 from batchinfer.data.storage.durable import FileOps, refuse_existing, write_new
 from batchinfer.data.storage.remembered import read_strings
 from batchinfer.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
+from batchinfer.history import add_run_view
 from batchinfer.report.columns import ROWS, RUN, SCHEMAS
 from batchinfer.report.folder import report_folder, tables
+from batchinfer.report.history import HISTORY, history_sql
 
 RESULTS = "results"
 FIRST_ROWS = "FROM results LIMIT 20"
@@ -78,9 +80,9 @@ def _no_result(folder: Path) -> str:
 def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckDBPyRelation]:
     """The answer to a query, or to the usual one, while the block lasts: it is computed as it is read.
 
-    `folder` is a result's or a report's. The result is the table `results`; run, steps, requests and rows are those of
-    its report. Raises InputMissing, UsageError for SQL that fails or would change something, StorageError, OutOfMemory;
-    reading the answer raises the same.
+    `folder` is a result's or a report's. The result is the table `results`; run, history, steps, requests and rows are
+    those of its report. Raises InputMissing, UsageError for SQL that fails or would change something, StorageError,
+    OutOfMemory; reading the answer raises the same.
     """
     with tempfile.TemporaryDirectory(prefix="batchinfer-query-") as spill:
         config: dict[str, Any] = {
@@ -120,12 +122,24 @@ def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[
     names: list[str] = []
     for name, schema in SCHEMAS.items() if place.report is not None else ():
         files = tables(place.report, name) if place.report is not None else []
-        if files:
+        if files and name == RUN:
+            names += _add_runs(connection, files)
+        elif files:
             names += _add_view(connection, name, files, _made(place) if name == ROWS else "")
         else:
             connection.register(name, schema.empty_table())
             names.append(name)
     return names
+
+
+def _add_runs(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> list[str]:
+    """All runs, and what can be compared of them."""
+    try:
+        add_run_view(connection, RUN, files)
+        connection.execute(f'CREATE VIEW "{HISTORY}" AS {history_sql(RUN)}')
+    except duckdb.Error as error:
+        raise StorageError(f"{files[0].parent}: {error}; move a damaged table away") from error
+    return [RUN, HISTORY]
 
 
 def _made(place: ResultPlace) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from batchinfer import __version__
 from batchinfer.cli.endings import explain
+from batchinfer.cli.history_verb import history
 from batchinfer.cli.job_verbs import init, preview, run, validate
 from batchinfer.cli.machine_verbs import bench, doctor
 from batchinfer.cli.pull_verb import pull
@@ -28,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of the help
-for _verb in (run, validate, preview, init, pull, doctor, query, verify, clean, bench):
+for _verb in (run, validate, preview, init, pull, doctor, query, history, verify, clean, bench):
     app.command()(_verb)
 app.add_typer(schema, name="schema")
 

@@ -25,7 +25,8 @@ def query(
         str | None,
         typer.Argument(
             metavar="SQL",
-            help="One query in DuckDB's SQL, over the tables results, run, steps, requests, rows and experts. "
+            help="One query in DuckDB's SQL, over the tables results, run, history, steps, requests, rows and "
+            "experts. "
             "By default the first 20 rows.",
             show_default=False,
         ),

@@ -184,7 +184,7 @@ def test_wrong_sql_is_a_usage_error(finished: Place, ask: Command, sql: str) -> 
 
 def test_a_wrong_name_is_told_with_the_right_ones(finished: Place, ask: Command) -> None:
     assert (
-        "Tables here: results, run, steps, requests, rows, experts."
+        "Tables here: results, run, history, steps, requests, rows, experts."
         in ask(finished.results, "from nowhere").err
     )
 
@@ -277,7 +277,8 @@ def test_the_queries_of_the_report_page(
     """Also after a night in which a row went and one came: kept rows find the request of the run that computed them."""
     place, night = make_place(tmp_path / "job", model), command(capsys, monkeypatch)
     assert night("run", place.folder / "job.yaml", "-q").code == 0
-    runs, join = queries()
+    runs, join, history = queries()
+    assert len(ask(place.results, history, "--json").out.splitlines()) == 1
     assert len(ask(place.results, runs, "--json").out.splitlines()) == 1
     (first,) = {row["run_id"] for row in objects(ask(place.results, join, "--json"))}
     place.rows(*({"id": f"r{i}", "text": f"word {i}"} for i in (*range(3, 20), 77)))
@@ -305,7 +306,7 @@ def test_a_report_folder_is_queried_like_its_result(copy: Place, ask: Command) -
     shutil.rmtree(copy.results)
     ended = ask(report, "--json")
     assert json.loads(ended.out)["exit_code"] == 0
-    assert "Tables here: run, steps, requests, rows, experts." in ask(report, "from results").err
+    assert "Tables here: run, history, steps, requests, rows, experts." in ask(report, "from results").err
 
 
 def test_every_report_table_carries_the_run(finished: Place, ask: Command) -> None:

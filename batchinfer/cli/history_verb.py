@@ -1,0 +1,51 @@
+"""The verb about all runs of a job: history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchinfer.cli.options import Json, Overrides, folder_or_job
+from batchinfer.cli.terminal import painted, say, say_json, tell_error
+from batchinfer.history import SLOWER, history_of, share_of
+from batchinfer.report.units import percent
+
+
+def history(
+    target: Annotated[
+        Path, typer.Argument(metavar="[TARGET]", help="A result folder, a report folder, or a job file.")
+    ] = Path("job.yaml"),
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Show the newest N runs; all are compared.")
+    ] = 20,
+    slower: Annotated[
+        str | None,
+        typer.Option(
+            "--fail-if-slower",
+            metavar="PERCENT",
+            help="End with exit code 65 if the newest run is slower than the median of the runs before it by more "
+            "than this, e.g. 10%.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> int:
+    """Show all runs of a job, and how the newest compares with those before it."""
+    share = None if slower is None else share_of(slower)
+    found = history_of(folder_or_job(target, overrides))
+    comparison = found.comparison
+    failed = share is not None and comparison.slower_than(share)
+    code = SLOWER if failed else 0
+    if as_json:
+        say_json({"exit_code": code, **found.to_json(limit)})
+    else:
+        head, *lines = found.lines(limit)
+        say("\n".join([painted(head, "heading"), *map(painted, lines)]))
+    if failed and comparison.change is not None:
+        tell_error(
+            f"{comparison.run_id} is {percent(-comparison.change)} slower than the runs before it; "
+            f"--fail-if-slower allows {slower}"
+        )
+    return code

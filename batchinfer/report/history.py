@@ -1,0 +1,255 @@
+"""All runs of a job beside each other: how fast each was, and whether the newest is slower than usual. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from statistics import median
+
+from batchinfer.report.exit_status import is_published
+from batchinfer.report.units import UNKNOWN, count, percent, seconds, short
+
+HISTORY = "history"  # its name among the tables of `batchinfer query`
+# Loading the first batches and waiting for the last rows takes one or two seconds of a run: in a run of less than
+# 5 s that weighs more than the slowdowns that are looked for.
+LEAST_S = 5.0
+LAST_RUNS = 10  # that a run is compared with
+FEWEST_RUNS = 3  # the median of three is not moved by one bad night
+WORK_FACTOR = 4.0  # a run with far more work keeps its batches full for longer
+# Prompt tokens cost far less than output tokens, so that tokens a second follow the share of each.
+MIX_FACTOR = 1.25
+_TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """One run, as the table `history` has it. None: not known, or nothing was computed."""
+
+    run_id: str
+    job: str | None = None
+    output: str | None = None
+    started_at: datetime | None = None
+    exit_code: int | None = None
+    exit_status: str | None = None
+    trial: bool | None = None
+    model: str | None = None
+    device: str | None = None
+    hardware: str | None = None
+    cores: int | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    deterministic: bool | None = None
+    rows: int | None = None
+    rows_error: int | None = None
+    computed_requests: int | None = None
+    prompt_tokens_run: int | None = None
+    output_tokens: int | None = None
+    tokens: int | None = None  # prompt tokens that were run, and output tokens
+    engine_wall_s: float | None = None
+    total_tokens_per_s: float | None = None
+    peak_flops_per_s: float | None = None
+    tokens_per_tflop: float | None = None  # tokens a second for each TFLOP/s of the peak
+    roofline_efficiency: float | None = None
+    wall_s: float | None = None
+    engine_s: float | None = None
+    forecast_s: float | None = None
+    forecast_error: float | None = None
+    other_cores: float | None = None
+
+    @property
+    def output_share(self) -> float:
+        return (self.output_tokens or 0) / self.tokens if self.tokens else 0.0
+
+    @property
+    def machine(self) -> tuple[str | None, int | None]:
+        return self.hardware, self.cores
+
+
+_DERIVED = {
+    "tokens": "prompt_tokens_run + output_tokens",
+    "tokens_per_tflop": f"total_tokens_per_s / nullif(peak_flops_per_s, 0) * {_TERA:.0f}",
+}
+
+
+def history_sql(run: str) -> str:
+    """A query for the columns of `PastRun` over the run table of that name, oldest run first."""
+    columns = (f"{_DERIVED.get(one.name, one.name)} AS {one.name}" for one in fields(PastRun))
+    return f"SELECT {', '.join(columns)} FROM {run} ORDER BY run_id"
+
+
+def unfit(run: PastRun) -> str | None:
+    """Why the speed of a run says nothing about the machine or the engine; None where it does."""
+    if run.trial:
+        return "a trial"
+    if not run.tokens or run.total_tokens_per_s is None or run.engine_wall_s is None:
+        return "computed nothing"
+    if not is_published(run.exit_status):
+        return "did not finish"  # output tokens are counted when a request ends: those in work are missing
+    if run.engine_wall_s < LEAST_S:
+        return f"computed for less than {seconds(LEAST_S)}"
+    return None
+
+
+_SAME = {
+    "job": "another job",
+    "model": "another model",
+    "device": "another device",
+    "dtype": "another dtype",
+    "quantization": "another quantization",
+    "deterministic": "another setting of deterministic",
+}
+
+
+def incomparable(run: PastRun, newest: PastRun) -> str | None:
+    """Why a run says nothing about the speed that `newest` should have; None where it does."""
+    if (reason := unfit(run)) is not None:
+        return reason
+    for name, said in _SAME.items():
+        if getattr(run, name) != getattr(newest, name):
+            return said
+    if run.machine != newest.machine and not (run.peak_flops_per_s and newest.peak_flops_per_s):
+        return "another machine, and the peak of one is unknown"
+    if _factor(run.tokens or 0, newest.tokens or 0) > WORK_FACTOR:
+        return f"over {WORK_FACTOR:.0f} times more or less work"
+    if _factor(run.output_share, newest.output_share) > MIX_FACTOR:
+        return "another mixture of prompt and output tokens"
+    return None
+
+
+def _factor(one: float, other: float) -> float:
+    low, high = sorted((one, other))
+    return 1.0 if low == high else float("inf") if low == 0 else high / low
+
+
+def _speed(run: PastRun, newest: PastRun) -> float:
+    """Tokens a second, as the machine of `newest` would reach them with the same share of its peak.
+
+    On one machine the peak counts only once: measuring it again must not look like a change of speed.
+    """
+    speed = run.total_tokens_per_s or 0.0
+    if run.machine == newest.machine or not (run.peak_flops_per_s and newest.peak_flops_per_s):
+        return speed
+    return speed / run.peak_flops_per_s * newest.peak_flops_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The newest run that computed enough, against the median of the comparable ones before it."""
+
+    run_id: str | None  # None: no run computed enough
+    before: int = 0  # comparable runs, at most LAST_RUNS
+    tokens_per_s: float | None = None
+    median_tokens_per_s: float | None = None  # None: fewer than FEWEST_RUNS to compare with
+    spread: float | None = None  # of the runs before: (fastest − slowest) ÷ median
+    left_out: dict[str, int] = field(default_factory=dict)  # reason → runs
+
+    @property
+    def change(self) -> float | None:
+        """−0.2: a fifth fewer tokens a second than the median."""
+        if self.tokens_per_s is None or not self.median_tokens_per_s:
+            return None
+        return self.tokens_per_s / self.median_tokens_per_s - 1
+
+    def slower_than(self, share: float) -> bool:
+        """Whether it is slower than the median by more than that share."""
+        return self.change is not None and self.change < -share
+
+
+def compare(runs: Sequence[PastRun]) -> Comparison:
+    """`runs` oldest first."""
+    reasons: Counter[str] = Counter()
+    left = list(runs)
+    while left and (reason := unfit(left[-1])) is not None:
+        reasons[reason] += 1
+        left.pop()
+    if not left:
+        return Comparison(None, left_out=dict(reasons))
+    newest = left.pop()
+    speeds: list[float] = []
+    while left and len(speeds) < LAST_RUNS:
+        run = left.pop()
+        if (reason := incomparable(run, newest)) is None:
+            speeds.append(_speed(run, newest))
+        else:
+            reasons[reason] += 1
+    found = Comparison(newest.run_id, len(speeds), newest.total_tokens_per_s, left_out=dict(reasons))
+    return found if len(speeds) < FEWEST_RUNS else _judged(found, speeds)
+
+
+def _judged(found: Comparison, speeds: Sequence[float]) -> Comparison:
+    middle = median(speeds)
+    spread = (max(speeds) - min(speeds)) / middle
+    return Comparison(found.run_id, found.before, found.tokens_per_s, middle, spread, found.left_out)
+
+
+def trends(runs: Sequence[PastRun], limit: int) -> list[tuple[PastRun, float | None]]:
+    """The newest `limit` runs, oldest first, each with its change against the runs before it, where it has one."""
+    found = []
+    for at in range(max(0, len(runs) - limit), len(runs)):
+        change = None if unfit(runs[at]) else compare(runs[: at + 1]).change
+        found.append((runs[at], change))
+    return found
+
+
+def verdict(found: Comparison) -> Iterator[str]:
+    """What a comparison says, a line at a time."""
+    if found.run_id is None:
+        yield f"nothing to compare: no run computed for {seconds(LEAST_S)} or longer"
+    elif found.change is None:
+        yield (
+            f"{found.run_id} is not compared: {found.before} comparable run{'' if found.before == 1 else 's'} "
+            f"before it, and at least {FEWEST_RUNS} are needed"
+        )
+    else:
+        yield (
+            f"{found.run_id}: {short(found.tokens_per_s)} tok/s, {_changed(found.change)} the median of the "
+            f"{found.before} comparable runs before it ({short(found.median_tokens_per_s)} tok/s; from slowest to "
+            f"fastest they differ by {percent(found.spread)})"
+        )
+    if found.left_out:
+        reasons = sorted(found.left_out.items(), key=lambda item: (-item[1], item[0]))
+        yield "left out: " + ", ".join(f"{count(number)} ({reason})" for reason, number in reasons)
+
+
+def _changed(change: float) -> str:
+    return f"{percent(abs(change))} {'slower' if change < 0 else 'faster'} than"
+
+
+_HEAD = (
+    "started (UTC)", "status", "rows", "computed", "tokens", "tok/s", "tok/s per TFLOP/s", "roofline", "wall",
+    "engine", "forecast", "trend",
+)  # fmt: skip
+
+
+def history_lines(found: Sequence[tuple[PastRun, float | None]]) -> list[str]:
+    """A line a run below a line of headings."""
+    table = [_HEAD, *(_cells(run, change) for run, change in found)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(_placed(cells, widths)).rstrip() for cells in table]
+
+
+def _placed(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """Texts to the left, figures to the right."""
+    for at, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        yield cell.ljust(width) if at < 2 else cell.rjust(width)
+
+
+def _cells(run: PastRun, change: float | None) -> tuple[str, ...]:
+    started = UNKNOWN if run.started_at is None else f"{run.started_at:%Y-%m-%d %H:%M:%S}"
+    status = run.exit_status or UNKNOWN
+    return (
+        started,
+        f"{status} ({run.exit_code})" if run.exit_code else status,
+        count(run.rows),
+        count(run.computed_requests),
+        short(run.tokens),
+        short(run.total_tokens_per_s),
+        short(run.tokens_per_tflop),
+        percent(run.roofline_efficiency),
+        seconds(run.wall_s),
+        seconds(run.engine_s),
+        seconds(run.forecast_s),
+        UNKNOWN if change is None else f"{change:+.1%}",
+    )
