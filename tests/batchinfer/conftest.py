@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from batchinfer import spawning
 from tests.batchinfer.wrong_jobs import Place, make_place
 from tests.checkpoints import make_model_folder
+from tests.examples import everything
+from tests.warm_children import WarmChildren
+
+SPAWN = spawning._spawn
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +29,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(tmp_path: Path, model: Path) -> Place:
     """A folder of its own with a job, an input of a few rows and a link to the model."""
     return make_place(tmp_path / "job", model)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_children() -> Iterator[None]:
+    """Jobs that run in this process start their children fast. Where it cannot be had, they start as they do."""
+    with pytest.MonkeyPatch.context() as patch, WarmChildren() as warm:
+        if sys.platform == "linux" and not everything():
+            patch.setattr(spawning, "_spawn", warm.spawn)
+        yield
+
+
+@pytest.fixture
+def cold_children(warm_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of how children start and end, and of children that must not find anything imported."""
+    monkeypatch.setattr(spawning, "_spawn", SPAWN)

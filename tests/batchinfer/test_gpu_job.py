@@ -58,8 +58,8 @@ def write_job(folder: Path, model: Path, quantization: str, **engine: Any) -> Pa
 
 
 @pytest.fixture(autouse=True)
-def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, its stand-in is one."""
+def a_device(monkeypatch: pytest.MonkeyPatch, cold_children: None) -> None:
+    """Where there is no GPU, its stand-in is one; it sees to how Triton is imported."""
     if DEVICE == "cpu":
         monkeypatch.setattr(preflight, "_check_device", lambda _: None)
 

@@ -31,9 +31,12 @@ while True:
     Child("{TASKS}:sleep")
 """
 
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="only Linux kills a child with its parent"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="only Linux kills a child with its parent"
+    ),
+    pytest.mark.usefixtures("cold_children"),
+]
 
 
 def marked(mark: str) -> list[int]:
