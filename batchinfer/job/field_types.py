@@ -14,6 +14,7 @@ from pydantic import ValidationInfo as Info
 
 from batchinfer.hub import NoModel, locate_model
 from batchinfer.job.file import absolute
+from batchinfer.job.schema_file import no_schema
 from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
 from batchinfer.request import BOUNDS, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
@@ -135,16 +136,19 @@ def _sql_memory(value: object) -> object:
 
 
 def _schema_text(value: object) -> object:
-    """A mapping, true or false, or JSON text of them → compact JSON text."""
+    """A mapping, or JSON text of one → compact JSON text."""
+    if value is None:
+        return value
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ValueError(
-                f"found {found(value)}, which is not JSON; write the schema as a mapping"
+                f"found {found(value)}, which is not JSON; write the schema as a mapping, "
+                "or name its file in output.schema_file"
             ) from None
-    if not isinstance(value, dict | bool):
-        return ()
+    if (problem := no_schema(value)) is not None:
+        raise ValueError(problem)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -200,7 +204,7 @@ Choice = Annotated[
 ]
 JsonSchema = Annotated[
     str,
-    BeforeValidator(_schema_text, json_schema_input_type=dict[str, Any] | bool),
+    BeforeValidator(_schema_text, json_schema_input_type=dict[str, Any]),
     Right("a JSON Schema: a mapping such as {type: object, properties: {…}}"),
 ]
 KvMemory = Annotated[

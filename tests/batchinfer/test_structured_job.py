@@ -194,6 +194,12 @@ MISTAKES = [
     ({"schema": {"properties": {"a": {"type": "foo"}}}}, "output.schema", "Invalid type"),
     ({"schema": {"properties": {"a": {"pattern": "(" * 30_000}}}}, "output.schema", ""),
     ({"schema": 3}, "output.schema", "a JSON Schema"),
+    ({"schema": True}, "output.schema", "found true, which allows any JSON; write what answers look like"),
+    ({"schema": False}, "output.schema", "found false, which no answer can follow"),
+    ({"schema": [{"type": "string"}]}, "output.schema", "for answers that are lists write {type: array"),
+    ({"schema": "[]"}, "output.schema", "found a list"),
+    ({"schema": "order.schema.json"}, "output.schema", "name its file in output.schema_file"),
+    ({"schema_file": "true.json"}, "output.schema_file", "true.json: found true"),
     ({"schema_file": "none.json"}, "output.schema_file", "No such file"),
     ({"schema_file": "rows.jsonl"}, "output.schema_file", "no JSON file"),
     ({"schema": {}, "schema_file": "rows.jsonl"}, "output.schema_file", "stands beside output.schema"),
@@ -205,6 +211,7 @@ MISTAKES = [
 def test_mistakes_are_told_before_anything_runs(
     place: Place, run: Command, said: dict[str, Any], where: str, words: str
 ) -> None:
+    (place.folder / "true.json").write_text("true")
     place.job(output=f"output: {json.dumps({'path': 'out/res', **said})}")
     done = run("validate", place.folder / "job.yaml")
     assert done.code == 78
