@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,29 @@ from batchinfer.errors import InputCorrupt, UsageError
 from batchinfer.request import RowError
 
 NAMED = 20  # columns that a message lists
+MOST_BAD = Fraction(1, 100)  # of the rows: what a job bears by default
 
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """The schema, and what it was made from. `complete`: there are no more rows."""
+    """The schema, and what it was made from. `complete`: there are no more rows. `bad`: rows that were passed over,
+    `first_bad` where the first of them stands and why. `notes`: what is of note about types of the schema."""
 
     schema: dict[str, Any]
     rows: int
     examples: int
     complete: bool
+    bad: int
+    first_bad: str
+    notes: tuple[str, ...]
 
     def text(self) -> str:
         """For people."""
         rows = f"all {self.rows:,} rows" if self.complete else f"the first {self.rows:,} rows"
-        return f"looked at {rows}; {self.examples:,} of them have an example"
+        lines = [f"looked at {rows}; {self.examples:,} of them have an example"]
+        if self.bad:
+            lines.append(f"passed over {self.bad:,} rows, of which the first: {self.first_bad}")
+        return "\n".join([*lines, *self.notes])
 
 
 def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
@@ -54,7 +63,15 @@ def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
             break
         examples.add(place, row)
     examples.check(path)
-    return Inferred(examples.found.schema, examples.rows, examples.count, complete)
+    return Inferred(
+        examples.found.schema,
+        examples.rows,
+        examples.count,
+        complete,
+        examples.bad,
+        examples.first_bad,
+        tuple(examples.found.notes()),
+    )
 
 
 @dataclass(slots=True)
@@ -65,33 +82,45 @@ class _Examples:
     found: InferredSchema
     rows: int = 0
     count: int = 0
+    bad: int = 0
+    first_bad: str = ""
     there: bool = False  # the column, in one row at least
     names: dict[str, None] = field(default_factory=dict)
 
     def add(self, place: str, row: Values | RowError) -> None:
-        """Raises InputCorrupt for a row that cannot be read, and for what JSON cannot hold."""
-        if isinstance(row, RowError):
-            raise InputCorrupt(f"{place}: {row.message}")
+        """A row that cannot be read, or holds what is no JSON, is counted and passed over."""
         self.rows += 1
+        if isinstance(row, RowError):
+            self._pass_over(f"{place}: {row.message}")
+            return
         self.there = self.there or self.column in row
         if len(self.names) < NAMED:
             self.names.update(dict.fromkeys(row))
+        where = place if self.column is None else f"{place}, column {self.column!r}"
         try:
             example = as_json(row) if self.column is None else _example(row.get(self.column))
             if example is not None:
-                self.count += 1
                 self.found.add(example)
+                self.count += 1
         except RowProblem as problem:
             why = "is not JSON" if problem.error.code == "bad_json" else problem.error.message
-            raise InputCorrupt(f"{place}, column {self.column!r}: {why}") from None
+            self._pass_over(f"{where}: {why}")
         except NoJson as error:
-            where = "" if self.column is None else f", column {self.column!r}"
-            raise InputCorrupt(f"{place}{where}: {error}") from None
+            self._pass_over(f"{where}: {error}")
+
+    def _pass_over(self, why: str) -> None:
+        self.bad += 1
+        self.first_bad = self.first_bad or why
 
     def check(self, path: str) -> None:
-        """Raises UsageError and InputCorrupt where there were no examples."""
+        """Raises UsageError and InputCorrupt where there were no examples, and InputCorrupt for too many bad rows."""
         if not self.rows:
             raise InputCorrupt(f"{path}: there are no rows")
+        if self.bad > self.rows * MOST_BAD:
+            raise InputCorrupt(
+                f"{self.first_bad}\n{self.bad:,} of {self.rows:,} rows are no examples, and {float(MOST_BAD):.0%} of "
+                "them may be none; correct them"
+            )
         if self.column is not None and not self.there:
             raise _no_column(path, self.column, list(self.names))
         if not self.count:

@@ -8,10 +8,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.data.prompts.grammar import check_grammar
+from batchinfer.data.results.schema_columns import schema_columns
+from batchinfer.request import SamplingParams
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Command, command
 
 ANSWERS = [{"kind": "a", "n": 1, "tags": ["x"]}, {"kind": "b", "n": None, "tags": []}]
@@ -77,6 +81,59 @@ def test_only_the_first_rows_are_read(tmp_path: Path, run: Command) -> None:
     done = run("schema", "infer", path, "--rows", 2)
     assert json.loads(done.out) == SCHEMA
     assert "looked at the first 2 rows" in done.err
+
+
+def test_rows_that_cannot_be_read_are_passed_over(tmp_path: Path, run: Command) -> None:
+    """As many as a job bears: one in a hundred."""
+    rows: list[Any] = [{"a": one} for one in ANSWERS] * 100
+    rows[7], rows[90] = '{"a": 1, "a": 2}', {"a": "{no JSON"}
+    done = run("schema", "infer", lines(tmp_path / "a.jsonl", *rows), "--column", "a")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["required"] == ["kind", "n", "tags"]
+    assert "all 200 rows; 198 of them have an example" in done.err
+    assert "passed over 2 rows, of which the first:" in done.err
+    assert "row 7: " in done.err
+    assert "stands twice" in done.err
+    rows[91] = "{"
+    done = run("schema", "infer", lines(tmp_path / "a.jsonl", *rows), "--column", "a")
+    assert (done.code, done.out) == (65, "")
+    assert "row 7: " in done.err
+    assert "3 of 200 rows are no examples, and 1% of them may be none" in done.err
+
+
+@pytest.mark.parametrize(
+    ("values", "schema", "kind", "why"),
+    [
+        ([1, 2**63 - 1], {"type": "integer"}, pa.int64(), None),
+        ([1, 2**63], {"type": "number"}, pa.float64(), "n: There are integers beyond 64 bits"),
+        ([10**22, None], {"type": ["number", "null"]}, pa.float64(), "beyond 64 bits"),
+        ([10**22 + 1], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
+        ([0.5, 2**53 + 1], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
+        ([-(10**400)], {"anyOf": [{"type": "integer"}, {"type": "number"}]}, pa.string(), "JSON text"),
+        ([2**70, 0.5], {"type": "number"}, pa.float64(), "beyond 64 bits"),
+        ([2**53, 0.5], {"type": "number"}, pa.float64(), None),
+        ([2**70, "x"], {"type": ["integer", "string"]}, pa.string(), None),
+    ],
+)
+def test_the_column_holds_every_integer(
+    tmp_path: Path,
+    run: Command,
+    values: list[Any],
+    schema: dict[str, Any],
+    kind: pa.DataType,
+    why: str | None,
+) -> None:
+    done = run("schema", "infer", lines(tmp_path / "a.jsonl", *({"n": one} for one in values)))
+    found = json.loads(done.out)
+    inferred = {name: said for name, said in found["properties"]["n"].items() if name != "$comment"}
+    assert inferred == schema
+    columns = schema_columns(found)
+    assert columns.schema.field("n").type == kind
+    for one in values:
+        jsonschema.validate({"n": one}, found)
+        columns.check({"n": one})
+    check_grammar(SamplingParams(json_schema=done.out))
+    assert (why or "looked at") in done.err
 
 
 def test_types_of_parquet(tmp_path: Path, run: Command) -> None:

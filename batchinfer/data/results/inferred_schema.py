@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,13 +50,25 @@ class InferredSchema:
         self._root = _Part()
 
     def add(self, example: Any) -> None:
-        """Raises NoJson."""
+        """Raises NoJson, and has then taken nothing of it."""
+        _check(example)
         self._root.add(example, self._parts, MAX_DEPTH)
 
     @property
     def schema(self) -> dict[str, Any]:
         """That every example is valid under."""
         return {"$schema": DIALECT, **self._root.schema()}
+
+    def notes(self) -> Iterator[str]:
+        """What is of note about types of the schema, for people: each with its place."""
+        pending: list[tuple[str, Any]] = [("", self.schema)]
+        while pending:
+            place, schema = pending.pop()
+            if "$comment" in schema:
+                yield f"{place or 'the answer'}: {schema['$comment']}"
+            within = schema.get("properties", {}).items()
+            pending += [(f"{place}.{name}" if place else name, one) for name, one in reversed(within)]
+            pending += [(f"{place}[]", one) for one in [schema.get("items")] if one is not None]
 
 
 @dataclass(slots=True)
@@ -68,6 +80,39 @@ class _Parts:
     def take(self) -> bool:
         self.left -= 1
         return self.left >= 0
+
+
+@dataclass(slots=True)
+class _LargeIntegers:
+    """Whether integers were seen that an integer column, or one of floats, does not hold."""
+
+    beyond: bool = False  # of 64 bits
+    inexact: bool = False  # of more digits than a float
+
+    def add(self, value: int) -> None:
+        self.beyond = self.beyond or not -(2**63) <= value < 2**63
+        self.inexact = self.inexact or not _is_float(value)
+
+    def of_numbers(self, types: list[str]) -> dict[str, Any] | None:
+        """The schema of numbers, null among `types` or not, whose column holds all of them; None: an ordinary one."""
+        numbers = [name for name in types if name in ("integer", "number")]
+        if {*types} - {*numbers, "null"} or not numbers or (numbers == ["integer"] and not self.beyond):
+            return None
+        rest = [name for name in types if name == "null"]
+        if self.inexact:
+            why = "There are integers of more digits than a column of numbers holds: it is JSON text."
+            return {"anyOf": [{"type": name} for name in ("integer", "number", *rest)], "$comment": why}
+        if not self.beyond:
+            return None
+        why = "There are integers beyond 64 bits: it is a number, its column one of 64-bit floats."
+        return {"type": ["number", *rest] if rest else "number", "$comment": why}
+
+
+def _is_float(value: int) -> bool:
+    try:
+        return int(float(value)) == value
+    except OverflowError:
+        return False
 
 
 @dataclass(slots=True)
@@ -103,6 +148,7 @@ class _Part:
     def __init__(self) -> None:
         self._types: dict[str, None] = {}
         self._texts = _CommonTexts()
+        self._integers = _LargeIntegers()
         self._items: _Part | None = None
         self._objects = 0
         self._names: dict[str, tuple[_Part, int]] = {}  # with the objects that have it
@@ -115,6 +161,8 @@ class _Part:
             self._any = True
         elif kind == "string":
             self._texts.add(value)
+        elif kind == "integer":
+            self._integers.add(value)
         elif kind == "array":
             self._add_items(value, parts, depth - 1)
         elif kind == "object":
@@ -150,6 +198,8 @@ class _Part:
         types = _types(self._types)
         if self._types.keys() <= {"string", "null"} and (texts := self._texts.enum()):
             return {"enum": [*texts, None] if "null" in types else texts}
+        if (numbers := self._integers.of_numbers(types)) is not None:
+            return numbers
         found: dict[str, Any] = {"type": types[0] if len(types) == 1 else types}
         if "string" in types and self._texts.formats:
             found["format"] = next(iter(self._texts.formats))
