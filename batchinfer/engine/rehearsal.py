@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from batchinfer.engine.decode_graphs import SHORTEST
 from batchinfer.engine.device_runner import DeviceRunner
@@ -65,6 +66,16 @@ def sizes_between(rows: int, tokens: int) -> list[int]:
     return sizes
 
 
+class _EveryToken:
+    """A mask of all rows that allows every token."""
+
+    def masks(self, request: Request) -> bool:
+        return True
+
+    def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
+        """All bits are set before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """Runs dummy steps, up to the largest that the limits allow."""
@@ -106,9 +117,13 @@ class Rehearsal:
         self._run(self.chunks(self.rows, self.rows, context, GREEDY, shared=True))
         for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):
             self._run(self.chunks(size, size, context, GREEDY))
+        if self.runner.sampler.mask is not None:
+            masked = replace(self.runner, sampler=replace(self.runner.sampler, mask=_EveryToken()))
+            for params in (SAMPLED, GREEDY):
+                self._run(self.chunks(self.rows, self.rows, context, params), masked)
 
-    def _run(self, chunks: list[Chunk]) -> None:
-        launched = self.runner.launch(chunks)
+    def _run(self, chunks: list[Chunk], runner: DeviceRunner | None = None) -> None:
+        launched = (runner or self.runner).launch(chunks)
         launched.tokens()
         launched.logprobs()
 

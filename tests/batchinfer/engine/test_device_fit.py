@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.cache_tensors import allocate_caches
+from batchinfer.engine.constraints import ConstraintMask
 from batchinfer.engine.decode_graphs import Capture, GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.memory import JobSize, cache_blocks
@@ -18,6 +19,7 @@ from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import OutOfMemory
+from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer.ops.interface import LayerCache
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from tests.batchinfer.engine.hashing_model import captured_eagerly
@@ -30,6 +32,7 @@ from tests.batchinfer.engine.small_engine import (
     make_engine,
     make_runner,
 )
+from tests.batchinfer.engine.word_constraints import WordConstraints
 
 LONGEST, SIZE = 100, 8
 SPEC = checkpoint("llama").spec
@@ -190,6 +193,25 @@ def test_the_largest_step_has_the_logprobs_that_rows_ask_for(monkeypatch):
     assert asked == []
     device.fit(logprobs=7)
     assert asked == [(6, 7)] * 3, "two steps are measured, one warms up"
+
+
+def test_rows_are_masked_in_the_warm_up_where_constraints_can_be_followed(monkeypatch):
+    """Else the first row under a constraint would wait for its kernel to be compiled."""
+    device, masked = Device(), []
+    for name in ("mask", "masked_argmax"):
+        real = getattr(CpuOps, name)
+
+        def watched(self: CpuOps, *tensors: Tensor, name: str = name, real: Any = real) -> Any:
+            masked.append((name, len(tensors[-1]), bool((tensors[-1] == -1).all())))
+            return real(self, *tensors)
+
+        monkeypatch.setattr(CpuOps, name, watched)
+    device.fit()
+    assert masked == []
+    sampler = replace(device.runner.sampler, mask=ConstraintMask(WordConstraints(0)))
+    device.runner = replace(device.runner, sampler=sampler)
+    device.fit()
+    assert masked == [("mask", 6, True), ("masked_argmax", 6, True)], "no constraint is asked"
 
 
 def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():

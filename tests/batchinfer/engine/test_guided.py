@@ -13,15 +13,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from batchinfer.engine.build import LoadedModel
+from batchinfer.engine.cache_tensors import allocate_caches
+from batchinfer.engine.device_fit import CacheRoom, fit
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import Launched, ModelRunner
-from batchinfer.engine.scheduler import Chunk, Scheduler
+from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
+from batchinfer.ops.interface import LayerCache
 from batchinfer.request import SamplingParams, TokenLogprobs
 from batchinfer_kernels.arithmetic import Quantization
-from tests.batchinfer.engine.guided_rows import KINDS, Row, check, rows, run, text_of
+from tests.batchinfer.engine.guided_rows import KINDS, Row, check, constrained, rows, run, text_of
 from tests.batchinfer.engine.small_engine import Limits, Ran, checkpoint, cpu_ops, folder, make_runner
 from tests.batchinfer.engine.teacher_forced import load
 from tests.batchinfer.models.foreign.kit import Foreign, make
@@ -40,8 +44,28 @@ def cpu_runner(limits: Limits, quantization: Quantization = "none") -> ModelRunn
     return make_runner(model, cpu_ops(model, quantization), limits)
 
 
-def looking_ahead(runner: ModelRunner, kind: type[DeviceRunner] = DeviceRunner) -> DeviceRunner:
-    return kind(**{field.name: getattr(runner, field.name) for field in fields(ModelRunner)})
+class NoMeter:
+    """A CPU's memory is not measured."""
+
+    def restart(self) -> None:
+        """Nothing is counted."""
+
+    def peak(self) -> int:
+        return 0
+
+
+def rehearsed(limits: Limits) -> DeviceRunner:
+    """As an engine on a GPU has it: its cache fitted, its steps rehearsed, looking ahead."""
+    plain, _ = constrained(cpu_runner(replace(limits, blocks=1)))
+    caches = checkpoint("llama", num_hidden_layers=1).spec.caches
+
+    def allocate(blocks: int) -> list[LayerCache]:
+        return allocate_caches(plain.ops, caches, plain.layout, blocks, torch.float32, "cpu")
+
+    room = CacheRoom(lambda _: limits.blocks, allocate, 160, 160 // limits.block_size)
+    fitted = fit(plain, SchedulerConfig(limits.seqs, limits.budget), room, NoMeter(), None)
+    assert isinstance(fitted.runner, DeviceRunner)
+    return fitted.runner
 
 
 @cache
@@ -76,8 +100,7 @@ def test_rows_alone_obey_their_constraints_and_are_no_easy_ones() -> None:
 )
 def test_answers_are_those_of_rows_alone(way: str, look_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     limits, began = WAYS[way], preempted_answers(monkeypatch)
-    runner = cpu_runner(limits)
-    ran = run(looking_ahead(runner) if look_ahead else runner, limits, rows())
+    ran = run(rehearsed(limits) if look_ahead else cpu_runner(limits), limits, rows())
     assert ran.answers == alone().answers
     assert ran.logprobs.keys() == alone().logprobs.keys()
     assert (sum(step.cached_tokens for step in ran.steps) > 0) == limits.caching
@@ -212,7 +235,9 @@ def test_rows_under_constraints_wait_for_their_tokens_and_others_do_not() -> Non
     """A row without one samples in each step after its first; one with may do so in every second."""
     steps: list[Noted] = []
     chosen = rows(("schema", "regex", "free"), ("greedy", "sampled", "penalised"))
-    ran = run(looking_ahead(cpu_runner(TOGETHER), noting(steps)), TOGETHER, chosen)
+    plain = rehearsed(TOGETHER)
+    runner = noting(steps)(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+    ran = run(runner, TOGETHER, chosen)
     assert sum(step.ahead for step in steps) > len(steps) - 5
     for row in chosen:
         places = [at for at, step in enumerate(steps) if row.request.key in step.keys]
