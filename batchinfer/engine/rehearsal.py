@@ -69,7 +69,10 @@ def sizes_between(rows: int, tokens: int) -> list[int]:
 class _EveryToken:
     """A mask of all rows that allows every token."""
 
-    def masks(self, request: Request) -> bool:
+    def masks(self, sequence: Sequence) -> bool:
+        return True
+
+    def allows(self, sequence: Sequence, token: int) -> bool:
         return True
 
     def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:

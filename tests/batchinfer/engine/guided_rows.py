@@ -108,15 +108,17 @@ def _rows() -> list[Row]:
     return made
 
 
-def constrained(runner: Any) -> tuple[Any, GrammarConstraints]:
+def constrained(runner: Any, on_host: bool = False) -> tuple[Any, GrammarConstraints]:
     """The runner, following constraints, and what it follows."""
     followed = grammar_constraints(tokenizer())(frozenset([EOS]), VOCAB)
-    return replace(runner, sampler=replace(runner.sampler, mask=ConstraintMask(followed))), followed
+    sampler = replace(runner.sampler, mask=ConstraintMask(followed), on_host=on_host)
+    return replace(runner, sampler=sampler), followed
 
 
 def run(runner: Any, limits: Limits, work: Seq[Row]) -> Ran:
-    """By an engine that checks its blocks after each step."""
-    runner, followed = constrained(runner)
+    """By an engine that checks its blocks after each step. As on a CPU, a runner that does not look ahead looks at its
+    tokens on the host; a row that runs alone always has its mask."""
+    runner, followed = constrained(runner, on_host=not runner.looks_ahead and limits.seqs > 1)
     streams = stop_streams(tokenizer().rust)
     engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=streams, constraints=followed)
     return drain(engine, [row.request for row in work])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from batchinfer.data.prompts.constrained import GrammarConstraint
 from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.device_fit import CacheRoom, fit
@@ -106,6 +107,26 @@ def test_answers_are_those_of_rows_alone(way: str, look_ahead: bool, monkeypatch
     assert (sum(step.cached_tokens for step in ran.steps) > 0) == limits.caching
     assert any(step.prefill_tokens and step.decode_tokens for step in ran.steps)
     assert (len(began) > 2) == limits.scarce, "rows are preempted in the middle of what they have to obey"
+
+
+def test_greedy_rows_whose_argmax_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all rows are greedy, tokens are asked for one by one, and masks are filled for what is refused."""
+    asked: list[bool] = []
+    allows = GrammarConstraint.allows
+
+    def noted(self: GrammarConstraint, token: int) -> bool:
+        asked.append(allows(self, token))
+        return asked[-1]
+
+    monkeypatch.setattr(GrammarConstraint, "allows", noted)
+    loose = [asking(n, regex="[ -~\n]{15}", max_tokens=30) for n in range(6, 12)]
+    chosen = [*rows(wishes=("cut",)), *loose]
+    wanted = run(cpu_runner(ALONE), ALONE, chosen)
+    assert not asked
+    ran = run(cpu_runner(TOGETHER), TOGETHER, chosen)
+    assert ran.answers == wanted.answers
+    assert {*asked} == {True, False}
+    assert all(ran.requests[key].steered == wanted.requests[key].steered for key in wanted.requests)
 
 
 def preempted_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
