@@ -18,7 +18,7 @@ from batchinfer.answer import check_format, format_for, shown
 from batchinfer.data.index.index import MARKER, Index
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.manifest import is_whole, read_manifest
+from batchinfer.data.results.manifest import read_manifest, whole_files
 from batchinfer.data.results.partial import PARTIAL, partial_reader, write_partial
 from batchinfer.data.storage.duck import Watched, interruptible, literal, parquet
 from batchinfer.data.storage.durable import FileOps, refuse_existing, write_new
@@ -52,7 +52,7 @@ class ResultPlace:
             return cls(folder, report if tables(report, RUN) else None)
         if tables(folder, RUN):
             return cls(_reported(folder), folder)
-        raise InputMissing(_no_result(folder))
+        raise InputMissing(no_result(folder))
 
 
 def _reported(report: Path) -> Path | None:
@@ -62,7 +62,8 @@ def _reported(report: Path) -> Path | None:
     return results if results != folder and read_manifest(results) is not None else None
 
 
-def _no_result(folder: Path) -> str:
+def no_result(folder: Path) -> str:
+    """Why a folder holds no result, and where one may be."""
     if not folder.exists():
         return f"{folder}: there is no such folder; a result lies where `output.path` of its job file says"
     if not folder.is_dir():
@@ -107,11 +108,7 @@ def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> lis
     manifest = None if results is None else read_manifest(results)
     if results is None or manifest is None:
         return []
-    if not is_whole(results, manifest):
-        raise StorageError(
-            f"{results}: files are missing or cut short; `batchinfer verify {results}` says which"
-        )
-    return _add_view(connection, RESULTS, [results / file.name for file in manifest.files])
+    return _add_view(connection, RESULTS, whole_files(results, manifest))
 
 
 def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:

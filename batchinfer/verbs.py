@@ -12,13 +12,17 @@ from typing import Any
 from batchinfer.bench.options import BenchOptions
 from batchinfer.data.index.index import Index
 from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results
 from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.manifest import read_manifest, whole_files
 from batchinfer.data.results.verify import Problem, verify_result, verify_store
 from batchinfer.data.storage.durable import refuse_existing
 from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.data.storage.state import state_of
+from batchinfer.errors import InputMissing
 from batchinfer.job import Job
 from batchinfer.preflight import check_input, check_setup, first_index, rehearse
+from batchinfer.query import no_result
 from batchinfer.report.doctor import Fact, doctor
 from batchinfer.request import SamplingParams
 from batchinfer.sizes import size
@@ -128,6 +132,18 @@ def verify_results(results: Path) -> Verified:
     if state.shares_store:
         return Verified(problems, None, f"{why}, where the job's last run stored them")
     return Verified(problems, None, f"{why}; a store at cache.path is found once the job has run again")
+
+
+def compare_results(a: Path, b: Path, options: DiffOptions) -> ResultDiff:
+    """What differs between two results of the same rows. Raises InputMissing, UsageError, StorageError, OutOfMemory."""
+    return diff_results(_files(a), _files(b), options)
+
+
+def _files(results: Path) -> list[Path]:
+    manifest = read_manifest(results)
+    if manifest is None:
+        raise InputMissing(no_result(results))
+    return whole_files(results, manifest)
 
 
 def machine_facts() -> list[Fact]:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from batchinfer import __version__
+from batchinfer.cli.diff_verb import diff
 from batchinfer.cli.endings import explain
 from batchinfer.cli.history_verb import history
 from batchinfer.cli.job_verbs import init, preview, run, validate
@@ -29,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of the help
-for _verb in (run, validate, preview, init, pull, doctor, query, history, verify, clean, bench):
+for _verb in (run, validate, preview, init, pull, doctor, query, history, diff, verify, clean, bench):
     app.command()(_verb)
 app.add_typer(schema, name="schema")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.data.storage.durable import storage
-from batchinfer.errors import OutputConflict
+from batchinfer.errors import OutputConflict, StorageError
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "_manifest.json"  # pyarrow, pandas and Spark skip names that begin so
@@ -150,6 +150,15 @@ def is_published(folder: Path, spec: PublishSpec) -> bool:
 def _starts(rows: int, rows_per_file: int) -> range:
     """The first row of each file; one file even without rows."""
     return range(0, max(rows, 1), rows_per_file)
+
+
+def whole_files(folder: Path, manifest: Manifest) -> list[Path]:
+    """The files of a result. Raises StorageError where one is missing or cut short."""
+    if not is_whole(folder, manifest):
+        raise StorageError(
+            f"{folder}: files are missing or cut short; `batchinfer verify {folder}` says which"
+        )
+    return [folder / file.name for file in manifest.files]
 
 
 def is_whole(folder: Path, manifest: Manifest) -> bool:
