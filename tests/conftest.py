@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # keeps the core from the thread that it waits for. Some steps of tiny models took ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 from hypothesis import settings
 
 from tests.kernels.gpu import interpreter
@@ -24,6 +25,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # An example that takes long says that the machine is busy: no property is a matter of milliseconds.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+# Files with tests of ten seconds and more. Begun last, one of two test processes would wait for the other's.
+LONG = ("test_gpu_suite.py", "test_quickstart_run.py", "test_gpu_job.py", "test_deterministic_job.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
 
 # Before triton is imported anywhere (transformers and torch do so here and there): its own functions and ours are
 # interpreted or compiled by what holds when their modules are imported. A quarter of a second for each process.

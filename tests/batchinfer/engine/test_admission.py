@@ -99,7 +99,7 @@ def test_a_batch_is_as_full_as_memory_permits():
     rng = random.Random(8)
     scheduler = Scheduler(SchedulerConfig(64, 512), BlockPool(300, 4))
     driver = FullDriver(scheduler)
-    for key in range(200):
+    for key in range(100):
         scheduler.add(sequence([key] * rng.randint(5, 80), rng.randint(5, 120), key, exact=True))
     used = []
     while scheduler.waiting:
