@@ -11,5 +11,6 @@ CacheDtype = Literal["int8", "float8_e4m3fn"]
 Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
 LinearWay = Literal["compiled", "onednn"]  # who multiplies the weights of linear layers on a CPU
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
+NO_TOKEN = -1  # in place of a token where a row's logits are not numbers
 # Of the clamped SwiGLU of gpt-oss (OpenAI, 2025); see batchinfer_kernels.gated_activation
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.arithmetic import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.philox import uniforms
 
-NO_TOKEN = -1  # the row's logits are not numbers
 MIN_TEMPERATURE = 1e-30  # a float32 holds it; one that float32 rounds to 0 would divide 0 by 0
 # Drawing needs about 40 bytes a logit; 32 rows of a vocabulary of 150,000 are 190 MB.
 ROWS_AT_ONCE = 32

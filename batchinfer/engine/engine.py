@@ -12,10 +12,9 @@ import numpy as np
 
 from batchinfer.engine.constraints import Constraint, Constraints
 from batchinfer.engine.in_flight import End, InFlight, Taken
-from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler import Chunk, Scheduler
 from batchinfer.engine.sequence import Sequence, StopStream, StopStreams
-from batchinfer.ops.interface import NO_TOKEN
 from batchinfer.request import (
     Completion,
     ConstraintFailed,
@@ -27,6 +26,7 @@ from batchinfer.request import (
     StepSample,
     TokenLogprobs,
 )
+from batchinfer_kernels.arithmetic import NO_TOKEN
 from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
 
 
@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         scheduler: Scheduler,
         limits: EngineLimits,
         peaks: Peaks | None = None,

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from batchinfer.engine.model_runner import Launched
+from batchinfer.engine.runner import Launched
 from batchinfer.engine.scheduler import Chunk, Step
 from batchinfer.engine.sequence import Sequence
 from batchinfer.request import FinishReason, RowError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -14,10 +13,12 @@ from torch import Tensor
 from batchinfer.engine.batch import build_batch
 from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.pending import Pending
+from batchinfer.engine.runner import Launched
 from batchinfer.engine.sampled import Sampled, by_sequence
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.step_shape import step_shape
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer.request import TokenLogprobs
 from batchinfer_kernels.cost import ModelCost, StepShape
@@ -41,27 +42,6 @@ class Model(Protocol):
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """(n, hidden) → (n,) int64, the argmax of the logits; NO_TOKEN where they are not finite numbers."""
-
-
-class Launched(Protocol):
-    """An in-flight step: launched, and perhaps still running."""
-
-    @property
-    def padded_tokens(self) -> int:
-        """Query positions computed only as padding."""
-
-    def tokens(self) -> list[list[int]]:
-        """The next tokens of each chunk that samples, in order: any number of them, or none. Waits for the device.
-
-        Where the runner looks ahead, a sequence without a barrier gets exactly one. Tokens beyond the chunk's drafts
-        and one more are run by the next step. NO_TOKEN stands for logits that are not finite.
-        """
-
-    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
-        """For each sequence that asks, of every token that `tokens` gives it. Waits for the device.
-
-        By sequence and not by place: what a step computes beside tokens may also be for chunks that sample none.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +134,5 @@ class ModelRunner:
         return Sampled(tokens, masked=corrected.masked)
 
     def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
-        """The least work and memory traffic of these chunks, which sample `sampled` tokens."""
-        pairs = kv_tokens = 0
-        for window, layers in Counter(self.layout.windows).items():
-            counted = _attended(chunks, window, self.layout)
-            pairs, kv_tokens = pairs + layers * counted[0], kv_tokens + layers * counted[1]
-        return StepShape(sum(c.length for c in chunks), sampled, pairs, kv_tokens)
-
-
-def _attended(chunks: list[Chunk], window: int | None, layout: CacheLayout) -> tuple[int, int]:
-    """(query, key) pairs, and distinct cached tokens read, of one layer."""
-    if window is not None:
-        pairs = sum(min(at + 1, window) for c in chunks for at in range(c.start, c.end))
-        return pairs, sum(min(c.end, window + c.length - 1) for c in chunks)
-    pairs = sum(c.length * (c.start + c.end + 1) // 2 for c in chunks)
-    size, group = layout.block_size, layout.whole
-    assert group is not None, "a layer without a window keeps all tokens"
-    tables = [c.sequence.tables[group][: -(-c.end // size)] for c in chunks]
-    shared = sum(map(len, tables)) - len(set().union(*tables))  # a block met again is read once for all
-    return pairs, sum(c.end for c in chunks) - shared * size
+        """See batchinfer.engine.step_shape."""
+        return step_shape(chunks, sampled, self.layout)

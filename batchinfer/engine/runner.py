@@ -1,0 +1,57 @@
+"""What runs the steps of an engine, as the engine sees it. No torch: the simulator's runner only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from batchinfer.engine.scheduler import Chunk
+from batchinfer.engine.sequence import Sequence
+from batchinfer.request import TokenLogprobs
+from batchinfer_kernels.cost import ModelCost, StepShape
+
+
+class Launched(Protocol):
+    """An in-flight step: launched, and perhaps still running."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """Query positions computed only as padding."""
+
+    def tokens(self) -> list[list[int]]:
+        """The next tokens of each chunk that samples, in order: any number of them, or none. Waits for the device.
+
+        Where the runner looks ahead, a sequence without a barrier gets exactly one. Tokens beyond the chunk's drafts
+        and one more are run by the next step. NO_TOKEN stands for logits that are not finite.
+        """
+
+    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
+        """For each sequence that asks, of every token that `tokens` gives it. Waits for the device.
+
+        By sequence and not by place: what a step computes beside tokens may also be for chunks that sample none.
+        """
+
+
+class Runner(Protocol):
+    """Runs steps, one after the other."""
+
+    @property
+    def cost(self) -> ModelCost:
+        """What steps of its model cost."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step may be launched before the tokens of the one before it are known."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that fit a step, known after one ran out of memory; None: all steps fitted so far."""
+
+    def needs_tokens(self, sequence: Sequence) -> bool:
+        """Whether a step of this sequence needs the token before on the host, so that no step may look ahead of it."""
+
+    def launch(self, chunks: list[Chunk]) -> Launched:
+        """Run the chunks, or begin to."""
+
+    def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
+        """The least work and memory traffic of these chunks, which sample `sampled` tokens."""
