@@ -79,6 +79,11 @@ RULES = (
         (*TORCH, "batchinfer_kernels", "batchinfer.ops", "batchinfer.models"),
         "the scheduler and the KV cache's book-keeping are pure ints",
     ),
+    Rule(
+        ("batchinfer.simulation",),
+        (*TORCH, *TEXT, *FILES, *JOB, "batchinfer.ops", "batchinfer.launch", "batchinfer.report"),
+        "requests and lengths in, counts out: the engine without a device",
+    ),
     Rule(("batchinfer.launch",), ("batchinfer.pipeline",), "launch is called from above"),
     *(
         Rule(
@@ -220,7 +225,14 @@ def test_the_walk_finds_both_packages() -> None:
     assert {"batchinfer.errors", "batchinfer.report.meter", "batchinfer_kernels.cost"} <= names
 
 
-PARENT_ROOMS = ("batchinfer.data", "batchinfer.plan", "batchinfer.report", "batchinfer.job", "batchinfer.cli")
+PARENT_ROOMS = (
+    "batchinfer.data",
+    "batchinfer.plan",
+    "batchinfer.simulation",
+    "batchinfer.report",
+    "batchinfer.job",
+    "batchinfer.cli",
+)
 
 
 def test_importing_the_parent_process_brings_no_torch() -> None:
@@ -239,6 +251,7 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
     ("module", "source"),
     [
         ("batchinfer.plan.planner", "import torch"),
+        ("batchinfer.simulation.simulator", "from batchinfer.ops.choose import choose_ops"),
         ("batchinfer.plan.planner", "def f():\n    from torch import Tensor"),
         ("batchinfer.data.input.reader", "from batchinfer.engine import core"),
         ("batchinfer.data.input.reader", "from ...engine.core import Engine"),

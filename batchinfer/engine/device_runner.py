@@ -13,9 +13,10 @@ from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch, host_batch
 from batchinfer.engine.decode_graphs import DecodeGraphs
-from batchinfer.engine.model_runner import Launched, ModelRunner
+from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
+from batchinfer.engine.runner import Launched
 from batchinfer.engine.sampled import Masked, Sampled, by_sequence
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence

@@ -1,14 +1,19 @@
-"""A job's time by the operators' declared costs: the real scheduler, no model."""
+"""Rows of made-up lengths on simulated machines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Step
-from batchinfer.engine.sequence import Sequence
-from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
-from tests.batchinfer.engine.driver import sequence
+import numpy as np
+
+from batchinfer.engine.cache_layout import one_group
+from batchinfer.engine.scheduler import SchedulerConfig
+from batchinfer.models.spec import CacheSpec
+from batchinfer.request import Request, SamplingParams
+from batchinfer.simulation.simulator import Simulated, SimulatedEngine
+from batchinfer.simulation.simulator import simulate as simulate_requests
+from batchinfer.simulation.step_time import StepTime
+from batchinfer_kernels.cost import ModelCost, Peaks
 from tests.model_costs import llama_cost
 
 LLAMA_135M = llama_cost(30, 576, 1536, 9, 3, 64, 32_000, 2, 2)
@@ -26,33 +31,11 @@ class Row:
     max_tokens: int | None = None  # None: the output's length is known beforehand
     prefix: int = 0  # leading tokens that are equal in all rows
 
-    def sequence(self, key: int) -> Sequence:
+    def request(self, key: int) -> Request:
         tokens = [7] * self.prefix + [1000 + key] * (self.prompt - self.prefix)
-        most = self.output if self.max_tokens is None else self.max_tokens
-        return sequence(tokens, most, key, exact=self.max_tokens is None)
-
-
-@dataclass
-class Simulated:
-    """What a simulated job came to."""
-
-    seconds: float = 0.0
-    steps: int = 0
-    tokens: int = 0
-    recomputed: int = 0
-    preemptions: int = 0
-    running: int = 0  # summed over steps
-    used: int = 0  # blocks, summed over steps
-    unmixed: int = 0  # steps that decode only
-
-    def add(self, step: Step, scheduler: Scheduler, seconds: float) -> None:
-        self.seconds += seconds
-        self.steps += 1
-        self.tokens += sum(c.length for c in step.chunks)
-        self.recomputed += sum(c.recomputed for c in step.chunks)
-        self.preemptions += step.preemptions
-        self.running += len(scheduler.running)
-        self.used += scheduler.pool.used
+        most, known = self.max_tokens or self.output, self.max_tokens is None
+        params = SamplingParams(max_tokens=most, ignore_eos=known)
+        return Request(key.to_bytes(32, "big"), np.array(tokens, np.int32), params)
 
 
 def simulate(
@@ -65,34 +48,13 @@ def simulate(
     peaks: Peaks = CPU,
     overhead_s: float = 0.0,
 ) -> Simulated:
-    """Run the rows in this order, all queued at the start; a step takes its roofline time and `overhead_s`."""
-    scheduler, got = Scheduler(SchedulerConfig(seqs, budget), BlockPool(blocks, 16)), Simulated()
-    left: dict[Sequence, int] = {}
-    for key, row in enumerate(rows):
-        added = row.sequence(key)
-        left[added] = row.output
-        scheduler.add(added)
-    while left:
-        step = scheduler.schedule()
-        costs = cost.step(step_shape(step.chunks, cost.layers))
-        got.add(step, scheduler, roofline_seconds(costs, peaks) + overhead_s)
-        for chunk in step.chunks:
-            _advance(chunk, scheduler, left)
-    return got
-
-
-def step_shape(chunks: list[Chunk], layers: int) -> StepShape:
-    pairs = sum(c.length * (c.start + c.end + 1) // 2 for c in chunks)
-    tokens, sampled = sum(c.length for c in chunks), sum(c.samples for c in chunks)
-    return StepShape(tokens, sampled, pairs * layers, sum(c.end for c in chunks) * layers)
-
-
-def _advance(chunk: Chunk, scheduler: Scheduler, left: dict[Sequence, int]) -> None:
-    running, samples = chunk.sequence, chunk.samples
-    running.computed = chunk.end
-    running.high_water = max(running.high_water, chunk.end)
-    if samples:
-        running.tokens.append(1)
-        if running.output_length == left[running]:
-            scheduler.finish(running)
-            del left[running]
+    """Run the rows in this order; a step takes its roofline time and `overhead_s`."""
+    layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
+    time = StepTime(peaks, host_step_s=overhead_s)
+    machine = SimulatedEngine(
+        cost, layout, blocks, SchedulerConfig(seqs, budget), 100_000, time, looks_ahead=False
+    )
+    requests = [row.request(key) for key, row in enumerate(rows)]
+    return simulate_requests(
+        machine, requests, {r.key: row.output for r, row in zip(requests, rows, strict=True)}
+    )

@@ -1,0 +1,83 @@
+"""A runner that computes nothing: it gives each sequence the length that it is said to have, and moves a clock on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from batchinfer.engine.cache_layout import CacheLayout
+from batchinfer.engine.scheduler import Chunk
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.step_shape import step_shape
+from batchinfer.request import TokenLogprobs
+from batchinfer.simulation.step_time import StepTime
+from batchinfer_kernels.cost import ModelCost, StepShape
+
+END, WORD = 0, 1  # the only tokens there are; END ends an answer
+
+
+@dataclass(slots=True)
+class Clock:
+    """The time of a simulated run, in seconds: of the host, and until when the device is busy."""
+
+    host: float = 0.0
+    device: float = 0.0
+
+    def launch(self, host_s: float, device_s: float) -> float:
+        """The host launches a step; when the device will have done it."""
+        self.host += host_s
+        self.device = max(self.host, self.device) + device_s
+        return self.device
+
+
+@dataclass(frozen=True, slots=True)
+class CountedStep:
+    """See batchinfer.engine.runner.Launched."""
+
+    sampling: list[Sequence]
+    outputs: Mapping[bytes, int]
+    clock: Clock
+    done_s: float
+    padded_tokens: int = 0
+
+    def tokens(self) -> list[list[int]]:
+        """Waits for the simulated device."""
+        self.clock.host = max(self.clock.host, self.done_s)
+        return [[self._next(sequence)] for sequence in self.sampling]
+
+    def _next(self, sequence: Sequence) -> int:
+        said = sequence.known_length - sequence.prompt_length + 1
+        return END if said >= self.outputs[sequence.request.key] else WORD
+
+    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
+        """Nobody asks a simulation for them."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class CountingRunner:
+    """See batchinfer.engine.runner.Runner. `outputs`: by work key, how many tokens the answer has."""
+
+    cost: ModelCost
+    layout: CacheLayout
+    time: StepTime
+    outputs: Mapping[bytes, int]
+    looks_ahead: bool
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def most_tokens(self) -> int | None:
+        return None
+
+    def needs_tokens(self, sequence: Sequence) -> bool:
+        """No row is masked: what answers say is not simulated."""
+        return False
+
+    def launch(self, chunks: list[Chunk]) -> CountedStep:
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        shape = self.step_shape(chunks, len(sampling))
+        done = self.clock.launch(self.time.host_s(len(chunks)), self.time.device_s(shape, self.cost))
+        return CountedStep(sampling, self.outputs, self.clock, done)
+
+    def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
+        return step_shape(chunks, sampled, self.layout)

@@ -1,0 +1,129 @@
+"""Runs requests on the real engine with a runner that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from batchinfer.engine.cache_layout import CacheLayout
+from batchinfer.engine.engine import Engine, EngineLimits, StepOutput
+from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
+from batchinfer.request import Request, SamplingParams, StepSample
+from batchinfer.simulation.counting_runner import END, CountingRunner
+from batchinfer.simulation.step_time import StepTime
+from batchinfer_kernels.cost import ModelCost
+
+QUEUED = 3  # times max_num_seqs, as when a plan is run: see batchinfer.launch.feed
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """All of an engine but its weights: limits, the cache, and what its steps cost and take."""
+
+    cost: ModelCost
+    layout: CacheLayout
+    blocks: int
+    scheduler: SchedulerConfig
+    max_model_len: int
+    time: StepTime
+    looks_ahead: bool  # as GPUs do: the host schedules a step while the one before runs
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a simulated run came to. Tokens as in the report's run table."""
+
+    seconds: float = 0.0
+    device_s: float = 0.0  # of `seconds`: the device computes
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    sampled_tokens: int = 0
+    preemptions: int = 0
+    running: int = 0  # summed over steps
+    blocks_used: int = 0  # summed over steps
+    flops: int = 0
+    bytes: int = 0
+    roofline_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """All that the model runs."""
+        return self.prefill_tokens + self.decode_tokens
+
+    def plus(self, sample: StepSample, seconds: float) -> Simulated:
+        """With another step, after which the run has taken so many seconds."""
+        sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}
+        return replace(
+            self,
+            **sums,
+            seconds=seconds,
+            device_s=self.device_s + sample.model_s,
+            steps=self.steps + 1,
+            roofline_s=self.roofline_s + (sample.roofline_s or 0.0),
+        )
+
+
+_SUMMED = (
+    "prefill_tokens",
+    "decode_tokens",
+    "cached_tokens",
+    "recomputed_tokens",
+    "sampled_tokens",
+    "preemptions",
+    "running",
+    "blocks_used",
+    "flops",
+    "bytes",
+)
+
+
+def simulate(
+    machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
+) -> Simulated:
+    """Run the requests in this order. `outputs`: by work key, how many tokens each answer will have."""
+    found = Simulated()
+    for output in simulated_steps(machine, requests, outputs):
+        if output.sample is not None:
+            ended = output.sample.started_s + output.sample.duration_s
+            found = found.plus(output.sample, ended)
+    return found
+
+
+def simulated_steps(
+    machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
+) -> Iterator[StepOutput]:
+    """Each step of such a run. The engine is fed as a plan is run, so that few requests wait at a time."""
+    runner = CountingRunner(machine.cost, machine.layout, machine.time, outputs, machine.looks_ahead)
+    engine = _engine(machine, runner)
+    waiting, more = iter(requests), True
+    while more or engine.unfinished:
+        room = QUEUED * machine.scheduler.max_num_seqs - engine.unfinished
+        fed = list(islice(waiting, max(0, room)))
+        more = more and (room <= 0 or len(fed) == room)
+        engine.add([_counted(request) for request in fed])
+        if engine.unfinished:
+            yield engine.step()
+
+
+def _counted(request: Request) -> Request:
+    """The request with what decides how long its answer may be, and whether that is known, and nothing else."""
+    params = request.params
+    known = params.ignore_eos and not (params.stop or params.stop_token_ids or params.constraint)
+    return replace(request, params=SamplingParams(max_tokens=params.max_tokens, ignore_eos=known))
+
+
+def _engine(machine: SimulatedEngine, runner: CountingRunner) -> Engine:
+    windows = machine.layout.sizes.windows
+    pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
+    return Engine(
+        runner,
+        Scheduler(machine.scheduler, pool, windows=windows),
+        EngineLimits(machine.max_model_len, frozenset([END])),
+        machine.time.peaks,
+        clock=lambda: runner.clock.host,
+    )
