@@ -340,5 +340,5 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "oneOf of integers": ({"oneOf": [INTEGER, {**INTEGER, "minimum": 10**18}]}, "oneOf"),
     "an unknown keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    "look-ahead": (matching("^(?!a)b"), "regex"),
+    "look-ahead": (matching("^(?!a)b"), "look-ahead"),
 }

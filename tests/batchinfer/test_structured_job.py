@@ -191,7 +191,7 @@ MISTAKES = [
     ({"schema": {"type": "object"}}, "output.schema", "names no properties"),
     ({"schema": {"properties": {"Status": {}}}}, "output.schema", "another column"),
     ({"schema": {"properties": {"TEXT": {}}}, "columns": ["text"]}, "output.schema", "another column"),
-    ({"schema": {"properties": {"a": {"type": "foo"}}}}, "output.schema", "Invalid type"),
+    ({"schema": {"properties": {"a": {"type": "foo"}}}}, "output.schema", "properties.a: 'foo' is no type"),
     ({"schema": {"properties": {"a": {"pattern": "(" * 30_000}}}}, "output.schema", ""),
     ({"schema": 3}, "output.schema", "a JSON Schema"),
     ({"schema": True}, "output.schema", "found true, which allows any JSON; write what answers look like"),

@@ -154,6 +154,6 @@ class GrammarConstraints:
 
 
 def _row_error(problem: str) -> RowError:
-    from batchinfer.data.prompts.grammar import shown
+    from batchinfer.data.prompts.constraint_wording import shown
 
     return RowError("constraint_failed", "policy", f"the constraint cannot be followed: {shown(problem)}")

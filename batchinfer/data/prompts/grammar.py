@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from batchinfer.data.prompts.constraint_wording import faulty_place, shown
 from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema
 from batchinfer.data.prompts.narrow_values import BadSchema
 from batchinfer.request import SamplingParams
@@ -48,13 +49,21 @@ class BadConstraint(ValueError):
 def grammar_of(params: SamplingParams) -> str:
     """The grammar of a constraint that `params` have. Raises BadConstraint for what is too long, or no such thing at
     all; most mistakes show when it is compiled."""
-    for name, made in _MAKERS.items():
-        if getattr(params, name):
-            try:
-                return made(getattr(params, name))
-            except (BadSchema, GbnfToLarkError, ValueError) as error:
-                raise BadConstraint(f"{name}: {error}") from None
-    raise ValueError("these parameters have no constraint")
+    try:
+        return _made(params)
+    except BadConstraint as error:
+        raise BadConstraint(f"{params.constraint}: {error}") from None
+
+
+def _made(params: SamplingParams) -> str:
+    """Raises BadConstraint, which does not name the constraint."""
+    name = params.constraint
+    if name is None:
+        raise ValueError("these parameters have no constraint")
+    try:
+        return _MAKERS[name](getattr(params, name))
+    except (BadSchema, ValueError) as error:
+        raise BadConstraint(shown(str(error))) from None
 
 
 def limits_of(params: SamplingParams) -> LLParserLimits:
@@ -78,18 +87,40 @@ def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) 
     A schema or grammar whose parts lead too deep into one another ends the process. The engine has a stack four times
     as large, so that it survives what this has let through.
     """
+    if (problem := _problem(params)) is not None:
+        raise BadConstraint(f"{params.constraint}: {_place(params)}{problem}")
     if tokenizer is not None:
         made = compiled(params, tokenizer, CHECK_STACK_BYTES)
         made.compute_ff_tokens()
         made.compute_bitmask()
         _refuse_failed(params, made)
-        return
-    grammar, limits = grammar_of(params), limits_of(params)
+
+
+def _problem(params: SamplingParams) -> str | None:
+    """What is wrong with the constraint of `params`, without a tokenizer."""
+    try:
+        grammar, limits = _made(params), limits_of(params)
+    except BadConstraint as error:
+        return str(error)
     wrong, problems = _on_stack(
         CHECK_STACK_BYTES, lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     )
-    if wrong:
-        raise BadConstraint(f"{params.constraint}: {shown(problems[0])}")
+    return shown(problems[0]) if wrong else None
+
+
+def _place(params: SamplingParams) -> str:
+    """Where in a schema the problem is, before a colon; empty for the whole and for other constraints."""
+    if params.json_schema is None:
+        return ""
+    try:
+        place = faulty_place(parsed_schema(params.json_schema), _of_part)
+    except BadSchema:
+        return ""
+    return f"{place}: " if place else ""
+
+
+def _of_part(schema: Any) -> str | None:
+    return _problem(SamplingParams(json_schema=json.dumps(schema)))
 
 
 def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:
@@ -107,16 +138,11 @@ def _on_stack(size: int, call: Callable[[], Any]) -> Any:
         threading.stack_size(before)
 
 
-def shown(problem: str) -> str:
-    """A message of llguidance on one line, not too long."""
-    lines = [line.strip() for line in problem.splitlines() if line.strip()]
-    said = next((line for line in lines[1:] if line.startswith("error: ")), None)  # behind what it is about
-    text = " ".join([*lines[:1], said] if said else lines[:3]) or "the grammar cannot be used"
-    return text if len(text) <= 300 else f"{text[:300]} …"
-
-
 def _of_schema(text: str) -> str:
-    schema = generated_schema(parsed_schema(text))
+    schema = parsed_schema(text)
+    if schema is False:
+        raise BadSchema("the schema is false, which no answer can follow; write what answers look like")
+    schema = {} if schema is True else generated_schema(schema)
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WRITTEN)
 
 
@@ -137,7 +163,14 @@ def _of_choice(texts: tuple[str, ...]) -> str:
 
 def _of_grammar(text: str) -> str:
     _check_size(text)
-    return LLMatcher.grammar_from_lark(gbnf_to_lark(text) if _GBNF.search(text) else text)
+    return LLMatcher.grammar_from_lark(_lark_of(text) if _GBNF.search(text) else text)
+
+
+def _lark_of(gbnf: str) -> str:
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # noqa: BLE001 - the library raises just that where a rule is missing
+        raise BadConstraint(shown(str(error))) from None
 
 
 def _check_size(text: str) -> None:
