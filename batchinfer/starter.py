@@ -19,11 +19,15 @@ _SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstar
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """What was written, the checkpoint folder or the name of the model that the job names, and whether it is there."""
+    """What was written, the checkpoint folder or the name of the model that the job names, and whether it is there.
+
+    `stand_in`: the model is the quickstart's, and the schema another: answers follow it and mean nothing.
+    """
 
     wrote: tuple[Path, ...]
     model: Path | ModelName
     ready: bool
+    stand_in: bool = False
 
 
 def write_starter(folder: Path, model: str | None, schema: Path | None = None) -> Starter:
@@ -52,7 +56,7 @@ def write_starter(folder: Path, model: str | None, schema: Path | None = None) -
     if name is not None:
         return Starter(wrote, name, _is_cached(name))
     used = here if model is None else Path(model)
-    return Starter(wrote, used, (used / CONFIG).is_file())
+    return Starter(wrote, used, (used / CONFIG).is_file(), shipped is not None and answer is not None)
 
 
 def _name(model: str) -> ModelName | None:

@@ -181,8 +181,16 @@ def init(
         say(painted(f"wrote {path}"))
     if not starter.ready:
         say(painted(_missing_model(starter.model)))
+    if starter.stand_in:
+        say(painted(_STAND_IN.format(model=starter.model)))
     quoted = shlex.quote(str(job))
     say(painted(f"next: batchinfer validate {quoted} && batchinfer run {quoted}"))
+
+
+_STAND_IN = (
+    "{model} is the quickstart's model, so that the job runs: its answers follow the schema, and mean nothing; "
+    "name a model of yours in job.yaml, or with --model"
+)
 
 
 def _missing_model(model: Path | ModelName) -> str:

@@ -134,3 +134,13 @@ def test_a_schema_has_no_name_of_another_file(tmp_path: Path, model: Path, run: 
         "init", tmp_path / "new", "--model", model, "--from", schema_file(tmp_path, ORDER, "prompts.jsonl")
     )
     assert (done.code, "prompts.jsonl" in done.err) == (2, True)
+
+
+def test_without_a_model_the_quickstart_s_stands_in_and_that_is_said(tmp_path: Path, run: Command) -> None:
+    done = run("init", tmp_path / "new", "--from", schema_file(tmp_path, ORDER))
+    assert done.code == 0, done.err
+    assert "mean nothing; name a model of yours in job.yaml, or with --model" in done.out
+    assert (tmp_path / "new" / "model" / "config.json").is_file()
+    assert run("validate", tmp_path / "new" / "job.yaml").code == 0
+    plain = run("init", tmp_path / "plain")
+    assert "mean nothing" not in plain.out
