@@ -74,10 +74,20 @@ def _file_pages(path: Path) -> int:
 
 
 def limit_memory(extra: int) -> None:
-    """This process may take so many bytes more than it has, or less where it is limited already."""
+    """This process may take so many bytes more than it has, or less where it is limited already. A process that it
+    starts may lift this limit."""
     if sys.platform != "linux":
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit, hard = pages * resource.getpagesize() + extra, resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )
+
+
+def lift_memory_limit() -> None:
+    """Take back the limit of the process that started this one."""
+    if sys.platform != "linux":
+        return
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

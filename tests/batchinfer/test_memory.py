@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from batchinfer.memory import available_memory, total_memory
 
@@ -37,3 +41,12 @@ def test_memory_is_what_the_machine_or_the_container_has(tmp_path: Path) -> None
     machine = total_memory(tmp_path / "nothing")
     assert machine > 2**28
     assert [total_memory(folder) for folder in folders] == [machine, machine, 600_000, 600_000, 700_000]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no limit")
+@pytest.mark.parametrize(("lift", "code"), [("", 1), ("; lift_memory_limit()", 0)])
+def test_a_limit_on_memory_can_be_lifted(lift: str, code: int) -> None:
+    source = f"from batchinfer.memory import *; limit_memory(1 << 26){lift}; bytearray(1 << 28)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("MemoryError" in done.stderr) == bool(code)

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.errors import Unavailable
-from batchinfer.memory import limit_memory
+from batchinfer.memory import lift_memory_limit, limit_memory
 from batchinfer.request import INT32_MAX, SamplingParams
 from batchinfer.spawning import Child, Ended, receiving
 
@@ -108,6 +108,7 @@ def constraint_problem(
 
 def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -> None:
     """The process's whole life: parameters in, what is wrong with their constraint out."""
+    lift_memory_limit()  # a large vocabulary may take more than a worker that renders has left
     check = _check_of(definition)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     limit_memory(MEMORY_BYTES)
