@@ -75,4 +75,9 @@ class Collector:
         else:
             self.saved_tokens += (known.users - 1) * known.prompt_tokens
             self.saved_output_tokens += (known.users - 1) * tokens
-        self._progress.finished(expected_tokens=known.tokens, completion_tokens=tokens, rows=known.users)
+        self._progress.finished(
+            expected_tokens=known.tokens,
+            completion_tokens=tokens,
+            rows=known.users,
+            error=None if completion.error is None else completion.error.code,
+        )

@@ -26,6 +26,23 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def resident_memory() -> int | None:
+    """Bytes that this process and those that it started have in memory now; None where no /proc says so."""
+    if not Path("/proc/self/statm").exists():
+        return None
+    pages = [int(Path("/proc/self/statm").read_text().split()[1])]
+    for task in Path("/proc/self/task").glob("*/children"):
+        pages += [_pages(pid) for pid in task.read_text().split()]
+    return sum(pages) * resource.getpagesize()
+
+
+def _pages(pid: str) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return 0
+
+
 def _machine(path: Path) -> int:
     if path.exists():
         for line in path.read_text().splitlines():

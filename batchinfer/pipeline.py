@@ -30,7 +30,7 @@ from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.results.published_inputs import published_inputs, remember_inputs
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.results.uses import User, uses_of, write_uses
-from batchinfer.data.storage.durable import storage
+from batchinfer.data.storage.durable import storage, write_bytes
 from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
@@ -43,6 +43,7 @@ from batchinfer.errors import (
     OutputConflict,
     StorageError,
     UsageError,
+    known,
 )
 from batchinfer.hub import short_name
 from batchinfer.job import Job
@@ -55,14 +56,16 @@ from batchinfer.plan.forecast import Forecast, describe, forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup
+from batchinfer.progress_file import ProgressFile
 from batchinfer.report.exit_status import ALREADY_PUBLISHED, PUBLISHED, over_budget
-from batchinfer.report.folder import writing
+from batchinfer.report.folder import LAST_RUN, writing
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.report.tables import RunRow
 from batchinfer.report.units import seconds
 from batchinfer.resolve import Setting
 from batchinfer.run_report import RunReport
+from batchinfer.text import json_line
 
 ENGINE = "batchinfer.engine.build:build_engine"
 
@@ -145,12 +148,15 @@ class _Run:
     notice: Callable[[str], None]
     watch: Stopwatch
     report: RunReport = field(init=False)
+    record: ProgressFile = field(init=False)
+    message: str | None = None  # why the exit code is not 0
     now: datetime = field(init=False)  # one for the whole run: it may pass midnight
 
     def __post_init__(self) -> None:
         self.report = RunReport(self.job, self.setting, self.watch)
         self.report.note(trial=self.options.limit is not None)
         self.now = datetime.now().astimezone()
+        self.record = ProgressFile(self.state, self.report.identity, self.notice)
 
     @property
     def checkpoint(self) -> StoredModel:
@@ -166,18 +172,37 @@ class _Run:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """However the run ends, its report is written."""
+        """However the run ends, its report is written. While it lasts, its progress is on record."""
+        self.record.begin()
+        self.progress.recorded_by(self.record)
         try:
             yield
         except BaseException as error:
+            self.message = str(known(error))
             with self.interrupts.deferred(), told_by(self.notice):
                 self.report.failed(error)
-                self.report.close()
+                try:
+                    self.report.close()
+                finally:
+                    self._leave_word()
             raise
         finally:
+            self.progress.recorded_by(None)
             self.progress.close()
         with self.interrupts.deferred():
             self.report.close()
+            with told_by(self.notice):
+                self._leave_word()
+
+    def _leave_word(self) -> None:
+        """How the run ended, where other programs look for it. Raises OSError, StorageError."""
+        row = self.report.row
+        self.record.ended(row["exit_code"], row["exit_status"])
+        path = None if self.report.path is None else str(self.report.path)
+        text = json_line({**row, "message": self.message, "report": path})
+        self.report.folder.mkdir(parents=True, exist_ok=True)
+        with self.state.exclusively():  # runs for other dates write it, too
+            write_bytes(self.report.folder / LAST_RUN, (text + "\n").encode(), self.state.ops)
 
     def outcome(self) -> Outcome:
         """Read, plan, run, publish."""
@@ -340,6 +365,8 @@ class _Run:
         config = self.setting.engine_config(self.job, plan.longest, index.logprobs)
         spec = WorkerSpec(config, self.job.model.path, self.options.engine)
         meter = self.report.open_meter()
+        if index.error_rows:
+            self.progress.failed(dict(summarise_errors(index.index_parts).codes))
         columns = self.setup.columns
         check = None if columns is None else AnswerCheck(columns, self.tokenizer)
         collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows), check)
@@ -461,7 +488,7 @@ class _Run:
         counts = ErrorCounts(manifest.rows, manifest.errors, 0, manifest.retryable)
         text = f"the results are {status}, but {budget_text(counts, budget, codes)}"
         code = ErrorBudgetExceeded.exit_code
-        row = self.report.done(over_budget(status), code)
+        row, self.message = self.report.done(over_budget(status), code), text
         return Outcome(code, row, text, self.report.path)
 
 

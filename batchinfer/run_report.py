@@ -105,11 +105,26 @@ class RunReport:
 
     def close(self) -> None:
         """Write the run table, and that of the experts if there are some. Raises OSError."""
-        row = self.done(BatchInferError.status, BatchInferError.exit_code)
+        row = self.row
         if self._kept and self._expert_tokens:
             write_experts(self.folder, self._run_id, self._expert_tokens)
         if self._kept:
             write_run(self.folder, row)
+
+    @property
+    def row(self) -> RunRow:
+        """The run table's row, once `done` or `failed` has said how the run ended."""
+        return self.done(BatchInferError.status, BatchInferError.exit_code)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Which run this is."""
+        return {
+            "run_id": self._run_id,
+            "job": self._job.name,
+            "output": str(self._job.output.path),
+            "started_at": self._started.isoformat(),
+        }
 
     def discard(self) -> None:
         """The run changed nothing: it leaves no table."""

@@ -19,6 +19,7 @@ from batchinfer.cli.machine_verbs import bench, doctor
 from batchinfer.cli.pull_verb import pull
 from batchinfer.cli.result_verbs import clean, query, verify
 from batchinfer.cli.schema_verb import schema
+from batchinfer.cli.status_verb import status
 from batchinfer.cli.terminal import say
 from batchinfer.errors import Interrupted, UsageError
 from batchinfer.launch.interrupts import Interrupts
@@ -30,7 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of the help
-for _verb in (run, validate, preview, init, pull, doctor, query, history, diff, verify, clean, bench):
+for _verb in (run, validate, preview, init, pull, doctor, status, query, history, diff, verify, clean, bench):
     app.command()(_verb)
 app.add_typer(schema, name="schema")
 

@@ -30,11 +30,11 @@ Json = Annotated[
 
 def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = None) -> Path | Job:
     """What a verb is about: a folder, or else the job of a job file. Raises UsageError, JobFileError."""
-    if not target.is_dir():
+    if not target.is_dir() and (target.is_file() or target.suffix in (".yaml", ".yml")):
         return load(target, overrides, date)
     given = [name for name, value in (("--set", overrides), ("--date", date)) if value]
     if given:
-        raise UsageError(f"{' and '.join(given)}: only with a job file, and {target} is a folder")
+        raise UsageError(f"{' and '.join(given)}: only with a job file, and {target} is none")
     return target
 
 

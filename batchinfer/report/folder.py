@@ -16,6 +16,7 @@ from batchinfer.report.spool import TEMPORARY
 # Other tables can have millions of rows a run: those of the newest runs are kept. Run rows are one row
 # each and are kept for ever, so that a year of nightly runs can be compared.
 KEPT_DETAILS = 10
+LAST_RUN = "last_run.json"  # how the newest run ended, for monitors
 _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6,7}")
 
 

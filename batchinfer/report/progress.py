@@ -7,8 +7,8 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import TracebackType
@@ -34,6 +34,7 @@ RATE_WINDOW_S = (
     30.0  # the rate is that of the last seconds: a mixed job's first steps say little about its last
 )
 RATE_SAMPLE_S = 1.0
+RECORD_EVERY_S = 2.0  # for who looks from outside; a record is a small file
 FINISHED_BEFORE_TRUST = 16  # completions before their mean length corrects the expected total
 
 
@@ -138,6 +139,24 @@ class _Work:
         return self.done * (1 - share) / share / rate
 
 
+@dataclass(frozen=True, slots=True)
+class ProgressState:
+    """How far a run is at one moment. None: not known, or nothing that the phase counts."""
+
+    phase: Phase
+    rows: int
+    rows_total: int | None
+    tokens: int | None
+    tokens_total: int | None
+    share: float | None  # of the phase, 0 … 1
+    per_s: float | None  # tokens a second while running, else rows
+    left_s: float | None  # to the end of the phase
+    errors: dict[str, int]  # rows by error code, as far as they are known
+
+
+Recorder = Callable[[ProgressState], None]
+
+
 class Progress:
     """Writes to the stream that it is given, and to nothing else. Not for several threads at once."""
 
@@ -157,6 +176,9 @@ class Progress:
         self._clock, self._today = clock, today
         self._work: _Work | None = None
         self._bar: Any = None
+        self._recorder: Recorder | None = None
+        self._next_record = 0.0
+        self._errors: Counter[str] = Counter()
         self._next_draw = clock() + (BAR_EVERY_S if self._screen.draws else FIRST_LINE_S)
 
     def __enter__(self) -> Progress:
@@ -203,9 +225,21 @@ class Progress:
         self._current().ran_tokens += prompt + sample.sampled_tokens
         self.tick()
 
-    def finished(self, *, expected_tokens: int, completion_tokens: int, rows: int = 1) -> None:
+    def recorded_by(self, recorder: Recorder | None) -> None:
+        """From now on `recorder` gets the state at the start of each phase, and every RECORD_EVERY_S seconds."""
+        self._recorder = recorder
+
+    def failed(self, codes: Mapping[str, int]) -> None:
+        """So many more rows are error rows, by their codes."""
+        self._errors.update(codes)
+
+    def finished(
+        self, *, expected_tokens: int, completion_tokens: int, rows: int = 1, error: str | None = None
+    ) -> None:
         """A request is done that was expected to have up to `expected_tokens`, and serves `rows` rows."""
         work = self._current()
+        if error is not None:
+            self._errors[error] += rows
         work.rows += rows
         work.finished += 1
         work.finished_expected += expected_tokens
@@ -217,6 +251,8 @@ class Progress:
         now = self._clock()
         work = self._current()
         work.mark(now)
+        if now >= self._next_record:
+            self._record(work, now)
         if self._quiet or now < self._next_draw:
             return
         self._next_draw = now + (BAR_EVERY_S if self._screen.draws else LINE_EVERY_S)
@@ -251,6 +287,20 @@ class Progress:
         if self._screen.draws and not self._quiet:
             self._bar = _Bar(file=self._screen, bar_format="{desc}")
             self._draw(work, self._clock())
+
+        self._record(work, self._clock())
+
+    def _record(self, work: _Work, now: float) -> None:
+        self._next_record = now + RECORD_EVERY_S
+        if self._recorder is None:
+            return
+        tokens = None if work.prompt_tokens is None else work.done
+        total = None if work.prompt_tokens is None else work.total
+        state = ProgressState(
+            work.phase, work.rows, work.total_rows, tokens, total, work.share, work.rate(now), work.left_s(now),
+            dict(self._errors),
+        )  # fmt: skip
+        self._recorder(state)
 
     def _current(self) -> _Work:
         if self._work is None:

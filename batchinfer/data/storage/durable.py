@@ -299,6 +299,23 @@ def write_json(path: Path, value: object, ops: FileOps) -> Digest:
     return write_bytes(path, (text + "\n").encode(), ops)
 
 
+def replace_bytes(path: Path, content: bytes, ops: FileOps) -> None:
+    """Write a small file such that a reader sees the old file or the new one whole. Raises StorageError.
+
+    Nothing is synced: after a power failure the file may be the old one, or gone.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    data = memoryview(content)
+    with storage(path, "write"):
+        fd = ops.open(temporary)
+        try:
+            while len(data):
+                data = data[ops.write(fd, data) :]
+        finally:
+            ops.close(fd)
+        ops.rename(temporary, path)
+
+
 def check_free_space(folder: Path, needed_bytes: int, needing: str, way_out: str) -> None:
     """Raises StorageError when the disk of `folder`, which need not be there yet, has less than `needed_bytes` free.
 

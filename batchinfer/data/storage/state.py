@@ -13,6 +13,7 @@
         scratch/<index id>/         index, tokens, passthrough, plan: purged once the results are published
         staging/next/               the results being written
         generations/<generation>/   the results that were replaced, kept for an hour
+        progress.json               how far the run is, written every few seconds; how it ended, once it has
         published.json              which input files the published result was made of
 
 A sibling and not a child: DuckDB's `**` enters hidden folders.
@@ -79,6 +80,7 @@ class StateFolder:
         self.staging = self.path / "staging"
         self.generations = self.path / "generations"
         self.published = self.path / "published.json"
+        self.progress = self.path / "progress.json"
 
     def _name(self) -> str:
         """A file name that says where the result is from the folder of the root."""
@@ -180,6 +182,22 @@ class StateFolder:
     def parts_in_use(self) -> list[Path]:
         """The parts, this one's included, that runs hold now. Call it within `exclusively`: then it stays true."""
         return [part for part in (self.job, *_entries(self.job / _RESULTS)) if _is_held(part / "lock")]
+
+    def is_running(self, part: Path) -> bool:
+        """Whether a run holds the lock of a part. A run that starts at this moment waits for the answer."""
+        if not (part / "lock").exists():
+            return False
+        with self.exclusively():
+            return _is_held(part / "lock")
+
+    def recorded_parts(self) -> list[Path]:
+        """The part of this result, if runs have recorded their progress there; else all such parts of the job, the
+        one that was written last first."""
+        if self.progress.exists():
+            return [self.path]
+        files = [part / self.progress.name for part in (self.job, *_entries(self.job / _RESULTS))]
+        found = [file for file in files if file.exists()]
+        return [file.parent for file in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)]
 
     def remove_idle(self, now: float | None = None) -> int:
         """Remove what `idle` names, but for what a run holds at this moment; how many there were."""

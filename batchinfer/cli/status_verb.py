@@ -1,0 +1,70 @@
+"""The verb that says how a run stands: status."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchinfer.cli.options import Date, Json, Overrides, folder_or_job
+from batchinfer.cli.terminal import painted, say, say_json
+from batchinfer.errors import Interrupted
+from batchinfer.job import Job
+from batchinfer.status import RunStatus, status_of, write_prometheus
+
+WATCH_EVERY_S = 2.0  # as often as a run writes its progress
+_UP_AND_ERASE = "\x1b[{}A\x1b[J"
+
+
+def status(
+    target: Annotated[
+        Path, typer.Argument(metavar="[TARGET]", help="A result folder, or a job file.")
+    ] = Path("job.yaml"),
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again until the run has ended.")
+    ] = False,
+    prometheus: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write the figures for Prometheus into this file, e.g. x.prom."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    date: Date = None,
+    as_json: Json = False,
+) -> int:
+    """Say how a job's run stands: progress, rate, time left, memory, errors. Nothing of the job is changed."""
+    about = folder_or_job(target, overrides, date)
+    try:
+        _show(about, watch, prometheus, as_json)
+    except Interrupted as stop:
+        if not watch or stop.exit_code != 128 + signal.SIGINT:
+            raise
+    return 0
+
+
+def _show(about: Path | Job, watch: bool, prometheus: Path | None, as_json: bool) -> None:
+    drawn = 0
+    while True:
+        found = status_of(about)
+        if prometheus is not None:
+            write_prometheus(found, prometheus)
+        shown, drawn = _draw(found, drawn, as_json)
+        if not shown or not watch or not found.running:
+            return
+        time.sleep(WATCH_EVERY_S)
+
+
+def _draw(found: RunStatus, drawn: int, as_json: bool) -> tuple[bool, int]:
+    """Print the status, on a terminal over the `drawn` lines before; whether somebody reads it, and its lines."""
+    if as_json:
+        return say_json(found.to_json()), 0
+    head, *lines = found.lines(datetime.now(UTC))
+    again = _UP_AND_ERASE.format(drawn) if drawn and sys.stdout.isatty() else ""
+    text = "\n".join([painted(head, "heading"), *map(painted, lines)])
+    return say(again + text), len(lines) + 1
