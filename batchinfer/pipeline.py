@@ -30,7 +30,7 @@ from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.results.published_inputs import published_inputs, remember_inputs
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.results.uses import User, uses_of, write_uses
-from batchinfer.data.storage.durable import storage, write_bytes
+from batchinfer.data.storage.durable import storage
 from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
@@ -58,14 +58,13 @@ from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup
 from batchinfer.progress_file import ProgressFile
 from batchinfer.report.exit_status import ALREADY_PUBLISHED, PUBLISHED, over_budget
-from batchinfer.report.folder import LAST_RUN, writing
+from batchinfer.report.folder import writing
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.report.tables import RunRow
 from batchinfer.report.units import seconds
 from batchinfer.resolve import Setting
-from batchinfer.run_report import RunReport
-from batchinfer.text import json_line
+from batchinfer.run_report import RunReport, told_by
 
 ENGINE = "batchinfer.engine.build:build_engine"
 
@@ -198,11 +197,8 @@ class _Run:
         """How the run ended, where other programs look for it. Raises OSError, StorageError."""
         row = self.report.row
         self.record.ended(row["exit_code"], row["exit_status"])
-        path = None if self.report.path is None else str(self.report.path)
-        text = json_line({**row, "message": self.message, "report": path})
-        self.report.folder.mkdir(parents=True, exist_ok=True)
         with self.state.exclusively():  # runs for other dates write it, too
-            write_bytes(self.report.folder / LAST_RUN, (text + "\n").encode(), self.state.ops)
+            self.report.write_last(self.message, self.state.ops)
 
     def outcome(self) -> Outcome:
         """Read, plan, run, publish."""
@@ -490,15 +486,6 @@ class _Run:
         code = ErrorBudgetExceeded.exit_code
         row, self.message = self.report.done(over_budget(status), code), text
         return Outcome(code, row, text, self.report.path)
-
-
-@contextmanager
-def told_by(notice: Callable[[str], None]) -> Iterator[None]:
-    """A report that cannot be written must not hide why the run failed: it becomes a line of its own."""
-    try:
-        yield
-    except (OSError, BatchInferError) as error:
-        notice(f"the report of this run could not be written: {error}")
 
 
 def _input_identity(file: InputFile, index: Index) -> dict[str, Any]:

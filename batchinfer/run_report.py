@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
 from batchinfer.errors import BatchInferError, known
 from batchinfer.hub import described
@@ -17,13 +18,14 @@ from batchinfer.memory import peak_memory
 from batchinfer.plan.plan import Plan
 from batchinfer.report.columns import RUN
 from batchinfer.report.expert_tokens import write_experts
-from batchinfer.report.folder import new_run_id, report_folder, table_path
+from batchinfer.report.folder import LAST_RUN, new_run_id, report_folder, table_path
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.row_keys import write_rows
 from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.report.tables import RunFacts, RunRow, run_row, write_run
 from batchinfer.request import ExpertTokens
 from batchinfer.resolve import Setting
+from batchinfer.text import json_line
 
 
 class RunReport:
@@ -116,6 +118,13 @@ class RunReport:
         """The run table's row, once `done` or `failed` has said how the run ended."""
         return self.done(BatchInferError.status, BatchInferError.exit_code)
 
+    def write_last(self, message: str | None, ops: FileOps) -> None:
+        """Replace `last_run.json`; `message` says why the exit code is not 0. Raises OSError, StorageError."""
+        path = None if self.path is None else str(self.path)
+        text = json_line({**self.row, "message": message, "report": path})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(self.folder / LAST_RUN, (text + "\n").encode(), ops)
+
     @property
     def identity(self) -> dict[str, str]:
         """Which run this is."""
@@ -158,3 +167,12 @@ class RunReport:
             **self._facts,
         )
         return run_row(facts, self._setting.hardware, self._measured)
+
+
+@contextmanager
+def told_by(notice: Callable[[str], None]) -> Iterator[None]:
+    """A report that cannot be written must not hide why the run failed: it becomes a line of its own."""
+    try:
+        yield
+    except (OSError, BatchInferError) as error:
+        notice(f"the report of this run could not be written: {error}")
