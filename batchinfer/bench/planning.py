@@ -16,8 +16,8 @@ from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.prompts.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.data.storage.durable import FileOps
-from batchinfer.launch.feed import Prompts
 from batchinfer.plan.plan import Plan
+from batchinfer.plan.requests import Prompts
 from batchinfer.request import SamplingParams
 
 CONTEXT = b"batchinfer bench"  # in the place of what else decides an answer: a benchmark stores none

@@ -14,7 +14,7 @@ from batchinfer import __version__
 from batchinfer.cli.diff_verb import diff
 from batchinfer.cli.endings import explain
 from batchinfer.cli.history_verb import history
-from batchinfer.cli.job_verbs import init, preview, run, validate
+from batchinfer.cli.job_verbs import init, plan, preview, run, validate
 from batchinfer.cli.machine_verbs import bench, doctor
 from batchinfer.cli.pull_verb import pull
 from batchinfer.cli.result_verbs import clean, query, verify
@@ -31,7 +31,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of the help
-for _verb in (run, validate, preview, init, pull, doctor, status, query, history, diff, verify, clean, bench):
+for _verb in (
+    run,
+    plan,
+    validate,
+    preview,
+    init,
+    pull,
+    doctor,
+    status,
+    query,
+    history,
+    diff,
+    verify,
+    clean,
+    bench,
+):
     app.command()(_verb)
 app.add_typer(schema, name="schema")
 

@@ -18,6 +18,8 @@ from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
 from batchinfer.errors import StorageError
 from batchinfer.hub import ModelName
 from batchinfer.job import Job
+from batchinfer.job_forecast import forecast_job
+from batchinfer.job_forecast_text import forecast_json, forecast_lines
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import process_age_s
@@ -150,6 +152,35 @@ def preview(
                 say(
                     "\n".join([painted(row.head, "heading"), painted(row.body, "bad" if row.error else None)])
                 )
+
+
+def plan(
+    job_file: JobPath,
+    overrides: Overrides = None,
+    date: Date = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="PRICE", help="What the machine costs an hour: say what the job will cost."
+        ),
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Read every row and say what a run would do and how long it would take, without loading the model."""
+    job = load(job_file, overrides, date)
+    with located(job), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:
+        progress.phase("reading", job.input.limit)
+        found = forecast_job(
+            job,
+            lambda at: progress.read(at.rows, at.bytes_read, at.bytes_total),
+            _silent if quiet else progress.note,
+        )
+    if as_json:
+        say_json({"exit_code": 0, **forecast_json(found, price_per_hour)})
+        return
+    first, *lines = forecast_lines(found, price_per_hour)
+    say(printable("\n".join([painted(first, "heading"), *map(painted, lines)])))
 
 
 def init(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
+from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer_kernels.cost import ModelCost, Peaks
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 LEAST, MOST = 512, 8192
 # Reading the weights may take this part of a step's matrix products. On two CPU cores with AVX512_BF16 (where it gives
@@ -27,3 +31,11 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
     tokens = int(AMORTISED * cost.weight_itemsize * per_byte / 2 * cost.parameters / cost.active_parameters)
     rounded = 1 << max(0, tokens - 1).bit_length()
     return max(min(max(rounded, LEAST), MOST), 2 * max_num_seqs)
+
+
+def scheduler_config(config: EngineConfig, cost: ModelCost) -> SchedulerConfig:
+    """The scheduler's limits: the job's own, else those that suit the model and the machine."""
+    seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
+    tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
+    return SchedulerConfig(seqs, tokens, config.prefix_caching)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from batchinfer.cpus import usable_cpus
-from batchinfer.engine.budget import step_tokens
+from batchinfer.engine.budget import scheduler_config
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
-from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig, EngineInfo
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig, EngineInfo
 from batchinfer.engine.constraints import ConstraintMask, Constraints, ConstraintsFor
 from batchinfer.engine.decode_graphs import Capture, Captured, GraphOps, capture_on_gpu
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.memory import JobSize, cache_blocks, free_bytes
+from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.rehearsal import GpuMeter
 from batchinfer.engine.sampler import Sampler
@@ -29,13 +29,12 @@ from batchinfer.engine.sequence import StopStreams
 from batchinfer.engine.sources import Arithmetic, Source, checkpoint_source
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import Unavailable
+from batchinfer.memory import available_memory
 from batchinfer.models.expert_loads import ExpertLoads
 from batchinfer.request import ExpertTokens
-from batchinfer_kernels.cost import ModelCost, Peaks
+from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
 
-DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-DEFAULT_BLOCK_SIZE = 16
 _log = logging.getLogger(__name__)
 
 
@@ -100,7 +99,7 @@ def load_model(
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
     model, cost = source.load(ops, arithmetic, longest), source.cost(arithmetic)
-    limits, block_size = _scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
+    limits, block_size = scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
     eos, caches = frozenset(source.eos_token_ids), source.caches
     layout = cache_layout(caches, block_size, longest)
     bytes_of_a_block = block_bytes(ops, caches, layout, dtype.itemsize)
@@ -175,15 +174,15 @@ def _blocks(
 ) -> int:
     """How many blocks the cache gets of the memory that is free now; see `cache_blocks`."""
     job = JobSize(config.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
-    free = free_bytes(device)
+    free = _free_bytes(device)
     return cache_blocks(bytes_of_a_block, sizes, job, config.kv_memory, free, device.type, needed)
 
 
-def _scheduler_config(config: EngineConfig, cost: ModelCost) -> SchedulerConfig:
-    seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
-    tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
-    return SchedulerConfig(seqs, tokens, config.prefix_caching)
+def _free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()
 
 
 def _device(config: EngineConfig) -> torch.device:

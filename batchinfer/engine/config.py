@@ -9,6 +9,7 @@ from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import Peaks
 
 DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,11 @@
-"""Computes how many blocks the KV cache gets."""
+"""Computes how many blocks the KV cache gets. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import OutOfMemory
-from batchinfer.memory import available_memory
 from batchinfer.sizes import sizes
 
 # Share of the memory that is left once the weights are loaded. A CPU's memory is shared with tokenising, publishing
@@ -16,13 +13,6 @@ from batchinfer.sizes import sizes
 AUTO_FRACTION = {"cpu": 0.4, "cuda": 0.9}
 # More blocks than all running sequences can fill at once keep prefixes alive between their users.
 PREFIX_ROOM = 1.25
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory()
 
 
 @dataclass(frozen=True, slots=True)

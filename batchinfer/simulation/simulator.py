@@ -36,7 +36,6 @@ class Simulated:
     """What a simulated run came to. Tokens as in the report's run table."""
 
     seconds: float = 0.0
-    device_s: float = 0.0  # of `seconds`: the device computes
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -62,7 +61,6 @@ class Simulated:
             self,
             **sums,
             seconds=seconds,
-            device_s=self.device_s + sample.model_s,
             steps=self.steps + 1,
             roofline_s=self.roofline_s + (sample.roofline_s or 0.0),
         )

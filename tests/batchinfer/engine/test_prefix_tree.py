@@ -15,8 +15,9 @@ import pytest
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
-from batchinfer.launch import feed
+from batchinfer.launch.feed import WINDOW
 from batchinfer.plan.planner import plan_job
+from batchinfer.plan.requests import planned_requests
 from batchinfer.request import Request, SamplingParams, TokenIds
 from tests.batchinfer.data.small_index import good_row, write_index
 from tests.batchinfer.engine.driver import Driver
@@ -53,7 +54,7 @@ def tree(system: int, document: int, documents: int, questions: int, seed: int) 
     return rows
 
 
-def planned(rows: list[list[int]], folder: Path) -> Iterator[list[Request]]:
+def planned(rows: list[list[int]], folder: Path, window: int = WINDOW) -> Iterator[list[Request]]:
     """The windows of requests that the feeder sends."""
     tokens = Tokens(rows)
     text = PARAMS.to_json()
@@ -62,7 +63,7 @@ def planned(rows: list[list[int]], folder: Path) -> Iterator[list[Request]]:
         [good_row(i, row, 12 if i % 5 else 11, tokens.offsets[i], params=text) for i, row in enumerate(rows)],
     )
     plan = plan_job(index.folder / "index", [], folder / "plan")
-    for _, requests in feed._requests(plan, tokens):
+    for _, requests in planned_requests(plan, tokens, window):
         yield requests
 
 
@@ -107,25 +108,23 @@ def test_each_node_runs_once(shape, room, budget, tmp_path):
     assert driver.ran - outputs == fewest(rows)
 
 
-def test_the_document_outlives_a_queue_that_runs_dry(tmp_path, monkeypatch):
+def test_the_document_outlives_a_queue_that_runs_dry(tmp_path):
     """Windows of 4 rows, each sent when nothing is left of the one before: the next request is announced."""
-    monkeypatch.setattr(feed, "WINDOW", 4)
     rows = tree(0, 200, 3, 10, seed=5)
     scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(60, BLOCK))
-    driver = run(scheduler, planned(rows, tmp_path), queued=1)
+    driver = run(scheduler, planned(rows, tmp_path, 4), queued=1)
     outputs = sum(s.output_length - 1 for s in driver.finished)
     assert driver.ran - outputs == fewest(rows)
 
 
 def test_a_window_border_costs_a_node_of_the_ladder_nothing_and_others_one_run_a_window(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
     """What the ladder cannot tell apart is gathered within a window only."""
-    monkeypatch.setattr(feed, "WINDOW", 64)
     rows = tree(
         70, 50, 16, 16, seed=9
     )  # documents begin behind the ladder's 64 tokens, and end before its 128
     scheduler = Scheduler(SchedulerConfig(4, 2048), BlockPool(80, BLOCK))
-    driver = run(scheduler, planned(rows, tmp_path), queued=12)
+    driver = run(scheduler, planned(rows, tmp_path, 64), queued=12)
     ran = driver.ran - sum(s.output_length - 1 for s in driver.finished)
     assert fewest(rows) <= ran <= fewest(rows) + 4 * 16 * 6 * BLOCK

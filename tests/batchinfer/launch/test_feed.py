@@ -65,7 +65,7 @@ def drive(host: SilentHost, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Runs one request until a signal comes; how often and for how long a draining was announced."""
     plan = Plan(Path(), *[0] * 10)
     announced: list[float] = []
-    monkeypatch.setattr(feed, "_requests", lambda plan, prompts: iter([(None, [None])]))
+    monkeypatch.setattr(feed, "planned_requests", lambda plan, prompts, rows: iter([(None, [None])]))
     interrupts = Interrupts()
     sink = Nowhere(interrupts, ticks=3)
     feed.run_plan(plan, None, host, sink, interrupts, announced.append)  # type: ignore[arg-type]

@@ -1,0 +1,270 @@
+"""What a job will take, known before it runs and without its model: `batchinfer plan`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.data.index.index import Index
+from batchinfer.data.index.ingest import IngestOptions, IngestProgress, ingest
+from batchinfer.data.results.answer_check import CHECK_VERSION
+from batchinfer.data.results.completion_store import read_records
+from batchinfer.data.results.error_summary import summarise_errors
+from batchinfer.data.storage.remembered import read_strings
+from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.engine.budget import scheduler_config
+from batchinfer.engine.cache_layout import cache_layout
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE
+from batchinfer.engine.memory import JobSize, cache_blocks
+from batchinfer.job import Job
+from batchinfer.memory import available_memory
+from batchinfer.models.spec import CacheSpec
+from batchinfer.plan.plan import Plan
+from batchinfer.plan.planner import plan_job
+from batchinfer.plan.requests import planned_requests
+from batchinfer.preflight import Setup, check_input, check_setup
+from batchinfer.report.earlier_runs import EarlierSteps, earlier_lengths, earlier_steps
+from batchinfer.report.folder import report_folder
+from batchinfer.request import Request
+from batchinfer.simulation.answer_lengths import AnswerLengths
+from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
+from batchinfer.simulation.step_time import MeasuredStep, StepTime, measured_step_time
+from batchinfer_kernels.cost import Peaks
+
+WINDOW = 512  # requests that are read at once, and stay together in a sample
+# Tokens that are simulated at most: 10 microseconds each. Of a larger job every so many windows are.
+MOST_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Prompts that are to run, by length."""
+
+    shortest: int
+    median: int
+    longest: int
+    buckets: tuple[tuple[int, int], ...]  # (tokens at most, a power of two; prompts), none of them empty
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that the run takes, at the least, and that it may take."""
+
+    weights: int
+    kv_cache: int
+    blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineForecast:
+    """What the engine will do. Seconds are None where this machine's peaks are not known."""
+
+    run: Simulated  # scaled from the rows that were simulated to all of them
+    simulated: float  # 0…1, the share of the rows that were simulated
+    answers_from: int  # earlier runs whose answers say how long these will be; 0: as long as they may be
+    times_from: (
+        int  # earlier runs whose steps say how long these will take; 0: the least that the machine allows
+    )
+    seconds: float | None
+    mfu: float | None
+    mbu: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobForecast:
+    """All that is known of a job before it runs."""
+
+    job: str
+    plan: Plan
+    error_codes: dict[str, int]
+    error_examples: dict[str, str]
+    setting: str  # what is computed in, and on which device
+    lengths: Lengths | None  # None: nothing is to run
+    memory: Memory | None
+    forecast: EngineForecast | None
+
+
+def forecast_job(
+    job: Job, reading: Callable[[IngestProgress], None], notice: Callable[[str], None]
+) -> JobForecast:
+    """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
+
+    `notice` gets what the input's check warns of. Raises what `run` raises before it loads the model.
+    """
+    state = state_of(job)
+    setup = check_setup(job, state, replace=True)
+    for warning in check_input(job, setup, state).warnings:
+        notice(warning)
+    if job.sampling.from_columns:
+        notice(f"rows set their own {job.sampling.row_parameters()}")
+    with tempfile.TemporaryDirectory(prefix="batchinfer-plan-") as scratch:
+        index = _index(job, setup, state, Path(scratch), reading)
+        stored = sorted(read_records(state.completions)[0]) if state.completions.is_dir() else []
+        plan = plan_job(index.index_dir, stored, Path(scratch) / "plan")
+        errors = summarise_errors(index.index_parts)
+        where = f"{setup.setting.arithmetic} on {setup.setting.hardware.name or setup.setting.device}"
+        facts = (job.name, plan, dict(errors.codes), dict(errors.examples), where)
+        if not plan.to_run:
+            return JobForecast(*facts, None, None, None)
+        engine, times_from = _engine(job, setup, plan)
+        kept = engine.layout.depth * engine.layout.block_size * max(size for _, size in engine.cost.caches)
+        memory = Memory(
+            setup.checkpoint.weight_bytes, engine.blocks * kept, engine.blocks, engine.layout.block_size
+        )
+        found = _forecast(plan, index, engine, times_from, setup, report_folder(job.results_root))
+        return JobForecast(*facts, _lengths(plan), memory, found)
+
+
+def _index(
+    job: Job, setup: Setup, state: StateFolder, scratch: Path, reading: Callable[[IngestProgress], None]
+) -> Index:
+    options = IngestOptions(
+        context=_context(setup, state),
+        max_model_len=setup.setting.max_model_len,
+        vocab_size=setup.checkpoint.spec.vocab,
+        now=datetime.now().astimezone(),
+    )
+    return ingest(job, setup.tokenizer, options, scratch, reading)
+
+
+def _context(setup: Setup, state: StateFolder) -> bytes:
+    """As of a run: keys are compared with those of stored answers. Without a store weights need not be hashed."""
+    if not state.completions.is_dir():
+        return b""
+    fingerprint = setup.checkpoint.fingerprint(read_strings(state.fingerprints))
+    checked = 0 if setup.columns is None else CHECK_VERSION
+    return setup.setting.context(setup.checkpoint, fingerprint, setup.tokenizer.fingerprint, checked)
+
+
+def _engine(job: Job, setup: Setup, plan: Plan) -> tuple[SimulatedEngine, int]:
+    """The engine that the job would get, and of how many earlier runs its steps' times are."""
+    setting = setup.setting
+    config = setting.engine_config(job, plan.longest)
+    cost = setting.model_cost(setup.checkpoint)
+    limits, block_size = scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
+    layout = cache_layout(
+        [CacheSpec(1, 1, window=window) for window in cost.windows], block_size, plan.longest
+    )
+    size = JobSize(plan.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
+    kept = layout.depth * block_size * max((size for _, size in cost.caches), default=1)
+    free = (setting.hardware.memory_bytes if config.device == "cuda" else available_memory()) or 1 << 62
+    free -= setup.checkpoint.weight_bytes
+    blocks = cache_blocks(kept, layout.sizes, size, config.kv_memory, free, config.device)
+    earlier = None
+    if config.peaks is not None:
+        earlier = earlier_steps(report_folder(job.results_root), _alike(setup))
+    time, runs = _step_time(config.peaks, earlier)
+    return (
+        SimulatedEngine(
+            cost, layout, blocks, limits, plan.longest, time, looks_ahead=config.device == "cuda"
+        ),
+        runs,
+    )
+
+
+def _alike(setup: Setup) -> dict[str, object]:
+    """What the run table says of this machine and arithmetic."""
+    setting = setup.setting
+    return {
+        "hardware": setting.hardware.name,
+        "cores": setting.hardware.cores,
+        "device": setting.device,
+        "dtype": setting.dtype,
+        "quantization": setting.quantization,
+        "deterministic": setting.deterministic,
+    }
+
+
+def _step_time(peaks: Peaks | None, earlier: EarlierSteps | None) -> tuple[StepTime, int]:
+    if peaks is None:  # counts are right all the same, and nobody is told of the seconds
+        return StepTime(Peaks(1.0, 1.0)), 0
+    if earlier is None:
+        return StepTime(peaks), 0
+    found = measured_step_time(peaks, _measured(earlier))
+    return (found, earlier.runs) if found is not None else (StepTime(peaks), 0)
+
+
+def _measured(earlier: EarlierSteps) -> Iterator[MeasuredStep]:
+    columns = earlier.columns
+    tokens = columns["prefill_tokens"] + columns["decode_tokens"]
+    known = np.isfinite(columns["roofline_s"].astype(float))
+    for at in np.flatnonzero(known):
+        model = float(columns["model_s"][at])
+        yield MeasuredStep(
+            bool(tokens[at] > 2 * columns["sampled_tokens"][at]),
+            int(columns["running"][at]),
+            float(columns["roofline_s"][at]),
+            model,
+            float(columns["duration_s"][at]) - model,
+        )
+
+
+def _forecast(
+    plan: Plan, index: Index, engine: SimulatedEngine, times_from: int, setup: Setup, report: Path
+) -> EngineForecast:
+    earlier = earlier_lengths(report)
+    lengths = (
+        AnswerLengths.unknown() if earlier is None else AnswerLengths.of(earlier.prompts, earlier.answers)
+    )
+    total = plan.prompt_tokens - plan.shared_prefix_tokens + plan.expected_tokens
+    every = max(1, -(-total // MOST_TOKENS))
+    requests, outputs = _sample(plan, index, every, lengths)
+    run = simulate(engine, requests, outputs)
+    share = 1.0 if every == 1 else len(requests) / plan.to_run
+    whole = _scaled(run, 1 / share)
+    peaks = setup.setting.peaks
+    if peaks is None or not run.seconds:
+        return EngineForecast(whole, share, _runs(earlier), 0, None, None, None)
+    mfu = whole.flops / whole.seconds / peaks.fastest
+    mbu = whole.bytes / whole.seconds / peaks.bytes_per_s
+    return EngineForecast(whole, share, _runs(earlier), times_from, whole.seconds, mfu, mbu)
+
+
+def _runs(earlier: object) -> int:
+    return int(getattr(earlier, "runs", 0))
+
+
+def _sample(
+    plan: Plan, index: Index, every: int, lengths: AnswerLengths
+) -> tuple[list[Request], dict[bytes, int]]:
+    """Every so many windows of the plan, and how long their answers will be."""
+    requests: list[Request] = []
+    for number, (_, read) in enumerate(planned_requests(plan, index.tokens, WINDOW)):
+        if number % every == 0:
+            requests += read
+    return requests, {request.key: lengths.of_request(request) for request in requests}
+
+
+def _scaled(run: Simulated, times: float) -> Simulated:
+    if times == 1:
+        return run
+    scaled = {name: getattr(run, name) * times for name in Simulated.__slots__}
+    whole = {
+        name: round(value) if isinstance(getattr(run, name), int) else value for name, value in scaled.items()
+    }
+    return replace(run, **whole)
+
+
+def _lengths(plan: Plan) -> Lengths:
+    counts: dict[int, int] = {}
+    every = []
+    for window in plan.windows(65_536):
+        tokens = window.table.column("token_count")
+        every.append(tokens.to_numpy())
+        for bits, number in zip(*np.unique(_bits(every[-1]), return_counts=True), strict=True):
+            counts[int(bits)] = counts.get(int(bits), 0) + int(number)
+    tokens = np.concatenate(every)
+    buckets = tuple((1 << bits, number) for bits, number in sorted(counts.items()))
+    return Lengths(int(tokens.min()), int(np.median(tokens)), int(tokens.max()), buckets)
+
+
+def _bits(tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The power of two that is no smaller."""
+    return np.ceil(np.log2(np.maximum(tokens, 1))).astype(np.int64)

@@ -1,0 +1,150 @@
+"""A forecast as people read it, and as an object for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from batchinfer.job_forecast import EngineForecast, JobForecast, Lengths
+from batchinfer.report.units import count, percent, seconds, short
+from batchinfer.sizes import size
+
+NAME = 10  # characters of a line's name
+MOST_CODES = 3
+
+
+def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str]:
+    """A heading, and a line for each of what is known. `price_per_hour`: of the machine, in any currency."""
+    named = _named(found, price_per_hour)
+    return [f"{found.job}: {found.setting}", *(f"  {name:<{NAME}}{text}" for name, text in named)]
+
+
+def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:
+    """Null is what is not known; a part that does not apply is null, too."""
+    plan, lengths, memory, forecast = found.plan, found.lengths, found.memory, found.forecast
+    return {
+        "job": found.job,
+        "setting": found.setting,
+        "rows": plan.rows,
+        "error_rows": plan.error_rows,
+        "error_codes": found.error_codes,
+        "duplicate_rows": plan.duplicates,
+        "stored": plan.present,
+        "to_run": plan.to_run,
+        "prompt_tokens": plan.prompt_tokens,
+        "shared_prefix_tokens": plan.shared_prefix_tokens,
+        "most_output_tokens": plan.expected_tokens,
+        "prompt_lengths": None
+        if lengths is None
+        else {
+            "shortest": lengths.shortest,
+            "median": lengths.median,
+            "longest": lengths.longest,
+            "buckets": [{"tokens_at_most": most, "prompts": number} for most, number in lengths.buckets],
+        },
+        "memory": None
+        if memory is None
+        else {"weight_bytes": memory.weights, "kv_cache_bytes": memory.kv_cache, "blocks": memory.blocks},
+        "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
+    }
+
+
+def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> dict[str, Any]:
+    run = forecast.run
+    return {
+        "engine_s": forecast.seconds,
+        "steps": run.steps,
+        "prefill_tokens": run.prefill_tokens,
+        "cached_tokens": run.cached_tokens,
+        "decode_tokens": run.decode_tokens,
+        "output_tokens": run.sampled_tokens,
+        "preemptions": run.preemptions,
+        "mfu": forecast.mfu,
+        "mbu": forecast.mbu,
+        "simulated_share": forecast.simulated,
+        "answers_from_runs": forecast.answers_from,
+        "times_from_runs": forecast.times_from,
+        "cost": _cost(forecast, price_per_hour),
+    }
+
+
+def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
+    plan = found.plan
+    yield "rows", f"{count(plan.rows)}: {_bad(found)}, {count(plan.duplicates)} duplicates"
+    yield "work", f"{count(plan.present)} answers stored already, {count(plan.to_run)} to run"
+    if found.lengths is None or found.memory is None or found.forecast is None:
+        return
+    shared = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
+    yield (
+        "prompts",
+        f"{short(plan.prompt_tokens)} tokens, {short(plan.shared_prefix_tokens)} of them ({shared}) a prefix that "
+        "another row has, too",
+    )
+    yield "lengths", _spread(found.lengths)
+    yield "answers", _answers(found.forecast, plan.expected_tokens)
+    memory = found.memory
+    yield (
+        "memory",
+        f"weights {size(memory.weights)}, KV cache {size(memory.kv_cache)} ({count(memory.blocks)} blocks of "
+        f"{memory.block_size} tokens)",
+    )
+    yield from _times(found.forecast, price_per_hour)
+
+
+def _bad(found: JobForecast) -> str:
+    if not found.plan.error_rows:
+        return "none of them bad"
+    codes = sorted(found.error_codes.items(), key=lambda one: -one[1])
+    told = ", ".join(f"{code} {number}" for code, number in codes[:MOST_CODES])
+    more = ", …" if len(codes) > MOST_CODES else ""
+    return f"{count(found.plan.error_rows)} bad ({told}{more})"
+
+
+def _spread(lengths: Lengths) -> str:
+    buckets = ", ".join(f"{count(number)} of at most {most}" for most, number in lengths.buckets)
+    return f"{lengths.shortest} to {lengths.longest} tokens, median {lengths.median}: {buckets}"
+
+
+def _answers(forecast: EngineForecast, most: int) -> str:
+    if forecast.answers_from:
+        runs = _plural(forecast.answers_from, "earlier run")
+        return f"{short(forecast.run.sampled_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"
+    return f"{short(most)} tokens at most, which is what is reckoned with: no earlier run tells how long they become"
+
+
+def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
+    run = forecast.run
+    steps = f"{count(run.steps)} steps"
+    if forecast.seconds is None:
+        yield (
+            "engine",
+            f"{steps}; how long they take is not known: `batchinfer doctor --measure` finds this machine's peaks",
+        )
+        return
+    which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
+    if forecast.times_from:
+        yield "engine", f"{seconds(forecast.seconds)}, {steps}, {which}; as fast as in {_runs(forecast)}"
+    else:
+        yield (
+            "engine",
+            f"{seconds(forecast.seconds)} at the least, {steps}: at this machine's limit, as no earlier run tells more",
+        )
+    if forecast.simulated < 1:
+        yield "", f"simulated for {percent(forecast.simulated)} of the rows"
+    cost = _cost(forecast, price_per_hour)
+    if cost is not None:
+        yield "cost", f"{cost:,.2f} at {price_per_hour:g} an hour, for the engine's time"
+
+
+def _runs(forecast: EngineForecast) -> str:
+    return _plural(forecast.times_from, "earlier run")
+
+
+def _cost(forecast: EngineForecast, price_per_hour: float | None) -> float | None:
+    if price_per_hour is None or forecast.seconds is None:
+        return None
+    return forecast.seconds / 3600 * price_per_hour
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"

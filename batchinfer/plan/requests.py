@@ -1,0 +1,64 @@
+"""The requests of a plan, in the order in which the engine gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from batchinfer.plan.plan import Plan, Window
+from batchinfer.plan.prefix_order import common_prefix, prefix_order, shared_with_next
+from batchinfer.request import Request, SamplingParams, TokenIds
+
+LONG_PARAMS = 16 << 10  # characters
+
+
+class Prompts(Protocol):
+    """Where the prompts' token ids lie."""
+
+    def read(self, offset: int, count: int) -> TokenIds: ...
+
+
+def planned_requests(plan: Plan, prompts: Prompts, rows: int) -> Iterator[tuple[Window, list[Request]]]:
+    """The plan's windows of so many rows, and their requests in the order in which they run, each of which knows what
+    it shares with the next one. A window is held back until the next one is read, for its last request.
+    """
+    held: tuple[Window, list[Request]] | None = None
+    for window in plan.windows(rows):
+        requests = _read(window, prompts)
+        if held is not None:
+            before = held[1]
+            before[-1] = replace(before[-1], shares_next=common_prefix(before[-1].prompt, requests[0].prompt))
+            yield held
+        held = window, requests
+    if held is not None:
+        yield held
+
+
+def _read(window: Window, prompts: Prompts) -> list[Request]:
+    offsets, counts = window.numbers("token_offset").tolist(), window.numbers("token_count").tolist()
+    expected, keys, params = window.numbers("expected_tokens").tolist(), window.keys, window.params
+    ids = [np.asarray(prompts.read(*place), np.int32) for place in zip(offsets, counts, strict=True)]
+    order = prefix_order(ids)
+    shared = [*shared_with_next(ids[row] for row in order), 0]
+    return [
+        Request(keys[row], ids[row], _params(params[row], expected[row]), common)
+        for row, common in zip(order, shared, strict=True)
+    ]
+
+
+def _params(text: str, expected: int) -> SamplingParams:
+    """`expected` is max_tokens within the model's context. Fewer of the long ones are remembered: a row's schema may
+    have a megabyte."""
+    return (_few if len(text) > LONG_PARAMS else _many)(text, expected)
+
+
+@lru_cache(maxsize=4096)
+def _many(text: str, expected: int) -> SamplingParams:
+    return replace(SamplingParams.from_json(text), max_tokens=expected)
+
+
+_few = lru_cache(maxsize=64)(_many.__wrapped__)

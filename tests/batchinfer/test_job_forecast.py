@@ -1,0 +1,247 @@
+"""`batchinfer plan`: what is known of a job before it runs, compared with what the run then did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer import job_forecast as rooms
+from batchinfer.job import load_job
+from batchinfer.job_forecast import JobForecast, forecast_job
+from batchinfer.job_forecast_text import forecast_json, forecast_lines
+from batchinfer.pipeline import RunOptions
+from batchinfer.report.columns import REQUESTS, RUN, STEPS
+from batchinfer.report.earlier_runs import earlier_lengths, earlier_steps
+from batchinfer.report.folder import table_path
+from batchinfer.report.hardware import Hardware
+from batchinfer.request import Request, SamplingParams
+from batchinfer.simulation.answer_lengths import AnswerLengths
+from tests.batchinfer.test_pipeline import people, run, write_job
+
+REAL = RunOptions()
+
+
+def planned(path: Path, notices: list[str] | None = None) -> JobForecast:
+    said = [] if notices is None else notices
+    return forecast_job(load_job(path, []), lambda at: None, said.append)
+
+
+def text(found: JobForecast, price: float | None = None) -> str:
+    return "\n".join(forecast_lines(found, price))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def known_peaks(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """A machine with peaks, whatever was measured here."""
+    from batchinfer import resolve
+
+    found = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e10, "bfloat16": 1e10}, 1e10, "measured")
+    monkeypatch.setattr(resolve, "detect", lambda device: found)
+    return found
+
+
+def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+    rows: list[Any] = people(40)
+    rows[7], rows[9], rows[30] = "{not json", {"id": "p9", "text": None}, rows[5] | {"id": "p30"}
+    path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5})
+    found = planned(path)
+    assert (found.plan.rows, found.plan.error_rows, found.plan.duplicates) == (40, 2, 1)
+    assert (found.plan.present, found.plan.to_run) == (0, 37)
+    assert found.error_codes == {"bad_json": 1, "null_in_template": 1}
+    assert found.lengths is not None
+    assert sum(number for _, number in found.lengths.buckets) == 37
+    assert found.lengths.shortest <= found.lengths.median <= found.lengths.longest
+    assert found.forecast is not None
+    assert found.forecast.seconds is not None
+    assert (found.forecast.answers_from, found.forecast.times_from) == (0, 0)
+    said = text(found)
+    for words in (
+        "40: 2 bad (",
+        "bad_json 1",
+        "1 duplicates",
+        "0 answers stored already, 37 to run",
+        "at the least",
+    ):
+        assert words in said
+    assert not (tmp_path / "out").exists(), "nothing was run or written"
+
+
+def test_steps_and_tokens_are_those_that_the_run_then_takes(
+    tmp_path: Path, model: Path, known_peaks: Hardware
+) -> None:
+    """Where the lengths of answers are known beforehand. The tiny real model, the real engine."""
+    path = write_job(
+        tmp_path,
+        model,
+        people(60),
+        sampling={"max_tokens": 7, "ignore_eos": True},
+        engine={"max_num_seqs": 8, "max_num_batched_tokens": 96},
+    )
+    before = planned(path)
+    assert before.forecast is not None
+    row = run(path, REAL).row
+    forecast = before.forecast.run
+    facts = {
+        "steps": forecast.steps,
+        "prompt_tokens_run": forecast.prefill_tokens,
+        "decode_tokens_run": forecast.decode_tokens,
+        "prefix_saved_tokens": forecast.cached_tokens,
+        "sampled_tokens": forecast.sampled_tokens,
+        "preemptions": forecast.preemptions,
+        "flops": forecast.flops,
+        "bytes_moved": forecast.bytes,
+    }
+    assert {name: row[name] for name in facts} == facts
+    again = planned(path)
+    assert (again.plan.present, again.plan.to_run) == (60, 0)
+    assert again.forecast is None
+    assert "60 answers stored already, 0 to run" in text(again)
+
+
+def test_nothing_of_a_job_is_changed(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(20))
+    run(path)
+    write_job(tmp_path, model, people(25))
+    before = files(tmp_path)
+    found = planned(path)
+    assert (found.plan.present, found.plan.to_run) == (20, 5)
+    assert files(tmp_path) == before
+
+
+def test_answers_are_as_long_as_those_of_earlier_runs(
+    tmp_path: Path, model: Path, known_peaks: Hardware
+) -> None:
+    path = write_job(tmp_path, model, people(30), sampling={"max_tokens": 50})
+    run(path)  # of the fake engine
+    write_job(tmp_path, model, people(60), sampling={"max_tokens": 50})
+    found = planned(path)
+    assert found.forecast is not None
+    assert found.forecast.answers_from == 1
+    report = next((tmp_path / "out").glob("res-report"))
+    lengths = pq.read_table(next(report.glob("requests-*.parquet"))).column("completion_tokens").to_numpy()
+    mean = found.forecast.run.sampled_tokens / found.plan.to_run
+    assert lengths.min() <= mean <= lengths.max()
+    assert "if they are as long as in 1 earlier run" in text(found)
+
+
+def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+    found = planned(write_job(tmp_path, model, people(5)))
+    assert found.forecast is not None
+    assert found.forecast.seconds is not None
+    told = forecast_json(found, 7200.0)
+    assert json.loads(json.dumps(told)) == told
+    assert told["forecast"]["cost"] == pytest.approx(found.forecast.seconds * 2)
+    assert "at 7200 an hour" in text(found, 7200.0)
+    assert forecast_json(found, None)["forecast"]["cost"] is None
+    assert "cost" not in text(found)
+
+
+def test_without_peaks_no_time_is_made_up(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer import resolve
+
+    monkeypatch.setattr(resolve, "detect", lambda device: Hardware("a machine", "cpu", 2, 8 << 30))
+    found = planned(write_job(tmp_path, model, people(5)))
+    assert found.forecast is not None
+    assert (found.forecast.seconds, found.forecast.mfu, found.forecast.mbu) == (None, None, None)
+    assert found.forecast.run.steps > 0
+    assert "doctor --measure" in text(found)
+
+
+def test_of_a_large_job_a_part_is_simulated(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_job(tmp_path, model, people(400), sampling={"max_tokens": 6, "ignore_eos": True})
+    whole = planned(path).forecast
+    assert whole is not None
+    monkeypatch.setattr(rooms, "WINDOW", 20)
+    monkeypatch.setattr(rooms, "MOST_TOKENS", 2000)
+    found = planned(path)
+    part = found.forecast
+    assert part is not None
+    assert 0 < part.simulated < 0.6
+    assert "simulated for" in text(found)
+    assert part.run.sampled_tokens == whole.run.sampled_tokens == 2400
+    assert part.run.flops == pytest.approx(whole.run.flops, rel=0.1)
+
+
+def test_rows_that_set_their_own_parameters_are_named(tmp_path: Path, model: Path) -> None:
+    rows = [{**row, "most": 3} for row in people(4)]
+    sampling = {"max_tokens": 8, "from_columns": {"max_tokens": "most"}}
+    notices: list[str] = []
+    found = planned(write_job(tmp_path, model, rows, sampling=sampling), notices)
+    assert "rows set their own max_tokens (column most)" in notices
+    assert found.plan.expected_tokens == 12
+
+
+def request(key: int, prompt: int, **params: Any) -> Request:
+    return Request(key.to_bytes(32, "little"), np.zeros(prompt, np.int32), SamplingParams(**params))
+
+
+def test_lengths_are_drawn_from_prompts_of_about_the_same_length() -> None:
+    prompts = np.array([10, 11, 12, 100, 101, 102])
+    answers = np.array([1, 2, 3, 50, 60, 70])
+    known = AnswerLengths.of(prompts, answers)
+    short = {known.of_request(request(key, 9, max_tokens=100)) for key in range(30)}
+    long = {known.of_request(request(key, 3000, max_tokens=100)) for key in range(30)}
+    assert (short, long) == ({1, 2, 3}, {50, 60, 70})
+    assert known.of_request(request(1, 100, max_tokens=20)) == 20
+    assert known.of_request(request(1, 9, max_tokens=20, ignore_eos=True)) == 20
+    assert AnswerLengths.unknown().of_request(request(1, 9, max_tokens=20)) == 20
+
+
+def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path) -> None:
+    alike: dict[str, Any] = {
+        "hardware": "a",
+        "cores": 2,
+        "device": "cpu",
+        "dtype": "float32",
+        "quantization": "none",
+        "deterministic": False,
+    }
+    steps = {
+        name: pa.array([1.0, 2.0])
+        for name in (
+            "prefill_tokens",
+            "decode_tokens",
+            "sampled_tokens",
+            "running",
+            "roofline_s",
+            "model_s",
+            "duration_s",
+        )
+    }
+    machines = [alike, {**alike, "hardware": "b"}, {**alike, "dtype": "bfloat16"}, alike]
+    for night, machine in enumerate(machines):
+        run_id = f"202611{night + 10}T000000Z-0000000"
+        pq.write_table(pa.table({k: [v] for k, v in machine.items()}), table_path(tmp_path, RUN, run_id))
+        pq.write_table(pa.table(steps), table_path(tmp_path, STEPS, run_id))
+    found = earlier_steps(tmp_path, alike)
+    assert found is not None
+    assert (found.runs, len(found.columns["running"])) == (2, 4)
+    assert earlier_steps(tmp_path, {**alike, "cores": 4}) is None
+
+
+def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> None:
+    assert earlier_lengths(tmp_path) is None
+    table_path(tmp_path, REQUESTS, "20261110T000000Z-0000000").write_bytes(b"no Parquet")
+    pq.write_table(
+        pa.table({"prompt_tokens": [5]}), table_path(tmp_path, REQUESTS, "20261111T000000Z-0000000")
+    )
+    assert earlier_lengths(tmp_path) is None
+    whole = pa.table({"prompt_tokens": [5], "completion_tokens": [9]})
+    pq.write_table(whole, table_path(tmp_path, REQUESTS, "20261109T000000Z-0000000"))
+    found = earlier_lengths(tmp_path)
+    assert found is not None
+    assert (found.runs, found.answers.tolist()) == (1, [9])
