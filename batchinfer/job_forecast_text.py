@@ -70,8 +70,8 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
 
 def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     plan = found.plan
-    yield "rows", f"{count(plan.rows)}: {_bad(found)}, {count(plan.duplicates)} duplicates"
-    yield "work", f"{count(plan.present)} answers stored already, {count(plan.to_run)} to run"
+    yield "rows", f"{count(plan.rows)}: {_bad(found)}, {_plural(plan.duplicates, 'duplicate')}"
+    yield "work", f"{_plural(plan.present, 'answer')} stored already, {count(plan.to_run)} to run"
     if found.lengths is None or found.memory is None or found.forecast is None:
         return
     shared = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
@@ -147,4 +147,4 @@ def _cost(forecast: EngineForecast, price_per_hour: float | None) -> float | Non
 
 
 def _plural(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
+    return f"{count(number)} {word}{'s' * (number != 1)}"

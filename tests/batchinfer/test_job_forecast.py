@@ -68,7 +68,7 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
     for words in (
         "40: 2 bad (",
         "bad_json 1",
-        "1 duplicates",
+        "1 duplicate",
         "0 answers stored already, 37 to run",
         "at the least",
     ):
