@@ -13,10 +13,12 @@ from batchinfer.data.storage.durable import replace_bytes
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.errors import StorageError
 from batchinfer.memory import peak_memory, resident_memory
+from batchinfer.report.exit_status import is_published
 from batchinfer.report.progress import ProgressState
 
 PROGRESS_FORMAT = 1
 STARTING = "starting"
+_NO_PHASE = dict.fromkeys(("phase", "tokens", "tokens_total", "share", "per_s", "left_s"))
 
 
 class ProgressFile:
@@ -38,8 +40,10 @@ class ProgressFile:
         self._write(**asdict(state))
 
     def ended(self, exit_code: int | None, exit_status: str | None) -> None:
-        """How the run ended. What was known last stays."""
-        self._write(exit_code=exit_code, exit_status=exit_status)
+        """How the run ended. What was known last stays, unless the run is whole: then no phase is under way."""
+        whole = exit_status is not None and is_published(exit_status)
+        facts = {**_NO_PHASE, "rows": self._known.get("rows_total")} if whole else {}
+        self._write(exit_code=exit_code, exit_status=exit_status, **facts)
 
     def _write(self, **facts: Any) -> None:
         memory = resident_memory() or peak_memory()

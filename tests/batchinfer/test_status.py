@@ -58,7 +58,9 @@ def test_a_run_is_seen_while_it_works_and_after_a_signal(place: Place, run: Comm
     assert (ended["exit_code"], ended["run_id"], ended["output"]) == (130, told["run_id"], str(place.results))
     assert "the same command continues" in ended["message"]
     assert finish(place, "run", "job.yaml", "-q").code == 0
-    assert status_of(place.results).state == "finished"
+    ended = status_of(place.results)
+    assert (ended.state, ended.rows, ended.phase, ended.share) == ("finished", ended.rows_total, None, None)
+    assert "phase" not in run("status", job).out
     assert (last_run(place)["exit_code"], last_run(place)["message"]) == (0, None)
 
 
