@@ -1,3 +1,23 @@
 """Offline batch inference: a table of prompts in, a Parquet table of answers out."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+__all__ = ["RunResult", "__version__", "run"]
+
+if TYPE_CHECKING:
+    from batchinfer.library import run
+    from batchinfer.run_result import RunResult
+
+
+def __getattr__(name: str) -> Any:
+    """`run` and `RunResult`, imported when they are first used: importing the package alone stays cheap."""
+    if name == "run":
+        from batchinfer.library import run
+
+        return run
+    if name == "RunResult":
+        from batchinfer.run_result import RunResult
+
+        return RunResult
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -99,11 +99,12 @@ ONLY = {
     "ray": ("batchinfer.launch",),
     "typer": ("batchinfer.cli",),
     "batchinfer.cli": ("batchinfer.__main__", "batchinfer.cli"),
-    "batchinfer.pipeline": ("batchinfer.cli", "batchinfer.bench"),
+    "batchinfer.pipeline": ("batchinfer.cli", "batchinfer.bench", "batchinfer.library"),
     "batchinfer.bench": ("batchinfer.cli", "batchinfer.verbs", "batchinfer.bench"),
     "batchinfer.launch": (
         "batchinfer.cli",
         "batchinfer.pipeline",
+        "batchinfer.library",
         "batchinfer.collect",
         "batchinfer.bench",
         "batchinfer.launch",
@@ -116,6 +117,7 @@ MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
 CHILDREN = ("batchinfer.data.prompts.render_worker", "batchinfer.launch.worker", "batchinfer.spawning")
 # models/checkpoint.py inspects a checkpoint before anything loads, in the parent
 TORCH_FREE = (
+    "batchinfer.library",
     "batchinfer.models.checkpoint",
     "batchinfer.models.model_cost",
     "batchinfer.models.opening",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,26 +11,19 @@ from typing import Annotated
 import typer
 
 from batchinfer import pipeline, verbs
-from batchinfer.cli.options import Date, JobPath, Json, Overrides, Quiet, load, located
+from batchinfer.cli.options import Date, JobPath, Json, Overrides, Quiet, load
 from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
 from batchinfer.errors import StorageError
 from batchinfer.hub import ModelName
-from batchinfer.job import Job
 from batchinfer.job_forecast import forecast_job
 from batchinfer.job_forecast_text import forecast_json, forecast_lines
-from batchinfer.launch.interrupts import Interrupts
+from batchinfer.library import located, run_loaded
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import process_age_s
 from batchinfer.report.summary import NAME_END, summary
+from batchinfer.run_result import RunResult
 from batchinfer.starter import write_starter
 from batchinfer.text import printable
-
-
-@contextlib.contextmanager
-def _watched(job: Job, quiet: bool) -> Iterator[tuple[Progress, Interrupts]]:
-    progress = Progress(sys.stderr, job=job.name, quiet=quiet)
-    with Interrupts().installed() as interrupts, progress:
-        yield progress, interrupts
 
 
 def run(
@@ -74,25 +65,24 @@ def run(
     options = pipeline.RunOptions(
         limit, replace, retry_errors, verify, to_openai, openai_timestamps, already_s=process_age_s()
     )
-    with located(job), _watched(job, quiet or as_json) as (progress, interrupts):
-        notice = _silent if quiet else progress.note
-        outcome = pipeline.run_job(job, options, progress, interrupts, notice)
-    _show(outcome, quiet, as_json)
-    return outcome.exit_code
+    progress = Progress(sys.stderr, job=job.name, quiet=quiet or as_json)
+    result = run_loaded(job, options, progress, _silent if quiet else progress.note)
+    _show(result, quiet, as_json)
+    return result.exit_code
 
 
 def _silent(_: str) -> None:
     """For --quiet."""
 
 
-def _show(outcome: pipeline.Outcome, quiet: bool, as_json: bool) -> None:
+def _show(result: RunResult, quiet: bool, as_json: bool) -> None:
     """Raises StorageError when stdout cannot be written; a reader that has gone is no error."""
-    row = outcome.row
+    row = result.row
     try:
         if as_json:
-            shown = say_json({**row, "message": outcome.error})
+            shown = say_json({**row, "message": result.message})
         else:
-            shown = quiet or say(_painted(summary(row, outcome.report), not row["exit_code"]))
+            shown = quiet or say(_painted(summary(row, result.report), not row["exit_code"]))
     except OSError as error:
         raise StorageError(
             f"{row['output']}: {row['exit_status']}; stdout cannot be written: {error}"
@@ -101,8 +91,8 @@ def _show(outcome: pipeline.Outcome, quiet: bool, as_json: bool) -> None:
         tell(
             f"{row['job']}: {printable(str(row['exit_status']))}; nobody reads stdout any more, so there is no summary"
         )
-    if outcome.error is not None:
-        tell_error(outcome.error)
+    if result.message is not None:
+        tell_error(result.message)
 
 
 def _painted(text: str, good: bool) -> str:

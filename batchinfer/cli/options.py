@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from batchinfer.errors import JobFileError, UsageError
+from batchinfer.errors import UsageError
 from batchinfer.job import Job, load_job
 
 JobPath = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
@@ -47,12 +45,3 @@ def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
             raise UsageError(f"--set {text}: wanted KEY=VALUE, e.g. --set engine.max_num_seqs=64")
         pairs.append((key.strip(), value))
     return load_job(path, pairs, date)
-
-
-@contextlib.contextmanager
-def located(job: Job) -> Iterator[None]:
-    """What turns out to be wrong with the job file only later is told with its line, too."""
-    try:
-        yield
-    except JobFileError as error:
-        raise job.located(error) from error

@@ -12,9 +12,10 @@ import typer
 from batchinfer import verbs
 from batchinfer.answer import FORMATS
 from batchinfer.clean import clean_job, clean_result
-from batchinfer.cli.options import Date, Json, Overrides, load, located
+from batchinfer.cli.options import Date, Json, Overrides, load
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.errors import StorageError, UsageError
+from batchinfer.library import located
 from batchinfer.query import Query
 from batchinfer.text import printable
 

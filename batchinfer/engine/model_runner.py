@@ -45,7 +45,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class RunnerOutput:
     """The result of a step that was run at once."""
 
     next_tokens: list[list[int]]
@@ -95,14 +95,14 @@ class ModelRunner:
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
         sampling = [c.sequence for c in chunks if c.samples]
         if not sampling:
-            return RunResult([], plans[0].padded_tokens)
+            return RunnerOutput([], plans[0].padded_tokens)
         sampled = self.sampled(hidden[batch.sampled_rows], sampling)
         if sampled.masked is not None:
             sampled.masked.note(sampled.masked.barred.numpy(force=True))
         tokens, found = [[token] for token in sampled.tokens.tolist()], sampled.logprobs
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
         logprobs = by_sequence(found.sequences, *arrays) if found else {}
-        return RunResult(tokens, plans[0].padded_tokens, logprobs)
+        return RunnerOutput(tokens, plans[0].padded_tokens, logprobs)
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
         """A plan for each cache group."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.engine.cache_layout import CacheLayout
-from batchinfer.engine.model_runner import ModelRunner, RunResult
+from batchinfer.engine.model_runner import ModelRunner, RunnerOutput
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import NO_TOKEN
@@ -57,7 +57,7 @@ class Speculating:
     def needs_tokens(self, sequence: Sequence) -> bool:
         return self.barriers(sequence.request)
 
-    def launch(self, chunks: list[Chunk]) -> RunResult:
+    def launch(self, chunks: list[Chunk]) -> RunnerOutput:
         contents = [self._content(c.sequence) for c in chunks]
         for chunk, content in zip(chunks, contents, strict=True):
             for group in range(len(self.windows)):
@@ -76,7 +76,7 @@ class Speculating:
             for sequence, given in zip(sampling, tokens, strict=True)
             if sequence.request.params.logprobs is not None
         }
-        return RunResult(tokens, 0, asked)
+        return RunnerOutput(tokens, 0, asked)
 
     def _logprobs(self, sequence: Sequence, given: int) -> TokenLogprobs:
         """Of the last tokens given, made of all tokens up to each."""

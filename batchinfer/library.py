@@ -1,0 +1,121 @@
+"""`batchinfer.run` for notebooks and schedulers. The command line runs jobs by the same function."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TextIO
+
+from batchinfer import pipeline
+from batchinfer.errors import JobFileError
+from batchinfer.job import Job, load_job
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.report.progress import Progress
+from batchinfer.run_result import RunResult
+
+SettingValue = str | int | float | bool | None | list[str] | Path
+_OFFLINE = "HF_HUB_OFFLINE"
+
+
+def run(
+    job_file: str | os.PathLike[str],
+    overrides: Mapping[str, SettingValue] | None = None,
+    *,
+    date: str | None = None,
+    limit: int | None = None,
+    replace: bool = False,
+    retry_errors: bool = False,
+    verify: bool = False,
+    to_openai: str | os.PathLike[str] | None = None,
+    openai_timestamps: bool = False,
+    progress: TextIO | None = None,
+) -> RunResult:
+    """Run a job, or continue it, as `batchinfer run` does; what the options mean stands in docs/cli.md.
+
+    `overrides` are keys of the job file with their values, e.g. {"engine.max_num_seqs": 64}. Nothing is printed, unless
+    `progress` names a stream for it, e.g. sys.stderr. Raises the errors of `batchinfer.errors`, which have the
+    `exit_code` of the command; a run that published more error rows than the job allows returns with exit code 65.
+    """
+    pairs = [(key, _yaml(value)) for key, value in (overrides or {}).items()]
+    options = pipeline.RunOptions(
+        limit,
+        replace,
+        retry_errors,
+        verify,
+        None if to_openai is None else Path(to_openai),
+        openai_timestamps,
+    )
+    job = load_job(job_file, pairs, date)
+    shown = Progress(progress, job=job.name, quiet=progress is None)
+    return run_loaded(job, options, shown, _silent if progress is None else shown.note)
+
+
+def run_loaded(
+    job: Job, options: pipeline.RunOptions, progress: Progress, notice: Callable[[str], None]
+) -> RunResult:
+    """Run a job that is loaded. Signals end it in an orderly way where this is the main thread."""
+    with located(job), _interrupts() as interrupts, _offline(), progress:
+        outcome = pipeline.run_job(job, options, progress, interrupts, notice)
+    row = MappingProxyType(outcome.row)
+    return RunResult(
+        results=Path(row["output"]),
+        exit_code=outcome.exit_code,
+        status=row["exit_status"],
+        message=outcome.error,
+        report=outcome.report,
+        rows=row["rows"],
+        rows_ok=row["rows_ok"],
+        rows_error=row["rows_error"],
+        error_codes=MappingProxyType(dict(row["error_codes"] or {})),
+        computed=row["computed_requests"],
+        reused=row["reused_requests"],
+        row=row,
+    )
+
+
+@contextlib.contextmanager
+def located(job: Job) -> Iterator[None]:
+    """What turns out to be wrong with the job file only later is told with its line, too."""
+    try:
+        yield
+    except JobFileError as error:
+        raise job.located(error) from error
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Interrupts]:
+    """Only the main thread may handle signals; in any other they stay the program's business."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    with interrupts.installed():
+        yield interrupts
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """No library may download anything, here or in the processes that a run starts; afterwards it is as before."""
+    before = os.environ.get(_OFFLINE)
+    os.environ[_OFFLINE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_OFFLINE]
+        else:
+            os.environ[_OFFLINE] = before
+
+
+def _yaml(value: SettingValue) -> str:
+    """A value as the YAML that `--set` takes: JSON is YAML, and a text in quotes stays a text."""
+    return json.dumps(str(value) if isinstance(value, Path) else value)
+
+
+def _silent(_: str) -> None:
+    """For who asks for no progress."""
