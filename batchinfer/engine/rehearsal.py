@@ -72,8 +72,8 @@ class _EveryToken:
     def masks(self, sequence: Sequence) -> bool:
         return True
 
-    def allows(self, sequence: Sequence, token: int) -> bool:
-        return True
+    def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
+        return [True] * len(sequences)
 
     def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
         """All bits are set before."""

@@ -26,8 +26,8 @@ class TokenMask(Protocol):
     def masks(self, sequence: Sequence) -> bool:
         """Whether this row is masked. If so, each of its steps waits for the token before."""
 
-    def allows(self, sequence: Sequence, token: int) -> bool:
-        """Whether this token may come next. False also where only `fill` can say. Waits for nothing."""
+    def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
+        """Of each sequence, which is masked, whether this token may come next. False also where only `fill` can say."""
 
     def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
         """Clear the bits of the tokens that may not come next; all are set before.
@@ -67,11 +67,11 @@ class Sampler:
 
     def refused(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
         """The rows whose token is not known to be allowed."""
-        return [
-            row
-            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
-            if self.masks(sequence) and token != NO_TOKEN and not self._allows(sequence, token)
-        ]
+        asked = [i for i, s in enumerate(sequences) if self.masks(s) and tokens[i] != NO_TOKEN]
+        if self.mask is None or not asked:
+            return []
+        allowed = self.mask.allowed([sequences[i] for i in asked], [tokens[i] for i in asked])
+        return [row for row, may in zip(asked, allowed, strict=True) if not may]
 
     def sample(
         self, ops: Ops, logits: Tensor, sequences: list[Sequence], pending: Pending | None = None
@@ -104,12 +104,9 @@ class Sampler:
             refused = [unsure[row] for row in self.refused([sequences[i] for i in unsure], found)]
             self._correct(ops, logits, refused, sequences, (tokens, barred))
         if len(which) < len(sequences):
-            barred = barred[which]
+            (index,) = upload([np.array(which, np.int64)], logits.device)
+            barred = barred.index_select(0, index)
         return Sampled(tokens, masked=Masked([sequences[i] for i in which], barred))
-
-    def _allows(self, sequence: Sequence, token: int) -> bool:
-        assert self.mask is not None
-        return self.mask.allows(sequence, token)
 
     def _correct(
         self,

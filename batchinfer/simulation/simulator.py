@@ -15,7 +15,9 @@ from batchinfer.simulation.counting_runner import END, CountingRunner
 from batchinfer.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost
 
-QUEUED = 3  # times max_num_seqs, as when a plan is run: see batchinfer.launch.feed
+# Requests that wait for the engine at a time: as many, or so many times max_num_seqs, as when a plan is run (see
+# batchinfer.launch.feed). What is shared with a request that is not there yet may be gone when it comes.
+WINDOW, QUEUED = 512, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def simulated_steps(
     engine = _engine(machine, runner)
     waiting, more = iter(requests), True
     while more or engine.unfinished:
-        room = QUEUED * machine.scheduler.max_num_seqs - engine.unfinished
+        room = max(WINDOW, QUEUED * machine.scheduler.max_num_seqs) - engine.unfinished
         fed = list(islice(waiting, max(0, room)))
         more = more and (room <= 0 or len(fed) == room)
         engine.add([_counted(request) for request in fed])

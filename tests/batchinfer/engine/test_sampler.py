@@ -165,10 +165,10 @@ def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
             filled.append(list(sequences))
             super().fill(sequences, bits)
 
-        def allows(self, sequence: Sequence, token: int) -> bool:
-            assert sequence is not rows[6]
-            assert sequence is not rows[8], "it has no mask"
-            return token % 5 == 0
+        def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
+            assert rows[6] not in sequences
+            assert rows[8] not in sequences, "it has no mask"
+            return [token % 5 == 0 for token in tokens]
 
     always = Sampler(frozenset(), Recording()).sample(TorchOps(), logits.clone(), rows)
     assert filled == [rows[:8]]
