@@ -9,18 +9,16 @@ from datetime import datetime
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestOptions, IngestProgress, ingest
-from batchinfer.data.results.answer_check import CHECK_VERSION
 from batchinfer.data.results.completion_store import read_records
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.engine.budget import scheduler_config
-from batchinfer.engine.cache_layout import cache_layout
-from batchinfer.engine.config import DEFAULT_BLOCK_SIZE
+from batchinfer.engine.cache_layout import CacheLayout, cache_layout
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, WINDOW
 from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.job import Job
 from batchinfer.memory import available_memory
@@ -35,9 +33,8 @@ from batchinfer.request import Request
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
 from batchinfer.simulation.step_time import MeasuredStep, StepTime, measured_step_time
-from batchinfer_kernels.cost import Peaks
+from batchinfer_kernels.cost import ModelCost, Peaks
 
-WINDOW = 512  # requests that are read at once, and stay together in a sample
 # Tokens that are simulated at most: 10 microseconds each. Of a larger job every so many windows are.
 MOST_TOKENS = 1_000_000
 
@@ -84,7 +81,6 @@ class JobForecast:
     job: str
     plan: Plan
     error_codes: dict[str, int]
-    error_examples: dict[str, str]
     setting: str  # what is computed in, and on which device
     lengths: Lengths | None  # None: nothing is to run
     memory: Memory | None
@@ -110,14 +106,13 @@ def forecast_job(
         plan = plan_job(index.index_dir, stored, Path(scratch) / "plan")
         errors = summarise_errors(index.index_parts)
         where = f"{setup.setting.arithmetic} on {setup.setting.hardware.name or setup.setting.device}"
-        facts = (job.name, plan, dict(errors.codes), dict(errors.examples), where)
+        facts = (job.name, plan, dict(errors.codes), where)
         if not plan.to_run:
             return JobForecast(*facts, None, None, None)
         engine, times_from = _engine(job, setup, plan)
-        kept = engine.layout.depth * engine.layout.block_size * max(size for _, size in engine.cost.caches)
-        memory = Memory(
-            setup.checkpoint.weight_bytes, engine.blocks * kept, engine.blocks, engine.layout.block_size
-        )
+        blocks, size = engine.blocks, engine.layout.block_size
+        kv_cache = blocks * _block_bytes(engine.layout, engine.cost)
+        memory = Memory(setup.checkpoint.weight_bytes, kv_cache, blocks, size)
         found = _forecast(plan, index, engine, times_from, setup, report_folder(job.results_root))
         return JobForecast(*facts, _lengths(plan), memory, found)
 
@@ -136,11 +131,7 @@ def _index(
 
 def _context(setup: Setup, state: StateFolder) -> bytes:
     """As of a run: keys are compared with those of stored answers. Without a store weights need not be hashed."""
-    if not state.completions.is_dir():
-        return b""
-    fingerprint = setup.checkpoint.fingerprint(read_strings(state.fingerprints))
-    checked = 0 if setup.columns is None else CHECK_VERSION
-    return setup.setting.context(setup.checkpoint, fingerprint, setup.tokenizer.fingerprint, checked)
+    return setup.context(read_strings(state.fingerprints)) if state.completions.is_dir() else b""
 
 
 def _engine(job: Job, setup: Setup, plan: Plan) -> tuple[SimulatedEngine, int]:
@@ -153,10 +144,11 @@ def _engine(job: Job, setup: Setup, plan: Plan) -> tuple[SimulatedEngine, int]:
         [CacheSpec(1, 1, window=window) for window in cost.windows], block_size, plan.longest
     )
     size = JobSize(plan.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
-    kept = layout.depth * block_size * max((size for _, size in cost.caches), default=1)
     free = (setting.hardware.memory_bytes if config.device == "cuda" else available_memory()) or 1 << 62
     free -= setup.checkpoint.weight_bytes
-    blocks = cache_blocks(kept, layout.sizes, size, config.kv_memory, free, config.device)
+    blocks = cache_blocks(
+        _block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, config.device
+    )
     earlier = None
     if config.peaks is not None:
         earlier = earlier_steps(report_folder(job.results_root), _alike(setup))
@@ -167,6 +159,11 @@ def _engine(job: Job, setup: Setup, plan: Plan) -> tuple[SimulatedEngine, int]:
         ),
         runs,
     )
+
+
+def _block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
+    """Bytes of a block, by what the layers' costs say of their caches."""
+    return layout.depth * layout.block_size * max(size for _, size in cost.caches)
 
 
 def _alike(setup: Setup) -> dict[str, object]:
@@ -210,9 +207,9 @@ def _forecast(
     plan: Plan, index: Index, engine: SimulatedEngine, times_from: int, setup: Setup, report: Path
 ) -> EngineForecast:
     earlier = earlier_lengths(report)
-    lengths = (
-        AnswerLengths.unknown() if earlier is None else AnswerLengths.of(earlier.prompts, earlier.answers)
-    )
+    lengths, answers_from = AnswerLengths.unknown(), 0
+    if earlier is not None:
+        lengths, answers_from = AnswerLengths.of(earlier.prompts, earlier.answers), earlier.runs
     total = plan.prompt_tokens - plan.shared_prefix_tokens + plan.expected_tokens
     every = max(1, -(-total // MOST_TOKENS))
     requests, outputs = _sample(plan, index, every, lengths)
@@ -221,14 +218,10 @@ def _forecast(
     whole = _scaled(run, 1 / share)
     peaks = setup.setting.peaks
     if peaks is None or not run.seconds:
-        return EngineForecast(whole, share, _runs(earlier), 0, None, None, None)
+        return EngineForecast(whole, share, answers_from, 0, None, None, None)
     mfu = whole.flops / whole.seconds / peaks.fastest
     mbu = whole.bytes / whole.seconds / peaks.bytes_per_s
-    return EngineForecast(whole, share, _runs(earlier), times_from, whole.seconds, mfu, mbu)
-
-
-def _runs(earlier: object) -> int:
-    return int(getattr(earlier, "runs", 0))
+    return EngineForecast(whole, share, answers_from, times_from, whole.seconds, mfu, mbu)
 
 
 def _sample(
@@ -253,18 +246,7 @@ def _scaled(run: Simulated, times: float) -> Simulated:
 
 
 def _lengths(plan: Plan) -> Lengths:
-    counts: dict[int, int] = {}
-    every = []
-    for window in plan.windows(65_536):
-        tokens = window.table.column("token_count")
-        every.append(tokens.to_numpy())
-        for bits, number in zip(*np.unique(_bits(every[-1]), return_counts=True), strict=True):
-            counts[int(bits)] = counts.get(int(bits), 0) + int(number)
-    tokens = np.concatenate(every)
-    buckets = tuple((1 << bits, number) for bits, number in sorted(counts.items()))
+    tokens = np.concatenate([window.numbers("token_count") for window in plan.windows(65_536)])
+    bits, numbers = np.unique(np.ceil(np.log2(np.maximum(tokens, 1))).astype(int), return_counts=True)
+    buckets = tuple((1 << one, number) for one, number in zip(bits.tolist(), numbers.tolist(), strict=True))
     return Lengths(int(tokens.min()), int(np.median(tokens)), int(tokens.max()), buckets)
-
-
-def _bits(tokens: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The power of two that is no smaller."""
-    return np.ceil(np.log2(np.maximum(tokens, 1))).astype(np.int64)

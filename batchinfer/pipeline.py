@@ -19,7 +19,7 @@ from batchinfer.data.index.row_names import name_rows
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.data.results.answer_check import CHECK_VERSION, AnswerCheck
+from batchinfer.data.results.answer_check import AnswerCheck
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.error_summary import summarise_all_errors, summarise_errors
 from batchinfer.data.results.join import ErrorCounts, count_errors, used_rows
@@ -258,13 +258,12 @@ class _Run:
     def _context(self) -> bytes:
         """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
         digests = read_strings(self.state.fingerprints)
-        known = dict(digests)
-        fingerprint = self.checkpoint.fingerprint(digests)
-        if digests != known:
+        before = dict(digests)
+        context = self.setup.context(digests)
+        if digests != before:
             with self.state.exclusively():
                 write_strings(self.state.fingerprints, digests, self.state.ops)
-        checked = 0 if self.setup.columns is None else CHECK_VERSION
-        return self.setting.context(self.checkpoint, fingerprint, self.tokenizer.fingerprint, checked)
+        return context
 
     def _identity(self, context: bytes) -> str:
         day = self.now.date().isoformat() if self.tokenizer.tells_the_day else ""

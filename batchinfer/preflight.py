@@ -7,7 +7,7 @@ files and their columns. `rehearse` prepares the first rows of every file as a r
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from batchinfer.data.prompts.generated_schema import parsed_schema
 from batchinfer.data.prompts.mode import check_chat_template, choose_mode
 from batchinfer.data.prompts.sampling_fields import CHECKS
 from batchinfer.data.prompts.tokenizer import Tokenizer
+from batchinfer.data.results.answer_check import CHECK_VERSION
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.results.join import ErrorCounts
 from batchinfer.data.results.manifest import check_destination
@@ -55,6 +56,12 @@ class Setup:
     tokenizer: Tokenizer
     columns: SchemaColumns | None  # of answers that `output.schema` describes
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
+
+    def context(self, digests: MutableMapping[str, str]) -> bytes:
+        """The digest of all but the rows that decides an answer. `digests` remembers those of weight files."""
+        fingerprint = self.checkpoint.fingerprint(digests)
+        checked = 0 if self.columns is None else CHECK_VERSION
+        return self.setting.context(self.checkpoint, fingerprint, self.tokenizer.fingerprint, checked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,15 @@ from batchinfer_kernels.cost import Peaks
 
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_BLOCK_SIZE = 16
+WINDOW = 512  # requests that are handed to an engine at once
+_QUEUED = (
+    3  # times max_num_seqs: enough that the engine never waits for requests, little enough to stay bounded
+)
+
+
+def most_queued(max_num_seqs: int) -> int:
+    """How many unfinished requests an engine has at a time, while there are more."""
+    return max(WINDOW, _QUEUED * max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.config import WINDOW, EngineInfo, most_queued
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone
 from batchinfer.plan.plan import Plan, Window
 from batchinfer.plan.requests import Prompts, planned_requests
 from batchinfer.request import Request
 
-WINDOW = 512  # requests in one message to the engine
-QUEUED = 3  # times max_num_seqs: enough that the engine never waits for us, little enough to stay bounded
 POLL_S = 0.1
 DRAIN_S = 15.0  # after a signal: what runs may finish for so long
 LATE_S = 3.0  # a worker in the middle of a long step hears of it only afterwards
@@ -72,7 +70,7 @@ def run_plan(
             return
         if sink.enough():
             return
-        while more and host.info is not None and in_flight < max(WINDOW, QUEUED * host.info.max_num_seqs):
+        while more and host.info is not None and in_flight < most_queued(host.info.max_num_seqs):
             read = next(windows, None)
             if read is None:
                 more = False

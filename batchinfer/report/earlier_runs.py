@@ -16,7 +16,6 @@ from batchinfer.report.folder import tables
 
 NEWEST = 3  # runs that are looked at: an older one may have had other rows, other templates or other code
 MOST_REQUESTS = 500_000  # read of each run
-_ALIKE = ("hardware", "cores", "device", "dtype", "quantization", "deterministic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,8 @@ def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
     found = []
     for path in reversed(tables(folder, STEPS)):
         run = path.with_name(path.name.replace(STEPS, RUN, 1))
-        told = _columns(run, _ALIKE, 1)
-        if told is None or any(told[name][0] != alike[name] for name in _ALIKE):
+        told = _columns(run, tuple(alike), 1)
+        if told is None or any(told[name][0] != value for name, value in alike.items()):
             continue
         read = _columns(path, wanted, MOST_REQUESTS)
         if read is not None and len(read["running"]):

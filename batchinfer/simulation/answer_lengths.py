@@ -14,24 +14,23 @@ from batchinfer.request import Request
 class AnswerLengths:
     """Answers are as long as those of earlier prompts of about the same length; without any, as long as they may be.
 
-    `prompts`, `answers`: tokens of earlier requests. A request takes the length of one of the earlier ones whose
+    A request takes the length of one of the earlier ones whose
     prompts have as many bits, chosen by its key: so a job's forecast is the same each time, and as widely
     spread as its answers were.
     """
 
-    prompts: NDArray[np.int64]
-    answers: NDArray[np.int64]
-    _by_size: dict[int, NDArray[np.int64]]
+    _by_size: dict[int, NDArray[np.int64]]  # answers' tokens, by the bits of their prompts' length
 
     @classmethod
     def of(cls, prompts: NDArray[np.int64], answers: NDArray[np.int64]) -> AnswerLengths:
+        """From the tokens of earlier requests' prompts and answers."""
         sizes = np.array([int(prompt).bit_length() for prompt in prompts], np.int64)
-        return cls(prompts, answers, {int(size): answers[sizes == size] for size in np.unique(sizes)})
+        return cls({int(size): answers[sizes == size] for size in np.unique(sizes)})
 
     @classmethod
     def unknown(cls) -> AnswerLengths:
         """Every answer is as long as it may be."""
-        return cls.of(np.empty(0, np.int64), np.empty(0, np.int64))
+        return cls({})
 
     def of_request(self, request: Request) -> int:
         """Tokens of its answer, the one that ends it included; at most its max_tokens."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from batchinfer.engine.cache_layout import CacheLayout
+from batchinfer.engine.config import most_queued
 from batchinfer.engine.engine import Engine, EngineLimits, StepOutput
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
@@ -14,10 +15,6 @@ from batchinfer.request import Request, SamplingParams, StepSample
 from batchinfer.simulation.counting_runner import END, CountingRunner
 from batchinfer.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost
-
-# Requests that wait for the engine at a time: as many, or so many times max_num_seqs, as when a plan is run (see
-# batchinfer.launch.feed). What is shared with a request that is not there yet may be gone when it comes.
-WINDOW, QUEUED = 512, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ class Simulated:
     sampled_tokens: int = 0
     preemptions: int = 0
     running: int = 0  # summed over steps
-    blocks_used: int = 0  # summed over steps
     flops: int = 0
     bytes: int = 0
     roofline_s: float = 0.0
@@ -76,7 +72,6 @@ _SUMMED = (
     "sampled_tokens",
     "preemptions",
     "running",
-    "blocks_used",
     "flops",
     "bytes",
 )
@@ -102,7 +97,7 @@ def simulated_steps(
     engine = _engine(machine, runner)
     waiting, more = iter(requests), True
     while more or engine.unfinished:
-        room = max(WINDOW, QUEUED * machine.scheduler.max_num_seqs) - engine.unfinished
+        room = most_queued(machine.scheduler.max_num_seqs) - engine.unfinished
         fed = list(islice(waiting, max(0, room)))
         more = more and (room <= 0 or len(fed) == room)
         engine.add([_counted(request) for request in fed])

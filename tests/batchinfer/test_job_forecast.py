@@ -102,6 +102,9 @@ def test_steps_and_tokens_are_those_that_the_run_then_takes(
         "bytes_moved": forecast.bytes,
     }
     assert {name: row[name] for name in facts} == facts
+    steps = pq.read_table(next((tmp_path / "out/res-report").glob("steps-*.parquet")))
+    assert before.memory is not None
+    assert set(steps.column("blocks_total").to_pylist()) == {before.memory.blocks}
     again = planned(path)
     assert (again.plan.present, again.plan.to_run) == (60, 0)
     assert again.forecast is None

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from batchinfer.engine.config import WINDOW
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
-from batchinfer.launch.feed import WINDOW
 from batchinfer.plan.planner import plan_job
 from batchinfer.plan.requests import planned_requests
 from batchinfer.request import Request, SamplingParams, TokenIds
