@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -27,13 +27,13 @@ from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.plan.requests import planned_requests
 from batchinfer.preflight import Setup, check_input, check_setup
-from batchinfer.report.earlier_runs import EarlierSteps, earlier_lengths, earlier_steps
+from batchinfer.report.earlier_runs import earlier_lengths, earlier_steps
 from batchinfer.report.folder import report_folder
 from batchinfer.request import Request
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
-from batchinfer.simulation.step_time import MeasuredStep, StepTime, measured_step_time
-from batchinfer_kernels.cost import ModelCost, Peaks
+from batchinfer.step_times import StepTimes, alike, step_times
+from batchinfer_kernels.cost import ModelCost
 
 # Tokens that are simulated at most: 10 microseconds each. Of a larger job every so many windows are.
 MOST_TOKENS = 1_000_000
@@ -66,9 +66,7 @@ class EngineForecast:
     run: Simulated  # scaled from the rows that were simulated to all of them
     simulated: float  # 0…1, the share of the rows that were simulated
     answers_from: int  # earlier runs whose answers say how long these will be; 0: as long as they may be
-    times_from: (
-        int  # earlier runs whose steps say how long these will take; 0: the least that the machine allows
-    )
+    times: StepTimes  # what steps take, and how that is known
     seconds: float | None
     mfu: float | None
     mbu: float | None
@@ -109,11 +107,11 @@ def forecast_job(
         facts = (job.name, plan, dict(errors.codes), where)
         if not plan.to_run:
             return JobForecast(*facts, None, None, None)
-        engine, times_from = _engine(job, setup, plan)
+        engine, times = _engine(job, setup, plan)
         blocks, size = engine.blocks, engine.layout.block_size
         kv_cache = blocks * _block_bytes(engine.layout, engine.cost)
         memory = Memory(setup.checkpoint.weight_bytes, kv_cache, blocks, size)
-        found = _forecast(plan, index, engine, times_from, setup, report_folder(job.results_root))
+        found = _forecast(plan, index, engine, times, setup, report_folder(job.results_root))
         return JobForecast(*facts, _lengths(plan), memory, found)
 
 
@@ -134,8 +132,8 @@ def _context(setup: Setup, state: StateFolder) -> bytes:
     return setup.context(read_strings(state.fingerprints)) if state.completions.is_dir() else b""
 
 
-def _engine(job: Job, setup: Setup, plan: Plan) -> tuple[SimulatedEngine, int]:
-    """The engine that the job would get, and of how many earlier runs its steps' times are."""
+def _engine(job: Job, setup: Setup, plan: Plan) -> tuple[SimulatedEngine, StepTimes]:
+    """The engine that the job would get, and where its steps' times are from."""
     setting = setup.setting
     config = setting.engine_config(job, plan.longest)
     cost = setting.model_cost(setup.checkpoint)
@@ -149,16 +147,10 @@ def _engine(job: Job, setup: Setup, plan: Plan) -> tuple[SimulatedEngine, int]:
     blocks = cache_blocks(
         _block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, config.device
     )
-    earlier = None
-    if config.peaks is not None:
-        earlier = earlier_steps(report_folder(job.results_root), _alike(setup))
-    time, runs = _step_time(config.peaks, earlier)
-    return (
-        SimulatedEngine(
-            cost, layout, blocks, limits, plan.longest, time, looks_ahead=config.device == "cuda"
-        ),
-        runs,
-    )
+    earlier = earlier_steps(report_folder(job.results_root), alike(job, setting))
+    times = step_times(setting, cost, earlier)
+    ahead = config.device == "cuda"
+    return SimulatedEngine(cost, layout, blocks, limits, plan.longest, times.time, looks_ahead=ahead), times
 
 
 def _block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
@@ -166,45 +158,8 @@ def _block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
     return layout.depth * layout.block_size * max(size for _, size in cost.caches)
 
 
-def _alike(setup: Setup) -> dict[str, object]:
-    """What the run table says of this machine and arithmetic."""
-    setting = setup.setting
-    return {
-        "hardware": setting.hardware.name,
-        "cores": setting.hardware.cores,
-        "device": setting.device,
-        "dtype": setting.dtype,
-        "quantization": setting.quantization,
-        "deterministic": setting.deterministic,
-    }
-
-
-def _step_time(peaks: Peaks | None, earlier: EarlierSteps | None) -> tuple[StepTime, int]:
-    if peaks is None:  # counts are right all the same, and nobody is told of the seconds
-        return StepTime(Peaks(1.0, 1.0)), 0
-    if earlier is None:
-        return StepTime(peaks), 0
-    found = measured_step_time(peaks, _measured(earlier))
-    return (found, earlier.runs) if found is not None else (StepTime(peaks), 0)
-
-
-def _measured(earlier: EarlierSteps) -> Iterator[MeasuredStep]:
-    columns = earlier.columns
-    tokens = columns["prefill_tokens"] + columns["decode_tokens"]
-    known = np.isfinite(columns["roofline_s"].astype(float))
-    for at in np.flatnonzero(known):
-        model = float(columns["model_s"][at])
-        yield MeasuredStep(
-            bool(tokens[at] > 2 * columns["sampled_tokens"][at]),
-            int(columns["running"][at]),
-            float(columns["roofline_s"][at]),
-            model,
-            float(columns["duration_s"][at]) - model,
-        )
-
-
 def _forecast(
-    plan: Plan, index: Index, engine: SimulatedEngine, times_from: int, setup: Setup, report: Path
+    plan: Plan, index: Index, engine: SimulatedEngine, times: StepTimes, setup: Setup, report: Path
 ) -> EngineForecast:
     earlier = earlier_lengths(report)
     lengths, answers_from = AnswerLengths.unknown(), 0
@@ -218,10 +173,10 @@ def _forecast(
     whole = _scaled(run, 1 / share)
     peaks = setup.setting.peaks
     if peaks is None or not run.seconds:
-        return EngineForecast(whole, share, answers_from, 0, None, None, None)
+        return EngineForecast(whole, share, answers_from, times, None, None, None)
     mfu = whole.flops / whole.seconds / peaks.fastest
     mbu = whole.bytes / whole.seconds / peaks.bytes_per_s
-    return EngineForecast(whole, share, answers_from, times_from, whole.seconds, mfu, mbu)
+    return EngineForecast(whole, share, answers_from, times, whole.seconds, mfu, mbu)
 
 
 def _sample(

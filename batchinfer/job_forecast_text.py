@@ -8,6 +8,7 @@ from typing import Any
 from batchinfer.job_forecast import EngineForecast, JobForecast, Lengths
 from batchinfer.report.units import count, percent, seconds, short
 from batchinfer.sizes import size
+from batchinfer.step_times import DECLARED_EFFICIENCY
 
 NAME = 10  # characters of a line's name
 MOST_CODES = 3
@@ -63,7 +64,8 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "mbu": forecast.mbu,
         "simulated_share": forecast.simulated,
         "answers_from_runs": forecast.answers_from,
-        "times_from_runs": forecast.times_from,
+        "times_from": forecast.times.known,
+        "times_from_runs": forecast.times.runs,
         "cost": _cost(forecast, price_per_hour),
     }
 
@@ -122,13 +124,7 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
         )
         return
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
-    if forecast.times_from:
-        yield "engine", f"{seconds(forecast.seconds)}, {steps}, {which}; as fast as in {_runs(forecast)}"
-    else:
-        yield (
-            "engine",
-            f"{seconds(forecast.seconds)} at the least, {steps}: at this machine's limit, as no earlier run tells more",
-        )
+    yield "engine", f"{seconds(forecast.seconds)}, {steps}, {which}; {_known(forecast)}"
     if forecast.simulated < 1:
         yield "", f"simulated for {percent(forecast.simulated)} of the rows"
     cost = _cost(forecast, price_per_hour)
@@ -136,8 +132,19 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
         yield "cost", f"{cost:,.2f} at {price_per_hour:g} an hour, for the engine's time"
 
 
-def _runs(forecast: EngineForecast) -> str:
-    return _plural(forecast.times_from, "earlier run")
+def _known(forecast: EngineForecast) -> str:
+    """How the times of steps are known."""
+    if forecast.times.known == "runs":
+        return f"steps as fast as in {_plural(forecast.times.runs, 'earlier run')}"
+    if forecast.times.known == "measured":
+        return "steps as fast as `batchinfer doctor --measure` found this machine"
+    if forecast.times.known == "declared":
+        share = percent(DECLARED_EFFICIENCY)
+        return f"steps at {share} of the hardware's limit: a declared share, which nothing here has measured"
+    return (
+        "at the least: steps at this machine's limit, as no earlier run tells more; `batchinfer doctor --measure` "
+        "finds out what they take here"
+    )
 
 
 def _cost(forecast: EngineForecast, price_per_hour: float | None) -> float | None:

@@ -1,21 +1,38 @@
-"""`doctor --measure`: the peaks of this machine, measured while it is quiet, and remembered."""
+"""`doctor --measure`: peaks of this machine and what steps take on it, measured while it is quiet, and remembered."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from batchinfer.core_load import CoreLoad
 from batchinfer.cpus import usable_cpus
-from batchinfer.errors import Busy
-from batchinfer.report.hardware import Gpu, detect, nvidia_gpus, remember
+from batchinfer.errors import Busy, Unavailable
+from batchinfer.report.hardware import (
+    Gpu,
+    Hardware,
+    arithmetic_name,
+    detect,
+    has_bf16_tiles,
+    has_fast_bf16,
+    nvidia_gpus,
+    remember,
+)
+from batchinfer.resolve import linear_way
+from batchinfer.simulation.step_parts import TimedStep, fitted
+from batchinfer.simulation.step_time import HOST_ROW, HOST_STEP, host_line
+from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer_kernels.cost import Peaks
 
 LOOK_S = 1.0  # for how long to look whether the machine is quiet
 MOST_BUSY = 0.2  # cores that other processes may use meanwhile
 
 
 def measure_hardware(although_busy: bool = False) -> Path:
-    """Measure the peaks of the CPU, and of the GPU where torch sees one, and remember them; the file written.
+    """Measure the CPU, and the peaks of the GPU where torch sees one, and remember it all; the file written.
 
     Raises Busy, and remembers nothing, when other processes use the cores before or meanwhile, but for `although_busy`.
     """
@@ -29,9 +46,11 @@ def measure_hardware(although_busy: bool = False) -> Path:
         refuse_busy(load)  # before the measurement, too: it takes some seconds
     torch.set_num_threads(usable_cpus())
     found = measure_peaks("cpu")
+    here = detect("cpu").measured(found.peak_flops, found.bandwidth)
+    times = dict(measured_step_times(here))
     if not although_busy:
         refuse_busy(load)
-    path = remember(detect("cpu").measured(found.peak_flops, found.bandwidth))
+    path = remember(here.measured(found.peak_flops, found.bandwidth, times))
     if nvidia_gpus() and torch.cuda.is_available():
         found = measure_peaks("cuda")
         gpu = Gpu(found.name or "unknown GPU", None)
@@ -39,11 +58,42 @@ def measure_hardware(although_busy: bool = False) -> Path:
     return path
 
 
+def measured_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
+    """What parts of a step take on this CPU, in each arithmetic that `dtype: auto` may choose and in float32."""
+    for dtype, quantization in _arithmetics():
+        peaks = here.peaks(dtype, quantization)
+        if peaks is not None:
+            yield from _step_times(dtype, quantization, peaks)
+
+
+def _arithmetics() -> Iterator[tuple[Dtype, Quantization]]:
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "float32") if has_fast_bf16() else ("float32",)
+    quantizations: tuple[Quantization, ...] = ("none", "int8")
+    yield from ((dtype, quantization) for dtype in dtypes for quantization in quantizations)
+
+
+def _step_times(
+    dtype: Dtype, quantization: Quantization, peaks: Peaks
+) -> Iterator[tuple[str, dict[str, float]]]:
+    from batchinfer.engine.calibration import calibrate
+
+    try:
+        found = calibrate(
+            dtype, quantization, linear_way("cpu", dtype, quantization, False, has_bf16_tiles())
+        )
+    except Unavailable:
+        return  # without a C compiler there is no int8, for jobs neither
+    parts = fitted([TimedStep(*step) for step in found.steps], peaks)
+    rows, host_s = np.array([one[0] for one in found.host], float), np.array([one[1] for one in found.host])
+    step_s, row_s = host_line(rows, host_s)
+    yield arithmetic_name(dtype, quantization), {**parts, HOST_STEP: step_s, HOST_ROW: row_s}
+
+
 def refuse_busy(load: CoreLoad) -> None:
     """Raises Busy when other processes used more than MOST_BUSY cores since the last look."""
     others = load.look()
     if others is not None and others > MOST_BUSY:
         raise Busy(
-            f"other processes use {others:.1f} of {load.cores} cores: peaks measured now would be too low, and every "
-            "report would be compared with them. Measure when the machine is quiet, or add --although-busy"
+            f"other processes use {others:.1f} of {load.cores} cores: what is measured now would be too low, and every "
+            "report and forecast would be compared with it. Measure when the machine is quiet, or add --although-busy"
         )

@@ -42,6 +42,9 @@ class WorkloadResult:
     workload: Workload
     ideal: Ideal
     series: Series
+    forecast_s: float | None = (
+        None  # of the engine's time; None where steps were never measured on this machine
+    )
 
     def to_json(self, cost: ModelCost, peaks: Peaks, peer: str | None) -> dict[str, Any]:
         """Medians over the runs, but for what is named otherwise. Seconds, tokens and fractions."""
@@ -49,7 +52,7 @@ class WorkloadResult:
         walls = [run.wall_s for run in self.series.ours]
         tokens = self.workload.prompt_tokens + self.workload.output_tokens
         wall = figures.pop("wall_s")
-        result = {
+        result: dict[str, Any] = {
             "workload": self.workload.name,
             "rows": len(self.workload.rows),
             "duplicates": self.workload.duplicates,
@@ -62,6 +65,7 @@ class WorkloadResult:
             "prompt_tokens_optimum": self.ideal.prefill_tokens,
             "decode_tokens_optimum": self.ideal.decode_tokens,
             "operators_s": self._operators(cost, peaks),
+            **self._forecast(),
         }
         if self.series.without:
             others = [run.wall_s for run in self.series.without]
@@ -79,6 +83,12 @@ class WorkloadResult:
         middle = sorted(self.series.ours, key=lambda run: run.wall_s)[len(self.series.ours) // 2]
         seconds = operator_seconds(middle, cost, peaks)
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    def _forecast(self) -> dict[str, float | None]:
+        """Beside the time without planning, which no forecast counts."""
+        engine = statistics.median(run.wall_s - run.plan_s for run in self.series.ours)
+        error = None if not self.forecast_s else engine / self.forecast_s - 1
+        return {"engine_s": engine, "forecast_s": self.forecast_s, "forecast_error": error}
 
     def _against(self, walls: Sequence[float], peer: str) -> dict[str, Any]:
         others = [run.wall_s for run in self.series.peer]
@@ -168,6 +178,7 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             "throughput",
             f"{result['output_tokens_per_s']:,.0f} output tokens/s, {result['tokens_per_s']:,.0f} in all",
         ),
+        ("forecast", _forecast(result)),
         ("MFU", _percent(result["mfu"])),
         ("MBU", _percent(result["mbu"])),
         (
@@ -193,6 +204,15 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     return [*lines, *_compared(result)]
+
+
+def _forecast(result: dict[str, Any]) -> str:
+    if result["forecast_s"] is None:
+        return "none: `batchinfer doctor --measure` has not measured steps in this arithmetic"
+    return (
+        f"{result['forecast_s']:.2f} s without planning, which took {result['engine_s']:.2f} s "
+        f"({100 * result['forecast_error']:+.1f} %)"
+    )
 
 
 def _compared(result: dict[str, Any]) -> list[tuple[str, str]]:

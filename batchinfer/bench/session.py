@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from batchinfer.bench.constrained import under_schemas, with_constraints
+from batchinfer.bench.forecast import calibrated_time, forecast_seconds
 from batchinfer.bench.ideal import ideal_job
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.peer import TransformersPeer
@@ -56,9 +57,15 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
         loaded = with_constraints(loaded, options)
     with _peer(options, config, notice) as peer, loaded_for_good():
         series = [_run_series(loaded, workload, options, peer, notice) for workload in workloads]
+    time = calibrated_time(config.device, config.dtype, config.quantization)
     peaks = best_peaks(before, _measured(config, measure, notice))
     results = [
-        WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.layout.windows), runs)
+        WorkloadResult(
+            workload,
+            ideal_job(workload.rows, loaded.runner.layout.windows),
+            runs,
+            None if time is None else forecast_seconds(loaded, workload.rows, time),
+        )
         for workload, runs in zip(workloads, series, strict=True)
     ]
     return BenchReport(options, loaded.info, loaded.runner.cost, peaks, tuple(results))

@@ -21,7 +21,8 @@ def doctor(
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Measure this machine's peaks, so that reports can compare with them."
+            "--measure",
+            help="Measure this machine's peaks and what steps take on it, for reports and forecasts.",
         ),
     ] = False,
     although_busy: Annotated[
@@ -37,7 +38,7 @@ def doctor(
     if although_busy and not measure:
         raise UsageError("--although-busy says how --measure measures; give --measure, too")
     if measure:
-        tell("measuring matrix products and memory, a few seconds ...")
+        tell("measuring matrix products, memory and steps of two small models, up to a minute ...")
         tell(printable(f"wrote {measurement.measure_hardware(although_busy)}"))
     facts = verbs.machine_facts()
     if as_json:

@@ -53,6 +53,7 @@ def _cpu(cache: Path) -> list[Fact]:
         Fact("fast bfloat16", "yes" if fast else "no: `dtype: auto` means float32 on this CPU"),
         Fact("memory", _size(here.memory_bytes)),
         Fact("cpu peaks", peaks_text(here)),
+        Fact("cpu steps", steps_text(here)),
     ]
 
 
@@ -81,6 +82,13 @@ def peaks_text(here: Hardware) -> str:
         return "unknown: run `batchinfer doctor --measure`"
     flops = ", ".join(f"{dtype} {_rate(value)}FLOP/s" for dtype, value in sorted(here.peak_flops.items()))
     return f"{flops}, memory {_rate(here.bandwidth)}B/s ({here.source})"
+
+
+def steps_text(here: Hardware) -> str:
+    """One line: in which arithmetics it is known what steps take, or how to find out."""
+    if not here.step_times:
+        return "unknown, so forecasts of first runs are lower bounds: run `batchinfer doctor --measure`"
+    return f"measured in {', '.join(sorted(here.step_times))}"
 
 
 def _rate(value: float) -> str:

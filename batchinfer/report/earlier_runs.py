@@ -16,6 +16,18 @@ from batchinfer.report.folder import tables
 
 NEWEST = 3  # runs that are looked at: an older one may have had other rows, other templates or other code
 MOST_REQUESTS = 500_000  # read of each run
+STEP_COLUMNS = (
+    "prefill_tokens",
+    "decode_tokens",
+    "recomputed_tokens",
+    "sampled_tokens",
+    "running",
+    "flops",
+    "bytes",
+    "model_s",
+    "duration_s",
+    "interval_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +64,13 @@ def earlier_lengths(folder: Path) -> EarlierLengths | None:
 
 def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
     """Of the newest runs whose run table says the same of hardware and arithmetic as `alike`."""
-    wanted = (
-        "prefill_tokens",
-        "decode_tokens",
-        "sampled_tokens",
-        "running",
-        "roofline_s",
-        "model_s",
-        "duration_s",
-    )
     found = []
     for path in reversed(tables(folder, STEPS)):
         run = path.with_name(path.name.replace(STEPS, RUN, 1))
         told = _columns(run, tuple(alike), 1)
         if told is None or any(told[name][0] != value for name, value in alike.items()):
             continue
-        read = _columns(path, wanted, MOST_REQUESTS)
+        read = _columns(path, STEP_COLUMNS, MOST_REQUESTS)
         if read is not None and len(read["running"]):
             found.append(read)
         if len(found) == NEWEST:

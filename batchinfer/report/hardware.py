@@ -27,11 +27,17 @@ from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import Peaks
 
 Source = Literal["measured", "datasheet", "unknown"]
+PartTimes = Mapping[str, Mapping[str, float]]  # by arithmetic, e.g. `float32` or `bfloat16+int8`
 
 CACHE_FORMAT = 1
 FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 _CPUINFO = Path("/proc/cpuinfo")
 _log = logging.getLogger(__name__)
+
+
+def arithmetic_name(dtype: str, quantization: str = "none") -> str:
+    """What times of steps are kept under."""
+    return dtype if quantization == "none" else f"{dtype}+{quantization}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +51,29 @@ class Hardware:
     peak_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by dtype name, `int8` included
     bandwidth: float | None = None  # bytes/s
     source: Source = "unknown"
+    # What parts of a step take, by arithmetic, as it was measured here; see batchinfer.simulation.step_parts
+    step_times: PartTimes = field(default_factory=dict)
 
     @property
     def key(self) -> str:
         """What measured peaks are kept under: a CPU of other cores has other peaks."""
         return f"{self.device}:{self.name}" + (f":{self.cores}" if self.device == "cpu" else "")
 
-    def measured(self, peak_flops: Mapping[str, float], bandwidth: float) -> Hardware:
-        """The same device with peaks that were measured on it."""
-        return replace(self, peak_flops=dict(peak_flops), bandwidth=bandwidth, source="measured")
+    def measured(
+        self, peak_flops: Mapping[str, float], bandwidth: float, step_times: PartTimes | None = None
+    ) -> Hardware:
+        """The same device with what was measured on it."""
+        return replace(
+            self,
+            peak_flops=dict(peak_flops),
+            bandwidth=bandwidth,
+            source="measured",
+            step_times=dict(step_times or {}),
+        )
+
+    def step_time(self, dtype: str, quantization: str = "none") -> Mapping[str, float] | None:
+        """What parts of a step take in this arithmetic; None where it was not measured."""
+        return self.step_times.get(arithmetic_name(dtype, quantization))
 
     def peaks(self, dtype: str, quantization: str = "none") -> Peaks | None:
         """FLOP/s in `dtype` (and of quantised linear layers) and bytes/s; None unless all of them are known."""
@@ -104,7 +124,7 @@ def _bare_gpu(gpu: Gpu | None) -> Hardware:
 def _with_peaks(bare: Hardware, cache: Path) -> Hardware:
     measured = read_cache(cache).get(bare.key)
     if measured is not None:
-        return bare.measured(*measured)
+        return bare.measured(measured.peak_flops, measured.bandwidth, measured.step_times)
     stated = datasheet(bare.name)
     if stated is not None:
         return replace(
@@ -122,8 +142,24 @@ def cache_path(env: Mapping[str, str] = os.environ) -> Path:
     return Path(base) / "batchinfer" / "hardware.json"
 
 
-def read_cache(path: Path) -> dict[str, tuple[dict[str, float], float]]:
-    """Measured (FLOP/s by dtype, bytes/s) by `Hardware.key`; empty, and logged, when the file is unusable."""
+@dataclass(frozen=True, slots=True)
+class KeptPeaks:
+    """What was measured on a device."""
+
+    peak_flops: dict[str, float]  # FLOP/s by dtype
+    bandwidth: float  # bytes/s
+    step_times: dict[str, dict[str, float]]  # by arithmetic; empty where they were not measured
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "peak_flops": self.peak_flops,
+            "bandwidth": self.bandwidth,
+            "step_times": self.step_times,
+        }
+
+
+def read_cache(path: Path) -> dict[str, KeptPeaks]:
+    """What was measured, by `Hardware.key`; empty, and logged, when the file is unusable."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return _parse_cache(raw)
@@ -136,7 +172,7 @@ def read_cache(path: Path) -> dict[str, tuple[dict[str, float], float]]:
         return {}
 
 
-def _parse_cache(raw: Any) -> dict[str, tuple[dict[str, float], float]]:
+def _parse_cache(raw: Any) -> dict[str, KeptPeaks]:
     if not isinstance(raw, dict) or raw.get("format") != CACHE_FORMAT:
         raise ValueError(f"not a cache of format {CACHE_FORMAT}")
     devices = raw.get("devices")
@@ -145,11 +181,23 @@ def _parse_cache(raw: Any) -> dict[str, tuple[dict[str, float], float]]:
     return {key: _parse_peaks(key, entry) for key, entry in devices.items()}
 
 
-def _parse_peaks(key: str, entry: Any) -> tuple[dict[str, float], float]:
+def _parse_peaks(key: str, entry: Any) -> KeptPeaks:
     if not isinstance(entry, dict) or not isinstance(entry.get("peak_flops"), dict):
         raise ValueError(f"{key}: `peak_flops` is not an object")
     flops = {dtype: _positive(key, value) for dtype, value in entry["peak_flops"].items()}
-    return flops, _positive(key, entry.get("bandwidth"))
+    times = entry.get("step_times", {})  # a file that was written before they were measured has none
+    if not isinstance(times, dict) or not all(isinstance(parts, dict) for parts in times.values()):
+        raise ValueError(f"{key}: `step_times` is no object of objects")
+    parsed = {
+        name: {part: _number(key, value) for part, value in parts.items()} for name, parts in times.items()
+    }
+    return KeptPeaks(flops, _positive(key, entry.get("bandwidth")), parsed)
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{key}: a step's time has {value!r}, which is no number from 0 on")
+    return float(value)
 
 
 def _positive(key: str, value: Any) -> float:
@@ -166,18 +214,15 @@ def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | No
     if hardware.bandwidth is None or not hardware.peak_flops:
         raise ValueError(f"{hardware.name}: no peaks to keep")
     target = path or cache_path()
-    entries = {key: _entry(*peaks) for key, peaks in read_cache(target).items()}
-    entry = _entry(dict(hardware.peak_flops), hardware.bandwidth)
+    entries = {key: kept.to_json() for key, kept in read_cache(target).items()}
+    times = {name: dict(parts) for name, parts in hardware.step_times.items()}
+    entry = KeptPeaks(dict(hardware.peak_flops), hardware.bandwidth, times).to_json()
     entries[hardware.key] = entry | {"measured_at": (now or datetime.now(UTC)).isoformat(timespec="seconds")}
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps({"format": CACHE_FORMAT, "devices": entries}, indent=1) + "\n", "utf-8")
     os.replace(temporary, target)
     return target
-
-
-def _entry(flops: dict[str, float], bandwidth: float) -> dict[str, object]:
-    return {"peak_flops": flops, "bandwidth": bandwidth}
 
 
 # What the operating system says

@@ -76,7 +76,9 @@ class CountingRunner:
     def launch(self, chunks: list[Chunk]) -> CountedStep:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         shape = self.step_shape(chunks, len(sampling))
-        done = self.clock.launch(self.time.host_s(len(chunks)), self.time.device_s(shape, self.cost))
+        done = self.clock.launch(
+            self.time.host_s(len(chunks)), self.time.device_s(shape, self.cost, len(chunks))
+        )
         return CountedStep(sampling, self.outputs, self.clock, done)
 
     def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:

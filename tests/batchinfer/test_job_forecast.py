@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from batchinfer.job_forecast import JobForecast, forecast_job
 from batchinfer.job_forecast_text import forecast_json, forecast_lines
 from batchinfer.pipeline import RunOptions
 from batchinfer.report.columns import REQUESTS, RUN, STEPS
-from batchinfer.report.earlier_runs import earlier_lengths, earlier_steps
+from batchinfer.report.earlier_runs import STEP_COLUMNS, earlier_lengths, earlier_steps
 from batchinfer.report.folder import table_path
 from batchinfer.report.hardware import Hardware
 from batchinfer.request import Request, SamplingParams
 from batchinfer.simulation.answer_lengths import AnswerLengths
+from batchinfer.simulation.step_parts import PARTS
+from batchinfer.simulation.step_time import HOST_ROW, HOST_STEP
 from tests.batchinfer.test_pipeline import people, run, write_job
 
 REAL = RunOptions()
@@ -63,7 +66,7 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
     assert found.lengths.shortest <= found.lengths.median <= found.lengths.longest
     assert found.forecast is not None
     assert found.forecast.seconds is not None
-    assert (found.forecast.answers_from, found.forecast.times_from) == (0, 0)
+    assert (found.forecast.answers_from, found.forecast.times.known) == (0, "limit")
     said = text(found)
     for words in (
         "40: 2 bad (",
@@ -109,6 +112,38 @@ def test_steps_and_tokens_are_those_that_the_run_then_takes(
     assert (again.plan.present, again.plan.to_run) == (60, 0)
     assert again.forecast is None
     assert "60 answers stored already, 0 to run" in text(again)
+
+
+def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forecast of a first run is as if each part of a step took three times its least; a run then says more."""
+    from batchinfer import resolve
+
+    options = {"sampling": {"max_tokens": 30, "ignore_eos": True}, "engine": {"max_num_seqs": 4}}
+    path = write_job(tmp_path, model, people(20), **options)
+    least = planned(path).forecast
+    assert least is not None
+    assert least.times.known == "limit"
+    times = {**dict.fromkeys(PARTS, 3.0), "layers": 0.0, "rows": 0.0, HOST_STEP: 0.0, HOST_ROW: 0.0}
+    measured = replace(known_peaks, step_times={"float32": times})
+    monkeypatch.setattr(resolve, "detect", lambda device: measured)
+    first = planned(path)
+    assert first.forecast is not None
+    assert first.forecast.times.known == "measured"
+    assert first.forecast.seconds is not None
+    assert least.seconds is not None
+    assert 3 * least.seconds <= first.forecast.seconds <= 6 * least.seconds, (
+        "computing and moving add up here"
+    )
+    assert "`batchinfer doctor --measure` found this machine" in text(first)
+    row = run(path, REAL).row
+    write_job(tmp_path, model, [{**one, "text": one["text"] + "!"} for one in people(20)], **options)
+    second = planned(path)
+    assert second.forecast is not None
+    assert (second.forecast.times.known, second.forecast.times.runs) == ("runs", 1)
+    assert second.forecast.seconds == pytest.approx(row["engine_wall_s"], rel=0.5)
+    assert "as fast as in 1 earlier run" in text(second)
 
 
 def test_nothing_of_a_job_is_changed(tmp_path: Path, model: Path) -> None:
@@ -206,6 +241,7 @@ def test_lengths_are_drawn_from_prompts_of_about_the_same_length() -> None:
 
 def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path) -> None:
     alike: dict[str, Any] = {
+        "model": "m",
         "hardware": "a",
         "cores": 2,
         "device": "cpu",
@@ -213,19 +249,8 @@ def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path) -
         "quantization": "none",
         "deterministic": False,
     }
-    steps = {
-        name: pa.array([1.0, 2.0])
-        for name in (
-            "prefill_tokens",
-            "decode_tokens",
-            "sampled_tokens",
-            "running",
-            "roofline_s",
-            "model_s",
-            "duration_s",
-        )
-    }
-    machines = [alike, {**alike, "hardware": "b"}, {**alike, "dtype": "bfloat16"}, alike]
+    steps = {name: pa.array([1.0, 2.0]) for name in STEP_COLUMNS}
+    machines = [alike, {**alike, "hardware": "b"}, {**alike, "model": "n"}, alike]
     for night, machine in enumerate(machines):
         run_id = f"202611{night + 10}T000000Z-0000000"
         pq.write_table(pa.table({k: [v] for k, v in machine.items()}), table_path(tmp_path, RUN, run_id))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.report import hardware
-from batchinfer.report.doctor import doctor, peaks_text
+from batchinfer.report.doctor import doctor, peaks_text, steps_text
 from batchinfer.report.hardware import Gpu, Hardware, detect, read_cache, remember
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30)
@@ -31,7 +31,7 @@ def test_the_cpu_is_named_and_unknown_before_it_is_measured(tmp_path: Path) -> N
 
 def test_measured_peaks_come_back_for_the_same_machine_only(tmp_path: Path) -> None:
     cache = tmp_path / "deep" / "hardware.json"
-    here = detect("cpu", cache=cache).measured({"float32": 1.5e11}, 4e10)
+    here = detect("cpu", cache=cache).measured({"float32": 1.5e11}, 4e10, {"float32+int8": {"rows": 1e-5}})
     gpu = detect("cuda", gpu=H100, cache=cache).measured({"bfloat16": 7e14}, 3e12)
     assert remember(here, cache) == cache
     remember(gpu, cache)
@@ -41,6 +41,10 @@ def test_measured_peaks_come_back_for_the_same_machine_only(tmp_path: Path) -> N
     assert peaks is not None
     assert (peaks.flops_per_s, peaks.bytes_per_s) == (1.5e11, 4e10)
     assert found.peaks("bfloat16") is None
+    assert found.step_time("float32", "int8") == {"rows": 1e-5}, (
+        "kept though another device was measured later"
+    )
+    assert found.step_time("float32") is None
     assert detect("cuda", gpu=H100, cache=cache).peak_flops == {"bfloat16": 7e14}
     assert replace(here, cores=999).key not in read_cache(cache)
 
@@ -154,3 +158,5 @@ def test_the_doctor_names_what_matters(tmp_path: Path, monkeypatch: pytest.Monke
 def test_peaks_are_shown_with_their_source() -> None:
     here = Hardware("x", "cpu", 2, None, {"float32": 1.5e11}, 4e10, "measured")
     assert peaks_text(here) == "float32 150 GFLOP/s, memory 40 GB/s (measured)"
+    assert "doctor --measure" in steps_text(here)
+    assert steps_text(replace(here, step_times={"float32": {}})) == "measured in float32"

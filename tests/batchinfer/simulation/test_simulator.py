@@ -16,9 +16,18 @@ from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.request import Request, SamplingParams, StepSample
 from batchinfer.simulation.simulator import SimulatedEngine, simulate, simulated_steps
-from batchinfer.simulation.step_time import FEWEST, MeasuredStep, StepTime, measured_step_time
-from batchinfer_kernels.cost import Peaks, roofline_seconds
+from batchinfer.simulation.step_parts import PARTS, TimedStep
+from batchinfer.simulation.step_time import (
+    FEWEST,
+    MeasuredStep,
+    StepTime,
+    host_line,
+    measured_step_time,
+    shape_of,
+)
+from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner
+from tests.batchinfer.engine.simulation import LLAMA_8B, LLAMA_135M
 from tests.batchinfer.engine.small_engine import MAX_LEN, Limits, drain, make_engine, watcher
 
 PEAKS = Peaks(1e12, 1e11)
@@ -111,36 +120,58 @@ def test_time_is_the_devices_and_the_hosts() -> None:
     assert ahead.seconds >= max(device, 12 * 0.014)
 
 
-def test_step_times_are_found_again_from_what_steps_took() -> None:
-    rng = np.random.default_rng(5)
-    wanted = StepTime(PEAKS, 0.8, 0.4, 0.002, 0.00003)
-    steps = []
-    for _ in range(400):
-        reads, rows_of_step, roofline = rng.random() < 0.3, int(rng.integers(1, 256)), rng.uniform(0.01, 0.3)
-        took = roofline / (wanted.prefill_efficiency if reads else wanted.decode_efficiency)
-        steps.append(MeasuredStep(reads, rows_of_step, roofline, took, wanted.host_s(rows_of_step)))
-    found = measured_step_time(PEAKS, steps)
+def measured(expected: StepTime, count: int, took: StepTime, seed: int = 5) -> list[MeasuredStep]:
+    """Steps of a real model's cost that took what `took` says."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        rows_of_step = int(rng.integers(1, 256))
+        tokens = rows_of_step if rng.random() < 0.7 else rows_of_step + int(rng.integers(256, 2048))
+        shape = StepShape(tokens, rows_of_step, 30 * tokens * 50, 30 * tokens * 50)
+        seconds = took.device_s(shape, LLAMA_135M, rows_of_step)
+        step = TimedStep(LLAMA_135M, shape, rows_of_step, seconds)
+        found.append(MeasuredStep(step, took.host_s(rows_of_step)))
+    return found
+
+
+@pytest.mark.parametrize("parts", [None, dict.fromkeys(PARTS, 1.5) | {"layers": 1e-4, "rows": 1e-5}])
+def test_step_times_are_found_again_from_what_steps_took(parts: dict[str, float] | None) -> None:
+    expected = StepTime(PEAKS, parts=parts)
+    wanted = replace(
+        expected, prefill_efficiency=0.8, decode_efficiency=0.4, host_step_s=0.002, host_row_s=3e-5
+    )
+    steps = measured(expected, 400, wanted)
+    found = measured_step_time(expected, steps)
     assert found is not None
     for name in ("prefill_efficiency", "decode_efficiency", "host_step_s", "host_row_s"):
         assert getattr(found, name) == pytest.approx(getattr(wanted, name)), name
-    assert measured_step_time(PEAKS, steps[: FEWEST // 2]) is None
-    decodes = [step for step in steps if not step.reads]
-    only = measured_step_time(PEAKS, decodes)
+    assert found.parts == parts
+    assert measured_step_time(expected, steps[: FEWEST // 2]) is None
+    decodes = [one for one in steps if one.step.shape.tokens == one.step.rows]
+    only = measured_step_time(expected, decodes)
     assert only is not None
     assert only.prefill_efficiency == only.decode_efficiency == pytest.approx(0.4)
 
 
 def test_no_time_is_below_zero_however_steps_scatter() -> None:
     """A few long steps of few rows make a line that falls, or that begins below zero."""
-    falling = [MeasuredStep(False, rows, 0.1, 0.2, 1 / rows) for rows in range(1, 60)]
-    steep = [MeasuredStep(False, rows, 0.1, 0.2, 1e-5 * rows**2) for rows in range(1, 60)]
-    for steps in (falling, steep):
-        found = measured_step_time(PEAKS, steps)
-        assert found is not None
-        assert min(found.host_step_s, found.host_row_s) == 0
-        assert max(found.host_step_s, found.host_row_s) > 0
-        total = sum(found.host_s(step.rows) for step in steps)
-        assert total == pytest.approx(sum(step.host_s for step in steps))
+    rows_of = np.arange(1.0, 60.0)
+    for host_s in (1 / rows_of, 1e-5 * rows_of**2):
+        found = host_line(rows_of, host_s)
+        assert min(found) == 0
+        assert max(found) > 0
+        assert (found[0] + found[1] * rows_of).sum() == pytest.approx(host_s.sum())
+
+
+@pytest.mark.parametrize("cost", [LLAMA_135M, LLAMA_8B])
+def test_a_steps_shape_is_found_again_from_what_the_report_keeps(cost: ModelCost) -> None:
+    """Otherwise earlier runs' steps would be compared with what other steps take."""
+    for shape in (
+        StepShape(64, 64, 64 * 700 * cost.layers, 64 * 700 * cost.layers),
+        StepShape(2048, 3, 3_000_017, 61_440),
+    ):
+        moved = step_total(cost.step(shape)).bytes
+        assert shape_of(cost, shape.tokens, shape.sampled, cost.model_flops(shape), moved) == shape
 
 
 def test_a_step_takes_its_roofline_at_the_least() -> None:

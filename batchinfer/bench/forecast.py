@@ -1,0 +1,45 @@
+"""What `batchinfer plan` would say of a workload's time before any of its steps ran."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchinfer.bench.planning import plan_rows
+from batchinfer.bench.workloads import Row
+from batchinfer.engine.build import LoadedModel
+from batchinfer.engine.config import WINDOW
+from batchinfer.plan.requests import planned_requests
+from batchinfer.report.hardware import detect
+from batchinfer.simulation.simulator import SimulatedEngine, simulate
+from batchinfer.simulation.step_time import StepTime
+
+
+def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | None:
+    """What steps take by `batchinfer doctor --measure`; None where it has not measured them on this machine."""
+    here = detect(device)
+    peaks, times = here.peaks(dtype, quantization), here.step_time(dtype, quantization)
+    return None if peaks is None or times is None else StepTime.calibrated(peaks, times)
+
+
+def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -> float:
+    """Seconds in the engine, by a simulation of these rows. Every answer is as long as its row says."""
+    runner, limits = loaded.runner, loaded.limits
+    machine = SimulatedEngine(
+        runner.cost,
+        runner.layout,
+        loaded.info.blocks,
+        limits,
+        loaded.engine_limits.max_model_len,
+        time,
+        runner.looks_ahead,
+    )
+    with tempfile.TemporaryDirectory(prefix="batchinfer-bench-") as folder:
+        planned = plan_rows(rows, Path(folder), loaded.info.threads)
+        requests = [
+            request
+            for _, window in planned_requests(planned.plan, planned.tokens, WINDOW)
+            for request in window
+        ]
+    return simulate(machine, requests, {r.key: r.params.max_tokens for r in requests}).seconds

@@ -1,0 +1,165 @@
+"""Steps of two small models with random weights, timed: what the parts of a step take on this machine.
+
+A wide model, whose weights are read from memory, and a narrow one, where the work between the products counts.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.engine.build import LoadedModel, load_model
+from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.garbage import loaded_for_good
+from batchinfer.engine.scheduler import Chunk
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.sources import ModelSource
+from batchinfer.models.config import parse_config
+from batchinfer.models.dummy import DummyWeights
+from batchinfer.models.parameters import parameter_count
+from batchinfer.models.shapes import SHAPES
+from batchinfer.request import Request, SamplingParams
+from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
+from batchinfer_kernels.cost import ModelCost, StepShape
+
+LONGEST = 1280  # tokens of a sequence
+KV_MEMORY = 256 << 20  # bytes: more than the blocks of any step below, and more than any cache of a CPU
+FEWEST, LONG_ENOUGH_S = 2, 0.25  # a step is timed so often at the least, and again until it has taken so long
+MOST = 9  # times
+
+# Start and length of each sequence's part of a step
+Part = tuple[int, int]
+_PROMPTS: tuple[list[Part], ...] = (
+    [(0, 32)],
+    [(0, 128)],
+    [(0, 512)],
+    [(0, 128)] * 4,
+    [(0, 1024)],
+    [(0, 32)] * 32,
+    [(512, 128)] * 4,
+)
+_DECODES = (
+    (1, 32),
+    (1, 1024),
+    (4, 64),
+    (16, 64),
+    (16, 1024),
+    (64, 64),
+    (64, 512),
+    (128, 256),
+    (256, 64),
+    (256, 200),
+)
+_MIXED: tuple[list[Part], ...] = ([(200, 1)] * 128 + [(0, 384)], [(256, 1)] * 32 + [(512, 480)])
+HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens of each answer
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Steps: what the model costs, what the step ran, its rows, seconds in the model. And steps' rows, with the seconds
+    that the host took beside the model."""
+
+    steps: list[tuple[ModelCost, StepShape, int, float]]
+    host: list[tuple[int, float]]
+
+
+def calibrate(dtype: Dtype, quantization: Quantization, linear: LinearWay) -> Calibration:
+    """On the CPU. Raises Unavailable where its operators lack this arithmetic."""
+    found = Calibration([], [])
+    for config in (_WIDE, _NARROW):
+        loaded = _loaded(config, dtype, quantization, linear)
+        with loaded_for_good():
+            found.steps.extend(_timed(loaded, parts) for parts in _steps())
+            if config is _NARROW:
+                for rows, tokens in HOST_RUNS:
+                    found.host.extend(_host_times(loaded, rows, tokens))
+    return found
+
+
+def _shape(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int, vocab: int
+) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocab}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 64}
+    return {**SHAPES["tiny"], **sizes, **heads_of, "num_hidden_layers": layers}
+
+
+_WIDE = _shape(768, 2048, 12, 4, 3, 16_000)
+_NARROW = _shape(256, 640, 4, 2, 4, 2_048)
+
+
+def _loaded(
+    config: dict[str, Any], dtype: Dtype, quantization: Quantization, linear: LinearWay
+) -> LoadedModel:
+    spec = parse_config(config, {}, Path("calibration") / "config.json")
+    source = ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
+    settings = EngineConfig(
+        model=Path("calibration"),
+        dtype=dtype,
+        device="cpu",
+        max_model_len=LONGEST,
+        longest=LONGEST,
+        kv_memory=KV_MEMORY,
+        quantization=quantization,
+        linear=linear,
+    )
+    return load_model(settings, source)
+
+
+def _steps() -> Iterator[list[Part]]:
+    yield from _PROMPTS
+    yield from ([(context, 1)] * rows for rows, context in _DECODES)
+    yield from _MIXED
+
+
+def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape, int, float]:
+    """The median of several runs, after one that does not count."""
+    runner = loaded.runner
+    chunks = _chunks(loaded, parts)
+    shape = runner.step_shape(chunks, sum(chunk.samples for chunk in chunks))
+    runner.launch(chunks).tokens()
+    took: list[float] = []
+    while len(took) < FEWEST or (sum(took) < LONG_ENOUGH_S and len(took) < MOST):
+        began = time.perf_counter()
+        runner.launch(chunks).tokens()
+        took.append(time.perf_counter() - began)
+    return runner.cost, shape, len(chunks), statistics.median(took)
+
+
+def _chunks(loaded: LoadedModel, parts: list[Part]) -> list[Chunk]:
+    """A step whose sequences have blocks of their own, as if their beginnings had been computed: how long attention
+    takes does not depend on what the cache holds."""
+    layout, blocks = loaded.runner.layout, loaded.info.blocks
+    chunks, first = [], 0
+    for row, (start, length) in enumerate(parts):
+        params = SamplingParams(ignore_eos=True)
+        request = Request(row.to_bytes(32, "little"), np.full(start + length, 5, np.int32), params)
+        sequence = Sequence.of(request, LONGEST, None, 0.0)
+        needed = -(-(start + length) // layout.block_size)
+        table = [block % blocks for block in range(first, first + needed)]
+        sequence.tables = [list(table) for _ in layout.groups]
+        first += needed
+        chunks.append(Chunk(sequence, start, length))
+    return chunks
+
+
+def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, float]]:
+    """Of the steps of an engine that answers so many rows: rows, and seconds beside the model."""
+    draw = random.Random(rows)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    prompts = ([draw.randrange(5, 2000) for _ in range(32)] for _ in range(rows))
+    requests = [
+        Request(row.to_bytes(32, "little"), np.array(prompt, np.int32), params)
+        for row, prompt in enumerate(prompts)
+    ]
+    engine = loaded.engine()
+    engine.add(requests)
+    samples = [output.sample for output in engine.drain() if output.sample is not None]
+    return [(sample.sampled_tokens, sample.duration_s - sample.model_s) for sample in samples]
