@@ -15,7 +15,7 @@ from batchinfer.data.results.find_state import find_state
 from batchinfer.data.storage.duck import parquet
 from batchinfer.errors import InputMissing, StorageError, UsageError
 from batchinfer.job import Job
-from batchinfer.report.columns import RUN, RUN_SCHEMA
+from batchinfer.report.columns import RUN, SCHEMAS
 from batchinfer.report.folder import report_folder, tables
 from batchinfer.report.history import (
     Comparison,
@@ -28,7 +28,6 @@ from batchinfer.report.history import (
 )
 
 SLOWER = 65  # the exit code: the runs do not meet the limit that the command line sets
-_RUNS = "known_runs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def _report_of(folder: Path) -> Path:
 def _read(folder: Path, files: list[Path]) -> tuple[PastRun, ...]:
     with duckdb.connect() as database:
         try:
-            add_run_view(database, RUN, files)
+            add_report_view(database, RUN, files)
             rows = database.sql(history_sql(RUN)).to_arrow_table().to_pylist()
         except duckdb.Error as error:
             raise StorageError(
@@ -97,8 +96,11 @@ def share_of(text: str) -> float:
     return float(found[1]) / 100
 
 
-def add_run_view(database: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path]) -> None:
-    """All runs as one view. Columns that only newer versions write are null in older runs."""
-    database.register(_RUNS, RUN_SCHEMA.empty_table())
+def add_report_view(
+    database: duckdb.DuckDBPyConnection, table: str, files: Sequence[Path], where: str = ""
+) -> None:
+    """One table of all runs as a view. Columns that only newer versions write are null in older runs."""
+    known = f"known_{table}"
+    database.register(known, SCHEMAS[table].empty_table())
     rows = parquet(files, ", union_by_name = true")
-    database.execute(f'CREATE VIEW "{name}" AS FROM {_RUNS} UNION ALL BY NAME FROM {rows}')
+    database.execute(f'CREATE VIEW "{table}" AS FROM {known} UNION ALL BY NAME FROM {rows}{where}')

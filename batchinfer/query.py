@@ -24,7 +24,7 @@ from batchinfer.data.storage.duck import Watched, interruptible, literal, parque
 from batchinfer.data.storage.durable import FileOps, refuse_existing, write_new
 from batchinfer.data.storage.remembered import read_strings
 from batchinfer.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
-from batchinfer.history import add_run_view
+from batchinfer.history import add_report_view
 from batchinfer.report.columns import ROWS, RUN, SCHEMAS
 from batchinfer.report.folder import report_folder, tables
 from batchinfer.report.history import HISTORY, history_sql
@@ -85,6 +85,21 @@ def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckD
     those of its report. Raises InputMissing, UsageError for SQL that fails or would change something, StorageError,
     OutOfMemory; reading the answer raises the same.
     """
+    with opened_database() as (connection, watched, spill):
+        if partial:
+            place = ResultPlace(None, None)
+            names = _add_results(connection, [_partial(folder, spill, watched)])
+        else:
+            place = ResultPlace.of(folder)
+            names = add_views(connection, place)
+        with _explained(folder, names):
+            usual = FIRST_ROWS if RESULTS in names else RUNS
+            yield connection.sql(_reading(connection, usual if sql is None else sql))
+
+
+@contextmanager
+def opened_database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Watched, Path]]:
+    """A database for a user's queries, what a signal ends its queries with, and a folder for what is spilled."""
     with tempfile.TemporaryDirectory(prefix="batchinfer-query-") as spill:
         config: dict[str, Any] = {
             "autoinstall_known_extensions": "false",
@@ -92,23 +107,19 @@ def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckD
             "temp_directory": f"{spill}/sorting",  # and not a folder where the user stands
         }
         with duckdb.connect(config=config) as connection, interruptible(connection) as watched:
-            if partial:
-                place = ResultPlace(None, None)
-                names = _add_view(connection, RESULTS, [_partial(folder, Path(spill), watched)])
-            else:
-                place = ResultPlace.of(folder)
-                names = _results(connection, place.results)
-            names += _reports(connection, place)
-            with _explained(folder, names):
-                usual = FIRST_ROWS if RESULTS in names else RUNS
-                yield connection.sql(_reading(connection, usual if sql is None else sql))
+            yield connection, watched, Path(spill)
+
+
+def add_views(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
+    """The result as `results`, and every table of its report; returns their names. Raises StorageError."""
+    return _results(connection, place.results) + _reports(connection, place)
 
 
 def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> list[str]:
     manifest = None if results is None else read_manifest(results)
     if results is None or manifest is None:
         return []
-    return _add_view(connection, RESULTS, whole_files(results, manifest))
+    return _add_results(connection, whole_files(results, manifest))
 
 
 def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
@@ -119,24 +130,25 @@ def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[
     names: list[str] = []
     for name, schema in SCHEMAS.items() if place.report is not None else ():
         files = tables(place.report, name) if place.report is not None else []
-        if files and name == RUN:
-            names += _add_runs(connection, files)
-        elif files:
-            names += _add_view(connection, name, files, _made(place) if name == ROWS else "")
+        if files:
+            names += _add_reported(connection, name, files, _made(place) if name == ROWS else "")
         else:
             connection.register(name, schema.empty_table())
             names.append(name)
     return names
 
 
-def _add_runs(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> list[str]:
-    """All runs, and what can be compared of them."""
+def _add_reported(
+    connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path], where: str
+) -> list[str]:
+    """One table of all runs; with the runs' rows comes what can be compared of them."""
     try:
-        add_run_view(connection, RUN, files)
-        connection.execute(f'CREATE VIEW "{HISTORY}" AS {history_sql(RUN)}')
+        add_report_view(connection, name, files, where)
+        if name == RUN:
+            connection.execute(f'CREATE VIEW "{HISTORY}" AS {history_sql(RUN)}')
     except duckdb.Error as error:
         raise StorageError(f"{files[0].parent}: {error}; move a damaged table away") from error
-    return [RUN, HISTORY]
+    return [RUN, HISTORY] if name == RUN else [name]
 
 
 def _made(place: ResultPlace) -> str:
@@ -147,16 +159,12 @@ def _made(place: ResultPlace) -> str:
     return f" WHERE run_id IN (SELECT run_id FROM run WHERE ends_with(output, {literal('/' + name)}))"
 
 
-def _add_view(
-    connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path], where: str = ""
-) -> list[str]:
-    """Runs of older versions lack columns: there they are null."""
+def _add_results(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> list[str]:
     try:
-        source = parquet(files, ", union_by_name = true")
-        connection.execute(f'CREATE VIEW "{name}" AS SELECT * FROM {source}{where}')
+        connection.execute(f'CREATE VIEW "{RESULTS}" AS FROM {parquet(files, ", union_by_name = true")}')
     except duckdb.Error as error:
         raise StorageError(f"{files[0].parent}: {error}; `batchinfer verify` checks a result") from error
-    return [name]
+    return [RESULTS]
 
 
 def _partial(results: Path, spill: Path, watched: Watched) -> Path:

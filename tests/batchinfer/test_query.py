@@ -327,6 +327,11 @@ def test_tables_of_older_runs_are_read_too(copy: Place, ask: Command) -> None:
         ask(copy.results, "select count(*) as n from requests where run_id is null", "--json").out
         == '{"n":1}\n'
     )
+    for newer in report.glob("requests-202[1-9]*"):
+        newer.unlink()
+    assert ask(copy.results, "select key, latency_s from requests", "--json").out == (
+        '{"key":"ab","latency_s":null}\n'
+    )
 
 
 def test_a_published_result_holds_no_key(finished: Place) -> None:
