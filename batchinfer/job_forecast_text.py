@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from batchinfer.job_forecast import EngineForecast, JobForecast, Lengths
+from batchinfer.engine_forecast import EngineForecast
+from batchinfer.job_forecast import JobForecast, Lengths
+from batchinfer.plan.plan import Plan
 from batchinfer.report.units import count, percent, seconds, short
 from batchinfer.sizes import size
 from batchinfer.step_times import DECLARED_EFFICIENCY
@@ -18,6 +20,24 @@ def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str
     """A heading, and a line for each of what is known. `price_per_hour`: of the machine, in any currency."""
     named = _named(found, price_per_hour)
     return [f"{found.job}: {found.setting}", *(f"  {name:<{NAME}}{text}" for name, text in named)]
+
+
+def plan_line(plan: Plan) -> str:
+    """The plan in one line, before it runs."""
+    rows = f"plan: {plan.rows:,} rows, {plan.error_rows:,} of them bad, {plan.duplicates:,} duplicates"
+    if not plan.to_run:
+        return f"{rows}; every answer is stored already"
+    present = f", {plan.present:,} answers stored already" if plan.present else ""
+    tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
+    return (
+        f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens"
+    )
+
+
+def engine_text(forecast: EngineForecast) -> str:
+    """Seconds, which are known, and how they are."""
+    which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
+    return f"{seconds(forecast.seconds)}, {count(forecast.run.steps)} steps, {which}; {_known(forecast)}"
 
 
 def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:
@@ -123,8 +143,7 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
             f"{steps}; how long they take is not known: `batchinfer doctor --measure` finds this machine's peaks",
         )
         return
-    which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
-    yield "engine", f"{seconds(forecast.seconds)}, {steps}, {which}; {_known(forecast)}"
+    yield "engine", engine_text(forecast)
     if forecast.simulated < 1:
         yield "", f"simulated for {percent(forecast.simulated)} of the rows"
     cost = _cost(forecast, price_per_hour)

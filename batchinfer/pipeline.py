@@ -33,7 +33,8 @@ from batchinfer.data.results.uses import User, uses_of, write_uses
 from batchinfer.data.storage.durable import storage
 from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.data.storage.state import StateFolder, state_of
-from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, NUMERICS_VERSION
+from batchinfer.engine.config import NUMERICS_VERSION
+from batchinfer.engine_forecast import EngineForecast, forecast_engine
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import (
     BatchInferError,
@@ -47,12 +48,12 @@ from batchinfer.errors import (
 )
 from batchinfer.hub import short_name
 from batchinfer.job import Job
+from batchinfer.job_forecast_text import engine_text, plan_line
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
 from batchinfer.launch.supervisor import Supervisor
 from batchinfer.models.stored import StoredModel
-from batchinfer.plan.forecast import Forecast, describe, forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup
@@ -62,7 +63,6 @@ from batchinfer.report.folder import writing
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.report.tables import RunRow
-from batchinfer.report.units import seconds
 from batchinfer.resolve import Setting
 from batchinfer.run_report import RunReport, told_by
 
@@ -341,19 +341,25 @@ class _Run:
                 index.folder / "plan",
                 retry_errors=self.options.retry_errors,
             )
-        seen = self._forecast(plan)
-        self.report.planned(plan)
-        self.report.note(forecast_s=seen.seconds)
+            seen = self._forecast(plan, index) if plan.to_run else None
+        self.report.planned(plan, seen)
         self.progress.close()
-        self.notice(describe(plan, None if seen.seconds is None else seconds(seen.seconds)))
+        self.notice(plan_line(plan))
+        if seen is not None and seen.seconds is not None:
+            self.notice(f"forecast: {engine_text(seen)}")
         if self.job.sampling.from_columns:
             self.notice(f"rows set their own {self.job.sampling.row_parameters()}")
         return plan
 
-    def _forecast(self, plan: Plan) -> Forecast:
-        config = self.setting.engine_config(self.job, plan.longest)
-        cost = self.setting.model_cost(self.checkpoint)
-        return forecast(plan, cost, config.peaks, config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
+    def _forecast(self, plan: Plan, index: Index) -> EngineForecast | None:
+        """None where nothing would come of it: without peaks, or where the engine will find too little memory."""
+        if self.setting.peaks is None:
+            return None
+        try:
+            engine = forecast_engine(self.job, self.setup, plan)
+        except OutOfMemory:  # reckoned from here; the engine's own process knows better, and says so
+            return None
+        return engine.forecast(index.tokens, engine.run_budget_s())
 
     def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:
         """The engine's part. On a signal: what runs may finish, all that is finished is committed."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
+from batchinfer.engine_forecast import EngineForecast
 from batchinfer.errors import BatchInferError, known
 from batchinfer.hub import described
 from batchinfer.job import Job
@@ -60,7 +61,8 @@ class RunReport:
         """Which request answered which row of the result that was just published. Raises OSError."""
         write_rows(self.folder, self._run_id, index_parts)
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
+        """What is to be done, and what the engine is expected to take for it; None: nothing is expected."""
         self.note(
             distinct_requests=plan.distinct,
             duplicate_rows=plan.duplicates,
@@ -68,6 +70,17 @@ class RunReport:
             duplicate_saved_tokens=0,
             duplicate_saved_output_tokens=0,
         )
+        if seen is not None:
+            self.note(
+                forecast_s=seen.seconds,
+                forecast_steps=seen.run.steps,
+                forecast_prompt_tokens=seen.run.prefill_tokens,
+                forecast_output_tokens=seen.run.sampled_tokens,
+                forecast_mfu=seen.mfu,
+                forecast_mbu=seen.mbu,
+                forecast_basis=seen.times.known,
+                forecast_answers_from=seen.answers_from,
+            )
 
     def open_meter(self) -> Meter:
         """The meter that the engine's samples go to."""

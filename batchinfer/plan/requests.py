@@ -22,12 +22,18 @@ class Prompts(Protocol):
     def read(self, offset: int, count: int) -> TokenIds: ...
 
 
-def planned_requests(plan: Plan, prompts: Prompts, rows: int) -> Iterator[tuple[Window, list[Request]]]:
+def planned_requests(
+    plan: Plan, prompts: Prompts, rows: int, every: int = 1
+) -> Iterator[tuple[Window, list[Request]]]:
     """The plan's windows of so many rows, and their requests in the order in which they run, each of which knows what
     it shares with the next one. A window is held back until the next one is read, for its last request.
+
+    `every`: of so many windows only the one in their middle, as if the plan had no others.
     """
     held: tuple[Window, list[Request]] | None = None
-    for window in plan.windows(rows):
+    for number, window in enumerate(plan.windows(rows)):
+        if number % every != every // 2:
+            continue
         requests = _read(window, prompts)
         if held is not None:
             before = held[1]

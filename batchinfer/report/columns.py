@@ -167,10 +167,23 @@ RUN_COLUMNS: tuple[Column, ...] = (
     ),
     _count("parent_peak_rss_bytes", "bytes", "peak resident memory of the command"),
     _count("worker_peak_rss_bytes", "bytes", "peak resident memory of the worker with the model"),
-    _seconds(
-        "forecast_s", "the plan's forecast of `engine_s`: at the roofline, every answer as long as it may be"
+    _seconds("forecast_s", "what `engine_wall_s` was forecast to be before the run, by simulating it"),
+    Column("forecast_error", _REAL, "", "`engine_wall_s` ÷ `forecast_s` − 1; negative: faster than forecast"),
+    _count("forecast_steps", "steps", "the forecast of `steps`"),
+    _count("forecast_prompt_tokens", "tokens", "the forecast of `prompt_tokens_run`"),
+    _count("forecast_output_tokens", "tokens", "the forecast of `output_tokens`"),
+    _ratio("forecast_mfu", "the forecast of `mfu`"),
+    _ratio("forecast_mbu", "the forecast of `mbu`"),
+    _text(
+        "forecast_basis",
+        "how the times of steps were known: from earlier `runs`, `measured` by `doctor --measure`, as a share of the "
+        "peaks that is only `declared`, or at the `limit` of the peaks",
     ),
-    Column("forecast_error", _REAL, "", "`engine_s` ÷ `forecast_s` − 1; negative: faster than forecast"),
+    _count(
+        "forecast_answers_from",
+        "runs",
+        "earlier runs whose answers said how long these would be; 0: taken to be as long as they may be",
+    ),
 )
 
 _RUN_ID = _text("run_id", "the run, as in the table `run`")

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def summary(row: Row, report: Path | None = None) -> str:
-    """At most 15 aligned lines without a final newline. What is not known is a dash or left out.
+    """At most 16 aligned lines without a final newline. What is not known is a dash or left out.
 
     `report`: the row's file; None for a run that changed nothing and leaves none.
     """
@@ -36,6 +36,7 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("lost", _lost(row)),
         ("guided", _guided(row)),
         ("time", _time(row)),
+        ("forecast", _forecast(row)),
         ("memory", _memory(row)),
         ("results", _results(row)),
         ("report", "" if report is None else str(report)),
@@ -154,9 +155,18 @@ def _guided(row: Row) -> str:
 
 def _time(row: Row) -> str:
     phases = [(name, row[f"{name}_s"]) for name in PHASES]
-    text = ", ".join(f"{name} {seconds(spent)}" for name, spent in phases if spent is not None)
-    forecast = row["forecast_s"]
-    return f"{text}  (engine forecast: {seconds(forecast)})" if text and forecast is not None else text
+    return ", ".join(f"{name} {seconds(spent)}" for name, spent in phases if spent is not None)
+
+
+def _forecast(row: Row) -> str:
+    """Beside what came of it."""
+    if row["forecast_s"] is None or row["forecast_error"] is None:
+        return ""
+    tokens, ran = row["forecast_output_tokens"], row["output_tokens"]
+    return (
+        f"engine {seconds(row['forecast_s'])}, took {seconds(row['engine_wall_s'])} ({row['forecast_error']:+.1%}); "
+        f"output {short(tokens)} tokens, were {short(ran)}"
+    )
 
 
 def _memory(row: Row) -> str:

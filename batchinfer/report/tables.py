@@ -70,6 +70,13 @@ class RunFacts:
     parent_peak_rss_bytes: int | None = None
     worker_peak_rss_bytes: int | None = None
     forecast_s: float | None = None
+    forecast_steps: int | None = None
+    forecast_prompt_tokens: int | None = None
+    forecast_output_tokens: int | None = None
+    forecast_mfu: float | None = None
+    forecast_mbu: float | None = None
+    forecast_basis: str | None = None
+    forecast_answers_from: int | None = None
 
 
 def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | None) -> RunRow:
@@ -77,10 +84,10 @@ def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | Non
     row: RunRow = dict.fromkeys(RUN_SCHEMA.names)
     row |= {f.name: getattr(facts, f.name) for f in fields(facts)}
     row["wall_s"] = (facts.finished_at - facts.started_at).total_seconds()
-    row["forecast_error"] = _over(_minus(facts.engine_s, facts.forecast_s), facts.forecast_s)
     if hardware is not None:
         row |= _hardware_columns(hardware, facts)
     if measured is not None:
+        row["forecast_error"] = _over(_minus(measured.totals.wall_s, facts.forecast_s), facts.forecast_s)
         row |= _token_columns(measured.totals) | _time_columns(measured.totals)
         row |= _efficiency_columns(measured.totals, row["peak_flops_per_s"], row["peak_bytes_per_s"])
         row |= dict(_latency_columns(measured))

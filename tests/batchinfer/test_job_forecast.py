@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer import job_forecast as rooms
 from batchinfer.job import load_job
 from batchinfer.job_forecast import JobForecast, forecast_job
 from batchinfer.job_forecast_text import forecast_json, forecast_lines
@@ -21,6 +20,7 @@ from batchinfer.report.columns import REQUESTS, RUN, STEPS
 from batchinfer.report.earlier_runs import STEP_COLUMNS, earlier_lengths, earlier_steps
 from batchinfer.report.folder import table_path
 from batchinfer.report.hardware import Hardware
+from batchinfer.report.summary import summary
 from batchinfer.request import Request, SamplingParams
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.step_parts import PARTS
@@ -200,18 +200,53 @@ def test_without_peaks_no_time_is_made_up(
 def test_of_a_large_job_a_part_is_simulated(
     tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_job(tmp_path, model, people(400), sampling={"max_tokens": 6, "ignore_eos": True})
+    path = write_job(
+        tmp_path,
+        model,
+        people(400),
+        sampling={"max_tokens": 6, "ignore_eos": True},
+        engine={"max_num_seqs": 8, "max_num_batched_tokens": 96},
+    )
     whole = planned(path).forecast
     assert whole is not None
-    monkeypatch.setattr(rooms, "WINDOW", 20)
-    monkeypatch.setattr(rooms, "MOST_TOKENS", 2000)
+    monkeypatch.setattr("batchinfer.engine_forecast.WINDOW", 20)
+    monkeypatch.setattr("batchinfer.job_forecast.PLAN_MOST_S", 0.01)
     found = planned(path)
     part = found.forecast
     assert part is not None
+    assert part.seconds is not None
     assert 0 < part.simulated < 0.6
     assert "simulated for" in text(found)
-    assert part.run.sampled_tokens == whole.run.sampled_tokens == 2400
-    assert part.run.flops == pytest.approx(whole.run.flops, rel=0.1)
+    assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.02)
+    assert part.run.flops == pytest.approx(whole.run.flops, rel=0.05)
+    assert part.seconds == pytest.approx(whole.seconds, rel=0.05)
+
+
+def test_a_run_has_the_forecast_that_plan_showed(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+    """Forecast and fact stand side by side in the run table and in the summary."""
+    path = write_job(tmp_path, model, people(60), sampling={"max_tokens": 7, "ignore_eos": True})
+    before = planned(path).forecast
+    assert before is not None
+    ended = run(path, REAL)
+    row = ended.row
+    facts = {
+        "forecast_s": before.seconds,
+        "forecast_steps": before.run.steps,
+        "forecast_prompt_tokens": before.run.prefill_tokens,
+        "forecast_output_tokens": before.run.sampled_tokens,
+        "forecast_mfu": before.mfu,
+        "forecast_mbu": before.mbu,
+        "forecast_basis": "limit",
+        "forecast_answers_from": 0,
+    }
+    assert {name: row[name] for name in facts} == facts
+    assert (row["steps"], row["prompt_tokens_run"], row["output_tokens"]) == (
+        row["forecast_steps"],
+        row["forecast_prompt_tokens"],
+        row["forecast_output_tokens"],
+    )
+    assert row["forecast_error"] == pytest.approx(row["engine_wall_s"] / row["forecast_s"] - 1)
+    assert "output 420 tokens, were 420" in summary(row)
 
 
 def test_rows_that_set_their_own_parameters_are_named(tmp_path: Path, model: Path) -> None:

@@ -47,6 +47,7 @@ def full_row(**changes: Any) -> dict[str, Any]:
         parent_peak_rss_bytes=310 * 2**20,
         worker_peak_rss_bytes=int(1.25 * 2**30),
         forecast_s=95.0,
+        forecast_output_tokens=82_000,
     )
     engine = {
         "computed_requests": 2300,
@@ -61,6 +62,7 @@ def full_row(**changes: Any) -> dict[str, Any]:
         "total_tokens_per_s": 13_193.3,
         "steps": 5000,
         "engine_wall_s": 90.0,
+        "forecast_error": 90 / 95 - 1,
         "overhead_s": 2.7,
         "idle_s": 0.9,
         "padding_share": 0.004,
@@ -88,8 +90,8 @@ def test_a_published_run() -> None:
             "  latency  TTFT 31 s / 1 min 23 s, TPOT 12.3 ms / 25 ms  (p50 / p99)",
             "  limit    roofline 41% (MFU 30%, MBU 12%) of measured peaks: AMD EPYC, bfloat16",
             "  lost     padding 0.4%, recomputation 0%, overhead 3.0%, idle 1.0%",
-            "  time     ingest 1.25 s, plan 50 ms, load 2 s, engine 1 min 30 s, publish 500 ms"
-            "  (engine forecast: 1 min 35 s)",
+            "  time     ingest 1.25 s, plan 50 ms, load 2 s, engine 1 min 30 s, publish 500 ms",
+            "  forecast engine 1 min 35 s, took 1 min 30 s (-5.3%); output 82k tokens, were 80.4k",
             "  memory   parent 310 MiB at its peak, worker 1.25 GiB at its peak",
             "  results  results/orders/*.parquet",
             "  report   results/orders-report/run-20261120T223000Z-abcdef.parquet",

@@ -1,0 +1,146 @@
+"""What the engine will do with a plan: the same simulation for `plan` and at the start of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from batchinfer.engine.budget import scheduler_config
+from batchinfer.engine.cache_layout import CacheLayout, cache_layout
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, WINDOW
+from batchinfer.engine.memory import JobSize, cache_blocks
+from batchinfer.job import Job
+from batchinfer.memory import available_memory
+from batchinfer.models.spec import CacheSpec
+from batchinfer.plan.plan import Plan
+from batchinfer.plan.requests import Prompts, planned_requests
+from batchinfer.preflight import Setup
+from batchinfer.report.earlier_runs import earlier_lengths, earlier_steps
+from batchinfer.report.folder import report_folder
+from batchinfer.request import Request
+from batchinfer.simulation.answer_lengths import AnswerLengths
+from batchinfer.simulation.extrapolation import SimulatedPart, extrapolated
+from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
+from batchinfer.step_times import StepTimes, alike, step_times
+from batchinfer_kernels.cost import ModelCost, StepShape, roofline_seconds
+
+# What a simulation takes: the bench's mixed, decode and shared-prefix with 2,000 and 4,000 rows took 0.13 ms a row and
+# 4 to 5 microseconds an output token on a Zen 4 server core.
+ROW_S, OUTPUT_TOKEN_S = 150e-6, 5e-6
+PLAN_MOST_S = 5.0  # what `plan` may simulate for
+RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # a run: of the time that it takes at the least, or so many seconds
+TWO_PARTS = 1.5  # a part and its half are simulated
+FULL_BATCHES = 4  # in a part, at the least: in its half, too, rows have to wait until others have ended
+
+
+@dataclass(frozen=True, slots=True)
+class EngineForecast:
+    """What the engine will do. Seconds are None where this machine's peaks are not known."""
+
+    run: Simulated  # scaled from the rows that were simulated to all of them
+    simulated: float  # 0…1, the share of the rows that were simulated
+    answers_from: int  # earlier runs whose answers say how long these will be; 0: as long as they may be
+    times: StepTimes  # what steps take, and how that is known
+    seconds: float | None
+    mfu: float | None
+    mbu: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastEngine:
+    """The engine that a job would get."""
+
+    job: Job
+    setup: Setup
+    plan: Plan
+    machine: SimulatedEngine
+    times: StepTimes
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.machine.blocks * block_bytes(self.machine.layout, self.machine.cost)
+
+    def least_s(self) -> float | None:
+        """What the run takes at the hardware's limit, attention left out; None without peaks."""
+        if self.setup.setting.peaks is None:
+            return None
+        outputs = self.plan.expected_tokens
+        tokens = self.plan.prompt_tokens - self.plan.shared_prefix_tokens + outputs
+        step = self.machine.cost.step(StepShape(tokens, outputs, 0, 0))
+        return roofline_seconds(step, self.setup.setting.peaks)
+
+    def run_budget_s(self) -> float:
+        """How long a run may simulate itself: little beside what it takes."""
+        return max(RUN_LEAST_S, RUN_SHARE * (self.least_s() or 0.0))
+
+    def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
+        """Simulate the plan, or of a large one as many windows as take about `budget_s` to simulate."""
+        lengths, answers_from = self._lengths()
+        windows = self._windows(prompts, self._every(budget_s))
+        whole = self._whole(windows, lengths)
+        share, peaks = sum(map(len, windows)) / self.plan.to_run, self.setup.setting.peaks
+        if peaks is None or not whole.seconds:
+            return EngineForecast(whole, share, answers_from, self.times, None, None, None)
+        mfu = whole.flops / whole.seconds / peaks.fastest
+        mbu = whole.bytes / whole.seconds / peaks.bytes_per_s
+        return EngineForecast(whole, share, answers_from, self.times, whole.seconds, mfu, mbu)
+
+    def _whole(self, windows: list[list[Request]], lengths: AnswerLengths) -> Simulated:
+        """The run of all windows, from those that are there and every other one of them."""
+        all_of_them = self._simulated(windows, lengths)
+        if sum(map(len, windows)) == self.plan.to_run:
+            return all_of_them.run
+        plan = self.plan
+        return extrapolated(
+            self._simulated(windows[::2], lengths), all_of_them, plan.prompt_tokens + plan.expected_tokens
+        )
+
+    def _simulated(self, windows: list[list[Request]], lengths: AnswerLengths) -> SimulatedPart:
+        requests = [request for window in windows for request in window]
+        outputs = {request.key: lengths.of_request(request) for request in requests}
+        size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
+        return SimulatedPart(size, simulate(self.machine, requests, outputs))
+
+    def _lengths(self) -> tuple[AnswerLengths, int]:
+        """How long answers will be, and from how many earlier runs that is known."""
+        earlier = earlier_lengths(report_folder(self.job.results_root))
+        if earlier is None:
+            return AnswerLengths.unknown(), 0
+        return AnswerLengths.of(earlier.prompts, earlier.answers), earlier.runs
+
+    def _every(self, budget_s: float) -> int:
+        """Which windows are simulated: every so many."""
+        windows = math.ceil(self.plan.to_run / WINDOW)
+        takes_s = self.plan.to_run * ROW_S + self.plan.expected_tokens * OUTPUT_TOKEN_S
+        within = int(windows * budget_s / takes_s / TWO_PARTS)
+        least = max(2, math.ceil(FULL_BATCHES * self.machine.scheduler.max_num_seqs / WINDOW))
+        return max(1, windows // max(within, least))
+
+    def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
+        return [requests for _, requests in planned_requests(self.plan, prompts, WINDOW, every)]
+
+
+def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
+    """The engine that would run the plan, which is not empty. Raises OutOfMemory where its longest row does not fit."""
+    setting = setup.setting
+    config = setting.engine_config(job, plan.longest)
+    cost = setting.model_cost(setup.checkpoint)
+    limits, block_size = scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
+    layout = cache_layout(
+        [CacheSpec(1, 1, window=window) for window in cost.windows], block_size, plan.longest
+    )
+    size = JobSize(plan.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
+    free = (setting.hardware.memory_bytes if config.device == "cuda" else available_memory()) or 1 << 62
+    free -= setup.checkpoint.weight_bytes
+    blocks = cache_blocks(
+        block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, config.device
+    )
+    times = step_times(setting, cost, earlier_steps(report_folder(job.results_root), alike(job, setting)))
+    ahead = config.device == "cuda"
+    machine = SimulatedEngine(cost, layout, blocks, limits, plan.longest, times.time, looks_ahead=ahead)
+    return ForecastEngine(job, setup, plan, machine, times)
+
+
+def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
+    """Bytes of a block, by what the layers' costs say of their caches."""
+    return layout.depth * layout.block_size * max(size for _, size in cost.caches)
