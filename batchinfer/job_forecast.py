@@ -72,7 +72,7 @@ def forecast_job(
     with tempfile.TemporaryDirectory(prefix="batchinfer-plan-") as scratch:
         index = _index(job, setup, state, Path(scratch), reading)
         stored = sorted(read_records(state.completions)[0]) if state.completions.is_dir() else []
-        plan = plan_job(index.index_dir, stored, Path(scratch) / "plan")
+        plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan")
         errors = summarise_errors(index.index_parts)
         where = f"{setup.setting.arithmetic} on {setup.setting.hardware.name or setup.setting.device}"
         facts = (job.name, plan, dict(errors.codes), where)

@@ -335,12 +335,8 @@ class _Run:
     def _plan(self, index: Index, store: CompletionStore) -> Plan:
         self.progress.phase("planning")
         with self.report.timed("plan_s"):
-            plan = plan_job(
-                index.index_dir,
-                store.parts(),
-                index.folder / "plan",
-                retry_errors=self.options.retry_errors,
-            )
+            where, again = index.folder / "plan", self.options.retry_errors
+            plan = plan_job(index.index_dir, index.tokens, store.parts(), where, retry_errors=again)
             seen = self._forecast(plan, index) if plan.to_run else None
         self.report.planned(plan, seen)
         self.progress.close()

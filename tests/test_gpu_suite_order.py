@@ -7,8 +7,7 @@ import pytest
 
 from batchinfer.bench.planning import plan_rows
 from batchinfer.bench.workloads import WORKLOADS, make_workload
-from batchinfer.plan import planner
-from tests.gpu_suite.order import OUTPUT_WEIGHT, plan_in_memory
+from tests.gpu_suite.order import plan_in_memory
 
 COLUMNS = ("key", "token_offset", "token_count", "params", "expected_tokens", "users", "seq", "bucket")
 
@@ -28,7 +27,3 @@ def test_the_order_is_the_planner_s(name, deduplicate, tmp_path):
         assert getattr(ours.plan, count) == getattr(theirs.plan, count)
     offset, length = (found.column(c)[3].as_py() for c in ("token_offset", "token_count"))
     assert ours.tokens.read(offset, length).tolist() == theirs.tokens.read(offset, length).tolist()
-
-
-def test_the_weight_is_the_planner_s():
-    assert OUTPUT_WEIGHT == planner.OUTPUT_WEIGHT

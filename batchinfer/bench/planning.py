@@ -13,7 +13,7 @@ from batchinfer.data.index.index import Layout
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter
 from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.prompts.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
+from batchinfer.data.prompts.keys import token_bytes, work_key
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.plan.plan import Plan
@@ -49,8 +49,9 @@ def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool
     with IndexWriter(layout, longest, endpoints=False, ops=FileOps()) as writer:
         writer.append(batch, [None] * len(rows), range(len(rows)), prepared)
         writer.commit()
-    plan = plan_job(layout.index, [], folder / "plan", threads=threads)
-    return Planned(row_keys(prepared), plan, TokenStore(layout.tokens))
+    tokens = TokenStore(layout.tokens)
+    plan = plan_job(layout.index, tokens, [], folder / "plan", threads=threads)
+    return Planned(row_keys(prepared), plan, tokens)
 
 
 def row_keys(prepared: Prepared) -> tuple[bytes, ...]:
@@ -64,12 +65,9 @@ def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
     params = {one: number for number, one in enumerate(dict.fromkeys(asked))}
     texts = [_params(*one) for one in params]
     prompts = [np.array(row.prompt, np.int32) for row in rows]
-    prefixes = np.zeros((len(rows), len(PREFIX_LENGTHS)), np.int64)
     keys = bytearray()
     for number, prompt in enumerate(prompts):
         data = token_bytes(prompt)
-        hashes = prefix_hashes(data)
-        prefixes[number, : len(hashes)] = hashes
         occurrence = 0 if deduplicate else number
         keys += work_key(CONTEXT, texts[params[asked[number]]], data, occurrence)
     return Prepared(
@@ -78,7 +76,6 @@ def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
         params_of=[params[one] for one in asked],
         max_tokens=[row.max_tokens for row in rows],
         counts=np.array([len(prompt) for prompt in prompts], np.int32),
-        prefixes=prefixes,
         keys=bytes(keys),
         tokens=np.concatenate(prompts),
     )

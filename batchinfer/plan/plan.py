@@ -61,6 +61,7 @@ class Plan:
     """
 
     path: Path  # a Parquet file in PLAN_SCHEMA, ordered by seq
+    prefixes: Path  # the nodes of the prefix forest: a Parquet file in PREFIX_SCHEMA
     rows: int
     error_rows: int  # rows of the input that can never run
     distinct: int  # different keys
@@ -69,7 +70,7 @@ class Plan:
     to_run: int
     prompt_tokens: int
     expected_tokens: int  # output tokens, at most
-    shared_prefix_tokens: int  # prompt tokens that ideal sharing saves; see plan_job
+    shared_prefix_tokens: int  # prompt tokens that ideal sharing of whole blocks saves
     longest: int  # largest token_count + expected_tokens; 0 if nothing is to run
 
     def windows(self, rows_per_window: int) -> Iterator[Window]:

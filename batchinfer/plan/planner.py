@@ -10,29 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.prompts.keys import PREFIX_COLUMNS, PREFIX_LENGTHS
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
+from batchinfer.plan.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
+from batchinfer.plan.prefix_forest import ROOT, ForestBuilder, Ints, PrefixForest
+from batchinfer.plan.prefixes import write_prefixes
+from batchinfer.plan.requests import Prompts
+from batchinfer.plan.run_order import depth_first, efforts
 
-# What ends last must start first, and an output token takes a step where a prompt token takes a share of one. Sorted by
-# outputs alone, though, rows of one cohort read together and answer together, which leaves the device to one of
-# the two. Simulated over the scheduler with the operators' declared costs (15 settings each: 128 and 700 rows of
-# log-uniform prompts 16…1024 and outputs 8…256; 600 and 1000 rows with one output 20 × the median), seconds against
-# the best order of each setting, mean (worst):
-#                 shuffled       prompt + output  output         prompt + 2 o.  prompt + 4 o.  prompt + 8 o.
-#   135M, CPU     1.007 (1.014)  1.004 (1.013)    1.005 (1.014)  1.003 (1.010)  1.002 (1.006)  1.002 (1.009)
-#   8B, one GPU   1.088 (1.177)  1.036 (1.132)    1.017 (1.066)  1.023 (1.096)  1.006 (1.023)  1.005 (1.012)
-# A CPU is bound by compute whatever it mixes, so no order gains much there.
-OUTPUT_WEIGHT = 4
 _ROWS_PER_GROUP = 65_536
 
 
 def plan_job(
     index_dir: Path,
+    prompts: Prompts,
     completion_parts: Sequence[Path],
     out_dir: Path,
     *,
@@ -42,14 +38,9 @@ def plan_job(
 ) -> Plan:
     """Plan every distinct key of the index that the completion parts lack, once each.
 
-    Order: a walk of the trie that the prefix columns p16, p32, … p4096 span. At each level rows that share
-    their first N tokens with another row form a group, and a row that shares them with none stands alone;
-    groups and single rows come by descending effort (prompt + OUTPUT_WEIGHT × expected output; a group's is
-    its largest), so that what ends last starts first, and members of a group stay adjacent.
-
-    `shared_prefix_tokens` counts, for each group of n rows at level N, (n - 1) times the tokens between the
-    level below and N. Sharing beyond a row's deepest common level is not seen, so it is a lower bound of
-    what an ideal cache saves.
+    Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`, in blocks of 16 tokens), at
+    each node by descending effort (`run_order`), so that what ends last starts first, and rows that share a prefix
+    stay together. `prompts`: the token ids that the index points to.
 
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
     which spills into `out_dir`. Raises StorageError, OutOfMemory.
@@ -57,17 +48,20 @@ def plan_job(
     index = sorted(index_dir.glob("part-*.parquet"))
     with connection(out_dir / "spill", memory_limit, threads) as database:
         _load_work(database, index, completion_parts, retry_errors)
-        saved = sum(_group_level(database, level) for level in range(len(PREFIX_LENGTHS)))
-        path = out_dir / "plan.parquet"
+        forest, rows = _forest(database, prompts)
+        _place(database, forest, rows)
+        path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
         _write(database, path)
-        return Plan(path=path, shared_prefix_tokens=saved, **_counts(database))
+        offsets = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
+        write_prefixes(prefixes, forest, offsets[rows[forest.first]])
+        saved = int(forest.saved.sum())
+        return Plan(path=path, prefixes=prefixes, shared_prefix_tokens=saved, **_counts(database))
 
 
 def _load_work(database: Any, index: Sequence[Path], completions: Sequence[Path], retry_errors: bool) -> None:
-    prefixes = ", ".join(f"{name} BIGINT" for name in PREFIX_COLUMNS)
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
-        f"expected_tokens INTEGER, total INTEGER, effort BIGINT, users INTEGER, {prefixes})"
+        "expected_tokens INTEGER, users INTEGER)"
     )
     database.execute("CREATE TEMP TABLE present(key BLOB)")
     database.execute("CREATE TEMP TABLE tally(rows BIGINT, error_rows BIGINT)")
@@ -77,32 +71,58 @@ def _load_work(database: Any, index: Sequence[Path], completions: Sequence[Path]
     if completions:
         usable = "WHERE error_code IS NULL OR retryable IS NOT TRUE" if retry_errors else ""
         database.execute(f"INSERT INTO present SELECT DISTINCT key FROM {parquet(completions)} {usable}")
-    database.execute("CREATE TEMP TABLE work AS SELECT * FROM wanted ANTI JOIN present USING (key)")
+    database.execute(
+        "CREATE TEMP TABLE work AS SELECT * FROM wanted ANTI JOIN present USING (key) ORDER BY token_offset, key"
+    )
 
 
 def _distinct_sql(index: Sequence[Path]) -> str:
     # equal keys mean equal tokens and parameters: only the offset differs, and the smallest is as good as any
-    same = ", ".join(f"min({name})" for name in PREFIX_COLUMNS)
     return (
-        "SELECT key, min(token_offset), min(token_count), min(params), min(expected_tokens), "
-        "min(token_count) + min(expected_tokens), "
-        f"min(token_count) + {OUTPUT_WEIGHT} * min(expected_tokens)::BIGINT, count(*), {same} "
+        "SELECT key, min(token_offset), min(token_count), min(params), min(expected_tokens), count(*) "
         f"FROM {parquet(index)} WHERE key IS NOT NULL GROUP BY key"
     )
 
 
-def _group_level(database: Any, level: int) -> int:
-    """Find the groups of one ladder level; prompt tokens saved by sharing between this level and the one
-    below.
-    """
-    name = PREFIX_COLUMNS[level]
-    database.execute(
-        f"CREATE TEMP TABLE groups_{name} AS SELECT {name} AS id, max(effort) AS effort, count(*) AS members "
-        f"FROM work WHERE {name} IS NOT NULL GROUP BY {name} HAVING count(*) > 1"
+def _forest(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
+    """The forest of the work's prompts, and their rows (`rowid`) in the order in which it has them."""
+
+    def chains(offsets: pa.Array, counts: pa.Array) -> pa.Array:
+        places = zip(offsets.to_pylist(), counts.to_pylist(), strict=True)
+        return pa.array(block_hashes([prompts.read(*place) for place in places]), pa.binary())
+
+    kinds: list[Any] = ["BIGINT", "INTEGER"]
+    database.create_function("chain", chains, kinds, "BLOB", type="arrow")
+    query = database.sql(
+        "SELECT rowid, chain(token_offset, token_count) AS chain FROM work ORDER BY chain, rowid"
     )
-    step = PREFIX_LENGTHS[level] - (PREFIX_LENGTHS[level - 1] if level else 0)
-    saved = database.execute(f"SELECT coalesce(sum(members - 1), 0) FROM groups_{name}").fetchall()
-    return int(saved[0][0]) * step
+    builder, rows, before = ForestBuilder(), [np.zeros(0, np.int32)], b""
+    for batch in query.to_arrow_reader(_ROWS_PER_GROUP):
+        found = batch.column(1).to_pylist()
+        builder.add(shared_blocks(found, before).tolist())
+        rows.append(batch.column(0).to_numpy().astype(np.int32))
+        before = found[-1]
+    return builder.finished(), np.concatenate(rows)
+
+
+def _place(database: Any, forest: PrefixForest, rows: Ints) -> None:
+    """Create the table `place`: where each row of `work` runs, in which node, and how much of it is shared."""
+    numbers = database.sql("SELECT token_count, expected_tokens FROM work").fetchnumpy()
+    effort = efforts(numbers["token_count"], numbers["expected_tokens"])
+    deepest = forest.node_of
+    depths = np.append(forest.depth, np.int32(0))  # behind the last, where ROOT points
+    columns = depth_first(forest, effort[rows]), deepest, depths[deepest]
+    names = ("seq", "prefix_group", "prefix_tokens")
+    placed = {name: _by_row(column, rows) for name, column in zip(names, columns, strict=True)}
+    database.register("placed", pa.table(placed))
+    database.execute("CREATE TEMP TABLE place AS SELECT * FROM placed")
+    database.unregister("placed")
+
+
+def _by_row(values: Ints, rows: Ints) -> Ints:
+    found = np.empty_like(values)
+    found[rows] = values
+    return found
 
 
 def _write(database: Any, path: Path) -> None:
@@ -122,19 +142,11 @@ def _write(database: Any, path: Path) -> None:
 
 
 def _ordered_sql() -> str:
-    joins = " ".join(f"LEFT JOIN groups_{name} ON work.{name} = groups_{name}.id" for name in PREFIX_COLUMNS)
-    trie = ", ".join(
-        f"coalesce(groups_{name}.effort, work.effort) DESC, groups_{name}.id NULLS LAST"
-        for name in PREFIX_COLUMNS
-    )
-    deepest_first = tuple(zip(PREFIX_COLUMNS, PREFIX_LENGTHS, strict=True))[::-1]
-    group = ", ".join(f"groups_{name}.id" for name, _ in deepest_first)
-    depth = " ".join(f"WHEN groups_{name}.id IS NOT NULL THEN {length}" for name, length in deepest_first)
     return (
         "SELECT key, token_offset, token_count, params, expected_tokens, "
-        "ceil(log2(greatest(total, 1)))::INTEGER AS bucket, "
-        f"coalesce({group}) AS prefix_group, CASE {depth} ELSE 0 END AS prefix_tokens, users "
-        f"FROM work {joins} ORDER BY {trie}, work.effort DESC, key"
+        "ceil(log2(greatest(token_count + expected_tokens, 1)))::INTEGER AS bucket, "
+        f"nullif(prefix_group, {ROOT}) AS prefix_group, prefix_tokens, users "
+        "FROM work POSITIONAL JOIN place ORDER BY seq"
     )
 
 
@@ -154,7 +166,7 @@ def _counts(database: Any) -> dict[str, int]:
         "WITH t AS (SELECT coalesce(sum(rows), 0) r, coalesce(sum(error_rows), 0) e FROM tally), "
         "w AS (SELECT count(*) n FROM wanted), "
         "k AS (SELECT count(*) n, coalesce(sum(token_count::BIGINT), 0) p, "
-        "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(total), 0) l FROM work) "
+        "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(token_count + expected_tokens), 0) l FROM work) "
         "SELECT t.r, t.e, w.n, t.r - t.e - w.n, w.n - k.n, k.n, k.p, k.o, k.l FROM t, w, k"
     ).fetchall()
     return {name: int(value) for name, value in zip(names, values[0], strict=True)}

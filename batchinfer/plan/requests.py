@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from batchinfer.plan.plan import Plan, Window
-from batchinfer.plan.prefix_order import common_prefix, prefix_order, shared_with_next
 from batchinfer.request import Request, SamplingParams, TokenIds
 
 LONG_PARAMS = 16 << 10  # characters
@@ -25,8 +24,8 @@ class Prompts(Protocol):
 def planned_requests(
     plan: Plan, prompts: Prompts, rows: int, every: int = 1
 ) -> Iterator[tuple[Window, list[Request]]]:
-    """The plan's windows of so many rows, and their requests in the order in which they run, each of which knows what
-    it shares with the next one. A window is held back until the next one is read, for its last request.
+    """The plan's windows of so many rows, and their requests, each of which knows what it shares with the next one. A
+    window is held back until the next one is read, for its last request.
 
     `every`: of so many windows only the one in their middle, as if the plan had no others.
     """
@@ -48,12 +47,20 @@ def _read(window: Window, prompts: Prompts) -> list[Request]:
     offsets, counts = window.numbers("token_offset").tolist(), window.numbers("token_count").tolist()
     expected, keys, params = window.numbers("expected_tokens").tolist(), window.keys, window.params
     ids = [np.asarray(prompts.read(*place), np.int32) for place in zip(offsets, counts, strict=True)]
-    order = prefix_order(ids)
-    shared = [*shared_with_next(ids[row] for row in order), 0]
+    shared = [*map(common_prefix, ids, ids[1:]), 0]
     return [
-        Request(keys[row], ids[row], _params(params[row], expected[row]), common)
-        for row, common in zip(order, shared, strict=True)
+        Request(key, prompt, _params(*asked), common)
+        for key, prompt, asked, common in zip(
+            keys, ids, zip(params, expected, strict=True), shared, strict=True
+        )
     ]
+
+
+def common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """Tokens that both begin with."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length
 
 
 def _params(text: str, expected: int) -> SamplingParams:

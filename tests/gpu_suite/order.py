@@ -1,7 +1,7 @@
 """The planner's order without DuckDB, which a machine that is only to be measured need not have.
 
-A benchmark's few rows are ordered in Python as `plan_job` orders any number on disk; tests hold the two against
-each other.
+A benchmark's few rows are sorted in memory as `plan_job` sorts any number on disk; tests hold the two against each
+other.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 
 from batchinfer.bench.planning import Planned, prepared_rows, row_keys
 from batchinfer.bench.workloads import Row
-from batchinfer.data.prompts.keys import PREFIX_LENGTHS
 from batchinfer.data.prompts.prepare import Prepared
+from batchinfer.plan.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
+from batchinfer.plan.prefix_forest import ForestBuilder
+from batchinfer.plan.run_order import depth_first, efforts
 from batchinfer.request import TokenIds
-
-OUTPUT_WEIGHT = 4  # as in batchinfer.plan.planner, where it is explained
 
 
 class MemoryTokens:
@@ -42,7 +42,7 @@ def plan_in_memory(rows: Sequence[Row], folder: Path, threads: int, deduplicate:
     first = {key: row for row, key in reversed(list(enumerate(keys)))}
     users = Counter(keys)
     columns: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
-    for row in _ordered(prepared, keys, sorted(first.values())):
+    for row in _ordered(prepared, offsets, sorted(first.values())):
         count, expected = int(prepared.counts[row]), prepared.max_tokens[row]
         columns["seq"].append(len(columns["seq"]))
         columns["key"].append(keys[row])
@@ -59,38 +59,22 @@ def plan_in_memory(rows: Sequence[Row], folder: Path, threads: int, deduplicate:
     return Planned(keys, _counted(path, columns, len(rows)), MemoryTokens(prepared.tokens))
 
 
-def _ordered(prepared: Prepared, keys: Sequence[bytes], rows: Sequence[int]) -> list[int]:
-    """A walk of the trie of prefixes, each level's groups and single rows by their largest effort."""
-    efforts = {row: int(prepared.counts[row]) + OUTPUT_WEIGHT * prepared.max_tokens[row] for row in rows}
-    groups: list[
-        dict[int, int]
-    ] = []  # of each level: prefix → largest effort, where two rows or more have it
-    for level in range(len(PREFIX_LENGTHS)):
-        members: dict[int, list[int]] = {}
-        for row in rows:
-            if _has(prepared, row, level):
-                members.setdefault(int(prepared.prefixes[row, level]), []).append(efforts[row])
-        groups.append({prefix: max(found) for prefix, found in members.items() if len(found) > 1})
-
-    def place(row: int) -> tuple[object, ...]:
-        path: list[tuple[int, bool, int]] = []
-        for level, known in enumerate(groups):
-            prefix = int(prepared.prefixes[row, level])
-            grouped = _has(prepared, row, level) and prefix in known
-            path.append((-known[prefix] if grouped else -efforts[row], not grouped, prefix if grouped else 0))
-        return (*path, -efforts[row], keys[row])
-
-    return sorted(rows, key=place)
-
-
-def _has(prepared: Prepared, row: int, level: int) -> bool:
-    return bool(prepared.counts[row] > PREFIX_LENGTHS[level])
+def _ordered(prepared: Prepared, offsets: TokenIds, rows: Sequence[int]) -> list[int]:
+    prompts = [prepared.tokens[offsets[row] :][: prepared.counts[row]] for row in rows]
+    chains = sorted(zip(block_hashes(prompts), rows, strict=True))
+    builder = ForestBuilder()
+    builder.add(shared_blocks([chain for chain, _ in chains]).tolist())
+    ordered = [row for _, row in chains]
+    effort = efforts(prepared.counts[ordered], np.array(prepared.max_tokens)[ordered])
+    places = depth_first(builder.finished(), effort)
+    return [row for _, row in sorted(zip(places.tolist(), ordered, strict=True))]
 
 
 def _counted(path: Path, columns: dict[str, list[Any]], rows: int) -> Plan:
     totals = [a + b for a, b in zip(columns["token_count"], columns["expected_tokens"], strict=True)]
     return Plan(
         path=path,
+        prefixes=path.with_name("prefixes.parquet"),  # of which no benchmark reads
         rows=rows,
         error_rows=0,
         distinct=len(totals),

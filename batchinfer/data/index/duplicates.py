@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.rows import row_error
-from batchinfer.data.prompts.keys import PREFIX_COLUMNS, token_bytes, work_key
+from batchinfer.data.prompts.keys import token_bytes, work_key
 from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PART_ROWS, rewrite_part
 
-_WORK_COLUMNS = ("key", "token_offset", "token_count", "params", "greedy", "expected_tokens", *PREFIX_COLUMNS)
+_WORK_COLUMNS = ("key", "token_offset", "token_count", "params", "greedy", "expected_tokens")
 
 
 def refuse_repeated_ids(parts: Sequence[Path], spill: Path, ops: FileOps) -> int:

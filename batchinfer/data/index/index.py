@@ -20,11 +20,10 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.prompts.keys import PREFIX_COLUMNS
 from batchinfer.data.storage.durable import FileOps, write_json
 from batchinfer.errors import StorageError
 
-INDEX_FORMAT = 2
+INDEX_FORMAT = 3
 MARKER = "index.json"
 ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of other input has no such column
 INDEX_SCHEMA = pa.schema(
@@ -39,7 +38,6 @@ INDEX_SCHEMA = pa.schema(
         ("params", pa.string()),  # `SamplingParams.to_json()`
         ("greedy", pa.bool_()),
         ("expected_tokens", pa.int32()),
-        *((name, pa.int64()) for name in PREFIX_COLUMNS),
         ("error_code", pa.string()),
         ("error_class", pa.string()),
         ("error_message", pa.string()),

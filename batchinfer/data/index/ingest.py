@@ -43,7 +43,7 @@ from batchinfer.request import RowError, SamplingParams
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-INGEST_FORMAT = 4  # raise it when equal input would give another index
+INGEST_FORMAT = 5  # raise it when equal input would give another index
 
 
 @dataclass(frozen=True, slots=True)

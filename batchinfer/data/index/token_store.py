@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -12,30 +14,40 @@ from batchinfer.errors import StorageError
 from batchinfer.request import TokenIds
 
 _BUFFER_TOKENS = 1 << 20
+TOKEN_BYTES = 4
 
 
 class TokenStore:
-    """Reads prompts by offset and count; the file is mapped, not loaded."""
+    """Reads prompts by offset and count. The file is read, not mapped: pages of a mapped file would count as memory of
+    this process, and a disk that fails would kill it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            size = path.stat().st_size
-            # numpy cannot map an empty file
-            self._tokens = np.memmap(path, "<i4", "r") if size else np.zeros(0, np.int32)
-        except (OSError, ValueError) as error:
-            raise StorageError(
-                f"{path}: the token store cannot be read: {error}; remove its folder"
-            ) from None
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise StorageError(_unreadable(path, error)) from None
+        weakref.finalize(self, os.close, self._file)
+        self._tokens = os.fstat(self._file).st_size // TOKEN_BYTES
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._tokens
 
     def read(self, offset: int, count: int) -> TokenIds:
-        """A copy of `count` token ids from `offset`, both in tokens. Raises IndexError outside the store."""
-        if offset < 0 or count < 0 or offset + count > len(self._tokens):
-            raise IndexError(f"tokens {offset}..{offset + count} of a store of {len(self._tokens)}")
-        return np.array(self._tokens[offset : offset + count], dtype=np.int32)
+        """`count` token ids from `offset`, both in tokens. Raises IndexError beyond the store, StorageError."""
+        if offset < 0 or count < 0 or offset + count > self._tokens:
+            raise IndexError(f"tokens {offset}..{offset + count} of a store of {self._tokens}")
+        try:
+            data = os.pread(self._file, count * TOKEN_BYTES, offset * TOKEN_BYTES)
+        except OSError as error:
+            raise StorageError(_unreadable(self.path, error)) from None
+        if len(data) < count * TOKEN_BYTES:
+            raise StorageError(_unreadable(self.path, "it became shorter"))
+        return np.frombuffer(bytearray(data), "<i4")
+
+
+def _unreadable(path: Path, why: object) -> str:
+    return f"{path}: the token store cannot be read: {why}; remove its folder"
 
 
 class TokenWriter:

@@ -11,7 +11,6 @@ import pyarrow as pa
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, Layout
 from batchinfer.data.index.token_store import TokenWriter
 from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.prompts.keys import PREFIX_COLUMNS, PREFIX_LENGTHS
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
@@ -69,7 +68,7 @@ class IndexWriter:
         keys[alive] = np.frombuffer(done.keys, np.uint8).reshape(-1, 32)
         params = [SamplingParams.from_json(text) for text in done.params]
         self._note_logprobs(params)
-        columns = _params_columns(size, alive.tolist(), done, params) | {
+        return _params_columns(size, alive.tolist(), done, params) | {
             "token_offset": pa.array(offsets, pa.int64(), mask=dead),
             "token_count": pa.array(counts, pa.int32(), mask=dead),
             "expected_tokens": pa.array(expected.astype(np.int32), pa.int32(), mask=dead),
@@ -77,7 +76,6 @@ class IndexWriter:
                 [None if d else k.tobytes() for k, d in zip(keys, dead, strict=True)], pa.binary(32)
             ),
         }
-        return columns | _prefix_columns(size, alive, counts, done)
 
     def _note_logprobs(self, params: Sequence[SamplingParams]) -> None:
         asked = [p.logprobs for p in params if p.logprobs is not None]
@@ -110,21 +108,6 @@ def _params_columns(
     return {
         "params": pa.array([None if n is None else done.params[n] for n in numbers], pa.string()),
         "greedy": pa.array([None if n is None else params[n].greedy for n in numbers], pa.bool_()),
-    }
-
-
-def _prefix_columns(
-    size: int,
-    alive: np.ndarray[Any, np.dtype[np.int64]],
-    counts: np.ndarray[Any, np.dtype[np.int32]],
-    done: Prepared,
-) -> dict[str, pa.Array]:
-    hashes = np.zeros((size, len(PREFIX_LENGTHS)), np.int64)
-    hashes[alive] = done.prefixes
-    ladder = zip(PREFIX_COLUMNS, PREFIX_LENGTHS, strict=True)
-    return {
-        name: pa.array(hashes[:, i], pa.int64(), mask=counts <= length)
-        for i, (name, length) in enumerate(ladder)
     }
 
 

@@ -1,4 +1,4 @@
-"""What identifies a piece of work, and what tells that prompts begin alike."""
+"""What identifies a piece of work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import hashlib
 import numpy as np
 
 from batchinfer.request import CONSTRAINTS, TokenIds
-
-PREFIX_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-PREFIX_COLUMNS = tuple(f"p{n}" for n in PREFIX_LENGTHS)  # what an index calls the hashes of that many tokens
 
 # The version of how constraints are read: generated_schema.py and what it imports, and grammar.py. Raise it with a
 # change after which an answer that was stored before may not follow its constraint, or not be what the documentation
@@ -36,20 +33,6 @@ def work_key(context: bytes, params_json: str, tokens: bytes, occurrence: int = 
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
-
-
-def prefix_hashes(tokens: bytes) -> list[int]:
-    """One signed 64-bit number for each of PREFIX_LENGTHS that is shorter than the prompt."""
-    digest = hashlib.blake2b(digest_size=8)
-    found: list[int] = []
-    start = 0
-    for length in PREFIX_LENGTHS:
-        if length * 4 >= len(tokens):
-            break
-        digest.update(tokens[start : length * 4])
-        start = length * 4
-        found.append(int.from_bytes(digest.digest(), "little", signed=True))
-    return found
 
 
 def token_bytes(ids: TokenIds) -> bytes:

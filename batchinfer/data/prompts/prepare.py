@@ -11,7 +11,7 @@ import numpy as np
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.constraint_check import ConstraintChecker
-from batchinfer.data.prompts.keys import PREFIX_LENGTHS, prefix_hashes, token_bytes, work_key
+from batchinfer.data.prompts.keys import token_bytes, work_key
 from batchinfer.data.prompts.per_constraint import PerConstraint
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.request import RowError, SamplingParams, TokenIds, Truncate
@@ -49,8 +49,8 @@ class Limits:
 class Prepared:
     """A batch of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
 
-    `tokens` are the prompts end to end; `prefixes` is (n, 9), valid where the prompt is longer than the length;
-    `params` lists distinct parameters, `params_of` (n,) points into it; `max_tokens` (n,).
+    `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
+    `max_tokens` (n,).
     """
 
     errors: dict[int, RowError]
@@ -58,7 +58,6 @@ class Prepared:
     params_of: list[int]
     max_tokens: list[int]
     counts: TokenIds
-    prefixes: np.ndarray[Any, np.dtype[np.int64]]
     keys: bytes
     tokens: TokenIds
 
@@ -221,8 +220,6 @@ class _Batch:
             number = numbers[params]
             data = token_bytes(tokens)
             keys[32 * index : 32 * index + 32] = work_key(context, texts[number], data)
-            hashes = prefix_hashes(data)
-            result.prefixes[index, : len(hashes)] = hashes
             result.counts[index], result.params_of[index] = len(tokens), number
             result.max_tokens[index] = params.max_tokens
             tokens_out.append(tokens)
@@ -230,6 +227,5 @@ class _Batch:
         return replace(result, keys=bytes(keys), tokens=joined)
 
 
-def _empty(size: int) -> tuple[TokenIds, np.ndarray[Any, np.dtype[np.int64]], bytes, TokenIds]:
-    counts = np.zeros(size, np.int32)
-    return counts, np.zeros((size, len(PREFIX_LENGTHS)), np.int64), b"", np.zeros(0, np.int32)
+def _empty(size: int) -> tuple[TokenIds, bytes, TokenIds]:
+    return np.zeros(size, np.int32), b"", np.zeros(0, np.int32)

@@ -24,7 +24,6 @@ import numpy as np
 
 from batchinfer.data.input.rows import Values, row_error
 from batchinfer.data.prompts.builder import PromptPlan
-from batchinfer.data.prompts.keys import PREFIX_LENGTHS
 from batchinfer.data.prompts.prepare import BULK, Limits, Prepared, Preparer
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake, Unavailable
@@ -165,7 +164,6 @@ def _with_known(reply: Prepared, live: list[int], known: dict[int, RowError], si
         spread.params_of[index] = reply.params_of[position]
         spread.max_tokens[index] = reply.max_tokens[position]
         spread.counts[index] = reply.counts[position]
-        spread.prefixes[index] = reply.prefixes[position]
         keys[32 * index : 32 * index + 32] = reply.keys[32 * position : 32 * position + 32]
         if position in reply.errors:
             spread.errors[index] = reply.errors[position]
@@ -173,8 +171,8 @@ def _with_known(reply: Prepared, live: list[int], known: dict[int, RowError], si
     return spread
 
 
-def _blank(size: int) -> tuple[Any, Any, bytes]:
-    return np.zeros(size, np.int32), np.zeros((size, len(PREFIX_LENGTHS)), np.int64), b""
+def _blank(size: int) -> tuple[Any, bytes]:
+    return np.zeros(size, np.int32), b""
 
 
 def _packed(done: Prepared) -> bytes:
@@ -186,23 +184,19 @@ def _packed(done: Prepared) -> bytes:
         "max_tokens": done.max_tokens,
     }
     text = json.dumps(head).encode()
-    parts = (done.counts.tobytes(), done.prefixes.tobytes(), done.keys, done.tokens.tobytes())
+    parts = (done.counts.tobytes(), done.keys, done.tokens.tobytes())
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def _unpacked(data: bytes) -> Prepared:
     start = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:start])
-    size, ladder = len(head["params_of"]), len(PREFIX_LENGTHS)
+    size = len(head["params_of"])
     counts = np.frombuffer(data, np.int32, size, start).copy()
     start += 4 * size
-    prefixes = np.frombuffer(data, np.int64, size * ladder, start).reshape(size, ladder).copy()
-    start += 8 * size * ladder
     errors = {int(i): RowError(**e) for i, e in head["errors"].items()}
     keys, tokens = data[start : start + 32 * size], np.frombuffer(data, np.int32, offset=start + 32 * size)
-    return Prepared(
-        errors, head["params"], head["params_of"], head["max_tokens"], counts, prefixes, keys, tokens
-    )
+    return Prepared(errors, head["params"], head["params_of"], head["max_tokens"], counts, keys, tokens)
 
 
 def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:

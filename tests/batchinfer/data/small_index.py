@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, AnswerSchema
-from batchinfer.data.prompts.keys import PREFIX_COLUMNS, prefix_hashes, token_bytes
+from batchinfer.data.index.token_store import TokenStore
+from batchinfer.data.prompts.keys import token_bytes
 from batchinfer.request import Completion, RowError, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8).to_json()
@@ -23,23 +24,18 @@ def key_of(tokens: Sequence[int], expected: int) -> bytes:
     return hashlib.sha256(f"{list(tokens)} {expected}".encode()).digest()
 
 
-def good_row(
-    row_id: int, tokens: Sequence[int], expected: int = 8, offset: int = 0, **more: Any
-) -> dict[str, Any]:
-    hashes = prefix_hashes(token_bytes(np.asarray(tokens, np.int32)))
-    prefixes = {**dict.fromkeys(PREFIX_COLUMNS), **dict(zip(PREFIX_COLUMNS, hashes, strict=False))}
+def good_row(row_id: int, tokens: Sequence[int], expected: int = 8, **more: Any) -> dict[str, Any]:
     return {
+        "tokens": tokens,  # no column: `write_index` writes them to the token store
         "row_id": row_id,
         "file": "in.jsonl",
         "row_index": row_id,
         "custom_id": f"id-{row_id}",
         "key": key_of(tokens, expected),
-        "token_offset": offset,
         "token_count": len(tokens),
         "params": PARAMS,
         "greedy": True,
         "expected_tokens": expected,
-        **prefixes,
         **more,
     }
 
@@ -61,6 +57,10 @@ class SmallIndex:
     answers: AnswerSchema | None = None
 
     @property
+    def tokens(self) -> TokenStore:
+        return TokenStore(self.folder / "tokens.bin")
+
+    @property
     def index_parts(self) -> list[Path]:
         return sorted((self.folder / "index").glob("part-*.parquet"))
 
@@ -77,7 +77,14 @@ def write_index(
 ) -> SmallIndex:
     (folder / "index").mkdir(parents=True)
     (folder / "passthrough").mkdir()
-    table = pa.Table.from_pylist(list(rows), schema=INDEX_SCHEMA.append(ENDPOINT))
+    prompts = [np.asarray(row.get("tokens", ()), np.int32) for row in rows]
+    (folder / "tokens.bin").write_bytes(b"".join(map(token_bytes, prompts)))
+    offsets = np.cumsum([0, *map(len, prompts)]).tolist()
+    placed = [
+        {**row, "token_offset": offset} if "tokens" in row else row
+        for row, offset in zip(rows, offsets, strict=False)
+    ]
+    table = pa.Table.from_pylist(placed, schema=INDEX_SCHEMA.append(ENDPOINT))
     values = pa.table({"row_id": table["row_id"]})
     for name in passthrough.column_names if passthrough else []:
         values = values.append_column(passthrough.schema.field(name), passthrough[name])
@@ -126,7 +133,7 @@ def mixed_rows(count: int, *, bad_every: int = 7, distinct: int = 1 << 30) -> li
     def one(row_id: int) -> dict[str, Any]:
         if row_id % bad_every == bad_every - 1:
             return bad_row(row_id)
-        return good_row(row_id, [row_id % distinct, 1, 2], offset=3 * row_id)
+        return good_row(row_id, [row_id % distinct, 1, 2])
 
     return [one(row_id) for row_id in range(count)]
 

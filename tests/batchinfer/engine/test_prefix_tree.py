@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from batchinfer.engine.config import WINDOW
@@ -18,24 +17,13 @@ from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
 from batchinfer.plan.planner import plan_job
 from batchinfer.plan.requests import planned_requests
-from batchinfer.request import Request, SamplingParams, TokenIds
+from batchinfer.request import Request, SamplingParams
 from tests.batchinfer.data.small_index import good_row, write_index
 from tests.batchinfer.engine.driver import Driver
 from tests.kernels.gpu.pairs import pairs_first
 
 BLOCK = 16
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
-
-
-class Tokens:
-    """A token store in memory."""
-
-    def __init__(self, rows: list[list[int]]) -> None:
-        self.all = np.array([t for row in rows for t in row], np.int32)
-        self.offsets = np.cumsum([0, *map(len, rows)]).tolist()
-
-    def read(self, offset: int, count: int) -> TokenIds:
-        return self.all[offset : offset + count].copy()
 
 
 def tree(system: int, document: int, documents: int, questions: int, seed: int) -> list[list[int]]:
@@ -56,14 +44,13 @@ def tree(system: int, document: int, documents: int, questions: int, seed: int) 
 
 def planned(rows: list[list[int]], folder: Path, window: int = WINDOW) -> Iterator[list[Request]]:
     """The windows of requests that the feeder sends."""
-    tokens = Tokens(rows)
     text = PARAMS.to_json()
     index = write_index(
         folder / "x",
-        [good_row(i, row, 12 if i % 5 else 11, tokens.offsets[i], params=text) for i, row in enumerate(rows)],
+        [good_row(i, row, 12 if i % 5 else 11, params=text) for i, row in enumerate(rows)],
     )
-    plan = plan_job(index.folder / "index", [], folder / "plan")
-    for _, requests in planned_requests(plan, tokens, window):
+    plan = plan_job(index.folder / "index", index.tokens, [], folder / "plan")
+    for _, requests in planned_requests(plan, index.tokens, window):
         yield requests
 
 
@@ -117,14 +104,16 @@ def test_the_document_outlives_a_queue_that_runs_dry(tmp_path):
     assert driver.ran - outputs == fewest(rows)
 
 
-def test_a_window_border_costs_a_node_of_the_ladder_nothing_and_others_one_run_a_window(
-    tmp_path,
-):
-    """What the ladder cannot tell apart is gathered within a window only."""
-    rows = tree(
-        70, 50, 16, 16, seed=9
-    )  # documents begin behind the ladder's 64 tokens, and end before its 128
+def test_a_window_border_costs_nothing(tmp_path):
+    """Documents that begin behind the same 70 tokens and end before the 128th, in windows of four of them."""
+    rows = tree(70, 50, 16, 16, seed=9)
     scheduler = Scheduler(SchedulerConfig(4, 2048), BlockPool(80, BLOCK))
     driver = run(scheduler, planned(rows, tmp_path, 64), queued=12)
-    ran = driver.ran - sum(s.output_length - 1 for s in driver.finished)
-    assert fewest(rows) <= ran <= fewest(rows) + 4 * 16 * 6 * BLOCK
+    assert driver.ran - sum(s.output_length - 1 for s in driver.finished) == fewest(rows)
+
+
+def test_a_prefix_of_more_than_4096_tokens_runs_once(tmp_path):
+    rows = tree(5000, 50, 3, 4, seed=2)
+    scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(400, BLOCK))
+    driver = run(scheduler, planned(rows, tmp_path), queued=192)
+    assert driver.ran - sum(s.output_length - 1 for s in driver.finished) == fewest(rows)

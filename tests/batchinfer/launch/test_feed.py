@@ -63,7 +63,7 @@ class Nowhere:
 
 def drive(host: SilentHost, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Runs one request until a signal comes; how often and for how long a draining was announced."""
-    plan = Plan(Path(), *[0] * 10)
+    plan = Plan(Path(), Path(), *[0] * 10)
     announced: list[float] = []
     monkeypatch.setattr(feed, "planned_requests", lambda plan, prompts, rows: iter([(None, [None])]))
     interrupts = Interrupts()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from batchinfer.plan.planner import OUTPUT_WEIGHT
+from batchinfer.plan.run_order import OUTPUT_WEIGHT
 from tests.batchinfer.engine.simulation import GPU, LLAMA_8B, LLAMA_135M, Row, Simulated, simulate
 
 

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.data.prompts.keys import PREFIX_LENGTHS
+from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.plan.block_hashes import BLOCK
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
+from batchinfer.plan.prefixes import largest_prefixes
 from tests.batchinfer.data.small_index import (
     answer,
     bad_row,
@@ -44,7 +46,7 @@ def plan_rows(
     with CompletionStore(folder / "completions") as store:
         store.append(answer(key) for key in present)
         store.commit()
-        return plan_job(index.folder / "index", store.parts(), folder / "plan", **more)
+        return plan_job(index.folder / "index", index.tokens, store.parts(), folder / "plan", **more)
 
 
 def test_counts(tmp_path: Path) -> None:
@@ -79,8 +81,9 @@ def test_retryable_errors_are_run_again_only_when_asked(tmp_path: Path) -> None:
     with CompletionStore(tmp_path / "completions") as store:
         store.append([answer(keys[0]), failure(keys[1], retryable=True), failure(keys[2], retryable=False)])
         store.commit()
-        usual = plan_job(index.folder / "index", store.parts(), tmp_path / "a")
-        again = plan_job(index.folder / "index", store.parts(), tmp_path / "b", retry_errors=True)
+        work = index.folder / "index", index.tokens
+        usual = plan_job(*work, store.parts(), tmp_path / "a")
+        again = plan_job(*work, store.parts(), tmp_path / "b", retry_errors=True)
     assert {row["key"] for row in planned(usual)} == {keys[3]}
     assert {row["key"] for row in planned(again)} == {keys[1], keys[3]}
 
@@ -131,7 +134,7 @@ def test_windows_are_the_plan_in_order(tmp_path: Path) -> None:
 
 tree_prompts = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 1), min_size=1, max_size=6),  # a path of 16-token stretches
+        st.lists(st.integers(0, 1), min_size=1, max_size=8),  # a path of 12-token stretches
         st.integers(1, 40),  # expected output
         st.booleans(),  # bad row
         st.booleans(),  # present already
@@ -144,7 +147,7 @@ tree_prompts = st.lists(
 @given(tree=tree_prompts, rows_per_part=st.integers(1, 30))
 def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
     rows = [
-        bad_row(i) if bad else good_row(i, [t for step in path for t in [step] * 16] + [9], expected)
+        bad_row(i) if bad else good_row(i, [t for step in path for t in [step] * 12] + [9], expected)
         for i, (path, expected, bad, _) in enumerate(tree)
     ]
     present = keys_in([row for row, (*_, there) in zip(rows, tree, strict=True) if there])
@@ -153,31 +156,69 @@ def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
         plan = plan_rows(folder / "a", rows, present=present, rows_per_part=rows_per_part)
         other = plan_rows(folder / "b", rows, present=present[::-1], threads=1)
         work, same = planned(plan), planned(other)
+        nodes = pq.read_table(plan.prefixes).to_pylist()
     finally:
         shutil.rmtree(folder)
     missing = set(keys_in(rows)) - set(present)
     assert len(work) == len(missing)
     assert {row["key"] for row in work} == missing
     assert work == same
-    by_key = {row["key"]: row for row in rows if row.get("key")}
-    _assert_groups_contiguous([by_key[row["key"]] for row in work])
-    assert plan.shared_prefix_tokens == _shared([by_key[key] for key in missing])
+    by_key = {row["key"]: row["tokens"] for row in rows if row.get("key")}
+    prompts = [by_key[row["key"]] for row in work]
+    assert plan.shared_prefix_tokens == _shared(prompts)
+    for depth in range(BLOCK, 100, BLOCK):
+        heads = [tuple(prompt[:depth]) for prompt in prompts if len(prompt) > depth]
+        runs = [head for head, _ in groupby(heads)]
+        assert len(runs) == len(set(runs)), f"rows that share {depth} tokens are torn apart"
+    _assert_nodes_are_told(work, prompts, nodes)
 
 
-def _assert_groups_contiguous(rows: list[dict[str, Any]]) -> None:
-    for level in PREFIX_LENGTHS:
-        runs = [group for group, _ in groupby(rows, key=lambda row: row[f"p{level}"]) if group is not None]
-        assert len(runs) == len(set(runs)), f"a group of p{level} is torn apart"
+def _shared(prompts: list[list[int]]) -> int:
+    """Tokens of blocks that another prompt has, too, all but once. A prompt's last token always runs."""
+    blocks = [tuple(prompt[:end]) for prompt in prompts for end in range(BLOCK, len(prompt), BLOCK)]
+    return BLOCK * (len(blocks) - len(set(blocks)))
 
 
-def _shared(rows: list[dict[str, Any]]) -> int:
-    """Tokens run without sharing, less the tokens of the trie's nodes."""
-    total, below = 0, 0
-    for level in PREFIX_LENGTHS:
-        values = [row[f"p{level}"] for row in rows if row[f"p{level}"] is not None]
-        total += (len(values) - len(set(values))) * (level - below)
-        below = level
-    return total
+def _assert_nodes_are_told(
+    work: list[dict[str, Any]], prompts: list[list[int]], nodes: list[dict[str, Any]]
+) -> None:
+    """Every row's group is a node that its prompt begins with, and nodes have as many users as rows below them."""
+    users = dict.fromkeys(range(len(nodes)), 0)
+    heads: dict[int, list[int]] = {}
+    for row, prompt in zip(work, prompts, strict=True):
+        node = row["prefix_group"]
+        assert row["prefix_tokens"] == (0 if node is None else nodes[node]["prefix_tokens"])
+        while node is not None:
+            users[node] += 1
+            head = prompt[: nodes[node]["prefix_tokens"]]
+            assert heads.setdefault(node, head) == head
+            node = nodes[node]["parent"]
+    assert users == {node["node"]: node["users"] for node in nodes}
+
+
+def test_a_shared_prefix_of_any_length_is_found(tmp_path: Path) -> None:
+    head = [t % 900 for t in range(5000)]
+    rows = [good_row(i, [*head[: 4990 + 4 * i], 1000 + i]) for i in range(4)]
+    plan = plan_rows(tmp_path, rows)
+    # 4990 and 4994 tokens and one that differs: 311 whole blocks, and 312 of the last two
+    assert [(p.prefix_tokens, p.users) for p in largest_prefixes(plan.prefixes, 9)] == [(4976, 4), (4992, 3)]
+    assert plan.shared_prefix_tokens == 3 * 4976 + 2 * 16
+
+
+def test_the_largest_prefixes_come_with_those_above_them(tmp_path: Path) -> None:
+    prompts = [
+        [1] * 32 + [document] * 16 * document + [500 + question]
+        for document in range(2, 6)
+        for question in range(document)
+    ]
+    rows = [good_row(i, prompt) for i, prompt in enumerate(prompts)]
+    plan = plan_rows(tmp_path, rows)
+    found = largest_prefixes(plan.prefixes, 2)
+    assert [(p.prefix_tokens, p.own_tokens, p.users) for p in found] == [(32, 32, 14), (112, 80, 5)]
+    assert [p.saved_tokens for p in found] == [13 * 32, 4 * 80]
+    assert [p.parent for p in found] == [None, found[0].node]
+    tokens = TokenStore(tmp_path / "x" / "tokens.bin").read(found[1].token_offset, 112)
+    assert tokens.tolist() == [1] * 32 + [5] * 80
 
 
 @pytest.mark.slow

@@ -71,7 +71,6 @@ def test_rows_in_order_with_tokens_and_keys(folder: Path) -> None:
     assert index.rows == 1200
     assert index.total_tokens == sum(r["token_count"] for r in rows) == len(index.tokens)
     assert {r["expected_tokens"] for r in rows} == {256}
-    assert all((r["p16"] is not None) == (r["token_count"] > 16) for r in rows)
     assert SamplingParams.from_json(rows[0]["params"]) == SamplingParams()
 
 

@@ -40,7 +40,7 @@ def prepare(folder: Path) -> SmallIndex:
 def run_job(folder: Path, index: SmallIndex, ops: FileOps) -> Manifest:
     state = StateFolder(folder / "res", ops=ops)
     with state.lock(), CompletionStore(state.completions, rows=COMMIT, ops=ops) as store:
-        plan = plan_job(index.folder / "index", store.parts(), index.folder / "plan", threads=1)
+        plan = plan_job(index.folder / "index", index.tokens, store.parts(), index.folder / "plan", threads=1)
         for window in plan.windows(COMMIT):
             store.append(answer(key) for key in window.keys)
             store.maybe_commit()

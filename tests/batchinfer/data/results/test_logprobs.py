@@ -68,8 +68,8 @@ def shown(completion: Completion, kept: int | None = None) -> list[dict[str, Any
 
 def rows_and_answers(count: int = 30) -> tuple[list[dict[str, Any]], dict[bytes, Completion]]:
     """Some rows ask, for 0 to 3 of the likeliest; some do not; some are errors; two are the same work."""
-    rows = [bad_row(i) if i == 4 else good_row(i, [i, 1], offset=2 * i) for i in range(count)]
-    rows[9] = good_row(9, [8, 1], offset=18)
+    rows = [bad_row(i) if i == 4 else good_row(i, [i, 1]) for i in range(count)]
+    rows[9] = good_row(9, [8, 1])
     answers: dict[bytes, Completion] = {}
     for number, key in enumerate(keys_in(rows)):
         plain = failure(key) if number == 6 else answer(key)

@@ -1,0 +1,128 @@
+"""The prefixes that prompts share: a forest, found from how much neighbours in sorted order have in common.
+
+A node is a prefix that two prompts or more begin with, and behind which they part or one of them ends; its parent is
+the longest shorter one. Of prompts in the order of their chains (`block_hashes`) each node's stand together.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.plan.block_hashes import BLOCK
+
+Ints = NDArray[np.int32]
+ROOT = -1  # the parent of what shares nothing: no node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixForest:
+    """The nodes, parents before children; a node has the prompts [first, first + users) in sorted order."""
+
+    depth: Ints  # tokens, in whole blocks
+    first: Ints
+    users: Ints
+    parent: Ints  # number of a node, or ROOT
+    node_of: Ints  # by prompt in sorted order: the deepest node that it belongs to, or ROOT
+
+    def __len__(self) -> int:
+        return len(self.depth)
+
+    @property
+    def own(self) -> Ints:
+        """Tokens of each node behind those of its parent."""
+        return self.depth - np.where(self.parent == ROOT, 0, self.depth[self.parent]).astype(np.int32)
+
+    @property
+    def saved(self) -> NDArray[np.int64]:
+        """Prompt tokens that each node saves where it runs once: its own tokens for every user but the first."""
+        return self.own.astype(np.int64) * (self.users - 1)
+
+    def largest(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
+        """For each node the largest of its prompts' values, which are given in sorted order."""
+        ends = np.stack([self.first, self.first + self.users], 1).ravel()
+        behind = np.append(values.astype(np.int64), 0)  # where the last prompt's node may end
+        return np.maximum.reduceat(behind, ends)[::2] if len(self) else np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class ForestBuilder:
+    """Takes neighbours in any number of batches, in sorted order."""
+
+    _count: int = 0
+    _open: list[int] = field(default_factory=lambda: [ROOT])  # from the root to the node at hand
+    _depths: list[int] = field(default_factory=lambda: [0])  # theirs, in blocks
+    _depth: array[int] = field(default_factory=lambda: array("i"))
+    _first: array[int] = field(default_factory=lambda: array("i"))
+    _users: array[int] = field(default_factory=lambda: array("i"))
+    _parent: array[int] = field(default_factory=lambda: array("i"))
+
+    def add(self, shared: Iterable[int]) -> None:
+        """For each prompt, how many blocks it has in common with the one before it; for the first one 0."""
+        for blocks in shared:
+            if blocks != self._depths[-1]:
+                self._turn(blocks)
+            self._count += 1
+
+    def _turn(self, blocks: int) -> None:
+        """Close what ends before the prompt at hand, and open what begins with the one before."""
+        first = self._count - 1
+        while blocks < self._depths[-1]:
+            first = self._close(blocks)
+        if blocks > self._depths[-1]:
+            self._begin(blocks, first)
+
+    def _close(self, blocks: int) -> int:
+        """Close the deepest open node; its first prompt. What is next to it lies `blocks` deep."""
+        node, _ = self._open.pop(), self._depths.pop()
+        first = self._first[node]
+        self._users[node] = self._count - first
+        if self._depths[-1] < blocks:
+            self._begin(blocks, first)
+        self._parent[node] = self._open[-1]
+        return first
+
+    def _begin(self, blocks: int, first: int) -> None:
+        self._open.append(len(self._depth))
+        self._depths.append(blocks)
+        for column, value in (
+            (self._depth, blocks),
+            (self._first, first),
+            (self._users, 0),
+            (self._parent, ROOT),
+        ):
+            column.append(value)
+
+    def finished(self) -> PrefixForest:
+        """The forest of all that was added."""
+        self._turn(0)
+        columns = (self._depth, self._first, self._users, self._parent)
+        depth, first, users, parent = (np.array(column, np.int32) for column in columns)
+        order = np.lexsort((depth, first))
+        place = np.append(np.empty_like(order), ROOT)  # behind the last, where ROOT points
+        place[order] = np.arange(len(order))
+        depth, first, users, parent = (
+            depth[order],
+            first[order],
+            users[order],
+            place[parent[order]].astype(np.int32),
+        )
+        node_of = _deepest(first, users, parent, self._count)
+        return PrefixForest(depth * BLOCK, first, users, parent, node_of)
+
+
+def _deepest(first: Ints, users: Ints, parent: Ints, count: int) -> Ints:
+    """For each prompt the deepest node around it: what the last border before it left, where nodes begin or end."""
+    unset = ROOT - 1
+    found = np.full(count + 1, unset, np.int32)
+    found[0] = ROOT
+    found[(first + users)[::-1]] = parent[
+        ::-1
+    ]  # of nodes that end together the outermost comes last, and stays
+    found[first] = np.arange(len(first))  # of nodes that begin together the deepest
+    set_at = np.maximum.accumulate(np.where(found == unset, 0, np.arange(count + 1)))
+    return found[set_at][:count]
