@@ -28,7 +28,8 @@ def calibrated(dtype: str, quantization: str, linear: str) -> Calibration:
         raise Unavailable("no compiler")
     slow = dict.fromkeys(PARTS, 2.0)
     shapes = [
-        StepShape(tokens, 1 + n, 999 * (n + 3), 77 * n) for n, tokens in enumerate((1, 9, 30, 400, 2000))
+        StepShape(tokens, 1 + n % 5, 999 * (n * n % 7 + 3), 77 * n)
+        for n, tokens in enumerate((1, 9, 30, 400, 2000, 3, 70, 600, 1, 128, 16, 50))
     ]
     parts = [step_parts(LLAMA_135M, shape, shape.sampled, Peaks(1e9, 1e9)) for shape in shapes]
     steps = [
@@ -92,6 +93,6 @@ def test_what_steps_take_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     found = StepTime.calibrated(peaks, times)
     assert found is not None
     assert found.host_s(5) == pytest.approx(0.001)
-    shape = StepShape(30, 3, 4995, 154)
+    shape = StepShape(25, 3, 4995, 154)
     expected = predicted(dict.fromkeys(PARTS, 2.0), step_parts(LLAMA_135M, shape, 3, peaks))
     assert found.device_s(shape, LLAMA_135M, 3) == pytest.approx(expected)
