@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from batchinfer.data.results.answer_check import AnswerCheck
@@ -11,7 +12,7 @@ from batchinfer.launch.messages import WorkDone
 from batchinfer.plan.plan import Window
 from batchinfer.report.meter import Meter
 from batchinfer.report.progress import Progress
-from batchinfer.request import Completion
+from batchinfer.request import Completion, Request
 
 
 class _Expected(NamedTuple):
@@ -39,8 +40,9 @@ class Collector:
         self._errors = budget.already
         self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
 
-    def planned(self, window: Window) -> None:
+    def planned(self, window: Window, requests: Sequence[Request]) -> None:
         """These requests go to the engine now."""
+        self._meter.planned(requests)
         columns = (window.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
         self._in_flight.update(
             zip(window.keys, map(_Expected._make, zip(*columns, strict=True)), strict=True)
@@ -54,7 +56,7 @@ class Collector:
             self._meter.step(step)
             self._progress.step(step)
         for request in done.requests:
-            self._meter.request(request)
+            self._meter.request(request, self._in_flight[request.key].users)
         for completion in completions:
             self._count(completion)
         self._store.maybe_commit()

@@ -361,7 +361,7 @@ class _Run:
         """The engine's part. On a signal: what runs may finish, all that is finished is committed."""
         config = self.setting.engine_config(self.job, plan.longest, index.logprobs)
         spec = WorkerSpec(config, self.job.model.path, self.options.engine)
-        meter = self.report.open_meter()
+        meter = self.report.open_meter(self.setting.model_cost(self.checkpoint))
         if index.error_rows:
             self.progress.failed(dict(summarise_errors(index.index_parts).codes))
         columns = self.setup.columns
@@ -373,6 +373,7 @@ class _Run:
         with self.interrupts.deferred(), self.report.timed("close_s"), self._engine(spec, index) as host:
             try:
                 self._wait_until_ready(host)
+                self.report.began(host.info)
                 self.progress.running(
                     rows=plan.to_run + plan.duplicates,
                     prompt_tokens=plan.prompt_tokens,
@@ -396,11 +397,8 @@ class _Run:
         def named(keys: Sequence[bytes]) -> str:
             try:
                 return name_rows(index.index_parts, keys, self.state.staging / "names")
-            except (
-                OSError,
-                StorageError,
-                OutOfMemory,
-            ) as error:  # what ended the worker must be told all the same
+            except (OSError, StorageError, OutOfMemory) as error:
+                # what ended the worker must be told all the same
                 return f"{len(keys)} requests, whose rows cannot be looked up: {error}"
 
         return Supervisor(spec, self.interrupts, named, self.notice, lambda: self.report.timed("load_s"))

@@ -230,3 +230,7 @@ class StepSample:
     forced_tokens: int = 0  # appended behind the step's, because a constraint left no choice
     mask_s: float = 0.0  # filling the masks of constrained rows
     compile_s: float = 0.0  # compiling constraints, since the step before
+    scheduled_s: float = 0.0  # when its scheduling began: before `started_s` where steps overlap
+    pairs: int = 0  # (query, key) pairs attended, summed over layers; useful ones, as FLOPs are
+    kv_tokens: int = 0  # distinct cached tokens read, summed over layers
+    metering_s: float = 0.0  # what counting all this took the engine

@@ -18,6 +18,7 @@ from batchinfer.job import Job
 from batchinfer.memory import peak_memory
 from batchinfer.plan.plan import Plan
 from batchinfer.report.columns import RUN
+from batchinfer.report.details import Machine
 from batchinfer.report.expert_tokens import write_experts
 from batchinfer.report.folder import LAST_RUN, new_run_id, report_folder, table_path
 from batchinfer.report.meter import Measured, Meter
@@ -27,6 +28,7 @@ from batchinfer.report.tables import RunFacts, RunRow, run_row, write_run
 from batchinfer.request import ExpertTokens
 from batchinfer.resolve import Setting
 from batchinfer.text import json_line
+from batchinfer_kernels.cost import ModelCost
 
 
 class RunReport:
@@ -82,11 +84,16 @@ class RunReport:
                 forecast_answers_from=seen.answers_from,
             )
 
-    def open_meter(self) -> Meter:
-        """The meter that the engine's samples go to."""
+    def open_meter(self, cost: ModelCost) -> Meter:
+        """The meter that the engine's samples go to; `cost`: of the model that they ran."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._meter = Meter(self.folder, self._run_id, self._setting.peaks)
+        self._meter = Meter(self.folder, self._run_id, Machine(cost, self._setting.peaks))
         return self._meter
+
+    def began(self, info: EngineInfo | None) -> None:
+        """The engine is ready; None where a signal came before."""
+        if self._meter is not None and info is not None and self._job.engine.enable_prefix_caching:
+            self._meter.share_blocks(info.block_size)
 
     @property
     def metered(self) -> bool:

@@ -8,6 +8,7 @@ roofline bound of Williams et al. (2009): max(flops / peak, bytes / bandwidth).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 # Inputs whose codes are packed together, as batchinfer_kernels.quantized_matmul packs them
 PACKED_TOGETHER = 128
@@ -325,6 +326,22 @@ class OperatorCost:
 
 
 _PARTS = ("step", "token", "sampled", "pair", "kv_token", "expert")
+
+OperatorKind = Literal["linear", "attention", "sampling", "elementwise"]
+OPERATOR_KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
+# A product has hundreds of operations for each byte of a token, any other operator at most three.
+PRODUCT_INTENSITY = 8
+
+
+def operator_kind(operator: OperatorCost) -> OperatorKind:
+    """What kind of work an operator is. `sampling`: all that only sampled rows pass, the head's product included."""
+    if operator.pair.flops:
+        return "attention"
+    if operator.only_sampled:
+        return "sampling"
+    if operator.experts or operator.token.flops > PRODUCT_INTENSITY * operator.token.bytes:
+        return "linear"
+    return "elementwise"
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,8 @@ class FakeEngine:
             time.sleep(float(os.environ.get("FAKE_ENGINE_RELOAD_S", "0")))
         if mortal and "FAKE_ENGINE_DIES_LOADING" in os.environ:
             _die()
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[tuple[Request, float]] = deque()  # and when it came
+        self._started = time.perf_counter()
         self._steps = 0
         self._delay_s = float(os.environ.get("FAKE_ENGINE_DELAY_S", "0"))
         self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1")) if mortal else -1
@@ -112,7 +113,7 @@ class FakeEngine:
         return len(self._waiting)
 
     def add(self, requests: Sequence[Request]) -> None:
-        self._waiting.extend(requests)
+        self._waiting.extend((request, self._now()) for request in requests)
 
     def forget_waiting(self) -> None:
         """A worker is told so before it leaves."""
@@ -128,17 +129,24 @@ class FakeEngine:
                 break_the_next_message()
             else:
                 _die()
+        began = self._now()
         time.sleep(self._delay_s)
         taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
         if self._log is not None:
             with open(self._log, "a") as log:
-                log.writelines(f"{request.key.hex()}\n" for request in taken)
-        completions = [self._complete(r) for r in taken]
-        tokens = sum(len(r.prompt) for r in taken)
+                log.writelines(f"{request.key.hex()}\n" for request, _ in taken)
+        completions = [self._complete(r) for r, _ in taken]
+        tokens = sum(len(r.prompt) for r, _ in taken)
         sampled = sum(len(c.token_ids) for c in completions)
-        sample = _step(self._steps, tokens, sampled, len(self._waiting))
+        ended = self._now()
+        requests = [_request(r, queued, began, ended) for r, queued in taken]
+        decodes = sum(max(0, len(c.token_ids) - 1) for c in completions)
+        sample = _step(self._steps, (began, ended), (tokens, decodes, sampled), len(self._waiting))
         self._steps += 1
-        return FakeOutput(completions, [self._sample(r) for r in taken], sample)
+        return FakeOutput(completions, requests, sample)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._started
 
     def _complete(self, request: Request) -> Completion:
         if self._fail_every and int.from_bytes(request.key[:4], "big") % self._fail_every == 0:
@@ -146,19 +154,21 @@ class FakeEngine:
             return Completion(request.key, np.empty(0, np.int32), "error", error=problem)
         return Completion(request.key, answer(request), "stop", logprobs=logprobs(request))
 
-    def _sample(self, request: Request) -> RequestSample:
-        now = float(self._steps)
-        return RequestSample(request.key, len(request.prompt), len(answer(request)), 0, 0, 0.0, now, now, now)
+
+def _request(request: Request, queued: float, began: float, ended: float) -> RequestSample:
+    tokens = len(request.prompt), len(answer(request))
+    return RequestSample(request.key, *tokens, 0, 0, queued, began, ended, ended)
 
 
-def _step(step: int, tokens: int, sampled: int, waiting: int) -> StepSample:
+def _step(step: int, times: tuple[float, float], tokens: tuple[int, int, int], waiting: int) -> StepSample:
+    (began, ended), (read, decodes, sampled) = times, tokens
     return StepSample(
         step=step,
-        started_s=float(step),
-        duration_s=0.5,
-        model_s=0.4,
-        prefill_tokens=tokens,
-        decode_tokens=sampled,
+        started_s=began,
+        duration_s=ended - began,
+        model_s=ended - began,
+        prefill_tokens=read,
+        decode_tokens=decodes,
         recomputed_tokens=0,
         cached_tokens=0,
         sampled_tokens=sampled,
@@ -171,6 +181,7 @@ def _step(step: int, tokens: int, sampled: int, waiting: int) -> StepSample:
         flops=1000,
         bytes=1000,
         roofline_s=None,
+        scheduled_s=began,
     )
 
 

@@ -110,7 +110,7 @@ class _Answers:
     completions: dict[bytes, Completion] = field(default_factory=dict)
     failed: bool = False
 
-    def planned(self, window: Window) -> None:
+    def planned(self, window: Window, requests: Sequence[Request]) -> None:
         """Nothing is kept of it."""
 
     def take(self, done: WorkDone) -> None:

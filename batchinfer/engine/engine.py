@@ -88,6 +88,7 @@ class Engine:
         self._early = StepOutput()  # what ended before any step
         self._in_flight: deque[InFlight] = deque()  # oldest first; two at most
         self._ended = 0.0  # when the last retired step ended
+        self._metering_ns = 0  # spent on the next sample so far
 
     @property
     def unfinished(self) -> int:
@@ -362,6 +363,7 @@ class Engine:
 
     def _account(self, step: InFlight) -> None:
         """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
+        began = time.perf_counter_ns()
         chunks, sampled = step.useful, len(step.sampling) - len(step.dropped)
         if step.dropped:
             chunks = [c for c in chunks if c.sequence not in step.dropped]
@@ -371,6 +373,7 @@ class Engine:
             chunks = [c for c in cut if c.length]
             sampled += sum(taken.count - 1 for taken in step.irregular)
         step.shape = self._runner.step_shape(chunks, sampled)
+        self._metering_ns += time.perf_counter_ns() - began
 
     def _new_work(self) -> ConstraintWork:
         """What constraints took since this was last asked."""
@@ -382,6 +385,7 @@ class Engine:
 
     def _sample(self, step: InFlight, ready: float) -> StepSample:
         """Measurements of a retired step. The time of overlapping steps is split where the earlier one ended."""
+        metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
         assert step.shape is not None
         assert step.result is not None
         shape, pool, began = step.shape, self._scheduler.pool, max(step.began_s, self._ended)
@@ -412,6 +416,10 @@ class Engine:
             forced_tokens=forced,
             mask_s=work.mask_s,
             compile_s=work.compile_s,
+            scheduled_s=step.began_s,
+            pairs=shape.pairs,
+            kv_tokens=shape.kv_tokens,
+            metering_s=(time.perf_counter_ns() - metering) / 1e9,
         )
 
 

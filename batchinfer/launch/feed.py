@@ -33,8 +33,8 @@ class Host(Protocol):
 class Sink(Protocol):
     """Takes what the engine gives back."""
 
-    def planned(self, window: Window) -> None:
-        """These requests go to the engine now."""
+    def planned(self, window: Window, requests: Sequence[Request]) -> None:
+        """These requests, the window's, go to the engine now, in this order."""
 
     def take(self, done: WorkDone) -> None:
         """These completions and samples came."""
@@ -76,7 +76,7 @@ def run_plan(
                 more = False
                 break
             window, requests = read
-            sink.planned(window)
+            sink.planned(window, requests)
             host.submit(requests)
             in_flight += len(requests)
         for done in host.receive(POLL_S):

@@ -1,4 +1,4 @@
-"""Every column of the run, steps, requests, rows and experts tables: its type, its unit and what it means.
+"""Every column of the report's tables: its type, its unit and what it means.
 
 `docs/report.md` shows the same text; a test compares the two. Null always means "not known", never zero.
 """
@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-TABLE_FORMAT = 2  # since 2, every table has run_id, and there is a table rows
+# Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes
+TABLE_FORMAT = 3
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
 ROWS = "rows"
 EXPERTS = "experts"
+PHASES = "phases"
+BUCKETS = "buckets"
+PREFIXES = "prefixes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,28 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _seconds("model_s", "of `engine_wall_s`: inside the model and the sampler"),
     _seconds("overhead_s", "of `engine_wall_s`: inside a step, outside of model and sampler"),
     _seconds("idle_s", "of `engine_wall_s`: between steps of the same engine"),
+    _seconds("metering_s", "what measuring all this took: in the engine, for each step, and in the command"),
+    _seconds("wall_load_s", "of `wall_s`: `startup_s` and `load_s`"),
+    _seconds(
+        "wall_input_s",
+        "of `wall_s`: `ingest_s`, `plan_s`, and the part of `idle_s` in which the engine had no rows",
+    ),
+    _seconds("wall_device_s", "of `wall_s`: `model_s`"),
+    _seconds("wall_host_s", "of `wall_s`: the rest of `engine_s`, and `other_s`"),
+    _seconds("wall_output_s", "of `wall_s`: `publish_s` and `close_s`"),
+    _seconds("device_roofline_s", "of `wall_device_s`: `roofline_s`"),
+    _seconds("device_padding_s", "of `wall_device_s`: padded positions"),
+    _seconds("device_recomputation_s", "of `wall_device_s`: tokens run again after a preemption"),
+    *(
+        _seconds(f"device_{kind}_loss_s", f"of `wall_device_s`: {what}, beyond the roofline")
+        for kind, what in (
+            ("linear", "linear layers and experts"),
+            ("attention", "attention"),
+            ("sampling", "the head and the sampler"),
+            ("elementwise", "norms, activations and all other operators"),
+        )
+    ),
+    _seconds("device_other_loss_s", "of `wall_device_s`: what a step takes whatever it runs; the rest"),
     _count("flops", "FLOP", "useful floating-point operations by the operators' declared costs"),
     _count("bytes_moved", "bytes", "bytes that had to move by the operators' declared costs"),
     _ratio("mfu", "`flops` ÷ (`engine_wall_s` × `peak_flops_per_s`)"),
@@ -219,6 +245,12 @@ STEP_COLUMNS: tuple[Column, ...] = (
     ),
     _seconds("mask_s", "of `model_s`: finding out which tokens constraints allow"),
     _seconds("compile_s", "compiling constraints, since the step before"),
+    _text("phase", "`prefill`: it ran prompts only; `decode`: no prompts; `mixed`: both"),
+    _seconds("scheduled_s", "when its scheduling began: before `started_s` where steps overlap"),
+    _seconds("ended_s", "`started_s` + `duration_s`"),
+    _count("pairs", "pairs", "(query, key) pairs attended, summed over layers; useful ones, as `flops`"),
+    _count("kv_tokens", "tokens", "distinct cached tokens read, summed over layers"),
+    _seconds("metering_s", "what measuring it took the engine"),
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (
@@ -238,6 +270,69 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     _seconds("ttft_s", "`first_token_s` − `queued_s`"),
     _seconds("tpot_s", "(`finished_s` − `first_token_s`) ÷ (`completion_tokens` − 1); null under two tokens"),
     _seconds("latency_s", "`finished_s` − `queued_s`"),
+    _count("rows", "rows", "input rows that it answers"),
+    _count("prefix", "", "the longest prefix that it shares with others, as in `prefixes`; null: none"),
+    _seconds(
+        "device_s", "its part of the steps' `model_s`; shared prefixes are split among all who share them"
+    ),
+    _seconds("ran_device_s", "the same, but who ran a shared prefix has all of it"),
+    _seconds("answer_device_s", "of both: running its output tokens"),
+    _count("flops", "FLOP", "useful: of the tokens that it ran"),
+    Column("bytes", _REAL, "bytes", "its part of the steps' `bytes`, for what it ran"),
+    _seconds("roofline_s", "its part of the steps' `roofline_s`, for what it ran; null: peaks unknown"),
+)
+
+_EFFICIENCY: tuple[Column, ...] = (
+    _seconds("engine_s", "its part of the run's `engine_wall_s`"),
+    _count("flops", "FLOP", "useful floating-point operations"),
+    Column("bytes", _REAL, "bytes", "that had to move"),
+    _seconds("roofline_s", "Σ over operators of max(flops ÷ peak, bytes ÷ bandwidth)"),
+    _ratio("mfu", "`flops` ÷ (`engine_s` × the run's `peak_flops_per_s`)"),
+    _ratio("mbu", "`bytes` ÷ (`engine_s` × the run's `peak_bytes_per_s`)"),
+    _ratio("roofline_efficiency", "`roofline_s` ÷ `engine_s`"),
+)
+
+PHASE_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    _text("phase", "`prefill`, `decode` or `mixed`, as in `steps`; only those that there were"),
+    _count("steps", "steps", "engine steps"),
+    _count("prompt_tokens", "tokens", "prompt tokens run, each once"),
+    _count("decode_tokens", "tokens", "output tokens run to get the next one, each once"),
+    _count("sampled_tokens", "tokens", "tokens sampled"),
+    _count("recomputed_tokens", "tokens", "tokens run again after a preemption"),
+    _count("padded_tokens", "tokens", "query positions computed for nothing"),
+    _seconds("device_s", "`model_s` of its steps"),
+    *_EFFICIENCY,
+)
+
+BUCKET_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    _count(
+        "most_prompt_tokens", "tokens", "prompts of so many tokens at most, and of more than half as many"
+    ),
+    _count("requests", "requests", "requests that finished"),
+    _count("rows", "rows", "input rows that they answer"),
+    _count("prompt_tokens", "tokens", "length of their prompts"),
+    _count("cached_tokens", "tokens", "of these, served from shared prefixes"),
+    _count("completion_tokens", "tokens", "length of their completions"),
+    _seconds("device_s", "sum of the requests' `device_s`"),
+    _seconds("ran_device_s", "sum of the requests' `ran_device_s`, after which `engine_s` is split"),
+    *_EFFICIENCY,
+    _seconds("latency_p50_s", "the requests' `latency_s`, 50th percentile"),
+    _seconds("latency_p99_s", "the requests' `latency_s`, 99th percentile"),
+)
+
+PREFIX_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    _count("prefix", "", "names the prefix in its run"),
+    _count("parent", "", "the next shorter shared prefix that it begins with; null: none"),
+    _count("depth", "tokens", "its length, in whole KV blocks"),
+    _count("tokens", "tokens", "of these, beyond its parent"),
+    _count("users", "requests", "requests that begin with it, those of longer prefixes included"),
+    _count("saved_tokens", "tokens", "`tokens` × (`users` − 1): what sharing it may save"),
+    _count("cached_tokens", "tokens", "what sharing it saved: of `tokens`, not run by its users"),
+    _seconds("device_s", "what running `tokens` took its users together"),
+    _text("first_key", "key of its first user, as in `requests`"),
 )
 
 ROW_COLUMNS: tuple[Column, ...] = (
@@ -264,12 +359,18 @@ STEP_SCHEMA = schema_of(STEP_COLUMNS, STEPS)
 REQUEST_SCHEMA = schema_of(REQUEST_COLUMNS, REQUESTS)
 ROW_SCHEMA = schema_of(ROW_COLUMNS, ROWS)
 EXPERT_SCHEMA = schema_of(EXPERT_COLUMNS, EXPERTS)
+PHASE_SCHEMA = schema_of(PHASE_COLUMNS, PHASES)
+BUCKET_SCHEMA = schema_of(BUCKET_COLUMNS, BUCKETS)
+PREFIX_SCHEMA = schema_of(PREFIX_COLUMNS, PREFIXES)
 SCHEMAS = {
     RUN: RUN_SCHEMA,
     STEPS: STEP_SCHEMA,
     REQUESTS: REQUEST_SCHEMA,
     ROWS: ROW_SCHEMA,
     EXPERTS: EXPERT_SCHEMA,
+    PHASES: PHASE_SCHEMA,
+    BUCKETS: BUCKET_SCHEMA,
+    PREFIXES: PREFIX_SCHEMA,
 }
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
+from batchinfer.report.details import Details, Machine
 from batchinfer.report.folder import table_path
 from batchinfer.report.percentiles import UNKNOWN, Spread, opened, spread, weighted_spread
+from batchinfer.report.prefixes import PrefixTree
 from batchinfer.report.spool import BUFFER_ROWS, Spool
-from batchinfer.request import RequestSample, StepSample
+from batchinfer.request import Request, RequestSample, StepSample
 from batchinfer_kernels.cost import Peaks
 
 
@@ -34,6 +38,8 @@ class Totals:
     step_s: float = 0.0
     model_s: float = 0.0
     idle_s: float = 0.0
+    waited_s: float = 0.0  # of it: there was nothing to run
+    metering_s: float = 0.0
     roofline_s: float | None = 0.0  # None as soon as one step does not know it
     step_bound_s: float | None = 0.0  # None without peaks
     requests: int = 0
@@ -62,6 +68,7 @@ class Totals:
         self.step_s += sample.duration_s
         self.model_s += sample.model_s
         self.idle_s += idle_s
+        self.metering_s += sample.metering_s
 
     def _add_cost(self, sample: StepSample, peaks: Peaks | None) -> None:
         self.flops += sample.flops
@@ -90,6 +97,10 @@ class Measured:
     tpot: Spread = UNKNOWN
     itl: Spread = UNKNOWN
     latency: Spread = UNKNOWN
+    device: Mapping[str, float] = field(default_factory=dict)  # parts of `model_s`; empty: not known
+
+
+_UNKNOWN_MACHINE = Machine()
 
 
 class Meter:
@@ -98,23 +109,28 @@ class Meter:
     Samples of several engines may follow one another (a worker that died and was started again): a step
     number that does not rise begins a new engine, and the time in between counts neither as run nor as idle.
     The tables appear in `folder` at `finish`; as a context manager it removes what was not finished.
+
+    It sums up what it takes itself, and what the engine says that its part took, as `metering_s`.
     """
 
     def __init__(
         self,
         folder: Path,
         run_id: str,
-        peaks: Peaks | None = None,
+        machine: Machine = _UNKNOWN_MACHINE,
         buffer_rows: int = BUFFER_ROWS,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.totals = Totals()
         self.engine = 0
-        self._peaks = peaks
-        self._run_id = run_id
+        self._folder, self._run_id, self._machine = folder, run_id, machine
         self._steps = Spool(table_path(folder, STEPS, run_id), STEP_SCHEMA, buffer_rows)
-        self._requests = Spool(table_path(folder, REQUESTS, run_id), REQUEST_SCHEMA, buffer_rows)
+        raw = table_path(folder, REQUESTS, run_id).with_suffix(".raw.parquet")
+        self._requests = Spool(raw, REQUEST_SCHEMA, buffer_rows)  # without what is known at the end only
         self._last: StepSample | None = None
+        self._prefixes: PrefixTree | None = None
+        self._prefix_of: dict[bytes, int] = {}  # of requests that have not finished
+        self._spent_ns = 0
 
     def __enter__(self) -> Meter:
         return self
@@ -125,24 +141,66 @@ class Meter:
         self._steps.abort()
         self._requests.abort()
 
+    def share_blocks(self, block_size: int) -> None:
+        """Requests share KV blocks of so many tokens: from here on their prefixes are looked for."""
+        self._prefixes = PrefixTree(block_size)
+
+    def planned(self, requests: Sequence[Request]) -> None:
+        """These requests go to the engine, in this order."""
+        if self._prefixes is None:
+            return
+        began = time.perf_counter_ns()
+        for request in requests:
+            node = self._prefixes.add(request)
+            if node is not None:
+                self._prefix_of[request.key] = node
+        self._spent_ns += time.perf_counter_ns() - began
+
     def step(self, sample: StepSample) -> None:
         """Count one engine step."""
-        interval = self._interval(sample)
+        began = time.perf_counter_ns()
+        last, interval = self._last, self._interval(sample)
         idle = 0.0 if interval is None else max(0.0, interval - sample.duration_s)
-        self.totals.add_step(sample, idle, self._peaks)
+        if last is not None and not (last.running or last.waiting):
+            self.totals.waited_s += idle
+        self.totals.add_step(sample, idle, self._machine.peaks)
         self._steps.append(_step_row(self._run_id, self.engine, sample, interval))
+        self._spent_ns += time.perf_counter_ns() - began
 
-    def request(self, sample: RequestSample) -> None:
-        """Count one finished request."""
+    def request(self, sample: RequestSample, rows: int = 1) -> None:
+        """Count one finished request, which answers so many input rows."""
+        began = time.perf_counter_ns()
         self.totals.requests += 1
         self.totals.output_tokens += sample.completion_tokens
         self.totals.constrained_requests += sample.constrained
         self.totals.steered_requests += sample.steered
-        self._requests.append(_request_row(self._run_id, self.engine, sample))
+        prefix = self._prefix_of.pop(sample.key, None)
+        self._requests.append(_request_row(self._run_id, self.engine, sample, rows, prefix))
+        self._spent_ns += time.perf_counter_ns() - began
 
     def finish(self) -> Measured:
-        """Complete both tables and read the percentiles from them. Raises OSError when the disk fails."""
-        steps, requests = self._steps.finish(), self._requests.finish()
+        """Complete all tables and read the percentiles from them. Raises OSError when the disk fails."""
+        began = time.perf_counter_ns()
+        steps = self._steps.finish()
+        details = Details(self._folder, self._run_id, steps, self._machine)
+        requests = self._write_requests(details)
+        details.write_phases()
+        details.write_buckets(requests, self.totals.wall_s)
+        found = self._measured(steps, requests, details.split())
+        self.totals.metering_s += (self._spent_ns + time.perf_counter_ns() - began) / 1e9
+        return found
+
+    def _write_requests(self, details: Details) -> Path:
+        raw = self._requests.close()
+        try:
+            nodes = (self._prefixes or PrefixTree(1)).close()
+            requests = details.write_requests(raw, nodes)
+        finally:
+            raw.unlink(missing_ok=True)
+        nodes.write(self._folder, self._run_id)
+        return requests
+
+    def _measured(self, steps: Path, requests: Path, device: Mapping[str, float]) -> Measured:
         with opened() as database:
             return Measured(
                 totals=self.totals,
@@ -151,6 +209,7 @@ class Meter:
                 tpot=spread(database, requests, "tpot_s"),
                 itl=weighted_spread(database, steps, "interval_s", "decode_tokens"),
                 latency=spread(database, requests, "latency_s"),
+                device=device,
             )
 
     def _interval(self, sample: StepSample) -> float | None:
@@ -169,14 +228,28 @@ def _step_row(run_id: str, engine: int, s: StepSample, interval_s: float | None)
     tokens = (s.prefill_tokens, s.decode_tokens, s.recomputed_tokens, s.cached_tokens, s.sampled_tokens)
     state = (s.padded_tokens, s.running, s.waiting, s.preemptions, s.blocks_used, s.blocks_total)
     constraints = (s.forced_tokens, s.mask_s, s.compile_s)
-    return (run_id, engine, s.step, *times, *tokens, *state, s.flops, s.bytes, s.roofline_s, *constraints)
+    more = (_phase(s), s.scheduled_s, s.started_s + s.duration_s, s.pairs, s.kv_tokens, s.metering_s)
+    cost = (s.flops, s.bytes, s.roofline_s)
+    return (run_id, engine, s.step, *times, *tokens, *state, *cost, *constraints, *more)
 
 
-def _request_row(run_id: str, engine: int, s: RequestSample) -> tuple[object, ...]:
+def _phase(sample: StepSample) -> str:
+    if not sample.prefill_tokens:
+        return "decode"
+    return "mixed" if sample.decode_tokens else "prefill"
+
+
+def _request_row(
+    run_id: str, engine: int, s: RequestSample, rows: int, prefix: int | None
+) -> tuple[object, ...]:
     counts = (s.prompt_tokens, s.completion_tokens, s.cached_tokens, s.preemptions, s.forced_tokens)
     times = (s.queued_s, s.scheduled_s, s.first_token_s, s.finished_s)
     waits = (s.scheduled_s - s.queued_s, s.first_token_s - s.queued_s)
-    return (run_id, s.key.hex(), engine, *counts, *times, *waits, tpot(s), s.finished_s - s.queued_s)
+    known = (tpot(s), s.finished_s - s.queued_s, rows, prefix)
+    return (run_id, s.key.hex(), engine, *counts, *times, *waits, *known, *_NOT_YET)
+
+
+_NOT_YET = (None,) * 6  # what `Details` adds
 
 
 def tpot(sample: RequestSample) -> float | None:

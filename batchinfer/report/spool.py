@@ -48,15 +48,28 @@ class Spool:
         if len(self._buffer) >= self._limit:
             self._flush()
 
+    def write(self, table: pa.Table) -> None:
+        """Take many rows at once, whose columns are the schema's."""
+        self._flush()
+        self._open_writer().write_table(table)
+        self.rows += table.num_rows
+
     def finish(self) -> Path:
         """Write what is left, sync and rename; returns the path. Raises OSError when the disk fails."""
+        sync_and_rename(self.close(), self.path)
+        return self.path
+
+    def close(self) -> Path:
+        """Write what is left; returns the file's temporary name, which stays. Raises OSError when the disk fails."""
+        self._flush()
+        self._open_writer().close()
+        self._writer = None
+        return self._temporary
+
+    def _open_writer(self) -> pq.ParquetWriter:
         if self._writer is None:
             raise ValueError(f"{self.path} was finished or aborted before")
-        self._flush()
-        self._writer.close()
-        self._writer = None
-        sync_and_rename(self._temporary, self.path)
-        return self.path
+        return self._writer
 
     def abort(self) -> None:
         """Drop an unfinished file; nothing happens after `finish`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from batchinfer.report.columns import RUN, RUN_SCHEMA
 from batchinfer.report.datasheet import datasheet
+from batchinfer.report.device_time import LOSSES
 from batchinfer.report.doctor import installed_version
 from batchinfer.report.folder import prune, table_path
 from batchinfer.report.hardware import Hardware
@@ -91,7 +92,31 @@ def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | Non
         row |= _token_columns(measured.totals) | _time_columns(measured.totals)
         row |= _efficiency_columns(measured.totals, row["peak_flops_per_s"], row["peak_bytes_per_s"])
         row |= dict(_latency_columns(measured))
-    return row
+        row |= {f"device_{part}": value for part, value in _device_columns(measured.device)}
+    return row | _wall_columns(row, measured)
+
+
+def _device_columns(device: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    for part, seconds in device.items():
+        yield (f"{part}_loss_s" if part in LOSSES else f"{part}_s"), seconds
+
+
+def _wall_columns(row: RunRow, measured: Measured | None) -> RunRow:
+    """The five parts of the wall time. Of a phase that the run never reached there is no part."""
+    totals = measured.totals if measured is not None else Totals()
+    rest = _minus(row["engine_s"], totals.model_s + totals.waited_s)
+    return {
+        "wall_load_s": _known_sum(row["startup_s"], row["load_s"]),
+        "wall_input_s": _known_sum(row["ingest_s"], row["plan_s"], totals.waited_s or None),
+        "wall_device_s": row["model_s"],
+        "wall_host_s": _known_sum(rest, row["other_s"]),
+        "wall_output_s": _known_sum(row["publish_s"], row["close_s"]),
+    }
+
+
+def _known_sum(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _hardware_columns(hardware: Hardware, facts: RunFacts) -> RunRow:
@@ -141,6 +166,7 @@ def _time_columns(totals: Totals) -> RunRow:
         "model_s": totals.model_s,
         "overhead_s": totals.step_s - totals.model_s,
         "idle_s": totals.idle_s,
+        "metering_s": totals.metering_s,
         "prompt_tokens_per_s": prompt,
         "output_tokens_per_s": output,
         "total_tokens_per_s": None if prompt is None or output is None else prompt + output,

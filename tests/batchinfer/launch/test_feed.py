@@ -46,7 +46,7 @@ class Nowhere:
     def __init__(self, interrupts: Interrupts, ticks: int) -> None:
         self.interrupts, self.ticks = interrupts, ticks
 
-    def planned(self, window: Any) -> None:
+    def planned(self, window: Any, requests: Any) -> None:
         """Nothing is kept."""
 
     def take(self, done: WorkDone) -> None:

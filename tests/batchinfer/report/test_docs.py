@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from batchinfer.report.columns import (
+    BUCKET_COLUMNS,
     EXPERT_COLUMNS,
+    PHASE_COLUMNS,
+    PREFIX_COLUMNS,
     REQUEST_COLUMNS,
     ROW_COLUMNS,
     RUN_COLUMNS,
@@ -29,6 +32,9 @@ DOCUMENT = (Path(__file__).parents[3] / "docs" / "report.md").read_text(encoding
         ("run", RUN_COLUMNS),
         ("steps", STEP_COLUMNS),
         ("requests", REQUEST_COLUMNS),
+        ("phases", PHASE_COLUMNS),
+        ("buckets", BUCKET_COLUMNS),
+        ("prefixes", PREFIX_COLUMNS),
         ("rows", ROW_COLUMNS),
         ("experts", EXPERT_COLUMNS),
     ],
@@ -39,7 +45,10 @@ def test_every_column_is_documented(heading: str, columns: Sequence[Column]) -> 
 
 
 def test_every_column_has_a_meaning_and_a_name_of_its_own() -> None:
-    for columns in (RUN_COLUMNS, STEP_COLUMNS, REQUEST_COLUMNS, ROW_COLUMNS, EXPERT_COLUMNS):
+    for columns in (
+        RUN_COLUMNS, STEP_COLUMNS, REQUEST_COLUMNS, ROW_COLUMNS, EXPERT_COLUMNS, PHASE_COLUMNS, BUCKET_COLUMNS,
+        PREFIX_COLUMNS,
+    ):  # fmt: skip
         names = [column.name for column in columns]
         assert len(set(names)) == len(names)
         assert all(column.meaning for column in columns)

@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
+from batchinfer.report.columns import (
+    BUCKETS,
+    PHASES,
+    PREFIXES,
+    REQUEST_SCHEMA,
+    REQUESTS,
+    STEP_SCHEMA,
+    STEPS,
+)
+from batchinfer.report.details import Machine
 from batchinfer.report.folder import table_path
 from batchinfer.report.meter import Measured, Meter, tpot
 from batchinfer.request import RequestSample, StepSample
@@ -65,7 +74,9 @@ def test_totals_are_the_sums_and_the_table_holds_every_step(
     steps: list[StepSample], buffer_rows: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        measured = measure(steps, [], Path(folder), peaks=Peaks(3.0, 2.0), buffer_rows=buffer_rows)
+        measured = measure(
+            steps, [], Path(folder), machine=Machine(None, Peaks(3.0, 2.0)), buffer_rows=buffer_rows
+        )
         table = rows_of(Path(folder), STEPS)
     totals = measured.totals
     for name in ("prefill_tokens", "decode_tokens", "recomputed_tokens", "cached_tokens", "sampled_tokens"):
@@ -137,10 +148,11 @@ def test_without_peaks_nothing_is_claimed(tmp_path: Path, step: Any) -> None:
     assert totals.step_bound_s is None
 
 
-def test_nothing_measured_is_two_empty_tables(tmp_path: Path) -> None:
+def test_nothing_measured_is_empty_tables(tmp_path: Path) -> None:
     measured = measure([], [], tmp_path / "new")
     assert measured.itl == measured.ttft == (None, None, None)
-    assert rows_of(tmp_path / "new", STEPS).num_rows == 0
+    for table in (STEPS, REQUESTS, PHASES, BUCKETS, PREFIXES):
+        assert rows_of(tmp_path / "new", table).num_rows == 0
 
 
 def test_an_error_leaves_no_files(tmp_path: Path, step: Any) -> None:
@@ -163,4 +175,5 @@ def test_rows_go_to_disk_while_the_run_lasts(tmp_path: Path, step: Any, request_
         meter.finish()
     assert pq.ParquetFile(table_path(tmp_path, STEPS, "r")).metadata.num_row_groups == 101
     assert pq.read_metadata(table_path(tmp_path, REQUESTS, "r")).num_rows == 1005
-    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".parquet", ".parquet"]
+    names = ("buckets", "phases", "prefixes", "requests", "steps")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{name}-r.parquet" for name in names]

@@ -13,6 +13,7 @@ import pytest
 
 from batchinfer.report import folder, spool
 from batchinfer.report.columns import RUN_SCHEMA, TABLE_FORMAT
+from batchinfer.report.details import Machine
 from batchinfer.report.hardware import Hardware
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.spool import Spool, write_row
@@ -49,7 +50,7 @@ def machine() -> Hardware:
 
 
 def measured_by(tmp_path: Path, step: Any, request_sample: Any) -> Measured:
-    with Meter(tmp_path, "m", peaks=Peaks(1000.0, 200.0)) as meter:
+    with Meter(tmp_path, "m", machine=Machine(None, Peaks(1000.0, 200.0))) as meter:
         for number in range(4):
             meter.step(step(number))
         meter.request(request_sample(1))

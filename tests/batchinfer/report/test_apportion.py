@@ -1,0 +1,143 @@
+"""Device time by request: the sum is that of the steps, and each gets what counting every chunk would give it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchinfer.engine.cache_layout import CacheGroup, CacheLayout
+from batchinfer.engine.engine import Engine, EngineLimits
+from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
+from batchinfer.report.apportion import Apportionment
+from batchinfer.report.details import request_flops
+from batchinfer.report.device_time import attention_share
+from batchinfer.request import Request, RequestSample, SamplingParams, StepSample
+from batchinfer.simulation.counting_runner import END, CountingRunner
+from batchinfer.simulation.step_time import StepTime
+from batchinfer_kernels.cost import Peaks
+from tests.model_costs import llama_cost
+
+PEAKS = Peaks(4e11, 4e10)
+COST = llama_cost(4, 64, 128, 4, 2, 16, 300, 2, 2)
+
+
+@dataclass
+class Watched:
+    """Stands before a runner and notes which rows each step runs."""
+
+    runner: CountingRunner
+    chunks: list[list[tuple[bytes, int, int]]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, chunks: list[Any]) -> Any:
+        self.chunks.append([(c.sequence.request.key, c.start, c.length) for c in chunks])
+        return self.runner.launch(chunks)
+
+
+@dataclass
+class Simulated:
+    """A run, and what counting each chunk gives each request."""
+
+    steps: list[StepSample]
+    requests: list[RequestSample]
+    exact: dict[bytes, float]
+
+
+def simulated(rows: int, budget: int, blocks: int, looks_ahead: bool, seed: int) -> Simulated:
+    rng = random.Random(seed)
+    work = [
+        Request(n.to_bytes(32, "big"), np.array([rng.randrange(99) for _ in range(rng.randint(4, 200))], np.int32),
+                SamplingParams(max_tokens=60))
+        for n in range(rows)
+    ]  # fmt: skip
+    outputs = {request.key: rng.randint(1, 60) for request in work}
+    layout = CacheLayout((None,) * 4, (CacheGroup((0, 1, 2, 3), None, frozenset([None])),), 4, 8)
+    runner = Watched(CountingRunner(COST, layout, StepTime(PEAKS, 0.5, 0.4, 1e-5), outputs, looks_ahead))
+    scheduler = Scheduler(SchedulerConfig(32, budget), BlockPool(blocks, 8))
+    limits = EngineLimits(4096, frozenset([END]))
+    engine = Engine(runner, scheduler, limits, PEAKS, clock=lambda: runner.clock.host)  # type: ignore[arg-type]
+    engine.add(work)
+    outs = list(engine.drain())
+    steps = [out.sample for out in outs if out.sample is not None]
+    return Simulated(steps, [r for out in outs for r in out.requests], _exact(steps, runner.chunks))
+
+
+def _exact(steps: list[StepSample], chunks: list[list[tuple[bytes, int, int]]]) -> dict[bytes, float]:
+    found: dict[bytes, float] = defaultdict(float)
+    share = attention_share(COST, PEAKS, step_columns(steps))
+    for step, ran, attention in zip(steps, chunks, share.tolist(), strict=True):
+        tokens = sum(length for _, _, length in ran)
+        pairs = sum(length * (2 * start + length + 1) for _, start, length in ran)
+        for key, start, length in ran:
+            found[key] += step.model_s * (1 - attention) * length / tokens
+            found[key] += step.model_s * attention * length * (2 * start + length + 1) / pairs
+    return found
+
+
+def step_columns(steps: list[StepSample]) -> dict[str, np.ndarray]:
+    names = [name for name in StepSample.__slots__ if name != "step"]
+    found = {name: np.array([getattr(step, name) for step in steps], float) for name in names}
+    return found | {"ended_s": found["started_s"] + found["duration_s"]}
+
+
+def request_columns(requests: list[RequestSample]) -> dict[str, np.ndarray]:
+    names = [name for name in RequestSample.__slots__ if name != "key"]
+    return {name: np.array([getattr(request, name) for request in requests], float) for name in names}
+
+
+def apportioned(ran: Simulated, parts: int = 1) -> dict[str, np.ndarray]:
+    steps, requests = step_columns(ran.steps), request_columns(ran.requests)
+    made = Apportionment(steps, attention_share(COST, PEAKS, steps))
+    for at in range(parts):
+        made.add({name: values[at::parts] for name, values in requests.items()})
+    return {name: share.prompt + share.answer for name, share in made.shares(requests).items()}
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize(("budget", "blocks"), [(1024, 4000), (64, 4000), (256, 250)])
+def test_the_sum_is_the_steps_and_each_gets_its_own(budget: int, blocks: int, looks_ahead: bool) -> None:
+    """With room for all; with prompts cut into pieces; with a cache in which rows are preempted."""
+    ran = simulated(120, budget, blocks, looks_ahead, seed=budget)
+    found = apportioned(ran)
+    for name in ("model_s", "bytes", "roofline_s"):
+        assert found[name].sum() == pytest.approx(sum(getattr(step, name) or 0 for step in ran.steps))
+    exact = np.array([ran.exact[request.key] for request in ran.requests])
+    off = np.abs(found["model_s"] - exact) / exact
+    assert np.median(off) < 0.08
+    assert np.quantile(off, 0.9) < 0.3
+
+
+def test_requests_may_be_added_in_parts() -> None:
+    ran = simulated(60, 256, 4000, False, seed=3)
+    assert apportioned(ran, 3)["model_s"].tolist() == pytest.approx(apportioned(ran)["model_s"].tolist())
+
+
+def test_flops_of_requests_are_those_of_the_steps() -> None:
+    ran = simulated(60, 256, 4000, False, seed=5)
+    found = request_flops(COST, request_columns(ran.requests))
+    assert found.sum() == sum(step.flops for step in ran.steps)
+
+
+def test_what_did_not_finish_takes_its_part() -> None:
+    """Of an interrupted run only the requests that finished have a row."""
+    ran = simulated(80, 256, 4000, False, seed=4)
+    half = Simulated(ran.steps, ran.requests[:40], ran.exact)
+    whole, some = apportioned(ran)["model_s"], apportioned(half)["model_s"]
+    assert some.sum() < 0.9 * whole.sum()
+    assert some.sum() == pytest.approx(whole[:40].sum(), rel=0.3)
+
+
+def test_what_ended_before_any_step_took_nothing() -> None:
+    ran = simulated(10, 256, 4000, False, seed=6)
+    early = RequestSample(b"e" * 32, 10, 3, 0, 0, 0.0, 0.1, 0.1, 0.1)
+    found = apportioned(Simulated(ran.steps, [*ran.requests, early], ran.exact))["model_s"]
+    assert found[-1] == 0
+    assert found.sum() == pytest.approx(sum(step.model_s for step in ran.steps))
