@@ -54,6 +54,14 @@ class ResultPlace:
             return cls(_reported(folder), folder)
         raise InputMissing(no_result(folder))
 
+    @property
+    def ending(self) -> str:
+        """How `output` of the runs that made this result ends. Where all was moved together, its name still says so."""
+        if self.results is None or self.report is None:
+            return ""
+        name = os.path.relpath(self.results.absolute(), self.report.absolute().parent)
+        return "/" + name.removeprefix("../")
+
 
 def _reported(report: Path) -> Path | None:
     """The result that a report is of, where it lies beside it."""
@@ -152,11 +160,10 @@ def _add_reported(
 
 
 def _made(place: ResultPlace) -> str:
-    """The condition that a run has made this result. Where all was moved together, its name still says so."""
-    if place.results is None or place.report is None:
+    """The condition that a run has made this result."""
+    if not place.ending:
         return ""
-    name = os.path.relpath(place.results, place.report.absolute().parent).removeprefix("../")
-    return f" WHERE run_id IN (SELECT run_id FROM run WHERE ends_with(output, {literal('/' + name)}))"
+    return f" WHERE run_id IN (SELECT run_id FROM run WHERE ends_with(output, {literal(place.ending)}))"
 
 
 def _add_results(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> list[str]:

@@ -17,6 +17,7 @@ from batchinfer.cli.history_verb import history
 from batchinfer.cli.job_verbs import init, plan, preview, run, validate
 from batchinfer.cli.machine_verbs import bench, doctor
 from batchinfer.cli.pull_verb import pull
+from batchinfer.cli.report_verb import report
 from batchinfer.cli.result_verbs import clean, query, verify
 from batchinfer.cli.schema_verb import schema
 from batchinfer.cli.status_verb import status
@@ -41,6 +42,7 @@ for _verb in (
     doctor,
     status,
     query,
+    report,
     history,
     diff,
     verify,

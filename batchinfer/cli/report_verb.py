@@ -1,0 +1,38 @@
+"""The verb about a run's page: report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchinfer.cli.options import Json
+from batchinfer.cli.terminal import say, say_json
+from batchinfer.report_page import write_page
+from batchinfer.sizes import size
+from batchinfer.text import printable
+
+
+def report(
+    results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder, or a report folder.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE",
+            help="Where to write the page; by default report.html in the report folder. An earlier page is replaced, "
+            "any other file is not.",
+        ),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN_ID", help="The run that it is about; by default the newest."),
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write a page about a run: one HTML file with charts and tables, which needs no network."""
+    written = write_page(results, output, run)
+    if as_json:
+        say_json({"exit_code": 0, **written.to_json()})
+    else:
+        say(printable(f"wrote {written.path} ({size(written.bytes)}) about run {written.run_id}"))

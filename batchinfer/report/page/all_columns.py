@@ -1,0 +1,34 @@
+"""The run's row, whole: every column of the table `run` with what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.report.columns import RUN_COLUMNS
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import PageSection
+
+_COLUMNS = (
+    Figure("column", "column"),
+    Figure("value", "value"),
+    Figure("unit", "unit"),
+    Figure("meaning", "meaning"),
+)
+
+
+def all_columns(run: ReportedRun) -> PageSection:
+    """No chart: names, values and meanings."""
+    rows = [
+        (column.name, _value(run.row[column.name]), column.unit, column.meaning.replace("`", ""))
+        for column in RUN_COLUMNS
+    ]
+    text = "All columns of the table run. Dashes are not known, or do not apply."
+    return PageSection("all", "Everything about this run", text, None, Figures(_COLUMNS, rows))
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return value

@@ -1,0 +1,100 @@
+"""A table of numbers as the page shows it: charts are drawn from its cells, so that both say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from typing import Any
+
+from batchinfer.report.units import UNKNOWN, count, percent, seconds, short
+from batchinfer.sizes import size
+from batchinfer.text import printable
+
+_LONGEST_TEXT = 800  # characters of a cell; names of rows may be any length
+_SHORT_TEXT = 32  # characters that are not broken into lines
+_SHARE = "0…1"
+PREFIXED = ("FLOP/s", "bytes/s")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column. `unit` is as in the report's columns; empty for texts and plain numbers."""
+
+    name: str
+    title: str
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Columns and rows; None is "not known"."""
+
+    columns: tuple[Figure, ...]
+    rows: Sequence[Sequence[Any]]
+
+    def html(self, name: str) -> str:
+        """A table element with this id. Numbers stand in `data-v` with all their digits."""
+        numeric = [any(_is_number(row[at]) for row in self.rows) for at in range(len(self.columns))]
+        head = "".join(map(_heading, self.columns, numeric))
+        body = "\n".join(f"<tr>{''.join(map(_cell, row, self.columns, numeric))}</tr>" for row in self.rows)
+        return f'<table id="{name}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+
+
+def _heading(column: Figure, numeric: bool) -> str:
+    kind = ' class="n"' if numeric else ""
+    return (
+        f'<th scope="col"{kind} data-c="{column.name}" data-u="{column.unit}">{html_text(column.title)}</th>'
+    )
+
+
+def _cell(value: Any, column: Figure, numeric: bool) -> str:
+    text = shown(value, column.unit)
+    digits = f' data-v="{value!r}"' if _is_number(value) else ""
+    kind = ' class="n"' if numeric else ' class="w"' if len(text) > _SHORT_TEXT else ""
+    cut = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+    return f"<td{kind}{digits}>{html_text(cut)}</td>"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def shown(value: Any, unit: str = "") -> str:
+    """A value as people read it."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, datetime):
+        return f"{value:%Y-%m-%d %H:%M:%S} UTC"
+    if not _is_number(value):
+        return str(value)
+    return _number(value, unit)
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "s":
+        return seconds(value) if value >= 0 else f"−{seconds(-value)}"
+    if unit == _SHARE:
+        return percent(value)
+    if unit == "bytes":
+        return size(value)
+    if unit in PREFIXED:
+        return prefixed(value, unit)
+    if "/" in unit:
+        return f"{short(value)} {unit}"
+    return count(value) if isinstance(value, int) else short(value)
+
+
+def prefixed(value: float, unit: str) -> str:
+    """A figure with the metric prefix at its unit: 180 GFLOP/s."""
+    text = short(value)
+    letter = text[-1] if text[-1].isalpha() else ""
+    return f"{text.removesuffix(letter)} {letter}{unit}"
+
+
+def html_text(text: str) -> str:
+    """Text that others may have written: no character of it is markup, steers the page, or hides in it."""
+    return escape(printable(text), quote=True)

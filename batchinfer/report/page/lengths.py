@@ -1,0 +1,90 @@
+"""How long prompts and answers were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from batchinfer.report.columns import REQUESTS
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.units import count
+
+MOST_BARS = 32
+_SKEWED = 8  # times the median: from there on, bars of equal width would leave nearly all requests in one
+_NICE = (1, 2, 5)
+
+_COLUMNS = (
+    Figure("range", "tokens"),
+    Figure("requests", "requests", "requests"),
+    Figure("tokens", "tokens in all", "tokens"),
+)
+_WHAT = (("prompt_tokens", "prompts", "Prompt lengths"), ("completion_tokens", "answers", "Answer lengths"))
+
+
+def lengths(run: ReportedRun) -> Iterator[PageSection]:
+    """Two histograms."""
+    if not run.has(REQUESTS):
+        yield PageSection("prompts", "Lengths", run.lacks(REQUESTS))
+        return
+    for column, name, title in _WHAT:
+        yield _histogram(run, column, name, title)
+
+
+def _histogram(run: ReportedRun, column: str, name: str, title: str) -> PageSection:
+    requests = run.own(REQUESTS)
+    ((least, median, most, total),) = run.fetch(
+        f"SELECT min({column}), median({column}), max({column}), sum({column})::BIGINT FROM {requests}"
+    )
+    edges = bin_edges(least, median, most)
+    text = (
+        f"From {count(least)} to {count(most)} tokens, the median {count(median)}; {count(total)} in all. Requests "
+        "that were computed in this run, equal rows once."
+    )
+    options = {"category": "range", "bars": ["requests"], "unit": "requests", "histogram": True}
+    chart = Chart("bars", f"Histogram of the lengths of {name}", options)
+    return PageSection(name, title, text, chart, Figures(_COLUMNS, _bars(run, column, edges)))
+
+
+def _bars(run: ReportedRun, column: str, edges: list[int]) -> list[tuple[Any, ...]]:
+    """Requests of at least one edge and below the next."""
+    found = run.fetch(
+        f"SELECT list_count(list_filter(?::BIGINT[], lambda edge: edge <= {column})) AS bar, count(*), "
+        f"sum({column})::BIGINT FROM {run.own(REQUESTS)} GROUP BY bar",
+        [edges],
+    )
+    bars = {bar: (requests, tokens) for bar, requests, tokens in found}
+    return [
+        (_range(one, other), *bars.get(at, (0, 0)))
+        for at, (one, other) in enumerate(pairwise(edges), start=1)
+    ]
+
+
+def _range(first: int, behind: int) -> str:
+    return str(first) if behind == first + 1 else f"{first} – {behind - 1}"
+
+
+def bin_edges(least: int, median: float, most: int) -> list[int]:
+    """Where bars begin, ascending, and where the last ends: of equal, round widths, or each √2 times the one before."""
+    if most <= max(MOST_BARS, _SKEWED * median):
+        width = _nice_width(most - least + 1)
+        first = least // width * width
+        return list(range(first, most + width + 1, width))
+    edges = {0, 1} if least == 0 else {1}
+    step = 1
+    while max(edges) <= most:
+        edges.add(round(2 ** (step / 2)))
+        step += 1
+    behind = [edge for edge in sorted(edges) if edge > least]
+    before = max(edge for edge in edges if edge <= least)
+    return [before, *behind]
+
+
+def _nice_width(span: int) -> int:
+    """The least of 1, 2, 5, 10, 20, … that needs few enough bars."""
+    least = max(1, math.ceil(span / MOST_BARS))
+    power: int = 10 ** math.floor(math.log10(least))
+    return next(nice * power for nice in (*_NICE, 10) if nice * power >= least)

@@ -1,0 +1,160 @@
+"""The top of the page: which run it is, how it went in a few figures, and its forecast beside what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.report.exit_status import is_published
+from batchinfer.report.page.figures import Figure, Figures, html_text, shown
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.tables import RunRow
+from batchinfer.report.units import count, percent, seconds, short
+from batchinfer.sizes import size
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure in large type."""
+
+    name: str
+    value: str
+    more: str = ""
+
+    def html(self) -> str:
+        more = f"<small>{html_text(self.more)}</small>" if self.more else ""
+        return f"<div><span>{html_text(self.name)}</span><b>{html_text(self.value)}</b>{more}</div>"
+
+
+def heading(row: RunRow) -> str:
+    """The page's first lines."""
+    status = row["exit_status"] or "ended"
+    good = is_published(row["exit_status"]) and not row["exit_code"]
+    code = f", exit code {row['exit_code']}" if row["exit_code"] else ""
+    facts = [
+        row["model"],
+        _device(row),
+        row["dtype"],
+        _weights(row),
+        "trial (--limit)" if row["trial"] else None,
+    ]
+    return (
+        f'<p class="kind">Report of a run</p><h1>{html_text(str(row["job"]))}</h1>'
+        f'<p><mark class="{"good" if good else "bad"}">{html_text(status + code)}</mark> '
+        f"{html_text(shown(row['started_at']))} · {html_text(str(row['run_id']))}</p>"
+        f'<p class="facts">{" · ".join(html_text(str(fact)) for fact in facts if fact)}</p>'
+    )
+
+
+def _device(row: RunRow) -> str | None:
+    cores = f", {row['cores']} cores" if row["cores"] else ""
+    return f"{row['hardware']}{cores}" if row["hardware"] else row["device"]
+
+
+def _weights(row: RunRow) -> str | None:
+    return f"{row['quantization']} weights" if row["quantization"] not in (None, "none") else None
+
+
+def tiles(row: RunRow) -> str:
+    """What is known, in large type."""
+    return f'<div class="tiles">{"".join(tile.html() for tile in _tiles(row))}</div>'
+
+
+def _tiles(row: RunRow) -> Iterator[Tile]:
+    if row["rows"] is not None:
+        errors = row["rows_error"]
+        more = (
+            "" if errors is None else f", {count(errors)} error rows ({percent(_share(errors, row['rows']))})"
+        )
+        yield Tile("rows answered", count(row["rows_ok"]), f"of {count(row['rows'])}{more}")
+    yield Tile("time", seconds(row["wall_s"]), f"{seconds(row['engine_wall_s'])} in the engine")
+    if row["total_tokens_per_s"] is not None:
+        output = f"{short(row['output_tokens_per_s'])} of them output"
+        yield Tile("tokens a second", short(row["total_tokens_per_s"]), output)
+    if row["steps"]:
+        shares = f"MFU {percent(row['mfu'])}, MBU {percent(row['mbu'])}"
+        yield Tile("of the roofline", percent(row["roofline_efficiency"]), shares)
+    if (saved := _saved(row)) is not None:
+        share = _share(saved, saved + row["prompt_tokens_run"])
+        yield Tile("prompt tokens saved", percent(share), f"{short(saved)} by prefixes and duplicates")
+    if row["worker_peak_rss_bytes"] is not None:
+        more = (
+            f"of the engine; {size(row['parent_peak_rss_bytes'])} beside it"
+            if row["parent_peak_rss_bytes"]
+            else ""
+        )
+        yield Tile("peak memory", size(row["worker_peak_rss_bytes"]), more)
+
+
+def _saved(row: RunRow) -> int | None:
+    if row["prefix_saved_tokens"] is None or row["prompt_tokens_run"] is None:
+        return None
+    return int(row["prefix_saved_tokens"]) + int(row["duplicate_saved_tokens"] or 0)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+_FORECAST = (
+    Figure("figure", "figure"),
+    Figure("forecast", "forecast"),
+    Figure("fact", "fact"),
+    Figure("ratio", "fact ÷ forecast", "0…1"),
+)
+# title, columns of the run table with forecast and fact, unit
+_PAIRS = (("time of the engine", "forecast_s", "engine_s", "s"),)
+
+
+def forecast(run: ReportedRun) -> PageSection:
+    """Every figure that was forecast, beside what it came to."""
+    rows = [row for pair in _PAIRS if (row := _compared(run.row, *pair)) is not None]
+    title = "Forecast against fact"
+    if not rows:
+        return PageSection(
+            "forecast", title, "Nothing to show: this run had no forecast, or did not get so far."
+        )
+    options = {"category": "figure", "bars": ["ratio"], "unit": "0…1", "horizontal": True, "baseline": 1}
+    chart = Chart("bars", "Bars of what the facts are of their forecasts", options)
+    text = "What the plan said before the first token, and what came of it. Bars at 100% are right."
+    return PageSection("forecast", title, text, chart, Figures(_FORECAST, rows))
+
+
+def _compared(row: RunRow, title: str, before: str, after: str, unit: str) -> tuple[Any, ...] | None:
+    expected, found = row.get(before), row.get(after)
+    if expected is None or found is None:
+        return None
+    return title, shown(expected, unit), shown(found, unit), found / expected if expected else None
+
+
+_WORK = (
+    Figure("what", "tokens"),
+    Figure("run", "run", "tokens"),
+    Figure("prefix", "saved by prefixes", "tokens"),
+    Figure("duplicates", "saved by duplicates", "tokens"),
+    Figure("recomputed", "run again", "tokens"),
+    Figure("padded", "padding", "tokens"),
+)
+
+
+def work(run: ReportedRun) -> PageSection:
+    """Tokens that were run, those that were saved, and those that were run for nothing."""
+    row, title = run.row, "Work done and work saved"
+    if not row["steps"]:
+        return PageSection("work", title, "Nothing to show: this run computed nothing.")
+    rows = [
+        ("prompt tokens", row["prompt_tokens_run"], row["prefix_saved_tokens"], row["duplicate_saved_tokens"], None,
+         None),
+        ("output tokens", row["decode_tokens_run"], None, row["duplicate_saved_output_tokens"], None, None),
+        ("for nothing", None, None, None, row["recomputed_tokens"], row["padded_tokens"]),
+    ]  # fmt: skip
+    names = [column.name for column in _WORK[1:]]
+    options = {"category": "what", "bars": names, "unit": "tokens", "horizontal": True, "stacked": True}
+    chart = Chart("bars", "Stacked bars of tokens that were run and saved", options)
+    text = (
+        f"{count(row['computed_requests'])} requests were computed, {count(row['reused_requests'])} were stored "
+        f"already, and {count(row['duplicate_rows'])} rows shared another row's answer."
+    )
+    return PageSection("work", title, text, chart, Figures(_WORK, rows))

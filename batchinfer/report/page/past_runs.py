@@ -1,0 +1,44 @@
+"""This run among the others of its job."""
+
+from __future__ import annotations
+
+from batchinfer.report.history import HISTORY
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+
+MOST_RUNS = 60
+
+_RUNS = f"""
+SELECT run_id, strftime(started_at AT TIME ZONE 'UTC', '%Y-%m-%d %H:%M'), exit_status, rows, tokens, total_tokens_per_s,
+    roofline_efficiency, wall_s, engine_s, forecast_s, hardware
+FROM {HISTORY} WHERE run_id <= ? AND tokens > 0 AND trial IS NOT TRUE ORDER BY run_id DESC LIMIT {MOST_RUNS}
+"""
+_COLUMNS = (
+    Figure("run_id", "run"),
+    Figure("started", "started (UTC)"),
+    Figure("status", "ended"),
+    Figure("rows", "rows", "rows"),
+    Figure("tokens", "tokens run", "tokens"),
+    Figure("tokens_per_s", "tokens a second", "tokens/s"),
+    Figure("roofline", "of the roofline", "0…1"),
+    Figure("wall_s", "time", "s"),
+    Figure("engine_s", "in the engine", "s"),
+    Figure("forecast_s", "forecast of it", "s"),
+    Figure("hardware", "hardware"),
+)
+
+
+def past_runs(run: ReportedRun) -> PageSection:
+    """Tokens a second of the newest runs, up to this one."""
+    title = "Beside earlier runs"
+    rows = run.fetch(_RUNS, [run.row["run_id"]])[::-1]
+    if len(rows) < 2:
+        return PageSection("runs", title, "Nothing to show: no earlier run of this job computed anything.")
+    options = {"category": "started", "lines": [{"y": "tokens_per_s"}], "unit": "tokens/s", "zero": True}
+    chart = Chart("curves", "A line of tokens a second over the runs of the job", options)
+    text = (
+        "Runs of this job that computed something, trials left out. Runs with more or other work are not equally fast; "
+        "`batchinfer history` says which can be compared."
+    )
+    return PageSection("runs", title, text, chart, Figures(_COLUMNS, rows))

@@ -1,0 +1,106 @@
+"""Throughput, batch and KV cache over the time of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from batchinfer.report.columns import STEPS
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+
+MOST_STRETCHES = 240  # each a pixel or two of a phone's screen
+
+# A stretch is made of whole steps, so that its tokens add up to the run's. It lasts from the end of the stretch before
+# to the end of its last step. An engine that was started again goes on where the one before it ended.
+_STRETCHES = """
+WITH engines AS (
+    SELECT engine, min(started_s) AS first_s, max(started_s + duration_s) AS last_s FROM {steps} GROUP BY engine
+), placed AS (
+    SELECT engine, coalesce(sum(last_s - first_s) OVER (
+        ORDER BY engine ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) - first_s AS moved_s FROM engines
+), timed AS (
+    SELECT s.*, started_s + duration_s + moved_s AS ended_s FROM {steps} AS s JOIN placed USING (engine)
+), whole AS (
+    SELECT greatest(max(ended_s), 1e-9) AS wall_s FROM timed
+), stretches AS (
+    SELECT least(floor(ended_s / wall_s * {most}), {most} - 1) AS stretch, max(ended_s) AS until_s,
+        count(*) AS steps, sum(prefill_tokens - recomputed_tokens) AS prompt_tokens,
+        sum(decode_tokens) AS decode_tokens,
+        min(running) AS running_min, median(running) AS running_median, max(running) AS running_max,
+        max(waiting) AS waiting_max,
+        min(blocks_used / blocks_total) AS kv_min, median(blocks_used / blocks_total) AS kv_median,
+        max(blocks_used / blocks_total) AS kv_max, sum(preemptions) AS preemptions
+    FROM timed, whole GROUP BY stretch
+), spans AS (
+    SELECT lag(until_s, 1, 0.0::DOUBLE) OVER (ORDER BY until_s) AS from_s, * FROM stretches
+)
+SELECT from_s, until_s, steps::BIGINT,
+    prompt_tokens::DOUBLE / (until_s - from_s), decode_tokens::DOUBLE / (until_s - from_s),
+    running_min, running_median, running_max, waiting_max, kv_min, kv_median, kv_max, preemptions::BIGINT
+FROM spans WHERE until_s > from_s ORDER BY until_s
+"""
+_TIMES = (Figure("from_s", "from", "s"), Figure("until_s", "to", "s"), Figure("steps", "steps", "steps"))
+_THROUGHPUT = (
+    Figure("prompt_tokens_per_s", "prompt tokens", "tokens/s"),
+    Figure("decode_tokens_per_s", "output tokens", "tokens/s"),
+)
+_BATCH = (
+    Figure("running_min", "running, least", "sequences"),
+    Figure("running_median", "running, median", "sequences"),
+    Figure("running_max", "running, most", "sequences"),
+    Figure("waiting_max", "waiting, most", "sequences"),
+)
+_KV = (
+    Figure("kv_min", "KV blocks used, least", "0…1"),
+    Figure("kv_median", "KV blocks used, median", "0…1"),
+    Figure("kv_max", "KV blocks used, most", "0…1"),
+    Figure("preemptions", "preemptions", "times"),
+)
+_BINS = (
+    "Steps are put together into stretches of time, {most} at most; a stretch is made of whole steps, and its tokens "
+    "are divided by its length."
+)
+
+
+def timeline(run: ReportedRun) -> Iterator[PageSection]:
+    """Three charts with one axis of time."""
+    if not run.has(STEPS):
+        yield PageSection("throughput", "Over time", run.lacks(STEPS))
+        return
+    found = run.fetch(_STRETCHES.format(steps=run.own(STEPS), most=MOST_STRETCHES))
+    yield _section(
+        "throughput", "Throughput over time",
+        "Tokens that the model ran in each second of the engine. Drag across the chart to look closer; the three "
+        "charts over time move together.",
+        found, _THROUGHPUT, 3,
+        {"unit": "tokens/s", "lines": [{"y": "prompt_tokens_per_s", "stack": True},
+                                       {"y": "decode_tokens_per_s", "stack": True}]},
+    )  # fmt: skip
+    yield _section(
+        "batch", "Batch size over time",
+        "Sequences that ran together: the median of each stretch of time, and between its least and its most.",
+        found, _BATCH, 5,
+        {"unit": "sequences", "lines": [{"y": "running_median", "band": ["running_min", "running_max"]}]},
+    )  # fmt: skip
+    yield _section(
+        "kv", "KV cache over time", "Share of the KV cache's blocks that was in use, in the same way.", found, _KV, 9,
+        {"unit": "0…1", "lines": [{"y": "kv_median", "band": ["kv_min", "kv_max"]}]},
+    )  # fmt: skip
+
+
+def _section(
+    name: str,
+    title: str,
+    text: str,
+    found: list[tuple[Any, ...]],
+    columns: tuple[Figure, ...],
+    first: int,
+    options: dict[str, Any],
+) -> PageSection:
+    rows = [(*row[:3], *row[first : first + len(columns)]) for row in found]
+    options = {"x": "until_s", "from": "from_s", "group": "time", **options}
+    chart = Chart("lines", f"{title}, as lines", options)
+    note = _BINS.format(most=MOST_STRETCHES)
+    return PageSection(name, title, text, chart, Figures((*_TIMES, *columns), rows), note)

@@ -1,0 +1,258 @@
+"""The page without a browser: its numbers, its size, what it leaves out, and that nobody's text steers it."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.report.page.document import MARK, page
+from batchinfer.report.page.figures import Figure, Figures, shown
+from batchinfer.report.page.lengths import MOST_BARS, bin_edges
+from batchinfer.report.page.roofline import MOST_POINTS
+from batchinfer.report.page.timeline import MOST_STRETCHES
+from tests.batchinfer.report.parsed_page import ParsedPage
+from tests.batchinfer.report.reported_runs import error_rows, read_run, write_tables
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    '"><img src=x onerror=alert(2)>',
+    "' onmouseover='alert(3)",
+    "\u202egnp.exe\x1b[31m",
+    "</table></details><!--",
+    "x" * 5000,
+]
+IDS = {"bad_json": [*HOSTILE, None, "r7", "r8", "r9"], "prompt_too_long": [f"long {i}" for i in range(5)]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_tables(folder, job=HOSTILE[0], model=HOSTILE[1], output="/d/" + HOSTILE[2])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(folder: Path) -> str:
+    return page(read_run(folder, error_rows(IDS), notice=HOSTILE[1]))
+
+
+@pytest.fixture(scope="module")
+def parsed(text: str) -> ParsedPage:
+    return ParsedPage(text)
+
+
+def test_charts_name_tables_and_columns_that_are_there(parsed: ParsedPage) -> None:
+    assert len(parsed.charts) >= 10
+    assert len(parsed.ids) == len(set(parsed.ids))
+    for table, chart in parsed.charts:
+        columns = set(parsed.tables[table].columns)
+        named = [
+            chart[name]
+            for name in ("x", "from", "y", "by", "size", "category", "level", "part")
+            if name in chart
+        ]
+        named += chart.get("bars", [])
+        named += [name for line in chart.get("lines", []) for name in (line["y"], *line.get("band", []))]
+        assert set(named) <= columns
+        assert parsed.tables[table].rows
+
+
+def test_links_lead_to_sections(parsed: ParsedPage) -> None:
+    links = [attributes["href"] for tag, attributes in parsed.tags if tag == "a"]
+    assert links
+    assert all(link is not None and link.removeprefix("#") in parsed.ids for link in links)
+
+
+def test_the_timeline_adds_up_to_the_run(folder: Path, parsed: ParsedPage) -> None:
+    row = read_run(folder).row
+    table = parsed.tables["throughput-table"]
+    spans = [
+        until - start for start, until in zip(table.column("from_s"), table.column("until_s"), strict=True)
+    ]
+    for column, total in (
+        ("prompt_tokens_per_s", "prompt_tokens_run"),
+        ("decode_tokens_per_s", "decode_tokens_run"),
+    ):
+        tokens = sum(rate * span for rate, span in zip(table.column(column), spans, strict=True))
+        assert tokens == pytest.approx(row[total])
+    assert sum(table.column("steps")) == row["steps"]
+    assert sum(spans) == pytest.approx(row["engine_wall_s"])
+    assert 2 < len(table.rows) <= MOST_STRETCHES
+
+
+def test_engines_of_one_run_follow_one_another(tmp_path: Path) -> None:
+    write_tables(tmp_path, steps=50)
+    (file,) = tmp_path.glob("steps-*.parquet")
+    steps = pq.read_table(file)
+    again = steps.set_column(
+        steps.column_names.index("engine"), "engine", pa.array([1] * len(steps), pa.int64())
+    )
+    pq.write_table(pa.concat_tables([steps, again]), file)
+    table = ParsedPage(page(read_run(tmp_path))).tables["kv-table"]
+    assert sum(table.column("steps")) == 100
+    times = table.column("until_s")
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(2 * (49 * 0.02 + 0.015 + 0.004 * 4 / 5))
+
+
+def test_bands_hold_their_medians(parsed: ParsedPage) -> None:
+    for name, column in (("batch", "running"), ("kv", "kv")):
+        table = parsed.tables[f"{name}-table"]
+        spread = zip(*(table.column(f"{column}_{end}") for end in ("min", "median", "max")), strict=True)
+        assert all(least <= median <= most for least, median, most in spread)
+
+
+def test_roofline_points_hold_all_steps_and_lie_below_the_roof(folder: Path, parsed: ParsedPage) -> None:
+    row, table = read_run(folder).row, parsed.tables["roofline-table"]
+    assert sum(table.column("steps")) == row["steps"]
+    assert sum(table.column("share")) == pytest.approx(1)
+    work = [
+        reached * time for reached, time in zip(table.column("reached"), table.column("seconds"), strict=True)
+    ]
+    assert sum(work) == pytest.approx(row["flops"])
+    assert set(table.column("kind")) == {"prefill", "decode", "mixed"}
+    (chart,) = [chart for name, chart in parsed.charts if name == "roofline-table"]
+    assert (chart["peak_flops"], chart["peak_bytes"]) == (row["peak_flops_per_s"], row["peak_bytes_per_s"])
+
+
+def test_histograms_hold_all_requests(folder: Path, parsed: ParsedPage) -> None:
+    row = read_run(folder).row
+    assert sum(parsed.tables["prompts-table"].column("requests")) == row["computed_requests"]
+    answers = parsed.tables["answers-table"]
+    assert sum(answers.column("requests")) == row["computed_requests"]
+    assert sum(answers.column("tokens")) == row["output_tokens"]
+
+
+def test_latencies_are_those_of_the_run(folder: Path, parsed: ParsedPage) -> None:
+    row, table = read_run(folder).row, parsed.tables["latency-table"]
+    for name in ("queue", "ttft", "tpot", "itl", "latency"):
+        found = dict(zip(table.column("percentile"), table.column(f"{name}_s"), strict=True))
+        for percentile in ("p50", "p90", "p99"):
+            assert found[percentile] == pytest.approx(row[f"{name}_{percentile}_s"])
+
+
+def test_parts_of_the_time_add_up(folder: Path, parsed: ParsedPage) -> None:
+    row, table = read_run(folder).row, parsed.tables["time-table"]
+    wholes = dict.fromkeys(table.column("level"), 0.0)
+    for level, seconds in zip(table.column("level"), table.column("seconds"), strict=True):
+        wholes[level] += seconds
+    assert wholes == pytest.approx({"whole run": row["wall_s"], "engine": row["engine_wall_s"]})
+
+
+def test_errors_have_ids_and_no_texts(text: str, parsed: ParsedPage) -> None:
+    table = parsed.tables["errors-table"]
+    assert dict(zip(table.column("code"), table.column("rows"), strict=True)) == {
+        "bad_json": 10,
+        "prompt_too_long": 5,
+    }
+    assert table.column("examples")[1] == "long 0, long 1, long 2, long 3, long 4"
+    assert "row 6" in table.column("examples")[0]
+    assert "secret prompt text" not in text
+
+
+def test_errors_of_a_run_without_results_are_counted(folder: Path) -> None:
+    table = ParsedPage(page(read_run(folder))).tables["errors-table"]
+    assert table.column("rows") == [10, 5]
+    assert set(table.column("examples")) == {"–"}
+
+
+def test_nobodys_text_is_markup(text: str, parsed: ParsedPage) -> None:
+    assert len(parsed.scripts) == 2
+    for _, attributes in parsed.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        assert not {"src", "srcset", "action", "formaction"} & attributes.keys()
+    assert HOSTILE[0] in parsed.text  # whole, as text
+    assert "\\u202egnp.exe\\x1b[31m" in parsed.text
+    assert "x" * 1000 not in text
+    text.encode("utf-8")
+
+
+def test_only_its_own_scripts_may_run_and_nothing_may_be_fetched(parsed: ParsedPage) -> None:
+    rules = dict(rule.strip().split(" ", 1) for rule in parsed.policy.split(";"))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    hashes = [f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in parsed.scripts]
+    assert rules["script-src"].split() == hashes
+    assert rules.keys() == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
+
+
+def test_the_page_says_what_it_is(text: str) -> None:
+    assert text.startswith(MARK)
+    assert "Apache ECharts" in text
+
+
+def test_tables_that_are_missing_are_left_out_with_a_sentence(folder: Path, tmp_path: Path) -> None:
+    (run,) = folder.glob("run-*.parquet")
+    (tmp_path / run.name).write_bytes(run.read_bytes())
+    parsed = ParsedPage(page(read_run(tmp_path)))
+    assert "throughput-table" not in parsed.tables
+    assert "the table steps of this run is not there" in re.sub("`", "", parsed.text)
+    assert "time-table" in parsed.tables
+
+
+def test_a_run_that_computed_nothing(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("rows", "rows_ok", "rows_error", "error_codes", "forecast_s", "engine_s"))
+    write_tables(tmp_path, steps=0, requests=0, exit_status="wrong job", exit_code=78, **nothing)
+    parsed = ParsedPage(page(read_run(tmp_path)))
+    assert "this run computed nothing" in parsed.text
+    assert "wrong job, exit code 78" in parsed.text
+    assert {name for name, _ in parsed.charts} == {"time-table"}
+
+
+def test_without_peaks_there_is_no_roof(tmp_path: Path) -> None:
+    write_tables(tmp_path, peaks=False)
+    parsed = ParsedPage(page(read_run(tmp_path)))
+    (chart,) = [chart for name, chart in parsed.charts if name == "roofline-table"]
+    assert chart["peak_flops"] is None
+    assert "doctor --measure" in parsed.text
+
+
+def test_the_size_does_not_follow_the_run(tmp_path: Path, text: str) -> None:
+    write_tables(tmp_path, steps=20_000, requests=5_000)
+    larger = page(read_run(tmp_path))
+    assert len(larger) < len(text) + 150_000 < 2_000_000
+    tables = ParsedPage(larger).tables
+    assert len(tables["throughput-table"].rows) == MOST_STRETCHES
+    assert len(tables["roofline-table"].rows) <= MOST_POINTS
+
+
+@given(st.integers(0, 5000), st.integers(0, 200_000), st.floats(0, 1))
+def test_bars_hold_every_length(least: int, more: int, place: float) -> None:
+    most = least + more
+    edges = bin_edges(least, least + place * more, most)
+    assert edges[0] <= least
+    assert edges[-1] > most
+    assert all(one < other for one, other in pairwise(edges))
+    assert len(edges) <= 2 * MOST_BARS
+
+
+def test_cells_have_all_digits_and_a_text_for_people() -> None:
+    html = Figures((Figure("a", "A", "s"), Figure("b", "B")), [(0.0123456789, "<b>"), (None, None)]).html("t")
+    assert '<td class="n" data-v="0.0123456789">12.3 ms</td><td>&lt;b&gt;</td>' in html
+    assert '<td class="n">–</td><td>–</td>' in html
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (180e9, "FLOP/s", "180 GFLOP/s"),
+        (33.4e9, "bytes/s", "33.4 Gbytes/s"),
+        (12.5, "FLOP/byte", "12.5 FLOP/byte"),
+        (27_300.0, "tokens/s", "27.3k tokens/s"),
+        (2452, "rows", "2,452"),
+        (0.05, "0…1", "5.0%"),
+        (-2.0, "s", "−2 s"),
+        (True, "", "yes"),
+        (1 << 30, "bytes", "1 GiB"),
+    ],
+)
+def test_values_as_people_read_them(value: float, unit: str, text: str) -> None:
+    assert shown(value, unit) == text

@@ -1,0 +1,130 @@
+"""`batchinfer report`: which run the page is about, where it is written, and what stands in its way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from batchinfer import cli, pipeline
+from tests.batchinfer.report.parsed_page import ParsedPage
+from tests.batchinfer.report.reported_runs import write_tables
+from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, ROWS, Command, Place, command, make_place
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    return lambda *arguments: run("report", *arguments)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
+    """A job of 20 rows and three bad ones that has run once."""
+    place = make_place(tmp_path_factory.mktemp("finished") / "job", model)
+    place.rows(*ROWS, b"{no json", b"[]", {"id": "</script><b>", "text": "tell"})
+    place.job("on_error: {max_error_rate: 1}", sampling="sampling: {max_tokens: 8}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
+        assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
+    return place
+
+
+@pytest.fixture
+def copy(finished: Place, tmp_path: Path) -> Place:
+    shutil.copytree(finished.folder, tmp_path / "copy", symlinks=True)
+    return Place(tmp_path / "copy", finished.shared_model)
+
+
+def report_of(place: Place) -> Path:
+    return place.results.with_name("res-report")
+
+
+def test_a_result_has_a_page(copy: Place, ask: Command) -> None:
+    ended = ask(copy.results, "--json")
+    told = json.loads(ended.out)
+    path = report_of(copy) / "report.html"
+    assert told == {"exit_code": 0, "path": str(path), "bytes": path.stat().st_size, "run_id": told["run_id"],
+                    "exit_status": "published"}  # fmt: skip
+    page = ParsedPage(path.read_text("utf-8"))
+    assert sum(page.tables["prompts-table"].column("requests")) == 21
+    errors = page.tables["errors-table"]
+    assert sum(errors.column("rows")) == 2
+    assert "row 20" in ", ".join(errors.column("examples"))
+    assert "no json" not in page.text  # no text of a row
+
+
+def test_a_report_folder_gives_the_same_page(copy: Place, ask: Command) -> None:
+    other = copy.folder / "other.html"
+    assert ask(copy.results).out.startswith(f"wrote {report_of(copy) / 'report.html'} (")
+    assert ask(report_of(copy), "--output", other).code == 0
+    assert other.read_bytes() == (report_of(copy) / "report.html").read_bytes()
+
+
+def test_a_page_is_replaced_and_nothing_else(copy: Place, ask: Command) -> None:
+    page, mine = copy.folder / "page.html", copy.folder / "mine.html"
+    assert ask(copy.results, "-o", page).code == 0
+    page.write_bytes(page.read_bytes() + b"<!-- older -->")
+    assert ask(copy.results, "-o", page).code == 0
+    assert not page.read_bytes().endswith(b"<!-- older -->")
+    mine.write_text("<!doctype html>\nmine")
+    ended = ask(copy.results, "-o", mine)
+    assert ended.code == 73
+    assert "no page that batchinfer wrote" in ended.err
+    assert mine.read_text() == "<!doctype html>\nmine"
+
+
+def test_the_newest_run_of_this_result_is_shown_or_the_one_that_is_named(copy: Place, ask: Command) -> None:
+    report = report_of(copy)
+    (first,) = report.glob("run-*.parquet")
+    first_id = first.stem.removeprefix("run-")
+    # later runs: a trial, which has a result of its own, and one that failed
+    write_tables(
+        report, steps=0, requests=0, run_id="20990101T000000Z-abcdef", output=f"{copy.results}-first-5"
+    )
+    assert first_id in ask(copy.results).out
+    assert "20990101" in ask(report).out
+    failed = {"exit_status": "over budget", "exit_code": 65, "error_codes": {"bad_json": 15}}
+    write_tables(
+        report, steps=0, requests=0, run_id="20980101T000000Z-abcdef", output=str(copy.results), **failed
+    )
+    assert "20980101" in ask(copy.results).out
+    page = ParsedPage((report / "report.html").read_text("utf-8"))
+    assert "over budget, exit code 65" in page.text
+    assert "row 20" not in page.text  # these ids are those of another run's result
+    assert first_id in ask(copy.results, "--run", first_id).out
+    ended = ask(copy.results, "--run", "20110101T000000Z-abcdef")
+    assert ended.code == 66
+    assert "batchinfer history" in ended.err
+
+
+def test_a_result_that_no_run_has_published(tmp_path: Path, ask: Command) -> None:
+    results = tmp_path / "res"
+    write_tables(
+        tmp_path / "res-report", output=str(results), exit_status="interrupted", exit_code=130, rows_ok=None
+    )
+    assert ask(results).code == 0
+    assert (
+        "interrupted, exit code 130"
+        in ParsedPage((tmp_path / "res-report/report.html").read_text("utf-8")).text
+    )
+
+
+def test_a_result_without_a_report(copy: Place, ask: Command) -> None:
+    shutil.rmtree(report_of(copy))
+    ended = ask(copy.results)
+    assert ended.code == 66
+    assert "no run has left a report of it" in ended.err
+    assert ask(copy.folder / "nothing").code == 66
+
+
+def test_a_damaged_table_is_named(copy: Place, ask: Command) -> None:
+    (steps,) = report_of(copy).glob("steps-*.parquet")
+    steps.write_bytes(b"damaged")
+    ended = ask(copy.results)
+    assert ended.code == 74
+    assert steps.name in ended.err or str(report_of(copy)) in ended.err
+    assert not (report_of(copy) / "report.html").exists()
