@@ -105,7 +105,20 @@ _FORECAST = (
     Figure("ratio", "fact ÷ forecast", "0…1"),
 )
 # title, columns of the run table with forecast and fact, unit
-_PAIRS = (("time of the engine", "forecast_s", "engine_s", "s"),)
+_PAIRS = (
+    ("time of the engine", "forecast_s", "engine_wall_s", "s"),
+    ("steps", "forecast_steps", "steps", "steps"),
+    ("prompt tokens run", "forecast_prompt_tokens", "prompt_tokens_run", "tokens"),
+    ("output tokens", "forecast_output_tokens", "output_tokens", "tokens"),
+    ("MFU", "forecast_mfu", "mfu", "0…1"),
+    ("MBU", "forecast_mbu", "mbu", "0…1"),
+)
+_BASIS = {
+    "runs": "earlier runs",
+    "measured": "what `batchinfer doctor --measure` measured",
+    "declared": "a declared share of the peaks",
+    "limit": "the limit of the peaks",
+}
 
 
 def forecast(run: ReportedRun) -> PageSection:
@@ -118,8 +131,20 @@ def forecast(run: ReportedRun) -> PageSection:
         )
     options = {"category": "figure", "bars": ["ratio"], "unit": "0…1", "horizontal": True, "baseline": 1}
     chart = Chart("bars", "Bars of what the facts are of their forecasts", options)
-    text = "What the plan said before the first token, and what came of it. Bars at 100% are right."
-    return PageSection("forecast", title, text, chart, Figures(_FORECAST, rows))
+    text = (
+        "What the plan said before the first token, and what came of it. A bar that ends at 100% was right."
+    )
+    return PageSection("forecast", title, f"{text}{_known_from(run.row)}", chart, Figures(_FORECAST, rows))
+
+
+def _known_from(row: RunRow) -> str:
+    """How the forecast knew what it needed."""
+    if row["forecast_basis"] is None:
+        return ""
+    runs = row["forecast_answers_from"]
+    lengths = f"those of {count(runs)} earlier runs" if runs else "as long as they may be"
+    basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
+    return f" The times of steps were known from {basis}; answers were taken to be {'like ' if runs else ''}{lengths}."
 
 
 def _compared(row: RunRow, title: str, before: str, after: str, unit: str) -> tuple[Any, ...] | None:

@@ -21,11 +21,11 @@ WITH engines AS (
     SELECT engine, coalesce(sum(last_s - first_s) OVER (
         ORDER BY engine ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) - first_s AS moved_s FROM engines
 ), timed AS (
-    SELECT s.*, started_s + duration_s + moved_s AS ended_s FROM {steps} AS s JOIN placed USING (engine)
+    SELECT s.*, started_s + duration_s + moved_s AS at_s FROM {steps} AS s JOIN placed USING (engine)
 ), whole AS (
-    SELECT greatest(max(ended_s), 1e-9) AS wall_s FROM timed
+    SELECT greatest(max(at_s), 1e-9) AS wall_s FROM timed
 ), stretches AS (
-    SELECT least(floor(ended_s / wall_s * {most}), {most} - 1) AS stretch, max(ended_s) AS until_s,
+    SELECT least(floor(at_s / wall_s * {most}), {most} - 1) AS stretch, max(at_s) AS until_s,
         count(*) AS steps, sum(prefill_tokens - recomputed_tokens) AS prompt_tokens,
         sum(decode_tokens) AS decode_tokens,
         min(running) AS running_min, median(running) AS running_median, max(running) AS running_max,

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from batchinfer.history import add_report_view
 from batchinfer.report.columns import RUN, SCHEMAS
+from batchinfer.report.details import Machine
 from batchinfer.report.folder import tables
 from batchinfer.report.hardware import Hardware
 from batchinfer.report.history import HISTORY, history_sql
@@ -28,7 +29,7 @@ MACHINE = Hardware("AMD EPYC", "cpu", 2, 24 << 30, {"bfloat16": FLOPS}, BANDWIDT
 
 def write_samples(folder: Path, run_id: str, steps: int, requests: int, peaks: Peaks | None) -> Any:
     """Steps of prefill, of decode and of both, and requests of many lengths; what the meter measured."""
-    meter = Meter(folder, run_id, peaks)
+    meter = Meter(folder, run_id, Machine(None, peaks))
     for number in range(steps):
         prefill, decode = (64, 0) if number < steps // 4 else (16 * (number % 3), 32 + number % 7)
         tokens = prefill + decode
@@ -68,6 +69,8 @@ def write_tables(
         "startup_s": 0.5, "ingest_s": 1.25, "plan_s": 0.05, "load_s": 2.0, "engine_s": 9.0, "publish_s": 0.5,
         "close_s": 0.2,
         "other_s": 0.1, "forecast_s": 10.0,
+        "forecast_steps": 500, "forecast_output_tokens": 12_000, "forecast_mfu": 0.5, "forecast_basis": "measured",
+        "forecast_answers_from": 2,
     }  # fmt: skip
     measured = None
     if steps:
