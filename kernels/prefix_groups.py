@@ -14,6 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+FEWEST_COLUMNS = 8
+_FACTOR = np.uint64(
+    0x9E37_79B9_7F4A_7C15
+)  # odd, so that no power of it is 0 (Knuth's multiplicative hashing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,29 @@ def prefix_groups(
     if len(single) < worth.sequences or len(np.unique(tables[single, 0])) == len(single):
         return []
     full = (contexts[single] - 1) // block_size  # blocks that lie before the query
+    own = tables[single, : _columns(tables, single, full)]
     # What comes after them sorts behind every block: sequences between two that share blocks have these, too
-    rows = np.where(np.arange(tables.shape[1]) < full[:, None], tables[single], -1).astype(">i4")
+    rows = np.where(np.arange(own.shape[1]) < full[:, None], own, -1).astype(">i4")
     by_blocks = np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")
     rows, full = rows[by_blocks], full[by_blocks]
-    same = np.cumprod(rows[1:] == rows[:-1], 1).sum(1)
+    differ = np.ones((len(rows) - 1, rows.shape[1] + 1), bool)  # the last column: where all are the same
+    np.not_equal(rows[1:], rows[:-1], out=differ[:, :-1])
+    same = differ.argmax(1)
     shared = units(np.minimum(same, np.minimum(full[1:], full[:-1])))
     return list(_nested(single[by_blocks], shared, worth))
+
+
+def _columns(tables: NDArray[np.int32], single: Ints, full: Ints) -> int:
+    """So many leading blocks that no two sequences share more; looking at the others would cost time. Sums of
+    products stand for beginnings, as two that are alike have the same one."""
+    most = int(np.partition(full, -2)[-2])
+    columns = FEWEST_COLUMNS
+    while columns < most:
+        sums = tables[single, :columns].astype(np.uint64) @ _FACTOR ** np.arange(columns, dtype=np.uint64)
+        if len(np.unique(sums)) == len(sums):
+            return columns
+        columns *= 2
+    return most
 
 
 def _nested(order: Ints, shared: Ints, worth: Worth) -> Iterator[PrefixGroup]:

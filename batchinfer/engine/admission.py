@@ -37,11 +37,11 @@ def _steps(end: tuple[int, Sequence]) -> int:
 def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
     """Blocks of the tables that keep all tokens, in the last step of each sequence. They share alike."""
     group, count = tables.sizes.windows.index(None), tables.sizes.whole
-    counted, growing = _Counted(tables.pool), _Growing(tables.pool.block_size)
+    counted, growing = CountedBlocks(tables.pool), _Growing(tables.pool.block_size)
     held = []
     for steps, sequence in ordered:
         table = sequence.tables[group]
-        growing.add(len(sequence.tokens), counted.before(table))
+        growing.add(len(sequence.tokens), counted.before(table, len(table)))
         held.append(count * growing.blocks(steps))
     return held
 
@@ -110,7 +110,7 @@ class _Sliding:
         return len(self._full) * self._most + self._growing.blocks(steps)
 
 
-class _Counted:
+class CountedBlocks:
     """Remembers which shared blocks were counted. A table's shared blocks come first, and among them those that were
     counted with another table, because a sequence that holds a block holds its parents.
     """
@@ -119,11 +119,11 @@ class _Counted:
         self._pool = pool
         self._blocks: set[int] = set()
 
-    def before(self, table: list[int]) -> int:
-        """How many blocks of the table were counted before. Marks its other shared blocks as counted."""
+    def before(self, table: list[int], most: int) -> int:
+        """How many of the table's first `most` blocks were counted before. Marks its other shared ones as counted."""
         if not table or self._pool.users(table[0]) < 2:
             return 0
-        shared = bisect_left(table, True, key=self._is_private)
+        shared = bisect_left(table, True, 0, most, key=self._is_private)
         seen = bisect_left(table, True, 0, shared, key=self._is_new)
         self._blocks.update(table[seen:shared])
         return seen

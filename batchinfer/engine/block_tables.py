@@ -65,7 +65,8 @@ class BlockTables:
             return False
         for table in sequence.tables:
             self.pool.release(table[kept:])
-            del table[kept:]
+        # New lists: who keeps a table from step to step sees that it did not just grow
+        sequence.tables = [table[:kept] for table in sequence.tables]
         return True
 
     def release(self, sequence: Sequence) -> None:

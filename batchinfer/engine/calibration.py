@@ -127,7 +127,7 @@ def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape
     the mean, the fastest by 3 to 27 %; these are some percent below what a job's steps take."""
     runner = loaded.runner
     chunks = _chunks(loaded, parts)
-    shape = runner.step_shape(chunks, sum(chunk.samples for chunk in chunks))
+    shape = runner.step_shape(chunks, sum(chunk.samples for chunk in chunks), 0)
     runner.launch(chunks).tokens()
     took: list[float] = []
     while len(took) < FEWEST or (sum(took) < LONG_ENOUGH_S and len(took) < MOST):

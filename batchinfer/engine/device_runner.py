@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +24,6 @@ from batchinfer.engine.staging import Download, upload
 from batchinfer.request import TokenLogprobs
 
 _log = logging.getLogger(__name__)
-
-Awaited = list[
-    tuple[int, int]
-]  # (which of the step's tokens, its place among those sampled by the step before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +83,13 @@ class DeviceRunner(ModelRunner):
     def launch(self, chunks: list[Chunk]) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token."""
         sampled: list[Sampled] = []
+        sampling: list[Sequence] = []
         padded, todo = 0, deque(self.pieces.cut(chunks))
         while todo:
             piece = todo.popleft()
             try:
-                found, padding = self._run(piece)
+                host = host_batch(piece, self.layout, self.rows)
+                found, padding = self._run(host)
             except torch.OutOfMemoryError:
                 if sum(c.length for c in piece) == 1:
                     raise
@@ -100,15 +98,15 @@ class DeviceRunner(ModelRunner):
                 todo = deque(smaller for rest in (piece, *todo) for smaller in self.pieces.cut(rest))
                 continue
             sampled += [] if found is None else [found]
+            sampling += host.sampling
             padded += padding
-        return self._launched(chunks, sampled, padded)
+        return self._launched(sampling, sampled, padded)
 
-    def _launched(self, chunks: list[Chunk], sampled: list[Sampled], padded: int) -> Launched:
+    def _launched(self, sampling: list[Sequence], sampled: list[Sampled], padded: int) -> Launched:
         if not sampled:
             return DeviceRun(None, padded)
         tokens = sampled[0].tokens if len(sampled) == 1 else torch.cat([s.tokens for s in sampled])
-        self.pending.tokens = tokens
-        self.pending.rows = {s: row for row, s in enumerate(c.sequence for c in chunks if c.samples)}
+        self.pending.keep(tokens, sampling)
         logprobs = [s.logprobs for s in sampled if s.logprobs is not None]
         masked = [s.masked for s in sampled if s.masked is not None]
         beside = [
@@ -118,37 +116,35 @@ class DeviceRunner(ModelRunner):
         download = Download(tokens, *beside)
         return DeviceRun(download, padded, [found.sequences for found in logprobs], masked)
 
-    def _run(self, chunks: list[Chunk]) -> tuple[Sampled | None, int]:
+    def _run(self, host: HostBatch) -> tuple[Sampled | None, int]:
         """(what was sampled, if anything was, and padded tokens)"""
-        host = host_batch(chunks, self.layout)
-        hidden, padded = self._forward(host, list(_awaited(chunks, host, self.pending)))
-        sampling = [c.sequence for c in chunks if c.samples]
-        return (self.sampled(hidden, sampling, self.pending) if sampling else None), padded
+        hidden, padded = self._forward(host)
+        return (self.sampled(hidden, host.sampling, self.pending) if host.sampling else None), padded
 
-    def _forward(self, host: HostBatch, awaited: Awaited) -> tuple[Tensor, int]:
+    def _forward(self, host: HostBatch) -> tuple[Tensor, int]:
         """(hidden states of the rows to sample from, padded tokens)"""
         if self.graphs is not None and self.graphs.covers(host):
             try:
-                return self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, awaited))
+                return self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, host))
             except torch.OutOfMemoryError:
                 _log.debug("a step that could not be captured is launched as it is")
         arrays = (host.token_ids, host.sampled_rows, *host.places)
         token_ids, sampled, *places = upload(arrays, self.device)
-        self._fill_in(token_ids, awaited)
+        self._fill_in(token_ids, host)
         inputs = host.inputs(*places)
         plans = self.plan_attention(inputs)
         hidden = self.model.forward(token_ids, inputs, self.caches, plans)
         return hidden.index_select(0, sampled), plans[0].padded_tokens
 
-    def _fill_in(self, token_ids: Tensor, awaited: Awaited) -> None:
-        if awaited:
-            places, sources = (list(part) for part in zip(*awaited, strict=True))
-            (index,) = upload([np.array(places, np.int64)], self.device)
-            token_ids.index_copy_(0, index, self.pending.of(sources, self.device))
-
-
-def _awaited(chunks: list[Chunk], host: HostBatch, pending: Pending) -> Iterator[tuple[int, int]]:
-    ends = np.cumsum(host.query_lens)
-    for chunk, end in zip(chunks, ends.tolist(), strict=True):
-        if chunk.sequence.pending and chunk.samples:
-            yield end - 1, pending.rows[chunk.sequence]
+    def _fill_in(self, token_ids: Tensor, host: HostBatch) -> None:
+        """Write the tokens that are awaited of the step before."""
+        waits = [sequence.pending > 0 for sequence in host.sampling]
+        if True not in waits:
+            return
+        tokens = self.pending.of(list(compress(host.sampling, waits)), self.device)
+        places = host.sampled_rows[waits]
+        if places[-1] - places[0] == len(places) - 1:  # a step of single tokens
+            token_ids[places[0] : places[-1] + 1].copy_(tokens)
+        else:
+            (index,) = upload([places], self.device)
+            token_ids.index_copy_(0, index, tokens)

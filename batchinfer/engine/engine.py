@@ -113,7 +113,8 @@ class Engine:
             limits, watch = self._limits, self._watch(request)
             if request.params.constraint is not None and self._constraints is None:
                 raise ValueError("this engine has no tokenizer beside it, so it cannot follow a constraint")
-            sequence = Sequence.of(request, limits.max_model_len, watch, self._now(), limits.long_from)
+            lengths, ends = (limits.max_model_len, limits.long_from), limits.eos_token_ids
+            sequence = Sequence.of(request, lengths[0], watch, self._now(), lengths[1], ends)
             end = self._queue(sequence)
             if end is not None:
                 self._early.completions.append(_completion(sequence, end))
@@ -174,7 +175,7 @@ class Engine:
         do. Raises ConstraintFailed."""
         if sequence.request.params.constraint is None or self._constraints is None:
             return None
-        sequence.constraint = self._constraints.start(sequence.request.params)
+        sequence.constraint, sequence.watched = self._constraints.start(sequence.request.params), True
         if len(sequence) >= sequence.max_length:
             return None
         end = self._force(sequence, self._now())
@@ -214,9 +215,8 @@ class Engine:
         self._in_flight.append(step)
 
     def _move_on(self, step: InFlight) -> None:
-        for chunk in step.scheduled.chunks:
-            sequence, end = chunk.sequence, chunk.start + chunk.length
-            sequence.computed = end
+        for sequence, start, length in step.scheduled.chunks:
+            sequence.computed = end = start + length
             if end > sequence.high_water:
                 sequence.high_water = end
             if sequence.scheduled_s is None:
@@ -230,8 +230,7 @@ class Engine:
             if sequence.barrier:
                 sequence.blocked = True
                 continue
-            sequence.await_token()
-            if len(sequence) >= sequence.max_length:
+            if sequence.await_token() >= sequence.max_length:
                 self._scheduler.leave(sequence)
         for sequence in step.completed:
             self._scheduler.leave(sequence)
@@ -277,8 +276,13 @@ class Engine:
         for sequence, given in zip(step.sampling, tokens, strict=True):
             if dropped and sequence in dropped:
                 continue
+            if len(given) == 1 and not (sequence.watched or sequence.drafts or given[0] == NO_TOKEN):
+                reason = sequence.take_unwatched(given[0], now)  # nearly always
+                if reason is not None:
+                    ends.append((sequence, End(reason)))
+                continue
             found = logprobs[sequence] if sequence.logprobs is not None else None
-            if len(given) == 1 and not sequence.drafts:  # nearly always
+            if len(given) == 1 and not sequence.drafts:
                 sequence.blocked = False
                 end = self._append(sequence, given[0], now, found) or self._force(sequence, now)
             else:
@@ -320,7 +324,7 @@ class Engine:
         if sequence.first_token_s is None:
             sequence.first_token_s = now
         kept = sequence.stop_stream(token) if sequence.stop_stream else None
-        reason = self._finish_reason(sequence, token, kept)
+        reason = sequence.ends_with(token) if kept is None else "stop"
         if sequence.constraint is not None:
             return _constrained_end(sequence.constraint, token, reason, kept)
         return End(reason, kept) if reason else None
@@ -331,17 +335,6 @@ class Engine:
             taken.sequence.high_water = min(taken.sequence.high_water, taken.useful_end)
             # the last token has to run: again, if none came behind it
             self._scheduler.take_back(taken.sequence, taken.useful_end - (taken.count == 0))
-
-    def _finish_reason(self, sequence: Sequence, token: int, kept: int | None) -> FinishReason | None:
-        params = sequence.request.params
-        if kept is not None:
-            return "stop"
-        length = sequence.known_length
-        if length - sequence.prompt_length >= params.min_tokens:
-            ends = token in self._limits.eos_token_ids and not params.ignore_eos
-            if ends or token in params.stop_token_ids:
-                return "stop"
-        return "length" if length >= sequence.max_length else None
 
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
@@ -372,7 +365,7 @@ class Engine:
             cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
             chunks = [c for c in cut if c.length]
             sampled += sum(taken.count - 1 for taken in step.irregular)
-        step.shape = self._runner.step_shape(chunks, sampled)
+        step.shape = self._runner.step_shape(chunks, sampled, self._scheduler.shared_blocks(chunks))
         self._metering_ns += time.perf_counter_ns() - began
 
     def _new_work(self) -> ConstraintWork:

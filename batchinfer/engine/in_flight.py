@@ -72,19 +72,25 @@ class InFlight:
     def of(cls, step: Step, began_s: float) -> InFlight:
         """Read the chunks before launching, which moves the sequences on."""
         chunks = step.chunks
-        recomputed = sum(c.recomputed for c in chunks)
-        sampling, completed = [], []
+        sampling: list[Sequence] = []
+        completed: list[Sequence] = []
+        decodes = recomputed = 0
         for chunk in chunks:
-            if chunk.samples:
-                sampling.append(chunk.sequence)
-            elif chunk.completes:
-                completed.append(chunk.sequence)
+            sequence, start, length = chunk
+            if start + length == len(sequence.tokens):
+                (sampling if start + length < sequence.max_length else completed).append(sequence)
+            if start < sequence.high_water:
+                recomputed += chunk.recomputed
+            if start >= sequence.prompt_length and start >= sequence.high_water:
+                decodes += length
+            elif start + length > sequence.prompt_length:
+                decodes += chunk.decodes
         return cls(
             scheduled=step,
             sampling=sampling,
             completed=completed,
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
-            decodes=sum(c.decodes for c in chunks),
+            decodes=decodes,
             recomputed=recomputed,
             began_s=began_s,
         )

@@ -24,6 +24,7 @@ class BlockPool:
             raise ValueError(f"{blocks} blocks of {block_size} tokens: both must be at least 1")
         self.total = blocks
         self.block_size = block_size
+        self.shared = 0  # users of used blocks beyond the first of each
         self._references = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
         self._cached: dict[int, None] = {}  # in the order in which they fell idle, so children before parents
@@ -75,6 +76,7 @@ class BlockPool:
         """Add a user to each of these blocks, which `find` returned."""
         for block in blocks:
             self._cached.pop(block, None)
+            self.shared += self._references[block] > 0
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -97,11 +99,12 @@ class BlockPool:
         of no use to those who reserve that, too.
         """
         self._references[block] -= 1
-        if self._references[block] == 0:
-            if self._is_wanted(block, beyond):
-                self._cached[block] = None
-            else:
-                self._free_block(block)
+        if self._references[block]:
+            self.shared -= 1
+        elif self._is_wanted(block, beyond):
+            self._cached[block] = None
+        else:
+            self._free_block(block)
 
     def register(self, block: int, digest: bytes, group: int = 0) -> None:
         """Make a used block findable by its content. Only a group's first block with a content becomes findable."""
@@ -155,6 +158,7 @@ class BlockPool:
             "reference counts differ from the tables"
         )
         used = {b for b, count in enumerate(self._references) if count}
+        assert self.shared == sum(self._references) - len(used), "the count of shared blocks is off"
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
         assert len(used) + len(free) + len(cached) == self.total, (

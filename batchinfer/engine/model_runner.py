@@ -19,6 +19,7 @@ from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step_shape import step_shape
+from batchinfer.engine.table_rows import TableRows
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer.request import TokenLogprobs
 from batchinfer_kernels.cost import ModelCost, StepShape
@@ -72,6 +73,7 @@ class ModelRunner:
     sampler: Sampler
     cost: ModelCost
     device: torch.device
+    rows: TableRows = field(default_factory=TableRows)
 
     @property
     def looks_ahead(self) -> bool:
@@ -90,13 +92,12 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk]) -> Launched:
         """Run the chunks, write their K and V, sample where a chunk reaches its sequence's end."""
-        batch = build_batch(chunks, self.layout, self.device)
+        batch = build_batch(chunks, self.layout, self.rows, self.device)
         plans = self.plan_attention(batch.inputs)
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
-        sampling = [c.sequence for c in chunks if c.samples]
-        if not sampling:
+        if not batch.sampling:
             return RunnerOutput([], plans[0].padded_tokens)
-        sampled = self.sampled(hidden[batch.sampled_rows], sampling)
+        sampled = self.sampled(hidden[batch.sampled_rows], batch.sampling)
         if sampled.masked is not None:
             sampled.masked.note(sampled.masked.barred.numpy(force=True))
         tokens, found = [[token] for token in sampled.tokens.tolist()], sampled.logprobs
@@ -133,6 +134,6 @@ class ModelRunner:
         tokens[refused] = corrected.tokens
         return Sampled(tokens, masked=corrected.masked)
 
-    def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
+    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int) -> StepShape:
         """See batchinfer.engine.step_shape."""
-        return step_shape(chunks, sampled, self.layout)
+        return step_shape(chunks, sampled, shared, self.layout)

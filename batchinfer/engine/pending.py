@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,11 +17,18 @@ class Pending:
     """The tokens of the step before, by sequence."""
 
     tokens: Tensor | None = None  # (n,) int64
-    rows: Mapping[Sequence, int] = field(default_factory=dict)  # sequence → its place among them
+    sequences: list[Sequence] = field(default_factory=list)  # (n,): whose they are
 
-    def of(self, places: list[int], device: torch.device) -> Tensor:
-        """The tokens at these places. Token 0 stands for none, where a row's logits were not finite: the sequence has
-        ended, and what it runs on with is dropped."""
+    def keep(self, tokens: Tensor, sequences: list[Sequence]) -> None:
+        """Take over the tokens that a step has sampled."""
+        self.tokens, self.sequences = tokens, sequences
+
+    def of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
+        """The tokens of these sequences. Token 0 stands for none, where a row's logits were not finite: the sequence
+        has ended, and what it runs on with is dropped."""
         assert self.tokens is not None, "a token is awaited of a step that sampled none"
-        (index,) = upload([np.array(places, np.int64)], device)
+        if sequences == self.sequences:  # nearly always
+            return self.tokens.clamp_min(0)
+        places = {sequence: place for place, sequence in enumerate(self.sequences)}
+        (index,) = upload([np.array([places[s] for s in sequences], np.int64)], device)
         return self.tokens.index_select(0, index).clamp_min_(0)

@@ -53,5 +53,6 @@ class Runner(Protocol):
     def launch(self, chunks: list[Chunk]) -> Launched:
         """Run the chunks, or begin to."""
 
-    def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
-        """The least work and memory traffic of these chunks, which sample `sampled` tokens."""
+    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int) -> StepShape:
+        """The least work and memory traffic of these chunks, which sample `sampled` tokens and meet `shared` blocks of
+        others among them again; see Scheduler.shared_blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,7 +59,8 @@ class Sampler:
 
     def takes_argmax(self, sequences: list[Sequence]) -> bool:
         """Whether each row needs no more than the argmax of its logits, so that the logits need not be written."""
-        return all(_argmax_alone(s) and not self.masks(s) for s in sequences)
+        alone = all(s.argmax_alone or _argmax_alone(s) for s in sequences)
+        return alone and (self.mask is None or not any(map(self.mask.masks, sequences)))
 
     def takes_argmax_first(self, sequences: list[Sequence]) -> bool:
         """Whether each row's token is likely to be the argmax of its logits, so that `refused` is asked and the logits
@@ -160,16 +162,11 @@ class Sampler:
         self, penalties: Penalties, sequences: list[Sequence], last: list[int], pending: Pending
     ) -> None:
         """The last token of a row may be known on the device alone."""
-        waiting = [
-            (place, pending.rows[s])
-            for place, s in zip(last, sequences, strict=True)
-            if s.pending and s.request.params.penalised
-        ]
-        if waiting:
-            places, sources = (list(part) for part in zip(*waiting, strict=True))
-            device = penalties.tokens.device
-            (index,) = upload([np.array(places, np.int64)], device)
-            penalties.tokens.index_copy_(0, index, pending.of(sources, device).to(torch.int32))
+        waits = [s.pending > 0 and s.request.params.penalised for s in sequences]
+        if True in waits:
+            device, waiting = penalties.tokens.device, list(compress(sequences, waits))
+            (index,) = upload([np.array(list(compress(last, waits)), np.int64)], device)
+            penalties.tokens.index_copy_(0, index, pending.of(waiting, device).to(torch.int32))
 
     def _banned(self, sequences: list[Sequence]) -> NDArray[np.int32]:
         """(n, most) int32, padded with -1: what may not end a row yet."""
@@ -217,7 +214,9 @@ _NONE = np.empty(0, np.int32)
 
 
 def _argmax_alone(sequence: Sequence) -> bool:
-    """Whether nothing but a mask can give it another token than the argmax."""
+    """Whether nothing but a mask can give it another token than the argmax now."""
+    if sequence.argmax_alone:
+        return True
     return sequence.request.params.greedy and sequence.logprobs is None and not _reshaped(sequence)
 
 

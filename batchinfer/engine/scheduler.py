@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from batchinfer.engine.admission import peak_blocks
+from batchinfer.engine.admission import CountedBlocks, peak_blocks
 from batchinfer.engine.block_tables import BlockTables
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.output_lengths import OutputLengths
@@ -46,11 +46,6 @@ class Chunk(NamedTuple):
     def samples(self) -> bool:
         """Whether tokens are sampled behind the chunk: it reaches the sequence's end, and one more may follow."""
         return self.start + self.length == len(self.sequence.tokens) < self.sequence.max_length
-
-    @property
-    def completes(self) -> bool:
-        """Whether nothing of its sequence is left to run or to sample afterwards."""
-        return self.start + self.length == len(self.sequence.tokens) == self.sequence.max_length
 
     @property
     def decodes(self) -> int:
@@ -185,10 +180,13 @@ class Scheduler:
 
     def has_room(self) -> bool:
         """Whether the next step can run every running sequence without a preemption."""
-        if self._most <= self.pool.total:
+        budget = self.config.max_num_batched_tokens
+        # n tokens take n // block_size blocks more, and one if they do not begin with a block
+        most = (len(self.running) + budget // self.pool.block_size) * self.tables.sizes.tables
+        if self._most <= self.pool.total or most <= self.pool.available:
             return True
         self._leave_behind()
-        missing, budget = 0, self.config.max_num_batched_tokens
+        missing = 0
         for sequence in self.running:
             if sequence.blocked:
                 continue
@@ -196,6 +194,19 @@ class Scheduler:
             missing += max(0, self.tables.missing(sequence, sequence.computed + length))
             budget -= length
         return missing <= self.pool.available
+
+    def shared_blocks(self, chunks: list[Chunk]) -> int:
+        """How often a block table that keeps all tokens names a block, among those that these chunks read, that the
+        table of an earlier chunk names, too. The chunks are of distinct sequences that hold blocks."""
+        pool, sizes = self.pool, self.tables.sizes
+        if not pool.shared or not sizes.whole:
+            return 0
+        if len(chunks) == len(self.running) + len(self.leaving) and sizes.tables == 1:
+            return (
+                pool.shared
+            )  # nobody else holds any, and what is shared are blocks of prompts that were run
+        group, counted = sizes.windows.index(None), CountedBlocks(pool)
+        return sum(counted.before(s.tables[group], sizes.blocks(start + n)) for s, start, n in chunks)
 
     def forget_waiting(self) -> None:
         """Drop the waiting sequences and their reservations."""
@@ -229,15 +240,24 @@ class Scheduler:
                 self.tables.leave_behind(sequence, start)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
+        """Written for speed: it passes over every row of every step."""
+        size, chunks, new_tuple, preempted = self.pool.block_size, step.chunks, tuple.__new__, False
         for sequence in list(self.running):
-            if budget == 0 or sequence not in self.running:
+            if budget == 0 or (preempted and sequence not in self.running):
                 break  # the youngest ones may have been preempted
             if sequence.blocked:
                 continue
-            length = min(len(sequence.tokens) - sequence.drafts - sequence.computed, budget)
-            if not self._make_room(sequence, sequence.computed + length, step):
-                break  # it was the youngest, and preempted itself
-            self._run(sequence, length, step)
+            start = sequence.computed
+            length = len(sequence.tokens) - sequence.drafts - start
+            if length > budget:
+                length = budget
+            if start + length > len(sequence.tables[0]) * size:
+                if not self._make_room(sequence, start + length, step):
+                    break  # it was the youngest, and preempted itself
+                preempted = step.preemptions > 0
+            chunks.append(new_tuple(Chunk, (sequence, start, length)))  # half of what Chunk(…) takes
+            if start < sequence.prompt_length:
+                self._register(sequence, start, start + length)
             budget -= length
         return budget
 
@@ -303,11 +323,10 @@ class Scheduler:
         """Blocks that it holds at most, beside its share of `_for_chunks`."""
         return self.tables.sizes.among_others(sequence.max_length)
 
-    def _run(self, sequence: Sequence, length: int, step: Step) -> None:
-        chunk = Chunk(sequence, sequence.computed, length)
-        step.chunks.append(chunk)
-        if self.config.prefix_caching and chunk.start < sequence.prompt_length:
-            self.tables.register(sequence, chunk.start, chunk.end)
+    def _register(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make the prompt blocks findable that the chunk [start, end) completes."""
+        if self.config.prefix_caching:
+            self.tables.register(sequence, start, end)
 
     def _admit(self, step: Step, budget: int) -> None:
         self._patience -= 1
@@ -323,7 +342,8 @@ class Scheduler:
             self._start(self.waiting.popleft(), step)
             length = min(sequence.remaining, budget)
             self._make_room(sequence, sequence.computed + length, step)
-            self._run(sequence, length, step)
+            step.chunks.append(Chunk(sequence, sequence.computed, length))
+            self._register(sequence, sequence.computed, sequence.computed + length)
             budget -= length
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:

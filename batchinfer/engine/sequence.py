@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from batchinfer.engine.collected_logprobs import CollectedLogprobs
 from batchinfer.engine.constraints import Constraint
-from batchinfer.request import Request, SamplingParams
+from batchinfer.request import FinishReason, Request, SamplingParams
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
 StopStream = Callable[[int], int | None]
@@ -31,6 +31,9 @@ class Sequence:
     stop_stream: StopStream | None = None
     constraint: Constraint | None = None  # what its answer has to follow
     logprobs: CollectedLogprobs | None = None  # of its output tokens; None: the request does not ask for them
+    stops: frozenset[int] = frozenset()  # tokens that end it
+    watched: bool = False  # whether a token has to be looked at for more than `stops` and its length
+    argmax_alone: bool = False  # whether nothing but a mask ever gives it another token than the argmax
     rotated_from: int = 0  # the row of the rotary tables at which its positions begin
     computed: int = 0  # tokens whose K and V are in the cache
     pending: int = 0  # how many of its last tokens are placeholders, whose values are still on the device
@@ -64,15 +67,20 @@ class Sequence:
         stop_stream: StopStream | None,
         now: float,
         long_from: int | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> Sequence:
         """A sequence that may become longer than `long_from` is rotated in the way that begins at `max_model_len`: what
         it may become is part of the row, so that its answer does not depend on other rows."""
         tokens = array("i", request.prompt.tobytes())
         longest = min(max_model_len, len(tokens) + request.params.max_tokens)
         first = max_model_len if long_from is not None and longest > long_from else 0
-        logprobs = None if request.params.logprobs is None else CollectedLogprobs()
+        params = request.params
         made = cls(request, tokens, len(tokens), longest, stop_stream, queued_s=now)
-        made.logprobs, made.rotated_from = logprobs, first
+        made.logprobs, made.rotated_from = None if params.logprobs is None else CollectedLogprobs(), first
+        made.stops = (frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids)
+        made.watched = stop_stream is not None or made.logprobs is not None
+        free = not (params.penalised or params.min_tokens)
+        made.argmax_alone = params.greedy and made.logprobs is None and free
         return made
 
     def __len__(self) -> int:
@@ -99,10 +107,12 @@ class Sequence:
         """Tokens whose values are certain."""
         return len(self.tokens) - self.pending - self.drafts
 
-    def await_token(self) -> None:
-        """Append a placeholder for a token of an in-flight step, so that the next step can run on behind it."""
+    def await_token(self) -> int:
+        """Append a placeholder for a token of an in-flight step, so that the next step can run on behind it; the length
+        with it."""
         self.tokens.append(0)
         self.pending += 1
+        return len(self.tokens)
 
     def take(self, token: int) -> None:
         """Append the next token, or put it in the place of the first placeholder."""
@@ -111,6 +121,28 @@ class Sequence:
             self.pending -= 1
         else:
             self.tokens.append(token)
+
+    def take_unwatched(self, token: int, now: float) -> FinishReason | None:
+        """Append the next token of a sequence that is not watched and has no drafts; why it ends, if it does."""
+        tokens, pending = self.tokens, self.pending
+        if pending:
+            tokens[-pending] = token
+            self.pending = pending = pending - 1
+        else:
+            tokens.append(token)
+        self.blocked = False
+        if self.first_token_s is None:
+            self.first_token_s = now
+        if token in self.stops or len(tokens) - pending >= self.max_length:
+            return self.ends_with(token)
+        return None
+
+    def ends_with(self, token: int) -> FinishReason | None:
+        """Why the sequence ends with its newest known token, if it does."""
+        length = len(self.tokens) - self.pending - self.drafts
+        if token in self.stops and length - self.prompt_length >= self.request.params.min_tokens:
+            return "stop"
+        return "length" if length >= self.max_length else None
 
     def take_none(self) -> None:
         """Remove the first placeholder: its step gave no token."""

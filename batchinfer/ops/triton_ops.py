@@ -214,24 +214,19 @@ class TritonOps(Ops):
         windows: frozenset[int | None],
         longest: int,
         beside: AttentionPlan | None = None,
+        before: FixedPlan | None = None,
     ) -> FixedPlan:
-        """The plan of single queries for a graph that stays right while contexts grow up to `longest` tokens.
-
-        Prefixes are planned twice where there are any: how much room they need is known afterwards. Rounded up to
-        powers of two, so that few steps differ in it.
-        """
+        """The plan of single queries for a graph that stays right while contexts grow up to `longest` tokens; see
+        GraphOps."""
         if self._latent:
-            return LatentPlan(inputs)
+            return before or LatentPlan(inputs)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan, inputs)
-        shared, device = self._shared(inputs, block_size), inputs.block_tables.device
-        lens = (inputs.query_lens, inputs.context_lens)
-        room = Room(longest, len(inputs.query_lens) * longest // 2)
-        if shared:
-            found = attention_plan.plan_attention(*lens, self._shape, device, shared).prefixes
-            if found is not None:
-                needed = (found.slots, len(found.items), len(found.members))
-                room = Room(room.longest, room.total_context, *(1 << (n - 1).bit_length() for n in needed))
+        lens, device = (inputs.query_lens, inputs.context_lens), inputs.block_tables.device
+        if isinstance(before, TritonPlan):
+            return TritonPlan(before.plan.grown(inputs.context_lens), inputs)
+        shared = self._shared(inputs, block_size)
+        room = Room(longest, len(inputs.query_lens) * longest // 2, sharing=None)
         plan = attention_plan.plan_attention(*lens, self._shape, device, shared, room)
         return TritonPlan(plan, inputs)
 

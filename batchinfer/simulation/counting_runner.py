@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from batchinfer.engine.cache_layout import CacheLayout
@@ -56,13 +56,15 @@ class CountedStep:
 
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
-    """See batchinfer.engine.runner.Runner. `outputs`: by work key, how many tokens the answer has."""
+    """See batchinfer.engine.runner.Runner. `outputs`: by work key, how many tokens the answer has; `shared_blocks`: of
+    the engine's scheduler."""
 
     cost: ModelCost
     layout: CacheLayout
     time: StepTime
     outputs: Mapping[bytes, int]
     looks_ahead: bool
+    shared_blocks: Callable[[list[Chunk]], int]
     clock: Clock = field(default_factory=Clock)
 
     @property
@@ -75,11 +77,11 @@ class CountingRunner:
 
     def launch(self, chunks: list[Chunk]) -> CountedStep:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        shape = self.step_shape(chunks, len(sampling))
+        shape = self.step_shape(chunks, len(sampling), self.shared_blocks(chunks))
         done = self.clock.launch(
             self.time.host_s(len(chunks)), self.time.device_s(shape, self.cost, len(chunks))
         )
         return CountedStep(sampling, self.outputs, self.clock, done)
 
-    def step_shape(self, chunks: list[Chunk], sampled: int) -> StepShape:
-        return step_shape(chunks, sampled, self.layout)
+    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int) -> StepShape:
+        return step_shape(chunks, sampled, shared, self.layout)

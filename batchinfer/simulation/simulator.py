@@ -93,8 +93,7 @@ def simulated_steps(
     machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
 ) -> Iterator[StepOutput]:
     """Each step of such a run. The engine is fed as a plan is run, so that few requests wait at a time."""
-    runner = CountingRunner(machine.cost, machine.layout, machine.time, outputs, machine.looks_ahead)
-    engine = _engine(machine, runner)
+    engine = _engine(machine, outputs)
     waiting, more = iter(requests), True
     while more or engine.unfinished:
         room = most_queued(machine.scheduler.max_num_seqs) - engine.unfinished
@@ -112,13 +111,11 @@ def _counted(request: Request) -> Request:
     return replace(request, params=SamplingParams(max_tokens=params.max_tokens, ignore_eos=known))
 
 
-def _engine(machine: SimulatedEngine, runner: CountingRunner) -> Engine:
+def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
     windows = machine.layout.sizes.windows
     pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
-    return Engine(
-        runner,
-        Scheduler(machine.scheduler, pool, windows=windows),
-        EngineLimits(machine.max_model_len, frozenset([END])),
-        machine.time.peaks,
-        clock=lambda: runner.clock.host,
-    )
+    scheduler = Scheduler(machine.scheduler, pool, windows=windows)
+    places = (machine.cost, machine.layout, machine.time, outputs, machine.looks_ahead)
+    runner = CountingRunner(*places, scheduler.shared_blocks)
+    limits = EngineLimits(machine.max_model_len, frozenset([END]))
+    return Engine(runner, scheduler, limits, machine.time.peaks, clock=lambda: runner.clock.host)

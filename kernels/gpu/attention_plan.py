@@ -7,7 +7,7 @@ pass over these together first, level after level (`SharedPrefix`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,13 +57,15 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Sizes that a captured graph holds fixed: every step that is replayed fits into them."""
+    """Sizes that a captured graph holds fixed: every step that is replayed fits into them.
+
+    `sharing`: parts that a row may share, items, and members of groups; None: as the step needs them, rounded up to
+    powers of two so that few steps differ in them.
+    """
 
     longest: int  # keys of a sequence
     total_context: int  # about how many keys a step reads; how it is split depends on it
-    slots: int = 0  # parts that a row may share
-    items: int = 0
-    members: int = 0
+    sharing: tuple[int, int, int] | None = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,14 @@ class LaunchPlan:
     prefixes: Prefixes | None
     deterministic: bool
 
+    def grown(self, context_lens: Sequence[int]) -> LaunchPlan:
+        """The plan of a later step of the same sequences in the same Room: with other contexts, which still begin with
+        what they shared. It has the other tensors in common with this one."""
+        longest = max(context_lens)
+        if self.items is not None or longest > self.longest or len(context_lens) != len(self.contexts):
+            raise ValueError(f"contexts of up to {longest} do not grow out of {self._fixed()}")
+        return replace(self, contexts=moved(np.array(context_lens), self.contexts.device))
+
     def refill(self, other: LaunchPlan) -> None:
         """Copies another plan's tensors into this one's, which a captured graph reads.
 
@@ -87,7 +97,8 @@ class LaunchPlan:
         if self._fixed() != other._fixed():
             raise ValueError(f"a graph of {self._fixed()} does not run {other._fixed()}")
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            mine.copy_(theirs, non_blocking=True)
+            if mine is not theirs:
+                mine.copy_(theirs, non_blocking=True)
 
     def _fixed(self) -> tuple[object, ...]:
         slots = None if self.prefixes is None else self.prefixes.slots
@@ -173,15 +184,16 @@ def _plan_prefixes(
         levels.append(_Level(rows, int(single[rows[0]]), first, end, int(parts[rows[0]])))
         starts[rows], parts[rows] = end, parts[rows] + -(-(end - first) // segment)
     slots = int(parts.max(initial=0))
-    if not levels and (room is None or not room.slots):
+    if not levels and (room is None or not room.sharing or not room.sharing[0]):
         return None, 0
     items, members = _items(levels, segment, most)
     if room is not None:
-        if slots > room.slots or len(items) > room.items or len(members) > room.members:
-            raise ValueError(f"{slots} parts in {len(items)} items of {len(members)} rows are not in {room}")
-        slots = room.slots
-        items = np.pad(items, ((0, room.items - len(items)), (0, 0)))
-        members = np.pad(members, (0, room.members - len(members)))
+        needed = (slots, len(items), len(members))
+        slots, *sizes = room.sharing or [1 << (n - 1).bit_length() for n in needed]
+        if any(n > most for n, most in zip(needed, (slots, *sizes), strict=True)):
+            raise ValueError(f"{needed[0]} parts in {needed[1]} items of {needed[2]} rows are not in {room}")
+        items = np.concatenate([items, np.zeros((sizes[0] - len(items), 6), np.int64)])
+        members = np.concatenate([members, np.zeros(sizes[1] - len(members), np.int64)])
     item, member, start, part = (moved(values, device) for values in (items, members, starts, parts))
     return Prefixes(item, member, start, part, slots), int(starts.sum())
 

@@ -59,6 +59,7 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
         tables=[np.array([[4, 1], [0, 0]], np.int32), np.array([[0, 2], [1, 0]], np.int32)],
         whole=[True, False],
         sampled_rows=np.array([0, 1]),
+        sampling=[],
         query_lens=[1, 1],
         context_lens=[9, 4],
     )

@@ -176,5 +176,5 @@ def test_a_steps_shape_is_found_again_from_what_the_report_keeps(cost: ModelCost
 
 def test_a_step_takes_its_roofline_at_the_least() -> None:
     runner = hashing_runner(ModelRunner, 40, 4)
-    shape = runner.step_shape([], 0)
+    shape = runner.step_shape([], 0, 0)
     assert StepTime(PEAKS).device_s(shape, runner.cost) == roofline_seconds(runner.cost.step(shape), PEAKS)

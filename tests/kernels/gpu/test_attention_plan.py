@@ -95,7 +95,7 @@ def test_what_does_not_fit_into_a_room_is_refused() -> None:
     with pytest.raises(ValueError, match="contexts of up to 101"):
         plan([1, 1], [9, 101], room=Room(100, 100))
     with pytest.raises(ValueError, match="are not in Room"):
-        plan([1, 1], [300, 300], shared, room=Room(300, 600, slots=1, items=1, members=1))
+        plan([1, 1], [300, 300], shared, room=Room(300, 600, sharing=(1, 1, 1)))
     with pytest.raises(ValueError, match="are not in Room"):
         plan([1, 1], [300, 300], shared, room=Room(300, 600))
 

@@ -101,7 +101,7 @@ def test_shared_parts_by_themselves(device) -> None:
 
 def test_a_room_pads_and_a_plan_is_refilled(device) -> None:
     """As a captured graph is replayed: the launches of one plan, the lengths and groups of another."""
-    room = Room(longest=600, total_context=2000, slots=4, items=12, members=30)
+    room = Room(longest=600, total_context=2000, sharing=(4, 12, 30))
     first = shared_case(device=device)
     plan = plan_attention(first.queries, first.contexts, shape_of(first), device, SHARED, room)
     chunks = [(1, c) for c in (129, 128, 500, 0, 0, 7, 300, 301, 599)]

@@ -1,0 +1,137 @@
+"""How long the host takes to schedule, build, launch and retire a decode step, without CUDA calls and without a model.
+
+    python -m tests.batchinfer.engine.host_work [ROWS PROMPT [SHARED]]
+
+The engine, scheduler, runner, graphs and attention plans are the real ones; a graph's replay does nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.kernels.gpu import interpreter
+
+if interpreter.is_wanted():  # attention is planned for a GPU, and none may be here
+    interpreter.switch_on()
+
+import torch
+from torch import Tensor
+
+from batchinfer.engine.decode_graphs import Captured, DecodeGraphs, GraphLimits
+from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.engine import Engine, EngineLimits
+from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
+from batchinfer.ops.triton_ops import TritonOps
+from batchinfer.request import Request, SamplingParams
+from batchinfer_kernels.gpu.attention_plan import AttentionShape
+from tests.batchinfer.engine.small_engine import layer_each
+from tests.model_costs import llama_cost
+
+BLOCK, LONGEST, VOCAB = 16, 32_768, 1000
+SHAPE = AttentionShape(torch.bfloat16, 32, 8, 128)
+STEPS = 40
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many rows decode; the first `shared` tokens of their prompts are alike, and the first row's prompt is
+    `longest` tokens long."""
+
+    rows: int
+    prompt: int
+    shared: int = 0
+    longest: int = 0
+
+    def requests(self, most: int) -> list[Request]:
+        """Each may get `most` tokens."""
+        draw = np.random.default_rng(0)
+        alike = draw.integers(5, VOCAB, self.shared)
+        lengths = [max(self.longest, self.prompt), *[self.prompt] * (self.rows - 1)]
+        params = SamplingParams(max_tokens=most, ignore_eos=True)
+        prompts = (np.concatenate([alike, draw.integers(5, VOCAB, n - self.shared)]) for n in lengths)
+        return [Request(i.to_bytes(32, "big"), p.astype(np.int32), params) for i, p in enumerate(prompts)]
+
+
+LOADS = (
+    Load(256, 512),
+    Load(256, 2048),
+    Load(1024, 512),
+    Load(256, 640, shared=512),
+    Load(256, 640, shared=512, longest=20_000),
+    Load(1024, 640, shared=512),
+)
+
+
+class NoModel:
+    """Every row's next token is 7."""
+
+    def forward(self, token_ids: Tensor, *_: Any) -> Tensor:
+        return torch.zeros(len(token_ids), 1)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        return torch.full((len(hidden),), 7)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        raise AssertionError("greedy rows need no logits")
+
+
+def _captured(run: Any) -> Captured:
+    return Captured(run(), lambda: None)
+
+
+def make_engine(load: Load, most: int) -> Engine:
+    """An engine as for a GPU, on tensors in the host's memory."""
+    device, layout = torch.device("cpu"), layer_each([None], BLOCK)
+    needed = load.rows * -(-(load.prompt + most) // BLOCK) + -(-(load.longest + most) // BLOCK) + 1
+    ops = TritonOps(SHAPE)
+    limits = GraphLimits(load.rows, LONGEST, BLOCK, scratch_block=needed)
+    model = NoModel()
+    graphs = DecodeGraphs(lambda ids, *_: model.forward(ids), ops, limits, layout.groups, device, _captured)
+    sizes = {"layers": 32, "hidden": 4096, "intermediate": 14_336, "q_heads": 32, "kv_heads": 8}
+    cost = llama_cost(**sizes, head_dim=128, vocab=128_256, itemsize=2, weight_itemsize=2)
+    sampler = Sampler(frozenset([2]))
+    runner = DeviceRunner(model, ops, [], layout, sampler, cost, device, graphs=graphs)
+    scheduler = Scheduler(SchedulerConfig(load.rows, 8192), BlockPool(needed, BLOCK))
+    return Engine(runner, scheduler, EngineLimits(LONGEST, frozenset([2])))
+
+
+def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
+    """Seconds of each step once all rows decode, after some that do not count."""
+    engine = make_engine(load, 200 + steps)
+    engine.add(load.requests(200 + steps))
+    while True:
+        sample = engine.step().sample
+        if sample is not None and sample.decode_tokens == load.rows:
+            break
+    for _ in range(5):
+        engine.step()
+    gc.collect()
+    gc.freeze()
+    for _ in range(steps):
+        began = time.perf_counter()
+        sample = engine.step().sample
+        assert sample is not None
+        assert sample.decode_tokens == load.rows
+        yield time.perf_counter() - began
+
+
+def main(*arguments: str) -> None:
+    """Print the median and the least time of each load, in milliseconds."""
+    loads = (Load(*map(int, arguments)),) if arguments else LOADS
+    for load in loads:
+        times = sorted(decode_steps(load))
+        print(f"{load}: median {1000 * statistics.median(times):.2f} ms, least {1000 * times[0]:.2f} ms")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
