@@ -11,17 +11,15 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.cache_layout import CacheGroup
-from batchinfer.engine.staging import Upload
+from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan
 
 _log = logging.getLogger(__name__)
@@ -102,25 +100,6 @@ def context_bound(longest: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """The input tensors of one batch size and context bound."""
-
-    upload: Upload
-    token_ids: Tensor
-    places: list[Tensor]  # of HostBatch
-
-    @classmethod
-    def of(cls, batch: HostBatch, device: torch.device) -> _Place:
-        upload = Upload(_arrays(batch), device)
-        token_ids, *places = upload.tensors
-        return cls(upload, token_ids, places)
-
-
-def _arrays(batch: HostBatch) -> tuple[NDArray[Any], ...]:
-    return (batch.token_ids, *batch.places)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
     plans: list[FixedPlan]  # that the graph reads, of each cache group
     captured: Captured
@@ -130,14 +109,14 @@ class _Graph:
 class _Replayed:
     """What was run last as a graph."""
 
-    batch: HostBatch  # not padded
-    bounds: tuple[int, int]  # batch size, and context bound
+    batch: HostBatch
+    size: GraphSize
     graph: _Graph
 
-    def precedes(self, batch: HostBatch, bounds: tuple[int, int]) -> bool:
+    def precedes(self, batch: HostBatch, size: GraphSize) -> bool:
         """Whether the step runs the same sequences in the same order, one token further, on the same tensors. Then no
         table has changed but for appended blocks: a sequence that is preempted runs more than a token before."""
-        known = self.bounds == bounds and self.batch.sampling == batch.sampling
+        known = self.size == size and self.batch.sampling == batch.sampling
         return known and [n + 1 for n in self.batch.context_lens] == batch.context_lens
 
 
@@ -159,7 +138,7 @@ class DecodeGraphs:
         self._forward, self._ops, self._limits, self._groups = forward, ops, limits, groups
         self._device, self._capture = device, capture
         self.sizes = batch_sizes(limits.rows)
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._inputs: dict[GraphSize, GraphInputs] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._replayed: _Replayed | None = None
         self._refused = False
@@ -183,25 +162,38 @@ class DecodeGraphs:
         `fill_in` writes token ids that only the device knows. The result is valid until the next step is launched.
         Raises torch.OutOfMemoryError when the step's graph cannot be captured: the step is not covered any more.
         """
-        rows = len(batch.query_lens)
-        size = self.sizes[bisect_left(self.sizes, rows)]
-        longest = context_bound(max(batch.context_lens), self._limits.longest)
-        padded = pad(batch, size, longest, self._limits)
-        place = self._place((size, longest), padded)
-        fill_in(place.token_ids)
-        inputs = [
-            replace(each, padding_slot=self._limits.padding_slot) for each in padded.inputs(*place.places)
-        ]
-        last = self._replayed
-        before = last.graph.plans if last and last.precedes(batch, (size, longest)) else None
-        plans = self._plans(inputs, longest, before)
-        graph = self._graph((size, longest, *[plan.sizes for plan in plans]), place, inputs, plans)
+        rows, last = len(batch.query_lens), self._replayed
+        size = self._size(batch)
+        before = last.graph.plans if last and last.precedes(batch, size) else None
+        held = self._hold(batch, size, follows=before is not None)
+        fill_in(held.token_ids)
+        inputs = held.inputs(batch)
+        plans = self._plans(inputs, size.longest, before)
+        graph = self._graph((size, *[plan.sizes for plan in plans]), held.token_ids, inputs, plans)
         if graph.plans is not plans:
             for old, new in zip(graph.plans, plans, strict=True):
                 old.refill(new)
         graph.captured.replay()
-        self._replayed = _Replayed(batch, (size, longest), graph)
-        return graph.captured.result[:rows], size - rows
+        self._replayed = _Replayed(batch, size, graph)
+        return graph.captured.result[:rows], size.rows - rows
+
+    def _size(self, batch: HostBatch) -> GraphSize:
+        """The least that holds the step."""
+        limits = self._limits
+        rows = self.sizes[bisect_left(self.sizes, len(batch.query_lens))]
+        longest = context_bound(max(batch.context_lens), limits.longest)
+        return GraphSize(rows, longest, limits.block_size, limits.padding_slot)
+
+    def _hold(self, batch: HostBatch, size: GraphSize, follows: bool) -> GraphInputs:
+        """The step on the device. `follows`: the step that the tensors hold comes right before it."""
+        held = self._inputs.get(size)
+        if held is None:
+            held = self._inputs[size] = GraphInputs.of(batch, size, self._device)
+        elif follows:
+            held.move_on(batch)
+        else:
+            held.refill(batch)
+        return held
 
     def _plans(
         self, inputs: list[AttentionInputs], longest: int, before: list[FixedPlan] | None
@@ -213,19 +205,12 @@ class DecodeGraphs:
             plans.append(self._ops.plan_captured(own, *sizes, *beside))
         return plans
 
-    def _place(self, key: tuple[int, int], batch: HostBatch) -> _Place:
-        if key in self._places:
-            self._places[key].upload.refill(_arrays(batch))
-        else:
-            self._places[key] = _Place.of(batch, self._device)
-        return self._places[key]
-
     def _graph(
-        self, key: Hashable, place: _Place, inputs: list[AttentionInputs], plans: list[FixedPlan]
+        self, key: Hashable, token_ids: Tensor, inputs: list[AttentionInputs], plans: list[FixedPlan]
     ) -> _Graph:
         if key not in self._graphs:
             try:
-                captured = self._capture(lambda: self._forward(place.token_ids, inputs, plans))
+                captured = self._capture(lambda: self._forward(token_ids, inputs, plans))
             except torch.OutOfMemoryError:
                 self._refused = True
                 _log.warning(
@@ -236,27 +221,6 @@ class DecodeGraphs:
                 raise
             self._graphs[key] = _Graph(plans, captured)
         return self._graphs[key]
-
-
-def pad(batch: HostBatch, size: int, longest: int, limits: GraphLimits) -> HostBatch:
-    """Pads a decode step to `size` rows and its tables to contexts of `longest` tokens."""
-    missing, width = size - len(batch.query_lens), limits.blocks(longest)
-    return replace(
-        batch,
-        token_ids=_grown(batch.token_ids, (size,)),
-        positions=_grown(batch.positions, (size,)),
-        slots=[_grown(slots, (size,), limits.padding_slot) for slots in batch.slots],
-        tables=[_grown(tables, (size, width)) for tables in batch.tables],
-        query_lens=[1] * size,
-        context_lens=[*batch.context_lens, *[0] * missing],
-    )
-
-
-def _grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
-    """A larger array that begins with these values. np.pad takes ten times as long."""
-    grown = np.full(shape, filling, values.dtype)
-    grown[tuple(slice(n) for n in values.shape)] = values
-    return grown
 
 
 def capture_on_gpu() -> Capture:

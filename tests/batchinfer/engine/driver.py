@@ -10,6 +10,7 @@ import numpy as np
 from batchinfer.engine.output_lengths import OutputLengths
 from batchinfer.engine.scheduler import Chunk, Scheduler, Step
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.table_rows import TableRows
 from batchinfer.request import Request, SamplingParams
 
 
@@ -42,6 +43,7 @@ class Driver:
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.finished: list[Sequence] = []
         self.cached = self.preempted = self.steps = self.ran = 0
+        self.rows = TableRows()
 
     def step(self) -> Step:
         step = self.scheduler.schedule()
@@ -55,6 +57,10 @@ class Driver:
                     self.slots[table[at // size], at % size] = group, known[at]
         for chunk in step.chunks:
             self.check_reads(chunk)
+        self.check_sharing(step.chunks)
+        self.check_sharing(step.chunks[self.random.randrange(2) :: 2])
+        if step.chunks:
+            self.check_rows([chunk.sequence for chunk in step.chunks])
         for chunk in step.chunks:
             self.post_process(chunk.sequence, chunk.end, chunk.samples)
         self.scheduler.check_integrity()
@@ -63,6 +69,25 @@ class Driver:
         self.steps += 1
         self.ran += sum(c.length for c in step.chunks)
         return step
+
+    def check_sharing(self, chunks: list[Chunk]) -> None:
+        """Counts the blocks that tables which keep all have in common, one by one."""
+        sizes = self.scheduler.tables.sizes
+        if not sizes.whole:
+            assert self.scheduler.shared_blocks(chunks) == 0
+            return
+        group = sizes.windows.index(None)
+        tables = [c.sequence.tables[group][: sizes.blocks(c.end)] for c in chunks]
+        again = sum(map(len, tables)) - len(set().union(*tables))
+        assert self.scheduler.shared_blocks(chunks) == again
+
+    def check_rows(self, sequences: list[Sequence]) -> None:
+        """Compares the arrays that are kept from step to step with the tables."""
+        for group, rows in enumerate(self.rows.of(sequences)):
+            assert len(rows) == len(sequences)
+            for row, sequence in zip(rows.tolist(), sequences, strict=True):
+                table, left = sequence.tables[group], sequence.left[group]
+                assert row[left:] == [*table[left:], *[0] * (len(row) - len(table))]
 
     def drain(self) -> None:
         while self.scheduler.running or self.scheduler.waiting:

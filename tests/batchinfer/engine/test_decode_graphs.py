@@ -16,12 +16,11 @@ from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.decode_graphs import (
     SHORTEST,
     Captured,
-    GraphLimits,
     batch_sizes,
     context_bound,
-    pad,
 )
 from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
 from tests.batchinfer.engine.hashing_model import EOS, captured_eagerly, hashing_runner, with_graphs
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
 
@@ -63,13 +62,15 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
         query_lens=[1, 1],
         context_lens=[9, 4],
     )
-    padded = pad(batch, 4, 16, GraphLimits(rows=8, longest=99, block_size=4, scratch_block=30))
-    assert [slots.tolist() for slots in padded.slots] == [[17, 3, 120, 120], [9, 7, 120, 120]]
-    assert padded.context_lens == [9, 4, 0, 0]
-    assert padded.query_lens == [1] * 4
-    assert padded.tables[0].tolist() == [[4, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
-    assert padded.tables[1].tolist() == [[0, 2, 0, 0], [1, 0, 0, 0], [0] * 4, [0] * 4]
-    assert (padded.token_ids.tolist(), padded.positions.tolist()) == ([5, 6, 0, 0], [8, 3, 0, 0])
+    held = GraphInputs.of(batch, GraphSize(4, 16, 4, padding_slot=120), torch.device("cpu"))
+    first, second = held.inputs(batch)
+    assert (first.slots.tolist(), second.slots.tolist()) == ([17, 3, 120, 120], [9, 7, 120, 120])
+    assert first.context_lens == [9, 4, 0, 0]
+    assert first.query_lens == [1] * 4
+    assert first.block_tables.tolist() == [[4, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
+    assert second.block_tables.tolist() == [[0, 2, 0, 0], [1, 0, 0, 0], [0] * 4, [0] * 4]
+    assert (held.token_ids.tolist(), first.positions.tolist()) == ([5, 6, 0, 0], [8, 3, 0, 0])
+    assert (first.padding_slot, first.whole, second.whole) == (120, True, False)
 
 
 class Counting:

@@ -182,7 +182,7 @@ def test_a_plan_made_for_a_graph_takes_over_another_steps(monkeypatch):
         nothing = torch.zeros(6, dtype=torch.int64)
         return AttentionInputs(nothing, nothing, placed, [1] * 6, contexts, tables)
 
-    first, second = [70, 80, 90, 70, 5, 0], [71, 99, 128, 71, 6, 17]
+    first, second = [70, 80, 90, 70, 5, 0], [71, 99, 127, 71, 6, 17]
     plan = ops.plan_captured(inputs(first), size, frozenset([None]), 128)
     later = ops.plan_captured(inputs(second), size, frozenset([None]), 128)
     assert plan.sizes == later.sizes != ()
@@ -192,6 +192,13 @@ def test_a_plan_made_for_a_graph_takes_over_another_steps(monkeypatch):
     wanted = ops.attention(q, cache, ops.plan_attention(inputs(second), size, frozenset([None])), 0.25)
     torch.testing.assert_close(ops.attention(q, cache, plan, 0.25), wanted, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(before, wanted)
+    third = [n + 1 for n in second]
+    after = ops.plan_captured(inputs(third), size, frozenset([None]), 128, None, plan)
+    plan.refill(after)
+    wanted = ops.attention(q, cache, ops.plan_attention(inputs(third), size, frozenset([None])), 0.25)
+    torch.testing.assert_close(ops.attention(q, cache, plan, 0.25), wanted, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="up to 129 do not grow"):
+        ops.plan_captured(inputs([129] * 6), size, frozenset([None]), 128, None, plan)
 
 
 def test_a_plan_of_other_operators_is_refused():

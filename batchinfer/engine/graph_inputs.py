@@ -1,0 +1,94 @@
+"""The tensors that a decode graph reads: filled anew, or moved on to the next token of the same sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer.engine.batch import HostBatch
+from batchinfer.engine.staging import Upload, upload
+from batchinfer.ops.interface import AttentionInputs
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSize:
+    """A step of `rows` rows, padding rows included, with contexts of up to `longest` tokens."""
+
+    rows: int
+    longest: int
+    block_size: int
+    padding_slot: int  # where padding rows write their keys to
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks of a sequence of so many tokens."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphInputs:
+    """A decode step's inputs on the device, padded to a graph's size. Padding rows have no context."""
+
+    size: GraphSize
+    lines: Upload  # token ids, positions, and the slots of each cache group: (rows,)
+    tables: Upload  # of each cache group: (rows, blocks)
+
+    @classmethod
+    def of(cls, batch: HostBatch, size: GraphSize, device: torch.device) -> GraphInputs:
+        """Tensors that hold this step."""
+        return cls(size, Upload(_lines(batch, size), device), Upload(_tables(batch, size), device))
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.lines.tensors[0]
+
+    def refill(self, batch: HostBatch) -> None:
+        """Overwrite them with another step."""
+        self.lines.refill(_lines(batch, self.size))
+        self.tables.refill(_tables(batch, self.size))
+
+    def move_on(self, batch: HostBatch) -> None:
+        """Overwrite them with the next step of the same sequences in the same order: of the block tables only what was
+        appended is sent."""
+        self.lines.refill(_lines(batch, self.size))
+        newest = np.array(batch.context_lens, np.int64) - 1
+        rows = np.flatnonzero(newest % self.size.block_size == 0)
+        if len(rows):
+            columns = newest[rows] // self.size.block_size
+            places = rows * self.size.blocks(self.size.longest) + columns
+            appended = [table[rows, columns] for table in batch.tables]
+            index, *blocks = upload([places, *appended], self.token_ids.device)
+            for table, more in zip(self.tables.tensors, blocks, strict=True):
+                table.view(-1).index_copy_(0, index, more)
+
+    def inputs(self, batch: HostBatch) -> list[AttentionInputs]:
+        """The attention inputs of each cache group, for the step that the tensors hold."""
+        _, positions, *slots = self.lines.tensors
+        missing = self.size.rows - len(batch.context_lens)
+        lens = ([1] * self.size.rows, [*batch.context_lens, *[0] * missing])
+        each = zip(slots, self.tables.tensors, batch.tables, batch.whole, strict=True)
+        return [
+            AttentionInputs(positions, own, tables, *lens, host, self.size.padding_slot, whole)
+            for own, tables, host, whole in each
+        ]
+
+
+def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
+    shape = (size.rows,)
+    slots = (_grown(own, shape, size.padding_slot) for own in batch.slots)
+    return [_grown(batch.token_ids, shape), _grown(batch.positions, shape), *slots]
+
+
+def _tables(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
+    return [_grown(own, (size.rows, size.blocks(size.longest))) for own in batch.tables]
+
+
+def _grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
+    """A larger array that begins with these values. np.pad takes ten times as long."""
+    grown = np.full(shape, filling, values.dtype)
+    grown[tuple(slice(n) for n in values.shape)] = values
+    return grown
