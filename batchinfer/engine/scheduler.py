@@ -201,11 +201,13 @@ class Scheduler:
         pool, sizes = self.pool, self.tables.sizes
         if not pool.shared or not sizes.whole:
             return 0
-        if len(chunks) == len(self.running) + len(self.leaving) and sizes.tables == 1:
-            return (
-                pool.shared
-            )  # nobody else holds any, and what is shared are blocks of prompts that were run
-        group, counted = sizes.windows.index(None), CountedBlocks(pool)
+        group = sizes.windows.index(None)
+        if self.tables.have_windows:  # then a sequence may hold a shared block without its parents
+            tables = [s.tables[group][: sizes.blocks(start + n)] for s, start, n in chunks]
+            return sum(map(len, tables)) - len(set().union(*tables))
+        if len(chunks) == len(self.running) + len(self.leaving):
+            return pool.shared // sizes.tables  # nobody else holds any, and what is shared was run
+        counted = CountedBlocks(pool)
         return sum(counted.before(s.tables[group], sizes.blocks(start + n)) for s, start, n in chunks)
 
     def forget_waiting(self) -> None:
