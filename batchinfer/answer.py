@@ -16,8 +16,9 @@ import duckdb
 from batchinfer.errors import UsageError
 from batchinfer.text import printable
 
-Format = Literal["auto", "table", "blocks", "jsonl", "csv", "parquet"]
+Format = Literal["auto", "table", "blocks", "json", "jsonl", "csv", "parquet"]
 FORMATS: tuple[str, ...] = get_args(Format)
+JSON_FORMATS = ("json", "jsonl")  # the same: an object a line
 BATCH_ROWS = 1000  # held at a time; a table is laid out by its first so many rows
 _GAP = "  "
 _ROW = "batchinfer_answer_row"
@@ -48,7 +49,7 @@ def shown(answer: duckdb.DuckDBPyRelation, form: str, width: int | None) -> Iter
 
     `auto` is a table where one fits into `width` (80 without), else blocks; neither holds a control character.
     """
-    if form == "jsonl":
+    if form in JSON_FORMATS:
         yield from _json_lines(answer)
         return
     texts = _Texts.of(answer)

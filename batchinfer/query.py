@@ -85,37 +85,72 @@ def no_result(folder: Path) -> str:
     return f"{folder}: no published result there; `batchinfer run` publishes it, --partial reads an unfinished run"
 
 
+class OpenResult:
+    """A result and its report as tables, for one query after the other."""
+
+    def __init__(self, folder: Path, connection: duckdb.DuckDBPyConnection, names: Sequence[str]) -> None:
+        self._folder, self._connection = folder, connection
+        self.names = tuple(names)
+        self.usual = FIRST_ROWS if RESULTS in names else RUNS
+
+    def statements(self, text: str) -> list[str]:
+        """The statements of a text. Raises UsageError for what is no SQL."""
+        with _explained(self._folder, self.names):
+            return [str(statement.query) for statement in self._connection.extract_statements(text)]
+
+    @contextmanager
+    def answer(self, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
+        """The answer to a statement while the block lasts: it is computed as it is read. A signal ends it.
+
+        Raises UsageError for SQL that fails or would change something, StorageError, OutOfMemory; reading the answer
+        raises the same.
+        """
+        with interruptible(self._connection), _explained(self._folder, self.names):
+            yield self._connection.sql(_reading(self._connection, sql))
+
+
+@contextmanager
+def opened_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
+    """`folder` is a result's or a report's. The result is the table `results`; all others are its report's.
+
+    Raises InputMissing, StorageError.
+    """
+    with _database() as (connection, spill):
+        if partial:
+            with interruptible(connection) as watched:
+                names = _add_results(connection, [_partial(folder, spill, watched)])
+        else:
+            names = add_views(connection, ResultPlace.of(folder))
+        yield OpenResult(folder, connection, names)
+
+
 @contextmanager
 def asked(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckDBPyRelation]:
-    """The answer to a query, or to the usual one, while the block lasts: it is computed as it is read.
-
-    `folder` is a result's or a report's. The result is the table `results`; run, history, steps, requests and rows are
-    those of its report. Raises InputMissing, UsageError for SQL that fails or would change something, StorageError,
-    OutOfMemory; reading the answer raises the same.
-    """
-    with opened_database() as (connection, watched, spill):
-        if partial:
-            place = ResultPlace(None, None)
-            names = _add_results(connection, [_partial(folder, spill, watched)])
-        else:
-            place = ResultPlace.of(folder)
-            names = add_views(connection, place)
-        with _explained(folder, names):
-            usual = FIRST_ROWS if RESULTS in names else RUNS
-            yield connection.sql(_reading(connection, usual if sql is None else sql))
+    """The answer to one query, or to the usual one. Raises what `opened_result` and `OpenResult.answer` raise."""
+    with (
+        opened_result(folder, partial) as result,
+        result.answer(result.usual if sql is None else sql) as answer,
+    ):
+        yield answer
 
 
 @contextmanager
 def opened_database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Watched, Path]]:
     """A database for a user's queries, what a signal ends its queries with, and a folder for what is spilled."""
+    with _database() as (connection, spill), interruptible(connection) as watched:
+        yield connection, watched, spill
+
+
+@contextmanager
+def _database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Path]]:
     with tempfile.TemporaryDirectory(prefix="batchinfer-query-") as spill:
         config: dict[str, Any] = {
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
             "temp_directory": f"{spill}/sorting",  # and not a folder where the user stands
         }
-        with duckdb.connect(config=config) as connection, interruptible(connection) as watched:
-            yield connection, watched, Path(spill)
+        with duckdb.connect(config=config) as connection:
+            yield connection, Path(spill)
 
 
 def add_views(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:

@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 
 from batchinfer import verbs
-from batchinfer.answer import FORMATS
+from batchinfer.answer import FORMATS, JSON_FORMATS, check_format
 from batchinfer.clean import clean_job, clean_result
 from batchinfer.cli.options import Date, Json, Overrides, load
+from batchinfer.cli.query_prompt import converse
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.library import located
-from batchinfer.query import Query
+from batchinfer.query import Query, opened_result
 from batchinfer.text import printable
 
 
@@ -26,9 +27,8 @@ def query(
         str | None,
         typer.Argument(
             metavar="SQL",
-            help="One query in DuckDB's SQL, over the tables results, run, history, steps, requests, rows and "
-            "experts. "
-            "By default the first 20 rows.",
+            help="One query in DuckDB's SQL, over results, run, history, steps, phases, buckets, prefixes, requests, "
+            "rows and experts. Without it queries are typed at a prompt, or read from a pipe.",
             show_default=False,
         ),
     ] = None,
@@ -48,19 +48,24 @@ def query(
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The same as --format jsonl: an object a row.")
+        bool, typer.Option("--json", help="The same as --format json: an object a row.")
     ] = False,
 ) -> None:
     """Query a result and its report with DuckDB's SQL. Nothing is changed."""
     question = Query(results, sql, partial)
-    if as_json and form not in ("auto", "jsonl"):
+    if as_json and form not in ("auto", *JSON_FORMATS):
         raise UsageError(
-            f"--json is --format jsonl, and --format {form} is given, too; leave one of the two out"
+            f"--json is --format json, and --format {form} is given, too; leave one of the two out"
         )
-    form = "jsonl" if as_json else form
+    form = "json" if as_json else form
     if output is not None:
         question.save(form, output)
         tell(printable(f"wrote {output}"))
+        return
+    check_format(form, None)
+    if sql is None:
+        with opened_result(results, partial) as result:
+            converse(result, form)
         return
     terminal = sys.stdout.isatty()
     lines = question.lines(form, shutil.get_terminal_size().columns if terminal else None)

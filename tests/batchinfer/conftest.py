@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer import spawning
+from tests.batchinfer.measured_run import measured_run
 from tests.batchinfer.wrong_jobs import Place, make_place
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
@@ -29,6 +30,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(tmp_path: Path, model: Path) -> Place:
     """A folder of its own with a job, an input of a few rows and a link to the model."""
     return make_place(tmp_path / "job", model)
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> Place:
+    """A job that has run once on a real engine; nothing may change it."""
+    return measured_run(tmp_path_factory.mktemp("measured"), model)
 
 
 @pytest.fixture(autouse=True, scope="session")

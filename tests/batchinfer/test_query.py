@@ -27,6 +27,7 @@ LONG = "a long answer of many words " * 20
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     run = command(capsys, monkeypatch, NO_ENGINE)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     return lambda *arguments: run("query", *arguments)
 
 
@@ -131,7 +132,7 @@ def test_the_first_rows_by_default(finished: Place, ask: Command) -> None:
     assert "generated_text" in ended.out
 
 
-@pytest.mark.parametrize("arguments", [("--format", "jsonl"), ("--json",)])
+@pytest.mark.parametrize("arguments", [("--format", "jsonl"), ("--format", "json"), ("--json",)])
 def test_json_for_programs(finished: Place, ask: Command, arguments: tuple[str, ...]) -> None:
     ended = ask(finished.results, "select row_id, status from results", *arguments)
     rows = [json.loads(line) for line in ended.out.splitlines()]
@@ -151,7 +152,7 @@ def test_an_answer_goes_to_a_file_by_its_ending(copy: Place, ask: Command, name:
 
 def test_a_format_that_cannot_be(finished: Place, ask: Command) -> None:
     wrong = ask(finished.results, "--format", "xml")
-    assert (wrong.code, "table, blocks, jsonl, csv, parquet" in wrong.err) == (2, True)
+    assert (wrong.code, "table, blocks, json, jsonl, csv, parquet" in wrong.err) == (2, True)
     without = ask(finished.results, "-f", "parquet")
     assert (without.code, "--output FILE" in without.err) == (2, True)
     both = ask(finished.results, "--json", "--format", "csv")
@@ -184,7 +185,7 @@ def test_wrong_sql_is_a_usage_error(finished: Place, ask: Command, sql: str) -> 
 
 def test_a_wrong_name_is_told_with_the_right_ones(finished: Place, ask: Command) -> None:
     assert (
-        "Tables here: results, run, history, steps, requests, rows, experts."
+        "Tables here: results, run, history, steps, requests, rows, experts, phases, buckets, prefixes."
         in ask(finished.results, "from nowhere").err
     )
 
@@ -306,14 +307,17 @@ def test_a_report_folder_is_queried_like_its_result(copy: Place, ask: Command) -
     shutil.rmtree(copy.results)
     ended = ask(report, "--json")
     assert json.loads(ended.out)["exit_code"] == 0
-    assert "Tables here: run, history, steps, requests, rows, experts." in ask(report, "from results").err
+    assert (
+        "Tables here: run, history, steps, requests, rows, experts, phases, buckets, prefixes."
+        in ask(report, "from results").err
+    )
 
 
 def test_every_report_table_carries_the_run(finished: Place, ask: Command) -> None:
     (run,) = (
         json.loads(line)["run_id"] for line in ask(finished.results, "from run", "--json").out.splitlines()
     )
-    for table in ("steps", "requests", "rows"):
+    for table in ("steps", "requests", "rows", "phases", "buckets"):
         told = ask(finished.results, f"select distinct run_id from {table}", "--json").out
         assert told == json.dumps({"run_id": run}, separators=(",", ":")) + "\n"
 

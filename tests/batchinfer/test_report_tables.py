@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
 
-from batchinfer import cli, pipeline
 from batchinfer.report.device_time import LOSSES
 from batchinfer.report.folder import tables
-from batchinfer.report.hardware import detect, remember
-from tests.batchinfer.wrong_jobs import FAKE, Command, Place, command, make_place
-
-ROWS = 40
-SHARED = "You are given a word of a language that nobody speaks any more, and say what it may have meant. "
+from tests.batchinfer.measured_run import ROWS
+from tests.batchinfer.wrong_jobs import FAKE, Command, Place, command
 
 Table = Callable[[str], list[dict[str, Any]]]
 
@@ -33,22 +28,8 @@ def reader(place: Place) -> Table:
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Table:
-    """A run on a machine with peaks, of rows that begin alike; every fourth is there twice."""
-    folder = tmp_path_factory.mktemp("run")
-    place = make_place(folder / "job", model)
-    texts = [f"word {i}" + " and more" * (i % 7) for i in range(ROWS)]
-    texts += texts[::4]
-    place.rows(*({"id": f"r{i}", "text": text} for i, text in enumerate(texts)))
-    place.job(
-        prompt=f'prompt: {{user: "{SHARED}{{{{ text }}}}"}}', model="model: {path: model, dtype: float32}"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        remember(detect("cpu").measured({"float32": 1e10}, 1e10))
-        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=pipeline.ENGINE))
-        assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
-    return reader(place)
+def table(measured: Place) -> Table:
+    return reader(measured)
 
 
 def test_the_wall_is_split_whole(table: Table) -> None:

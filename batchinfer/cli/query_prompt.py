@@ -1,0 +1,158 @@
+"""Queries one after the other: typed at a prompt, or read from a pipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TextIO
+
+from batchinfer.answer import shown
+from batchinfer.cli.terminal import painted, say, say_lines, tell, tell_error
+from batchinfer.errors import BatchInferError, Interrupted
+from batchinfer.query import OpenResult
+from batchinfer.text import printable
+
+PROMPT, MORE = "batchinfer> ", "       ...> "
+MOST_KEPT = 1000  # lines of history
+HELP = """\
+A query in DuckDB's SQL ends with ; and may have several lines. Nothing is changed by any.
+.tables   the tables, and what a row of each is
+.help     this text
+.quit     leave, as Ctrl-D does; Ctrl-C drops what is typed, or ends a query that runs"""
+ROWS = {
+    "results": "a row of the result",
+    "run": "a run of the job",
+    "steps": "an engine step",
+    "requests": "a piece of work that finished",
+    "rows": "a published row, and which piece of work answered it",
+    "experts": "an expert of each layer",
+    "phases": "prefill, decode or mixed steps of a run",
+    "buckets": "prompts of a run by length",
+    "prefixes": "a prefix that requests share",
+    "history": "a run, with what can be compared",
+}
+# A text in quotes, a name in quotes, a text between dollars, comments; a lone beginning of one; anything else
+_PIECE = re.compile(
+    r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/|['"]|/\*|\$\w*\$|.""", re.DOTALL
+)
+_BEGINNING = re.compile(r"""['"]|/\*|\$\w*\$""")
+
+
+def is_whole(text: str) -> bool:
+    """Whether a statement ends here: with a ; that is in no text, name or comment."""
+    last = ""
+    for found in _PIECE.finditer(text):
+        piece = found.group()
+        if _BEGINNING.fullmatch(piece):
+            return False
+        if not piece.isspace() and not piece.startswith(("--", "/*")):
+            last = piece
+    return last == ";"
+
+
+def history_file(env: Mapping[str, str] = os.environ) -> Path:
+    """`${XDG_STATE_HOME:-~/.local/state}/batchinfer/query_history`."""
+    base = env.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(base) / "batchinfer" / "query_history"
+
+
+def converse(result: OpenResult, form: str) -> None:
+    """Answer queries until there are no more. At a terminal an error is told and the next query asked for; on a pipe it
+    is raised. A pipe without any query gets the usual answer."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        with _history(history_file()):
+            _at_terminal(result, form)
+    else:
+        _from_pipe(result, form, sys.stdin)
+
+
+def _at_terminal(result: OpenResult, form: str) -> None:
+    say(painted("SQL that ends with ; is answered. .help says more, .quit leaves.", "quiet"))
+    typed = ""
+    while True:
+        try:
+            typed += input(MORE if typed else PROMPT) + "\n"
+            if not typed.strip():
+                typed = ""
+            elif typed.lstrip().startswith("."):
+                command, typed = typed.strip(), ""
+                if not _command(command, result):
+                    return
+            elif is_whole(typed):
+                text, typed = typed, ""
+                _answer(result, text, form)
+        except EOFError:
+            say("")
+            return
+        except Interrupted as error:
+            if error.exit_code != 128 + signal.SIGINT:
+                raise
+            typed = ""
+            say("")
+        except BatchInferError as error:
+            tell_error(str(error))
+
+
+def _from_pipe(result: OpenResult, form: str, stream: TextIO | None) -> None:
+    typed, any_yet = "", False
+    for line in stream or ():
+        if not typed and line.startswith("."):
+            any_yet = True
+            if not _command(line.strip(), result):
+                return
+            continue
+        typed = (typed + line) if typed or line.strip() else ""
+        if is_whole(typed):
+            _answer(result, typed, form)
+            typed, any_yet = "", True
+    if typed.strip() or not any_yet:
+        _answer(result, typed if typed.strip() else result.usual, form)
+
+
+def _answer(result: OpenResult, text: str, form: str) -> None:
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else None
+    for sql in result.statements(text):
+        with result.answer(sql) as answer:
+            lines = shown(answer, form, width)
+            say_lines(map(printable, lines) if terminal else lines)
+
+
+def _command(text: str, result: OpenResult) -> bool:
+    """Do what a line with a dot says; False: leave."""
+    if text in (".quit", ".exit"):
+        return False
+    if text == ".tables":
+        say_lines(f"{name:<10}{ROWS[name]}" for name in result.names)
+    elif text == ".help":
+        say(HELP)
+    else:
+        tell(printable(f"{text}: no such command; there are .tables, .help and .quit"))
+    return True
+
+
+@contextmanager
+def _history(path: Path) -> Iterator[None]:
+    """Lines typed before, kept in a file that nobody else may read. Some Pythons have no readline: they keep none."""
+    if find_spec("readline") is None:
+        yield
+        return
+    import readline  # what makes input() edit lines
+
+    readline.set_history_length(MOST_KEPT)
+    try:
+        if path.exists():
+            readline.read_history_file(path)
+        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        readline.write_history_file(path)
+    except OSError as error:
+        tell(printable(f"{path}: what is typed is not kept: {error}"))

@@ -1,0 +1,31 @@
+"""A run of a real engine on a machine whose peaks are known, for tests of what its report says."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from batchinfer import cli, pipeline
+from batchinfer.report.hardware import detect, remember
+from tests.batchinfer.wrong_jobs import Place, make_place
+
+ROWS = 40  # different ones; every fourth is there twice
+SHARED = "You are given a word of a language that nobody speaks any more, and say what it may have meant. "
+
+
+def measured_run(folder: Path, model: Path) -> Place:
+    """Run a job whose rows begin alike."""
+    place = make_place(folder / "job", model)
+    texts = [f"word {i}" + " and more" * (i % 7) for i in range(ROWS)]
+    texts += texts[::4]
+    place.rows(*({"id": f"r{i}", "text": text} for i, text in enumerate(texts)))
+    prompt = f'prompt: {{user: "{SHARED}{{{{ text }}}}"}}'
+    place.job(prompt=prompt, model="model: {path: model, dtype: float32}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        remember(detect("cpu").measured({"float32": 1e10}, 1e10))
+        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=pipeline.ENGINE))
+        assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
+    return place
