@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from batchinfer.data.results.answer_check import AnswerCheck
 from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.deadline import DeadlineWatch
 from batchinfer.error_budget import Budget
 from batchinfer.launch.messages import WorkDone
 from batchinfer.plan.plan import Window
@@ -33,7 +34,9 @@ class Collector:
         progress: Progress,
         budget: Budget,
         check: AnswerCheck | None = None,
+        deadline: DeadlineWatch | None = None,
     ) -> None:
+        self._deadline = deadline
         self._check = check
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
         self._in_flight: dict[bytes, _Expected] = {}
@@ -69,6 +72,8 @@ class Collector:
         """Time has passed."""
         self._store.maybe_commit()
         self._progress.tick()
+        if self._deadline is not None:
+            self._deadline.look(self._progress.left_s())
 
     def _count(self, completion: Completion) -> None:
         known, tokens = self._in_flight.pop(completion.key), len(completion.token_ids)
@@ -77,6 +82,8 @@ class Collector:
         else:
             self.saved_tokens += (known.users - 1) * known.prompt_tokens
             self.saved_output_tokens += (known.users - 1) * tokens
+            if self._deadline is not None:
+                self._deadline.answered(known.users, tokens)
         self._progress.finished(
             expected_tokens=known.tokens,
             completion_tokens=tokens,

@@ -9,6 +9,7 @@ from batchinfer.engine.budget import scheduler_config
 from batchinfer.engine.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, WINDOW
 from batchinfer.engine.memory import JobSize, cache_blocks
+from batchinfer.errors import OutOfMemory
 from batchinfer.job import Job
 from batchinfer.memory import available_memory
 from batchinfer.models.spec import CacheSpec
@@ -118,6 +119,18 @@ class ForecastEngine:
 
     def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
         return [requests for _, requests in planned_requests(self.plan, prompts, WINDOW, every)]
+
+
+def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> EngineForecast | None:
+    """At the start of a run. None where nothing would come of it: nothing is to run, the machine's peaks are not known,
+    or the engine will find too little memory."""
+    if setup.setting.peaks is None or not plan.to_run:
+        return None
+    try:
+        engine = forecast_engine(job, setup, plan)
+    except OutOfMemory:  # reckoned from here; the engine's own process knows better, and says so
+        return None
+    return engine.forecast(prompts, engine.run_budget_s())
 
 
 def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:

@@ -16,6 +16,7 @@ from batchinfer.data.results.completion_store import read_records
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.deadline import Deadline, now
 from batchinfer.engine_forecast import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.job import Job
 from batchinfer.plan.plan import Plan
@@ -54,6 +55,7 @@ class JobForecast:
     lengths: Lengths | None  # None: nothing is to run
     memory: Memory | None
     forecast: EngineForecast | None
+    deadline: Deadline | None = None  # as if the engine began now; None: the job has none
 
 
 def forecast_job(
@@ -83,7 +85,9 @@ def forecast_job(
         memory = Memory(
             setup.checkpoint.weight_bytes, engine.kv_cache_bytes, machine.blocks, machine.layout.block_size
         )
-        return JobForecast(*facts, _lengths(plan), memory, engine.forecast(index.tokens, PLAN_MOST_S))
+        found = engine.forecast(index.tokens, PLAN_MOST_S)
+        deadline = Deadline.of(job, now(), found.seconds)
+        return JobForecast(*facts, _lengths(plan), memory, found, deadline)
 
 
 def _index(

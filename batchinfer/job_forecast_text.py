@@ -67,6 +67,9 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         if memory is None
         else {"weight_bytes": memory.weights, "kv_cache_bytes": memory.kv_cache, "blocks": memory.blocks},
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
+        "deadline": None
+        if found.deadline is None
+        else {"at": found.deadline.at.isoformat(), "spare_s": found.deadline.spare_s},
     }
 
 
@@ -111,6 +114,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         f"{memory.block_size} tokens)",
     )
     yield from _times(found.forecast, price_per_hour)
+    if found.deadline is not None:
+        yield "deadline", found.deadline.text
 
 
 def _bad(found: JobForecast) -> str:

@@ -33,8 +33,9 @@ from batchinfer.data.results.uses import User, uses_of, write_uses
 from batchinfer.data.storage.durable import storage
 from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.deadline import Deadline, DeadlineWatch
 from batchinfer.engine.config import NUMERICS_VERSION
-from batchinfer.engine_forecast import EngineForecast, forecast_engine
+from batchinfer.engine_forecast import EngineForecast, forecast_run
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import (
     BatchInferError,
@@ -150,6 +151,7 @@ class _Run:
     record: ProgressFile = field(init=False)
     message: str | None = None  # why the exit code is not 0
     now: datetime = field(init=False)  # one for the whole run: it may pass midnight
+    deadline: DeadlineWatch | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.report = RunReport(self.job, self.setting, self.watch)
@@ -337,25 +339,24 @@ class _Run:
         with self.report.timed("plan_s"):
             where, again = index.folder / "plan", self.options.retry_errors
             plan = plan_job(index.index_dir, index.tokens, store.parts(), where, retry_errors=again)
-            seen = self._forecast(plan, index) if plan.to_run else None
+            seen = forecast_run(self.job, self.setup, plan, index.tokens)
         self.report.planned(plan, seen)
         self.progress.close()
         self.notice(plan_line(plan))
         if seen is not None and seen.seconds is not None:
             self.notice(f"forecast: {engine_text(seen)}")
+        self.deadline = self._deadline(plan, seen)
+        self.report.note(**({} if self.deadline is None else self.deadline.facts))
         if self.job.sampling.from_columns:
             self.notice(f"rows set their own {self.job.sampling.row_parameters()}")
         return plan
 
-    def _forecast(self, plan: Plan, index: Index) -> EngineForecast | None:
-        """None where nothing would come of it: without peaks, or where the engine will find too little memory."""
-        if self.setting.peaks is None:
-            return None
-        try:
-            engine = forecast_engine(self.job, self.setup, plan)
-        except OutOfMemory:  # reckoned from here; the engine's own process knows better, and says so
-            return None
-        return engine.forecast(index.tokens, engine.run_budget_s())
+    def _deadline(self, plan: Plan, seen: EngineForecast | None) -> DeadlineWatch | None:
+        """Of a job with a deadline; says whether it will be met."""
+        found = Deadline.of(self.job, self.now, None if seen is None else seen.seconds)
+        if found is not None and plan.to_run:
+            self.notice(f"deadline: {found.text}")
+        return None if found is None else DeadlineWatch(found, self.notice)
 
     def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:
         """The engine's part. On a signal: what runs may finish, all that is finished is committed."""
@@ -366,7 +367,9 @@ class _Run:
             self.progress.failed(dict(summarise_errors(index.index_parts).codes))
         columns = self.setup.columns
         check = None if columns is None else AnswerCheck(columns, self.tokenizer)
-        collector = Collector(store, meter, self.progress, budget.starting_at(index.error_rows), check)
+        collector = Collector(
+            store, meter, self.progress, budget.starting_at(index.error_rows), check, self.deadline
+        )
         for line in self.checkpoint.notices:
             self.notice(line)
         self.progress.phase("loading model")
@@ -389,6 +392,8 @@ class _Run:
                     duplicate_saved_tokens=collector.saved_tokens,
                     duplicate_saved_output_tokens=collector.saved_output_tokens,
                 )
+                if self.deadline is not None:
+                    self.report.note(**self.deadline.facts)
         self.interrupts.raise_pending(
             f"interrupted; {len(store)} answers are stored and the same command continues from there"
         )

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from dataclasses import fields
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
 
 from batchinfer.hub import NoModel, locate_model
+from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
 from batchinfer.job.wording import Right, found
@@ -152,6 +154,17 @@ def _schema_text(value: object) -> object:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def _deadline(text: str) -> str:
+    try:
+        deadline_after(text, datetime.now().astimezone())
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"found the text {shorten(text)}; right would be a time of day such as 06:00, or a timestamp such as "
+            "2027-01-31T06:00"
+        ) from None
+    return text
+
+
 def bounded(name: str) -> Any:
     """The bounds of a sampling parameter, for its type."""
     bounds = BOUNDS[name]
@@ -176,6 +189,11 @@ Name = Annotated[
     str,
     Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$"),
     Right("a name of 1 to 200 characters, in one line"),
+]
+DeadlineText = Annotated[
+    Text,
+    AfterValidator(_deadline),
+    Right("a time of day such as 06:00, or a timestamp such as 2027-01-31T06:00"),
 ]
 OneOrMorePaths = Annotated[
     Text | Annotated[tuple[Text, ...], Field(min_length=1)],

@@ -22,6 +22,7 @@ from batchinfer.job.field_types import (
     Auto,
     Bytes,
     Column,
+    DeadlineText,
     JsonSchema,
     KvMemory,
     MaxLength,
@@ -238,6 +239,11 @@ class Job(Section):
         default=CommitSection(), description="How often finished work is written down."
     )
 
+    deadline: DeadlineText | None = Field(
+        default=None,
+        description="When the results are wanted: HH:MM, the next one by this machine's clock, or a timestamp.",
+    )
+
     _source: Path = PrivateAttr(default=Path("job.yaml"))
     _lines: dict[str, int] = PrivateAttr(default_factory=dict)
     _root: Path = PrivateAttr(default=Path("results"))
@@ -321,7 +327,7 @@ class Job(Section):
             elif isinstance(spec, Section):
                 lines += [f"  {section}", *spec.described()]
             elif section != "name":
-                lines.append(f"  {section}: none")
+                lines.append(f"  {section}: {shown(section, spec)}")
         return "\n".join(lines)
 
 

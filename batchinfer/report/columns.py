@@ -210,6 +210,16 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "runs",
         "earlier runs whose answers said how long these would be; 0: taken to be as long as they may be",
     ),
+    Column("deadline", _TIME, "", "when the results were wanted; null: the job has no `deadline`"),
+    Column("deadline_met", pa.bool_(), "", "whether they were published by then"),
+    _count("deadline_rows", "rows", "rows that this run had answered by the deadline, errors left out"),
+    _count("deadline_output_tokens", "tokens", "tokens of these answers, each answer once"),
+    Column(
+        "goodput_tokens_per_s",
+        _REAL,
+        "tokens/s",
+        "`deadline_output_tokens` ÷ the time from `started_at` to the deadline, or `finished_at` if that is earlier",
+    ),
 )
 
 _RUN_ID = _text("run_id", "the run, as in the table `run`")

@@ -261,6 +261,10 @@ class Progress:
         elif not self._screen.draws:
             self._line(line_of(work, now))
 
+    def left_s(self) -> float | None:
+        """Seconds to the end of the phase at its present rate; None: not known."""
+        return None if self._work is None else self._work.left_s(self._clock())
+
     def note(self, text: str) -> None:
         """Lines of their own, above the bar; also where progress itself is quiet."""
         if self._bar is None:

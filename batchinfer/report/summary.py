@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.report.exit_status import is_published
-from batchinfer.report.units import UNKNOWN, count, percent, seconds, short
+from batchinfer.report.units import UNKNOWN, about, count, percent, seconds, short
 from batchinfer.sizes import size
 
 _TOP_CODES = 3  # error codes named in the summary; the table has them all
@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def summary(row: Row, report: Path | None = None) -> str:
-    """At most 16 aligned lines without a final newline. What is not known is a dash or left out.
+    """At most 17 aligned lines without a final newline. What is not known is a dash or left out.
 
     `report`: the row's file; None for a run that changed nothing and leaves none.
     """
@@ -37,6 +37,7 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("guided", _guided(row)),
         ("time", _time(row)),
         ("forecast", _forecast(row)),
+        ("deadline", _deadline(row)),
         ("memory", _memory(row)),
         ("results", _results(row)),
         ("report", "" if report is None else str(report)),
@@ -167,6 +168,20 @@ def _forecast(row: Row) -> str:
         f"engine {seconds(row['forecast_s'])}, took {seconds(row['engine_wall_s'])} ({row['forecast_error']:+.1%}); "
         f"output {short(tokens)} tokens, were {short(ran)}"
     )
+
+
+def _deadline(row: Row) -> str:
+    if row["deadline"] is None:
+        return ""
+    at, late_s = row["deadline"].astimezone(), (row["finished_at"] - row["deadline"]).total_seconds()
+    when = f"{at:%Y-%m-%d %H:%M}"
+    if row["deadline_met"]:
+        return f"{when}, met with {about(-late_s)} to spare"
+    missed = f"missed by {about(late_s)}" if late_s > 0 else f"{about(-late_s)} away"
+    if row["deadline_rows"] is None:
+        return f"{when}, {missed}"
+    speed = "" if row["goodput_tokens_per_s"] is None else f", {short(row['goodput_tokens_per_s'])} tok/s"
+    return f"{when}, {missed}; by then {count(row['deadline_rows'])} rows were answered{speed}"
 
 
 def _memory(row: Row) -> str:

@@ -13,6 +13,7 @@ from batchinfer.report.columns import RUN, RUN_SCHEMA
 from batchinfer.report.datasheet import datasheet
 from batchinfer.report.device_time import LOSSES
 from batchinfer.report.doctor import installed_version
+from batchinfer.report.exit_status import is_published
 from batchinfer.report.folder import prune, table_path
 from batchinfer.report.hardware import Hardware
 from batchinfer.report.meter import Measured, Totals
@@ -78,6 +79,9 @@ class RunFacts:
     forecast_mbu: float | None = None
     forecast_basis: str | None = None
     forecast_answers_from: int | None = None
+    deadline: datetime | None = None  # with a time zone
+    deadline_rows: int | None = None
+    deadline_output_tokens: int | None = None
 
 
 def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | None) -> RunRow:
@@ -85,6 +89,7 @@ def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | Non
     row: RunRow = dict.fromkeys(RUN_SCHEMA.names)
     row |= {f.name: getattr(facts, f.name) for f in fields(facts)}
     row["wall_s"] = (facts.finished_at - facts.started_at).total_seconds()
+    row |= _deadline_columns(facts)
     if hardware is not None:
         row |= _hardware_columns(hardware, facts)
     if measured is not None:
@@ -117,6 +122,18 @@ def _wall_columns(row: RunRow, measured: Measured | None) -> RunRow:
 def _known_sum(*values: float | None) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
+
+
+def _deadline_columns(facts: RunFacts) -> RunRow:
+    if facts.deadline is None:
+        return {}
+    until = min(facts.deadline, facts.finished_at)
+    return {
+        "deadline_met": is_published(facts.exit_status) and facts.finished_at <= facts.deadline,
+        "goodput_tokens_per_s": _over(
+            facts.deadline_output_tokens, max(0.0, (until - facts.started_at).total_seconds())
+        ),
+    }
 
 
 def _hardware_columns(hardware: Hardware, facts: RunFacts) -> RunRow:
