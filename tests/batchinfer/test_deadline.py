@@ -125,7 +125,7 @@ def test_plan_says_whether_it_will_be_met(tmp_path: Path, model: Path, slow_mach
         assert words in "\n".join(forecast_lines(found, None))
         told: dict[str, Any] = forecast_json(found, None)["deadline"]
         assert told["at"] == job.deadline
-        assert told["spare_s"] == pytest.approx(wanted - found.forecast.seconds, abs=5)
+        assert told["spare_s"] == pytest.approx(wanted - found.forecast.seconds, abs=60)
 
 
 def test_a_run_tells_of_its_goodput(tmp_path: Path, model: Path) -> None:
