@@ -9,12 +9,15 @@ from importlib.resources import files
 
 from batchinfer import __version__
 from batchinfer.report.page.all_columns import all_columns
+from batchinfer.report.page.dearest import dearest
+from batchinfer.report.page.efficiency import efficiency
 from batchinfer.report.page.failures import failures
 from batchinfer.report.page.figures import html_text
 from batchinfer.report.page.latency import latency
 from batchinfer.report.page.lengths import lengths
 from batchinfer.report.page.overview import forecast, heading, tiles, work
 from batchinfer.report.page.past_runs import past_runs
+from batchinfer.report.page.prefix_tree import prefix_tree
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.roofline import roofline
 from batchinfer.report.page.section import PageSection
@@ -57,8 +60,11 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
     yield time_split(run)
     yield from timeline(run)
     yield roofline(run)
+    yield from efficiency(run)
     yield work(run)
+    yield prefix_tree(run)
     yield from lengths(run)
+    yield dearest(run)
     yield latency(run)
     yield failures(run)
     yield past_runs(run)

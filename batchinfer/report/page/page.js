@@ -213,7 +213,7 @@
       axisLabel: chart.horizontal ? { width: Math.min(180, width * 0.34), overflow: "truncate", hideOverlap: false } : {},
     });
     const values = axis(look, {
-      type: "value", min: 0, axisLabel: { formatter: format }, name: chart.horizontal || chart.unit === "0…1" ? "" : chart.unit,
+      type: "value", min: 0, axisLabel: { formatter: format }, name: chart.horizontal || chart.unit === "0…1" || chart.unit === "s" ? "" : chart.unit,
       nameTextStyle: { color: look.muted, align: "left" }, nameGap: 10, splitNumber: width < NARROW ? 3 : 5,
       max: chart.baseline === undefined ? null : (found) => Math.ceil(Math.max(found.max, chart.baseline) * 5 + 0.5) / 5,
     });
@@ -242,11 +242,14 @@
   kinds.split = (table, chart, look, width) => {
     const wholes = [...new Set(table.rows.map((row) => row[chart.level].text))];
     const series = [];
+    let [least, most] = [0, 1];
     wholes.forEach((whole, at) => {
       const parts = table.rows.filter((row) => row[chart.level].text === whole);
-      const sum = parts.reduce((total, row) => total + row[chart.value].value, 0);
+      const shares = parts.map((row) => row[chart.share].value || 0);
+      least = Math.min(least, shares.filter((share) => share < 0).reduce((sum, share) => sum + share, 0));
+      most = Math.max(most, shares.filter((share) => share > 0).reduce((sum, share) => sum + share, 0));
       parts.forEach((row, number) => {
-        const share = sum ? row[chart.value].value / sum : 0;
+        const share = shares[number];
         const colour = look.colours[number % COLOURS];
         const text = row[chart.part].text;
         swatch(table, row, chart.part, colour);
@@ -254,14 +257,14 @@
           type: "bar", stack: "all", name: `${whole} ${text}`, barWidth: 44, itemStyle: { color: colour, borderColor: look.card, borderWidth: 1 },
           emphasis: { disabled: true }, data: wholes.map((_, place) => (place === at ? share : null)),
           label: { show: share * width * 0.85 > text.length * 7.5 + 8, color: "#fff", textBorderColor: "rgba(0,0,0,.45)", textBorderWidth: 2, formatter: () => text },
-          tooltip: { formatter: () => tip(`${text} (${whole})`, rowLines(table, row, [chart.value, "share"], [colour, null])) },
+          tooltip: { formatter: () => tip(`${text} (${whole})`, rowLines(table, row, [chart.value, chart.share], [colour, null])) },
         });
       });
     });
     return {
       ...common(look),
       grid: { top: 8, left: 14, right: 20, bottom: 4, containLabel: true },
-      xAxis: axis(look, { type: "value", min: 0, max: 1, axisLabel: { formatter: onAxis("0…1") }, splitNumber: 4 }),
+      xAxis: axis(look, { type: "value", min: least, max: most, axisLabel: { formatter: onAxis("0…1"), showMinLabel: least === 0, showMaxLabel: most === 1 }, splitNumber: 4 }),
       yAxis: axis(look, { type: "category", data: wholes, inverse: true, axisLine: { show: false }, splitLine: { show: false } }),
       tooltip: { ...common(look).tooltip, trigger: "item" },
       series,
@@ -339,6 +342,45 @@
         },
       },
       series,
+    };
+  };
+
+  // Boxes in boxes. What a prefix saved by itself is a box of its own beside those that begin with it.
+  kinds.tree = (table, chart, look, width) => {
+    const nodes = new Map(table.rows.map((row) => [row[chart.node].value, { row, children: [] }]));
+    const roots = [];
+    for (const node of nodes.values()) {
+      const above = nodes.get(node.row[chart.parent].value);
+      (above ? above.children : roots).push(node);
+    }
+    const box = ({ row, children }, depth) => {
+      const name = `${row.depth.text} tokens × ${row.users.text}`;
+      const own = { name, value: row[chart.value].value, row, itemStyle: { color: look.colours[depth % COLOURS] } };
+      if (!children.length) return own;
+      const inside = children.map((child) => box(child, depth + 1));
+      if (own.value > 0) inside.unshift(own);
+      return { name, row, children: inside, itemStyle: { borderColor: look.line } };
+    };
+    return {
+      ...common(look),
+      tooltip: {
+        ...common(look).tooltip,
+        formatter: (found) => {
+          const row = found.data && found.data.row;
+          if (!row) return tip("all shared prefixes", []);
+          const shown = Object.keys(table.columns).filter((name) => name !== chart.node && row[name].value !== null);
+          return tip(`prefix ${row[chart.node].text}`, rowLines(table, row, shown, []));
+        },
+      },
+      series: [{
+        type: "treemap", name: "all", data: roots.map((root) => box(root, 0)), left: 0, right: 0, top: 4, bottom: 4,
+        roam: false, nodeClick: false, breadcrumb: { show: false }, visibleMin: width < NARROW ? 200 : 60,
+        childrenVisibleMin: 400, emphasis: { disabled: true },
+        label: { show: true, color: "#fff", textBorderColor: "rgba(0,0,0,.45)", textBorderWidth: 2 },
+        upperLabel: { show: true, height: 22, color: look.text, fontSize: 12 },
+        itemStyle: { borderWidth: 2, gapWidth: 2, borderColor: look.card },
+        levels: [{ itemStyle: { borderWidth: 0, gapWidth: 3 }, upperLabel: { show: false } }],
+      }],
     };
   };
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer.report.page.figures import Figures, html_text
 
-_SHORT_TABLE = 12  # rows that stand open below their chart
+_SHORT_TABLE = 14  # rows that stand open below their chart
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from batchinfer.history import add_report_view
@@ -18,8 +19,10 @@ from batchinfer.report.history import HISTORY, history_sql
 from batchinfer.report.meter import Meter
 from batchinfer.report.page.reported import ReportedRun, find_run
 from batchinfer.report.tables import RunFacts, run_row, write_run
+from batchinfer.request import Request, SamplingParams
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.report.conftest import make_request, make_step
+from tests.model_costs import llama_cost
 
 RUN_ID = "20261120T223000Z-abcdef"
 STARTED = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
@@ -27,9 +30,17 @@ FLOPS, BANDWIDTH = 180e9, 33e9
 MACHINE = Hardware("AMD EPYC", "cpu", 2, 24 << 30, {"bfloat16": FLOPS}, BANDWIDTH, "measured")
 
 
+def prompted(number: int, requests: int) -> Request:
+    """All share 64 tokens, and eight in a row 96."""
+    shares = 0 if number == requests - 1 else 64 if number % 8 == 7 else 96
+    return Request(number.to_bytes(32, "big"), np.ones(100 + number % 97, np.int32), SamplingParams(), shares)
+
+
 def write_samples(folder: Path, run_id: str, steps: int, requests: int, peaks: Peaks | None) -> Any:
     """Steps of prefill, of decode and of both, and requests of many lengths; what the meter measured."""
-    meter = Meter(folder, run_id, Machine(None, peaks))
+    meter = Meter(folder, run_id, Machine(llama_cost(2, 64, 128, 4, 2, 16, 256, 2, 2), peaks))
+    meter.share_blocks(16)
+    meter.planned([prompted(number, requests) for number in range(requests)])
     for number in range(steps):
         prefill, decode = (64, 0) if number < steps // 4 else (16 * (number % 3), 32 + number % 7)
         tokens = prefill + decode
@@ -46,6 +57,7 @@ def write_samples(folder: Path, run_id: str, steps: int, requests: int, peaks: P
         meter.request(
             make_request(
                 number, prompt_tokens=100 + number % 97, completion_tokens=5 + number % 61, queued_s=0.0,
+                cached_tokens=(96 if number % 8 else 64) if number else 0,
                 scheduled_s=began, first_token_s=began + 0.05, finished_s=began + 0.5,
             )
         )  # fmt: skip

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchinfer.report.columns import ROW_SCHEMA
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.figures import Figure, Figures, shown
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
 from tests.batchinfer.report.parsed_page import ParsedPage
-from tests.batchinfer.report.reported_runs import error_rows, read_run, write_tables
+from tests.batchinfer.report.reported_runs import RUN_ID, error_rows, read_run, write_tables
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -57,7 +58,20 @@ def test_charts_name_tables_and_columns_that_are_there(parsed: ParsedPage) -> No
         columns = set(parsed.tables[table].columns)
         named = [
             chart[name]
-            for name in ("x", "from", "y", "by", "size", "category", "level", "part")
+            for name in (
+                "x",
+                "from",
+                "y",
+                "by",
+                "size",
+                "category",
+                "level",
+                "part",
+                "value",
+                "share",
+                "node",
+                "parent",
+            )
             if name in chart
         ]
         named += chart.get("bars", [])
@@ -145,7 +159,65 @@ def test_parts_of_the_time_add_up(folder: Path, parsed: ParsedPage) -> None:
     wholes = dict.fromkeys(table.column("level"), 0.0)
     for level, seconds in zip(table.column("level"), table.column("seconds"), strict=True):
         wholes[level] += seconds
-    assert wholes == pytest.approx({"whole run": row["wall_s"], "engine": row["engine_wall_s"]})
+    assert wholes == pytest.approx({"whole run": row["wall_s"], "device": row["model_s"]})
+
+
+def test_parts_of_the_time_of_an_older_run(tmp_path: Path) -> None:
+    write_tables(tmp_path)
+    (file,) = tmp_path.glob("run-*.parquet")
+    table = pq.read_table(file)
+    newer = [
+        name for name in table.column_names if name.startswith(("wall_", "device_")) and name != "wall_s"
+    ]
+    pq.write_table(table.drop_columns(newer), file)
+    parsed = ParsedPage(page(read_run(tmp_path)))
+    assert set(parsed.tables["time-table"].column("level")) == {"whole run", "engine"}
+
+
+def test_phases_and_buckets_are_those_of_the_run(folder: Path, parsed: ParsedPage) -> None:
+    row = read_run(folder).row
+    phases, buckets = parsed.tables["phases-table"], parsed.tables["buckets-table"]
+    assert set(phases.column("phase")) == {"prefill", "decode", "mixed"}
+    assert sum(phases.column("steps")) == row["steps"]
+    assert sum(phases.column("engine_s")) == pytest.approx(row["engine_wall_s"])
+    assert dict(zip(buckets.column("bucket"), buckets.column("requests"), strict=True)).keys() == {
+        "≤ 128",
+        "≤ 256",
+    }
+    assert sum(buckets.column("requests")) == row["computed_requests"]
+
+
+def test_the_prefix_tree_has_the_prefixes_that_saved_most(folder: Path, parsed: ParsedPage) -> None:
+    run, table = read_run(folder), parsed.tables["prefixes-table"]
+    ((best, users, saved),) = run.fetch(
+        f"SELECT prefix, users, cached_tokens FROM {run.own('prefixes')} ORDER BY cached_tokens DESC LIMIT 1"
+    )
+    assert (table.rows[0][0], table.column("users")[0], table.column("cached_tokens")[0]) == (
+        best,
+        users,
+        saved,
+    )
+    assert (users, saved) == (300, 64 * 299)
+    assert sum(table.column("cached_tokens")) == 64 * 299 + 32 * (300 - 38)
+    nodes = set(table.column("prefix"))
+    assert {parent for parent in table.column("parent") if parent != "–"} <= nodes
+    assert len(nodes) == len(table.rows) > 1
+
+
+def test_the_dearest_requests_are_named_by_their_rows(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("*.parquet"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    run = read_run(tmp_path)
+    found = run.fetch(f"SELECT key, device_s FROM {run.own('requests')} ORDER BY device_s DESC, key LIMIT 12")
+    rows = [{"run_id": RUN_ID, "row_id": number, "key": key} for number, (key, _) in enumerate(found[:2])]
+    pq.write_table(pa.Table.from_pylist(rows, ROW_SCHEMA), tmp_path / f"rows-{RUN_ID}.parquet")
+    for results, first in (
+        (None, ["row 0", "row 1"]),
+        (error_rows({"bad_json": ["a", None]}), ["a", "row 1"]),
+    ):
+        table = ParsedPage(page(read_run(tmp_path, results))).tables["dearest-table"]
+        assert table.column("row")[:3] == [*first, f"key {found[2][0][:12]}"]
+        assert table.column("device_s") == [seconds for _, seconds in found]
 
 
 def test_errors_have_ids_and_no_texts(text: str, parsed: ParsedPage) -> None:

@@ -1,0 +1,63 @@
+"""The rows that took the device longest."""
+
+from __future__ import annotations
+
+from batchinfer.report.columns import REQUESTS, ROWS
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.units import percent
+
+MOST_REQUESTS = 12
+
+_DEAREST = """
+WITH dearest AS (
+    SELECT key, rows, prompt_tokens, completion_tokens, cached_tokens, device_s, latency_s FROM {requests}
+    WHERE device_s IS NOT NULL ORDER BY device_s DESC, key LIMIT {most}
+), first_rows AS (
+    SELECT key, min(row_id) AS row_id FROM {rows} WHERE key IN (SELECT key FROM dearest) GROUP BY key
+)
+SELECT {name}, d.rows, prompt_tokens, completion_tokens, cached_tokens, device_s, latency_s
+FROM dearest AS d LEFT JOIN first_rows USING (key) {names} ORDER BY device_s DESC, key
+"""
+_SHARE = """
+SELECT sum(device_s) FILTER (place <= greatest(1, whole / 100)) / sum(device_s)
+FROM (SELECT device_s, row_number() OVER (ORDER BY device_s DESC) AS place, count(*) OVER () AS whole FROM {requests}
+    WHERE device_s IS NOT NULL)
+"""
+_COLUMNS = (
+    Figure("row", "row"),
+    Figure("rows", "rows with this answer", "rows"),
+    Figure("prompt_tokens", "prompt tokens", "tokens"),
+    Figure("completion_tokens", "output tokens", "tokens"),
+    Figure("cached_tokens", "shared", "tokens"),
+    Figure("device_s", "time of the device", "s"),
+    Figure("latency_s", "latency", "s"),
+)
+
+
+def dearest(run: ReportedRun) -> PageSection:
+    """One bar for each of a few requests."""
+    title = "The dearest requests"
+    ((share,),) = run.fetch(_SHARE.format(requests=run.own(REQUESTS)))
+    if share is None:
+        return PageSection("dearest", title, run.lacks("requests` with `device_s"))
+    rows = run.fetch(_query(run))
+    options = {"category": "row", "bars": ["device_s"], "unit": "s", "horizontal": True}
+    chart = Chart("bars", "Bars of the requests that took the device longest", options)
+    text = (
+        "The requests that took the device longest, with the first row that each answers. The time of a shared prefix "
+        f"is split among all who share it. The dearest hundredth of all requests took {percent(share)} of the time."
+    )
+    return PageSection("dearest", title, text, chart, Figures(_COLUMNS, rows))
+
+
+def _query(run: ReportedRun) -> str:
+    """Rows are named by their ids where the results are those of this run, else by their numbers."""
+    name, names = "coalesce('row ' || row_id, 'key ' || key[:12])", ""
+    if run.results:
+        name = f"coalesce(custom_id, {name})"
+        names = "LEFT JOIN (SELECT row_id, custom_id FROM results) USING (row_id)"
+    return _DEAREST.format(
+        requests=run.own(REQUESTS), rows=run.own(ROWS), most=MOST_REQUESTS, name=name, names=names
+    )

@@ -1,0 +1,76 @@
+"""How well the hardware was used, by kind of step and by length of prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchinfer.report.columns import BUCKETS, PHASES
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+
+_SHARES = (
+    Figure("roofline", "of the roofline", "0…1"),
+    Figure("mfu", "MFU", "0…1"),
+    Figure("mbu", "MBU", "0…1"),
+)
+_PHASES = (
+    Figure("phase", "steps of"),
+    Figure("steps", "steps", "steps"),
+    Figure("prompt_tokens", "prompt tokens", "tokens"),
+    Figure("decode_tokens", "output tokens", "tokens"),
+    Figure("engine_s", "time of the engine", "s"),
+    Figure("device_s", "of the device", "s"),
+    *_SHARES,
+)
+_BUCKETS = (
+    Figure("bucket", "prompt tokens, at most"),
+    Figure("requests", "requests", "requests"),
+    Figure("rows", "rows", "rows"),
+    Figure("prompt_tokens", "prompt tokens", "tokens"),
+    Figure("cached_tokens", "of them shared", "tokens"),
+    Figure("completion_tokens", "output tokens", "tokens"),
+    Figure("engine_s", "time of the engine", "s"),
+    Figure("device_s", "of the device, shared prefixes split", "s"),
+    *_SHARES,
+    Figure("latency_p50_s", "latency p50", "s"),
+    Figure("latency_p99_s", "latency p99", "s"),
+)
+_RATIOS = "roofline_efficiency, mfu, mbu"
+
+
+def efficiency(run: ReportedRun) -> Iterator[PageSection]:
+    """Phases, then buckets."""
+    yield _phases(run)
+    yield _buckets(run)
+
+
+def _phases(run: ReportedRun) -> PageSection:
+    title = "Prefill and decode"
+    if not run.has(PHASES):
+        return PageSection("phases", title, run.lacks(PHASES))
+    rows = run.fetch(
+        f"SELECT phase, steps, prompt_tokens, decode_tokens, engine_s, device_s, {_RATIOS} FROM {run.own(PHASES)} "
+        "ORDER BY engine_s DESC"
+    )
+    options = {"category": "phase", "bars": ["roofline", "mfu", "mbu"], "unit": "0…1", "horizontal": True}
+    chart = Chart("bars", "Bars of the use of the hardware by kind of step", options)
+    text = (
+        "How well steps used the hardware: those that ran prompts only, those that only continued answers, and those "
+        "that did both."
+    )
+    return PageSection("phases", title, text, chart, Figures(_PHASES, rows))
+
+
+def _buckets(run: ReportedRun) -> PageSection:
+    title = "By length of prompt"
+    if not run.has(BUCKETS):
+        return PageSection("buckets", title, run.lacks(BUCKETS))
+    rows = run.fetch(
+        "SELECT '≤ ' || most_prompt_tokens, requests, rows, prompt_tokens, cached_tokens, completion_tokens, engine_s, "
+        f"device_s, {_RATIOS}, latency_p50_s, latency_p99_s FROM {run.own(BUCKETS)} ORDER BY most_prompt_tokens"
+    )
+    options = {"category": "bucket", "bars": ["engine_s"], "unit": "s"}
+    chart = Chart("bars", "Bars of the time that requests took, by length of prompt", options)
+    text = "Which requests the time of the engine went to, by the length of their prompts."
+    return PageSection("buckets", title, text, chart, Figures(_BUCKETS, rows))

@@ -1,0 +1,58 @@
+"""The prefix tree: which shared beginnings saved how much."""
+
+from __future__ import annotations
+
+from batchinfer.report.columns import PREFIXES
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.units import count, percent
+
+MOST_NODES = 120
+
+# The nodes that saved most, and all that they lie below
+_NODES = """
+WITH RECURSIVE best AS (
+    SELECT prefix FROM {prefixes} WHERE cached_tokens > 0 ORDER BY cached_tokens DESC, prefix LIMIT {most}
+), shown AS (
+    SELECT prefix FROM best UNION SELECT parent FROM {prefixes} AS p JOIN shown USING (prefix) WHERE parent IS NOT NULL
+)
+SELECT prefix, parent, depth, tokens, users, cached_tokens, saved_tokens, device_s
+FROM {prefixes} JOIN shown USING (prefix) ORDER BY cached_tokens DESC, prefix
+"""
+_SUMS = "SELECT count(*), coalesce(sum(cached_tokens), 0)::BIGINT FROM {prefixes}"
+_COLUMNS = (
+    Figure("prefix", "prefix"),
+    Figure("parent", "begins with"),
+    Figure("depth", "length", "tokens"),
+    Figure("tokens", "beyond the one it begins with", "tokens"),
+    Figure("users", "requests", "requests"),
+    Figure("cached_tokens", "tokens saved", "tokens"),
+    Figure("saved_tokens", "at best", "tokens"),
+    Figure("device_s", "time to run it", "s"),
+)
+
+
+def prefix_tree(run: ReportedRun) -> PageSection:
+    """Nested boxes, their area the tokens that were saved."""
+    title = "Shared prefixes"
+    if not run.has(PREFIXES):
+        why = "Nothing to show: no prompts of this run shared a prefix of a KV block or more."
+        known = run.row["prefix_saved_tokens"] == 0
+        return PageSection("prefixes", title, why if known else run.lacks(PREFIXES))
+    prefixes = run.own(PREFIXES)
+    ((number, saved),) = run.fetch(_SUMS.format(prefixes=prefixes))
+    rows = run.fetch(_NODES.format(prefixes=prefixes, most=MOST_NODES))
+    if not rows:
+        why = f"Nothing to show: {count(number)} prefixes were shared, and none was in the cache when it was needed."
+        return PageSection("prefixes", title, why)
+    text = (
+        f"Prompts that begin alike share the work of their beginning: {count(saved)} prompt tokens were not run again. "
+        "A box is a shared prefix, its area the tokens that it saved; what lies in it begins with it, too."
+    )
+    shown = sum(row[5] for row in rows)
+    if len(rows) < number:
+        text += f" The {count(len(rows))} that matter most of {count(number)} are shown: {percent(shown / saved)}."
+    options = {"node": "prefix", "parent": "parent", "value": "cached_tokens"}
+    chart = Chart("tree", "Nested boxes of shared prefixes, by tokens saved", options)
+    return PageSection("prefixes", title, text, chart, Figures(_COLUMNS, rows))
