@@ -9,11 +9,11 @@ from batchinfer.engine.budget import scheduler_config
 from batchinfer.engine.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, WINDOW
 from batchinfer.engine.memory import JobSize, cache_blocks
-from batchinfer.errors import OutOfMemory
 from batchinfer.job import Job
 from batchinfer.memory import available_memory
 from batchinfer.models.spec import CacheSpec
 from batchinfer.plan.plan import Plan
+from batchinfer.plan.policies import OrderChoice
 from batchinfer.plan.requests import Prompts, planned_requests
 from batchinfer.preflight import Setup
 from batchinfer.report.earlier_runs import earlier_lengths, earlier_steps
@@ -45,6 +45,7 @@ class EngineForecast:
     seconds: float | None
     mfu: float | None
     mbu: float | None
+    order: OrderChoice | None = None  # None: the default one, without a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ class ForecastEngine:
 
     def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
         """Simulate the plan, or of a large one as many windows as take about `budget_s` to simulate."""
-        lengths, answers_from = self._lengths()
-        windows = self._windows(prompts, self._every(budget_s))
+        lengths, answers_from = self.lengths()
+        windows = self._windows(prompts, self.every(budget_s))
         whole = self._whole(windows, lengths)
         share, peaks = sum(map(len, windows)) / self.plan.to_run, self.setup.setting.peaks
         if peaks is None or not whole.seconds:
@@ -102,14 +103,14 @@ class ForecastEngine:
         size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
         return SimulatedPart(size, simulate(self.machine, requests, outputs))
 
-    def _lengths(self) -> tuple[AnswerLengths, int]:
+    def lengths(self) -> tuple[AnswerLengths, int]:
         """How long answers will be, and from how many earlier runs that is known."""
         earlier = earlier_lengths(report_folder(self.job.results_root))
         if earlier is None:
             return AnswerLengths.unknown(), 0
         return AnswerLengths.of(earlier.prompts, earlier.answers), earlier.runs
 
-    def _every(self, budget_s: float) -> int:
+    def every(self, budget_s: float) -> int:
         """Which windows are simulated: every so many."""
         windows = math.ceil(self.plan.to_run / WINDOW)
         takes_s = self.plan.to_run * ROW_S + self.plan.expected_tokens * OUTPUT_TOKEN_S
@@ -119,18 +120,6 @@ class ForecastEngine:
 
     def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
         return [requests for _, requests in planned_requests(self.plan, prompts, WINDOW, every)]
-
-
-def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> EngineForecast | None:
-    """At the start of a run. None where nothing would come of it: nothing is to run, the machine's peaks are not known,
-    or the engine will find too little memory."""
-    if setup.setting.peaks is None or not plan.to_run:
-        return None
-    try:
-        engine = forecast_engine(job, setup, plan)
-    except OutOfMemory:  # reckoned from here; the engine's own process knows better, and says so
-        return None
-    return engine.forecast(prompts, engine.run_budget_s())
 
 
 def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:

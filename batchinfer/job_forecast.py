@@ -19,6 +19,7 @@ from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.deadline import Deadline, now
 from batchinfer.engine_forecast import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.job import Job
+from batchinfer.order_choice import settled_forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup
@@ -85,7 +86,7 @@ def forecast_job(
         memory = Memory(
             setup.checkpoint.weight_bytes, engine.kv_cache_bytes, machine.blocks, machine.layout.block_size
         )
-        found = engine.forecast(index.tokens, PLAN_MOST_S)
+        found = settled_forecast(engine, index.tokens, PLAN_MOST_S)
         deadline = Deadline.of(job, now(), found.seconds)
         return JobForecast(*facts, _lengths(plan), memory, found, deadline)
 

@@ -8,6 +8,7 @@ from typing import Any
 from batchinfer.engine_forecast import EngineForecast
 from batchinfer.job_forecast import JobForecast, Lengths
 from batchinfer.plan.plan import Plan
+from batchinfer.plan.policies import BY_DEFAULT, OrderChoice
 from batchinfer.report.units import count, percent, seconds, short
 from batchinfer.sizes import size
 from batchinfer.step_times import DECLARED_EFFICIENCY
@@ -37,7 +38,9 @@ def plan_line(plan: Plan) -> str:
 def engine_text(forecast: EngineForecast) -> str:
     """Seconds, which are known, and how they are."""
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
-    return f"{seconds(forecast.seconds)}, {count(forecast.run.steps)} steps, {which}; {_known(forecast)}"
+    order = forecast.order
+    changed = f"; in {order.policy} order" if order is not None and order.policy is not BY_DEFAULT else ""
+    return f"{seconds(forecast.seconds)}, {count(forecast.run.steps)} steps, {which}; {_known(forecast)}{changed}"
 
 
 def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:
@@ -73,6 +76,23 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
     }
 
 
+def _order_text(order: OrderChoice) -> str:
+    """The order, why, and what the others take, the fastest first."""
+    others = sorted(order.seconds.items(), key=lambda one: one[1])
+    told = ", ".join(f"{policy} {seconds(takes)}" for policy, takes in others)
+    part = f" of {percent(order.share)} of the rows" if 0 < order.share < 1 else ""
+    return f"{order.policy}, {order.why}{part}{': ' if told else ''}{told}"
+
+
+def _order_json(order: OrderChoice) -> dict[str, Any]:
+    return {
+        "chosen": order.policy.value,
+        "why": order.why,
+        "seconds": {policy.value: takes for policy, takes in order.seconds.items()} or None,
+        "simulated_share": order.share,
+    }
+
+
 def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> dict[str, Any]:
     run = forecast.run
     return {
@@ -90,6 +110,7 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "times_from": forecast.times.known,
         "times_from_runs": forecast.times.runs,
         "cost": _cost(forecast, price_per_hour),
+        "order": None if forecast.order is None else _order_json(forecast.order),
     }
 
 
@@ -151,6 +172,8 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
     yield "engine", engine_text(forecast)
     if forecast.simulated < 1:
         yield "", f"simulated for {percent(forecast.simulated)} of the rows"
+    if forecast.order is not None:
+        yield "order", _order_text(forecast.order)
     cost = _cost(forecast, price_per_hour)
     if cost is not None:
         yield "cost", f"{cost:,.2f} at {price_per_hour:g} an hour, for the engine's time"

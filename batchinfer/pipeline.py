@@ -35,7 +35,7 @@ from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.deadline import Deadline, DeadlineWatch
 from batchinfer.engine.config import NUMERICS_VERSION
-from batchinfer.engine_forecast import EngineForecast, forecast_run
+from batchinfer.engine_forecast import EngineForecast
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import (
     BatchInferError,
@@ -55,6 +55,7 @@ from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
 from batchinfer.launch.supervisor import Supervisor
 from batchinfer.models.stored import StoredModel
+from batchinfer.order_choice import forecast_run
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup

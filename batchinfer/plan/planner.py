@@ -51,7 +51,7 @@ def plan_job(
         forest, rows = _forest(database, prompts)
         _place(database, forest, rows)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
-        _write(database, path)
+        write_plan(database.sql(_ordered_sql()), path)
         offsets = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
         write_prefixes(prefixes, forest, offsets[rows[forest.first]])
         saved = int(forest.saved.sum())
@@ -125,8 +125,8 @@ def _by_row(values: Ints, rows: Ints) -> Ints:
     return found
 
 
-def _write(database: Any, path: Path) -> None:
-    query = database.sql(_ordered_sql())
+def write_plan(query: Any, path: Path) -> None:
+    """Write what a DuckDB query gives, all columns of PLAN_SCHEMA but `seq`, in its order. Raises StorageError."""
     done = 0
     with naming_errors(path), storage(path, "write"):
         writer = pq.ParquetWriter(path, PLAN_SCHEMA, compression="zstd", write_page_checksum=True)

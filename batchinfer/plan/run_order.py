@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,25 +31,30 @@ def depth_first(forest: PrefixForest, effort: NDArray[np.int64]) -> Ints:
 
     A node's effort is its largest prompt's. Of equals that come first in sorted order do.
     """
-    prompts, nodes = len(effort), len(forest)
+    return walk(forest, effort, forest.largest(effort))
+
+
+def walk(forest: PrefixForest, values: NDArray[Any], node_values: NDArray[Any]) -> Ints:
+    """The place of each prompt in a walk of the forest that takes what lies at a node by descending value."""
+    prompts, nodes = len(values), len(forest)
     around = np.concatenate([forest.node_of, forest.parent])  # prompts, then nodes
     firsts = np.concatenate([np.arange(prompts, dtype=np.int32), forest.first])
-    order = np.lexsort((firsts, -np.concatenate([effort, forest.largest(effort)]), around))
+    order = np.lexsort((firsts, -np.concatenate([values, node_values]), around))
     around, sizes = around[order], np.concatenate([np.ones(prompts, np.int32), forest.users])[order]
     before = np.cumsum(sizes) - sizes
     begins = np.flatnonzero(np.diff(around, prepend=ROOT - 1))
     inside = np.empty(prompts + nodes, np.int32)  # places within the node around
     inside[order] = before - np.repeat(before[begins], np.diff(begins, append=prompts + nodes))
     starts = np.append(
-        _from_root(inside[prompts:], forest.parent), 0
+        from_root(inside[prompts:], forest.parent), 0
     )  # of nodes; last, where ROOT points, the root's
-    places: Ints = inside[:prompts] + starts[forest.node_of]
+    places: Ints = (inside[:prompts] + starts[forest.node_of]).astype(np.int32)
     return places
 
 
-def _from_root(inside: Ints, parent: Ints) -> Ints:
+def from_root(values: NDArray[Any], parent: Ints) -> NDArray[Any]:
     """Sums over each node and all above it, in as many rounds as the logarithm of the forest's height."""
-    sums, above = np.append(inside, np.int32(0)), np.append(parent, np.int32(ROOT))
+    sums, above = np.append(values, values.dtype.type(0)), np.append(parent, np.int32(ROOT))
     while (above != ROOT).any():
         sums, above = sums + sums[above], above[above]
     return sums[:-1]

@@ -1,0 +1,67 @@
+"""A plan that is on disk, in another order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.storage.duck import connection, parquet
+from batchinfer.data.storage.durable import storage
+from batchinfer.plan.plan import PLAN_SCHEMA, Plan
+from batchinfer.plan.planner import write_plan
+from batchinfer.plan.policies import Capacity, OrderPolicy, SharedWork
+from batchinfer.plan.prefix_forest import ROOT, Ints, PrefixForest
+
+
+def reorder(
+    plan: Plan, policy: OrderPolicy, capacity: Capacity, *, memory_limit: str | None = None, threads: int = 2
+) -> None:
+    """Write a plan, which is in `plan_job`'s order, in that of another policy. `memory_limit` as in `plan_job`.
+
+    Raises StorageError, OutOfMemory.
+    """
+    places = _work(plan).places(policy, capacity)
+    names = [name for name in PLAN_SCHEMA.names if name != "seq"]
+    written = plan.path.with_suffix(".new")
+    with connection(plan.path.parent / "spill", memory_limit, threads) as database:
+        database.register("place", pa.table({"place": places}))
+        query = f"SELECT {', '.join(names)} FROM {parquet([plan.path])} POSITIONAL JOIN place ORDER BY place"
+        write_plan(database.sql(query), written)
+    with storage(plan.path, "replace"):
+        written.replace(plan.path)
+
+
+def _work(plan: Plan) -> SharedWork:
+    with storage(plan.path, "read"):
+        columns = ["token_count", "expected_tokens", "token_offset", "prefix_group"]
+        rows = pq.read_table(plan.path, columns=columns)
+    counts, outputs, offsets = (rows.column(name).to_numpy() for name in columns[:3])
+    node_of = rows.column("prefix_group").fill_null(ROOT).to_numpy().astype(np.int32)
+    return SharedWork(_forest(plan.prefixes, node_of), counts, outputs, offsets)
+
+
+def _forest(path: Path, node_of: Ints) -> PrefixForest:
+    """The forest over the rows of a plan as they stand."""
+    with storage(path, "read"):
+        table = pq.read_table(path, columns=["prefix_tokens", "users", "parent"])
+    depth, users, parent = (_ints(table.column(name)) for name in table.column_names)
+    return PrefixForest(depth, _firsts(node_of, parent), users, parent, node_of)
+
+
+def _ints(column: Any) -> Ints:
+    return np.asarray(column.fill_null(ROOT).to_numpy(), np.int32)
+
+
+def _firsts(node_of: Ints, parent: Ints) -> Ints:
+    """The first row of each node: one of its own or of a node below it."""
+    firsts = np.full(len(parent) + 1, len(node_of), np.int32)  # one more, where ROOT points
+    nodes, rows = np.unique(node_of, return_index=True)
+    firsts[nodes] = rows
+    found, above = firsts.tolist(), parent.tolist()
+    for node in range(len(above) - 1, -1, -1):  # children come behind their parents
+        found[above[node]] = min(found[above[node]], found[node])
+    return np.array(found[:-1], np.int32)

@@ -1,0 +1,36 @@
+"""The order that a job gets is the one that the simulator finds fastest: an 8B model on an H100, by its datasheet."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchinfer.bench.workloads import make_workload
+from batchinfer.order_choice import best, compared
+from batchinfer.plan.policies import OrderPolicy
+from batchinfer.simulation.answer_lengths import AnswerLengths
+from tests.batchinfer.order_table import clustered, h100, sampled
+
+SEQS = 128  # so that a few hundred rows are several batches
+
+
+@pytest.mark.parametrize(("name", "rows"), [("shared-prefix", 384), ("mixed", 384), ("prefix-tree", 384)])
+def test_the_chosen_order_is_never_worse_than_a_simpler_one(name: str, rows: int) -> None:
+    seconds = compared(h100(SEQS), sampled(make_workload(name, 32_000, rows).rows), AnswerLengths.unknown())
+    assert set(seconds) == set(OrderPolicy)
+    assert seconds[best(seconds, all_rows=True)] == min(seconds.values())
+
+
+def test_unlike_work_that_arrives_clustered_is_blended() -> None:
+    seconds = compared(h100(SEQS), sampled(clustered(500)), AnswerLengths.unknown())
+    chosen = best(seconds, all_rows=True)
+    assert chosen is OrderPolicy.BLENDED
+    assert seconds[chosen] < 0.99 * seconds[OrderPolicy.DEPTH_FIRST]
+    assert seconds[chosen] < 0.97 * seconds[OrderPolicy.ARRIVAL]
+
+
+def test_an_order_that_is_better_in_a_part_of_the_job_has_to_be_so_for_sure() -> None:
+    seconds = dict.fromkeys(OrderPolicy, 100.0) | {OrderPolicy.BLENDED: 99.0}
+    assert best(seconds, all_rows=True) is OrderPolicy.BLENDED
+    assert best(seconds, all_rows=False) is OrderPolicy.DEPTH_FIRST
+    assert best(seconds | {OrderPolicy.BLENDED: 98.0}, all_rows=False) is OrderPolicy.BLENDED
+    assert best(dict.fromkeys(OrderPolicy, 1.0), all_rows=True) is OrderPolicy.DEPTH_FIRST
