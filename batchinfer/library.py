@@ -33,6 +33,7 @@ def run(
     verify: bool = False,
     to_openai: str | os.PathLike[str] | None = None,
     openai_timestamps: bool = False,
+    price_per_hour: float | None = None,
     progress: TextIO | None = None,
 ) -> RunResult:
     """Run a job, or continue it, as `batchinfer run` does; what the options mean stands in docs/cli.md.
@@ -49,6 +50,7 @@ def run(
         verify,
         None if to_openai is None else Path(to_openai),
         openai_timestamps,
+        price_per_hour=price_per_hour,
     )
     job = load_job(job_file, pairs, date)
     shown = Progress(progress, job=job.name, quiet=progress is None)

@@ -64,9 +64,8 @@ from batchinfer.report.exit_status import ALREADY_PUBLISHED, PUBLISHED, over_bud
 from batchinfer.report.folder import writing
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
-from batchinfer.report.tables import RunRow
 from batchinfer.resolve import Setting
-from batchinfer.run_report import RunReport, told_by
+from batchinfer.run_report import Outcome, RunReport, told_by
 
 ENGINE = "batchinfer.engine.build:build_engine"
 
@@ -82,17 +81,8 @@ class RunOptions:
     to_openai: Path | None = None
     openai_timestamps: bool = False
     engine: str = ENGINE  # "module:function" that builds the engine in its process
+    price_per_hour: float | None = None  # what the machine costs, in any currency
     already_s: float = 0.0  # what the command took before: interpreter, imports, job file
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended. `row` is the run table's; `error` says why the exit code is not 0."""
-
-    exit_code: int
-    row: RunRow
-    error: str | None = None
-    report: Path | None = None  # the run table; a run that changed nothing leaves none
 
 
 def run_job(
@@ -156,7 +146,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.report = RunReport(self.job, self.setting, self.watch)
-        self.report.note(trial=self.options.limit is not None)
+        options = self.options
+        self.report.note(trial=options.limit is not None, price_per_hour=options.price_per_hour)
         self.now = datetime.now().astimezone()
         self.record = ProgressFile(self.state, self.report.identity, self.notice)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from batchinfer.memory import peak_memory
 from batchinfer.plan.plan import Plan
 from batchinfer.report.columns import RUN
 from batchinfer.report.details import Machine
+from batchinfer.report.energy import EnergyMeter
 from batchinfer.report.expert_tokens import write_experts
 from batchinfer.report.folder import LAST_RUN, new_run_id, report_folder, table_path
 from batchinfer.report.meter import Measured, Meter
@@ -29,6 +31,16 @@ from batchinfer.request import ExpertTokens
 from batchinfer.resolve import Setting
 from batchinfer.text import json_line
 from batchinfer_kernels.cost import ModelCost
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended. `row` is the run table's; `error` says why the exit code is not 0."""
+
+    exit_code: int
+    row: RunRow
+    error: str | None = None
+    report: Path | None = None  # the run table; a run that changed nothing leaves none
 
 
 class RunReport:
@@ -92,7 +104,10 @@ class RunReport:
 
     def began(self, info: EngineInfo | None) -> None:
         """The engine is ready; None where a signal came before."""
-        if self._meter is not None and info is not None and self._job.engine.enable_prefix_caching:
+        if self._meter is None or info is None:
+            return
+        self._meter.begin_energy(EnergyMeter.of(info.device))
+        if self._job.engine.enable_prefix_caching:
             self._meter.share_blocks(info.block_size)
 
     @property
@@ -109,6 +124,8 @@ class RunReport:
     ) -> None:
         """What the engine's process turned out to be; None where it never got so far."""
         self._expert_tokens = expert_tokens
+        if self._meter is not None:
+            self._meter.end_energy()
         self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores)
         if info is not None:
             linear = {"linear": info.linear} if info.linear else {}

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from batchinfer import pipeline, verbs
-from batchinfer.cli.options import Date, JobPath, Json, Overrides, Quiet, load
+from batchinfer.cli.options import Date, JobPath, Json, Overrides, Price, Quiet, load
 from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
 from batchinfer.errors import StorageError
 from batchinfer.hub import ModelName
@@ -57,13 +57,21 @@ def run(
             "--openai-timestamps", help="Write this run's time as `created` into that file, instead of 0."
         ),
     ] = False,
+    price_per_hour: Price = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
     """Run a job, or carry on with it: what an earlier run finished is not computed again."""
     job = load(job_file, overrides, date)
     options = pipeline.RunOptions(
-        limit, replace, retry_errors, verify, to_openai, openai_timestamps, already_s=process_age_s()
+        limit,
+        replace,
+        retry_errors,
+        verify,
+        to_openai,
+        openai_timestamps,
+        price_per_hour=price_per_hour,
+        already_s=process_age_s(),
     )
     progress = Progress(sys.stderr, job=job.name, quiet=quiet or as_json)
     result = run_loaded(job, options, progress, _silent if quiet else progress.note)
@@ -148,12 +156,7 @@ def plan(
     job_file: JobPath,
     overrides: Overrides = None,
     date: Date = None,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="PRICE", help="What the machine costs an hour: say what the job will cost."
-        ),
-    ] = None,
+    price_per_hour: Price = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:

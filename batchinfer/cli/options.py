@@ -20,6 +20,15 @@ Overrides = Annotated[
 Date = Annotated[
     str | None, typer.Option(metavar="YYYY-MM-DD", help="What ${date} stands for; today by default.")
 ]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price-per-hour",
+        min=0,
+        metavar="PRICE",
+        help="What the machine costs an hour, to be told what the job costs.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print JSON on stdout instead of text, one object a line.")

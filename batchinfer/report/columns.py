@@ -188,6 +188,21 @@ RUN_COLUMNS: tuple[Column, ...] = (
     *_spread("tpot", "seconds per output token after the first, one value a request"),
     *_spread("itl", "gap between two tokens of a sequence, one value a decoded token"),
     *_spread("latency", "engine got the request to its last token"),
+    Column("energy_j", _REAL, "J", "what the machine took while the engine ran: the sum of the next two"),
+    Column(
+        "cpu_energy_j",
+        _REAL,
+        "J",
+        "by the counters of its CPUs (RAPL); null: there are none, or root alone may read",
+    ),
+    Column(
+        "gpu_energy_j", _REAL, "J", "by the GPU's counter (NVML); null: none, or no package `nvidia-ml-py`"
+    ),
+    Column("energy_j_per_token", _REAL, "J/token", "`energy_j` ÷ (`prompt_tokens_run` + `output_tokens`)"),
+    Column("price_per_hour", _REAL, "money/h", "what the machine costs, as the command was told"),
+    Column("cost", _REAL, "money", "`wall_s` at this price"),
+    Column("engine_cost", _REAL, "money", "`engine_wall_s` at this price"),
+    Column("forecast_engine_cost", _REAL, "money", "the forecast of `engine_cost`"),
     _count(
         "worker_restarts", "times", "workers started in place of one that died; null: none was needed at all"
     ),

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
 from batchinfer.report.details import Details, Machine
+from batchinfer.report.energy import EnergyMeter, EnergyUse
 from batchinfer.report.folder import table_path
 from batchinfer.report.percentiles import UNKNOWN, Spread, opened, spread, weighted_spread
 from batchinfer.report.prefixes import PrefixTree
@@ -98,6 +99,7 @@ class Measured:
     itl: Spread = UNKNOWN
     latency: Spread = UNKNOWN
     device: Mapping[str, float] = field(default_factory=dict)  # parts of `model_s`; empty: not known
+    energy: EnergyUse = field(default_factory=EnergyUse)
 
 
 _UNKNOWN_MACHINE = Machine()
@@ -131,6 +133,8 @@ class Meter:
         self._prefixes: PrefixTree | None = None
         self._prefix_of: dict[bytes, int] = {}  # of requests that have not finished
         self._spent_ns = 0
+        self._energy_meter: EnergyMeter | None = None
+        self._energy = EnergyUse()
 
     def __enter__(self) -> Meter:
         return self
@@ -144,6 +148,15 @@ class Meter:
     def share_blocks(self, block_size: int) -> None:
         """Requests share KV blocks of so many tokens: from here on their prefixes are looked for."""
         self._prefixes = PrefixTree(block_size)
+
+    def begin_energy(self, meter: EnergyMeter) -> None:
+        """The engine is ready: from here on energy counts as its."""
+        self._energy_meter = meter
+
+    def end_energy(self) -> None:
+        """The engine has ended."""
+        if self._energy_meter is not None:
+            self._energy, self._energy_meter = self._energy_meter.read(), None
 
     def planned(self, requests: Sequence[Request]) -> None:
         """These requests go to the engine, in this order."""
@@ -165,6 +178,8 @@ class Meter:
             self.totals.waited_s += idle
         self.totals.add_step(sample, idle, self._machine.peaks)
         self._steps.append(_step_row(self._run_id, self.engine, sample, interval))
+        if self._energy_meter is not None:
+            self._energy_meter.poll()
         self._spent_ns += time.perf_counter_ns() - began
 
     def request(self, sample: RequestSample, rows: int = 1) -> None:
@@ -210,6 +225,7 @@ class Meter:
                 itl=weighted_spread(database, steps, "interval_s", "decode_tokens"),
                 latency=spread(database, requests, "latency_s"),
                 device=device,
+                energy=self._energy,
             )
 
     def _interval(self, sample: StepSample) -> float | None:

@@ -71,6 +71,7 @@ class RunFacts:
     worker_restarts: int | None = None
     parent_peak_rss_bytes: int | None = None
     worker_peak_rss_bytes: int | None = None
+    price_per_hour: float | None = None
     forecast_s: float | None = None
     forecast_steps: int | None = None
     forecast_prompt_tokens: int | None = None
@@ -97,8 +98,32 @@ def run_row(facts: RunFacts, hardware: Hardware | None, measured: Measured | Non
         row |= _token_columns(measured.totals) | _time_columns(measured.totals)
         row |= _efficiency_columns(measured.totals, row["peak_flops_per_s"], row["peak_bytes_per_s"])
         row |= dict(_latency_columns(measured))
+        row |= _energy_columns(measured)
         row |= {f"device_{part}": value for part, value in _device_columns(measured.device)}
+    row |= _cost_columns(row)
     return row | _wall_columns(row, measured)
+
+
+def _energy_columns(measured: Measured) -> RunRow:
+    energy = measured.energy
+    tokens = (
+        measured.totals.prefill_tokens - measured.totals.recomputed_tokens + measured.totals.output_tokens
+    )
+    return {
+        "energy_j": energy.whole_j,
+        "cpu_energy_j": energy.cpu_j,
+        "gpu_energy_j": energy.gpu_j,
+        "energy_j_per_token": _over(energy.whole_j, tokens),
+    }
+
+
+def _cost_columns(row: RunRow) -> RunRow:
+    def cost(seconds: float | None) -> float | None:
+        price = row["price_per_hour"]
+        return None if price is None or seconds is None else price * seconds / 3600
+
+    timed = {"cost": "wall_s", "engine_cost": "engine_wall_s", "forecast_engine_cost": "forecast_s"}
+    return {name: cost(row[seconds]) for name, seconds in timed.items()}
 
 
 def _device_columns(device: Mapping[str, float]) -> Iterator[tuple[str, float]]:

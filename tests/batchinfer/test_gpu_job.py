@@ -16,9 +16,10 @@ from batchinfer import preflight
 from batchinfer.errors import Unavailable
 from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts
-from batchinfer.pipeline import Outcome, RunOptions, run_job
+from batchinfer.pipeline import RunOptions, run_job
 from batchinfer.report.folder import report_folder
 from batchinfer.report.progress import Progress
+from batchinfer.run_report import Outcome
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.checkpoints import make_model_folder
 

@@ -25,9 +25,10 @@ from batchinfer.data.results.find_state import find_state
 from batchinfer.errors import InputMissing, JobFileError, Locked
 from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts
-from batchinfer.pipeline import Outcome, RunOptions, run_job
+from batchinfer.pipeline import RunOptions, run_job
 from batchinfer.query import asked
 from batchinfer.report.progress import Progress
+from batchinfer.run_report import Outcome
 from batchinfer.verbs import Verified, verify_results
 from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, write_job
 

@@ -22,9 +22,10 @@ from batchinfer import cli
 from batchinfer.errors import BatchInferError, ErrorBudgetExceeded, StorageError
 from batchinfer.job import load_job
 from batchinfer.launch.interrupts import Interrupts
-from batchinfer.pipeline import Outcome, RunOptions, run_job
+from batchinfer.pipeline import RunOptions, run_job
 from batchinfer.report.progress import Progress
 from batchinfer.report.summary import PHASES
+from batchinfer.run_report import Outcome
 
 FAKE = RunOptions(engine="tests.fake_engine:build")
 NO_ENGINE = RunOptions(engine="tests.batchinfer.test_pipeline:no_engine")  # a run that needs an engine fails

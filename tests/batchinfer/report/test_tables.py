@@ -14,6 +14,7 @@ import pytest
 from batchinfer.report import folder, spool
 from batchinfer.report.columns import RUN_SCHEMA, TABLE_FORMAT
 from batchinfer.report.details import Machine
+from batchinfer.report.energy import EnergyUse
 from batchinfer.report.hardware import Hardware
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.spool import Spool, write_row
@@ -87,6 +88,19 @@ def test_the_definitions(
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert set(row) == set(RUN_SCHEMA.names)
+
+
+def test_energy_and_cost(
+    tmp_path: Path, facts: RunFacts, machine: Hardware, step: Any, request_sample: Any
+) -> None:
+    found = replace(measured_by(tmp_path, step, request_sample), energy=EnergyUse(None, 74.0))
+    row = run_row(replace(facts, price_per_hour=40.0), machine, found)
+    assert (row["cpu_energy_j"], row["gpu_energy_j"], row["energy_j"]) == (None, 74.0, 74.0)
+    assert row["energy_j_per_token"] == 2.0
+    assert (row["cost"], row["forecast_engine_cost"]) == (1.0, pytest.approx(40 * facts.forecast_s / 3600))
+    assert row["engine_cost"] == pytest.approx(40 * row["engine_wall_s"] / 3600)
+    free = run_row(facts, machine, measured_by(tmp_path, step, request_sample))
+    assert free["energy_j"] is free["energy_j_per_token"] is free["cost"] is None
 
 
 def test_int8_linear_layers_are_measured_against_their_own_peak(facts: RunFacts, machine: Hardware) -> None:

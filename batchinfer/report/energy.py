@@ -1,0 +1,135 @@
+"""What the machine's own counters say of energy: of its CPUs (RAPL) and of the GPU that computes (NVML).
+
+They count all that runs on the machine, and what it takes while it waits. Where there is no counter, or it may not be
+read (Linux lets only root read RAPL), energy is not known: None, never 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+POWERCAP = Path("/sys/class/powercap")
+# RAPL counters start again after some 66 to 262 kJ: a socket that draws a kilowatt takes a minute at the least.
+READ_EVERY_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyUse:
+    """Joules; None where no counter could be read."""
+
+    cpu_j: float | None = None
+    gpu_j: float | None = None
+
+    @property
+    def whole_j(self) -> float | None:
+        """Of both; of the one that is known, if only one is."""
+        known = [value for value in (self.cpu_j, self.gpu_j) if value is not None]
+        return sum(known) if known else None
+
+
+@dataclass(slots=True)
+class Counter:
+    """A counter of joules that starts again at `range_j`; None: never."""
+
+    read: Callable[[], float]
+    range_j: float | None = None
+    spent_j: float = 0.0
+    _last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.read()
+
+    def poll(self) -> None:
+        """Count what came since the last look. Raises OSError when the counter cannot be read any more."""
+        now = self.read()
+        rise = now - self._last
+        self.spent_j += rise if rise >= 0 or self.range_j is None else rise + self.range_j
+        self._last = now
+
+
+class EnergyMeter:
+    """Counts from its making on. `poll` it now and then; `read` says what was spent so far."""
+
+    def __init__(
+        self, cpu: Sequence[Counter], gpu: Sequence[Counter], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._cpu, self._gpu, self._clock = cpu, gpu, clock
+        self._polled = clock()
+
+    @classmethod
+    def of(cls, device: str) -> EnergyMeter:
+        """The counters of this machine; those of a GPU where `device` is one."""
+        return cls(rapl_counters(), nvml_counters() if device == "cuda" else ())
+
+    def poll(self) -> None:
+        """Look at the counters if the last look is long ago."""
+        if self._clock() - self._polled >= READ_EVERY_S:
+            self.read()
+
+    def read(self) -> EnergyUse:
+        self._polled = self._clock()
+        self._cpu, cpu = _read(self._cpu)
+        self._gpu, gpu = _read(self._gpu)
+        return EnergyUse(cpu, gpu)
+
+
+def _read(counters: Sequence[Counter]) -> tuple[Sequence[Counter], float | None]:
+    """The counters, and their sum. One that fails has missed something: then nothing is known from there on."""
+    try:
+        for counter in counters:
+            counter.poll()
+    except OSError:
+        return (), None
+    return counters, sum(counter.spent_j for counter in counters) if counters else None
+
+
+def rapl_counters(folder: Path = POWERCAP) -> list[Counter]:
+    """One for each CPU package. None where one of them may not be read: a part of the machine is not the machine."""
+    packages = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
+    try:
+        wanted = [zone for zone in packages if (zone / "name").read_text().startswith("package")]
+        return [
+            Counter(partial(_microjoules, zone / "energy_uj"), _microjoules(zone / "max_energy_range_uj"))
+            for zone in wanted
+        ]
+    except (OSError, ValueError):
+        return []
+
+
+def _microjoules(path: Path) -> float:
+    return int(path.read_text()) / 1e6
+
+
+def nvml_counters(env: Mapping[str, str] = os.environ) -> list[Counter]:
+    """Of the GPU that CUDA calls the first, where the package `nvidia-ml-py` is installed and the GPU counts."""
+    if find_spec("pynvml") is None:
+        return []
+    nvml = importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+        handle = _handle(nvml, env.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip())
+        return [Counter(partial(_nvml_joules, nvml, handle))]
+    except (nvml.NVMLError, OSError):
+        return []
+
+
+def _handle(nvml: Any, visible: str) -> Any:
+    """`visible`: the first of CUDA_VISIBLE_DEVICES, a number or an identifier; empty: all are."""
+    if visible.startswith(("GPU-", "MIG-")):
+        return nvml.nvmlDeviceGetHandleByUUID(visible)
+    return nvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
+
+
+def _nvml_joules(nvml: Any, handle: Any) -> float:
+    try:
+        return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
+    except nvml.NVMLError as error:
+        raise OSError(f"NVML: {error}") from error
