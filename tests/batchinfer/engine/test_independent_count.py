@@ -1,0 +1,211 @@
+"""FLOPs and bytes of a run equal what is counted without our costs: over transformers' eager model of the same
+checkpoint, fed the same rows.
+
+FLOPs: torch's counter over what transformers computes, less the (query, key) pairs that a causal mask hides. Bytes: the
+tensors that pass transformers' modules, and its parameters, each operand of an operator once; weights once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from batchinfer.request import Request
+from batchinfer_kernels.cost import Peaks
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    Ran,
+    checkpoint,
+    cpu_ops,
+    drain,
+    folder,
+    greedy,
+    make_engine,
+    make_runner,
+)
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+OUTPUT = 12
+PEAKS = Peaks(1e10, 1e10)
+LIMITS = Limits(budget=96, blocks=400)
+FLOAT = 4
+
+
+@dataclass
+class Noted:
+    """Stands before a runner and notes each step's chunks: (sequence, start, length), and how many sample."""
+
+    runner: Any
+    steps: list[tuple[list[tuple[Any, int, int]], int]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, chunks: list[Any]) -> Any:
+        sampled = sum(c.samples for c in chunks)
+        self.steps.append(([(c.sequence.request, c.start, c.length) for c in chunks], sampled))
+        return self.runner.launch(chunks)
+
+
+def rows(shared: bool) -> list[Request]:
+    """Prompts of many lengths; two thirds begin alike, or none does."""
+    rng = Random(3)
+    beginning = [rng.randrange(250) for _ in range(45)]
+    own = [[rng.randrange(250) for _ in range(rng.randrange(4, 60))] for _ in range(15)]
+    prompts = [beginning + p if shared and i % 3 else p for i, p in enumerate(own)]
+    return greedy(prompts, OUTPUT, ignore_eos=True)
+
+
+def run(family: str, requests: list[Request]) -> tuple[Ran, Noted]:
+    model = checkpoint(family, **SIZES)
+    noted = Noted(make_runner(model, cpu_ops(model), LIMITS))
+    return drain(make_engine(noted, LIMITS, frozenset(), peaks=PEAKS), requests), noted
+
+
+def eager(family: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder(family, **SIZES),
+        attn_implementation="eager",
+        experts_implementation="eager",  # the counter does not know the grouped product
+        dtype=torch.float32,
+    )
+    return model.eval()
+
+
+def counted_flops(model: Any, prompt: list[int], answer: list[int], cached: int) -> int:
+    """Of one row, of whose prompt the cache holds so many tokens, teacher-forced: every position but the last one's."""
+    config = model.config
+    heads, size = config.num_attention_heads, config.head_dim
+    tokens = torch.tensor([prompt + answer[:-1]])
+    past = DynamicCache(config=config)
+    with torch.no_grad():
+        if cached:
+            model(tokens[:, :cached], past_key_values=past, logits_to_keep=1)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens[:, cached:], past_key_values=past, logits_to_keep=len(answer))
+    queries, keys = tokens.shape[1] - cached, tokens.shape[1]
+    seen = sum(at + 1 for at in range(cached, keys))
+    masked = queries * keys - seen
+    return counter.get_total_flops() - 4 * config.num_hidden_layers * heads * size * masked
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_flops_are_those_that_torch_counts(family: str, shared: bool) -> None:
+    requests, model = rows(shared), eager(family)
+    ran, _ = run(family, requests)
+    expected = 0
+    for request in requests:
+        answer, cached = (
+            ran.completions[request.key].token_ids.tolist(),
+            ran.requests[request.key].cached_tokens,
+        )
+        expected += counted_flops(model, request.prompt.tolist(), answer, cached)
+    assert any(sample.cached_tokens for sample in ran.requests.values()) == shared
+    assert sum(step.flops for step in ran.steps) == pytest.approx(expected, rel=0.01)
+
+
+@dataclass
+class Passed:
+    """Bytes that pass a model's modules in one forward."""
+
+    token: float = 0.0  # in what every token passes
+    sampled: float = 0.0  # in the head and what is before it
+    weights: float = 0.0  # of what every token passes
+    head_weights: float = 0.0
+
+
+@contextmanager
+def watched(model: Any, passed: Passed) -> Iterator[None]:
+    """Count each operand of the operators that a step has: what one writes and another reads counts in both."""
+    handles = []
+
+    def hook(name: str, module: Any) -> None:
+        def note(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _note(passed, name, module, inputs[0] if inputs else None, output)
+
+        handles.append(module.register_forward_hook(note))
+
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            hook(name, module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(passed: Passed, name: str, module: Any, given: Any, output: Any) -> None:
+    last = name.rpartition(".")[2]
+    weights = sum(p.nbytes for p in module.parameters())
+    if last == "lm_head":
+        passed.sampled += (
+            given.nbytes + output.nbytes + output.nbytes + 8 * output.shape[1]
+        )  # the sampler reads
+        passed.head_weights += weights
+    elif name == "model.norm":  # adds the residual, of the rows that are sampled
+        passed.sampled += 4 * output.nbytes / output.shape[1]
+        passed.head_weights += weights
+    elif last.endswith("layernorm"):
+        passed.token += 4 * output.nbytes  # x and the residual are read, and both written
+        passed.weights += weights
+    elif last in ("q_proj", "k_proj", "v_proj"):
+        passed.token += output.nbytes * (1 + 2) + (
+            given.nbytes if last == "q_proj" else 0
+        )  # stored, or turned
+        passed.weights += weights
+        if last == "q_proj":
+            passed.token += 2 * output.nbytes  # attention reads q and writes as much
+    elif last in ("gate_proj", "up_proj"):
+        passed.token += 2 * output.nbytes + (given.nbytes if last == "gate_proj" else 0)
+        passed.weights += weights
+    elif last == "down_proj":
+        passed.token += given.nbytes + given.nbytes + output.nbytes  # what the activation wrote is read
+        passed.weights += weights
+    elif last == "o_proj":
+        passed.token += given.nbytes + output.nbytes
+        passed.weights += weights
+    elif last == "embed_tokens":
+        passed.token += 2 * output.nbytes
+
+
+def counted_bytes(model: Any, noted: Noted) -> float:
+    passed, tokens, config = Passed(), 16, model.config
+    with torch.no_grad(), watched(model, passed):
+        model(torch.zeros(1, tokens, dtype=torch.long), logits_to_keep=1)
+    turned = config.num_hidden_layers * (4 * config.head_dim + 8)  # cos and sin, and where to store
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * FLOAT
+    total = 0.0
+    for chunks, sampled in noted.steps:
+        total += passed.weights + (passed.head_weights if sampled else 0)
+        total += sum(length for _, _, length in chunks) * (passed.token / tokens + turned)
+        total += sampled * passed.sampled + kept * _distinct(chunks)
+    return total
+
+
+def _distinct(chunks: list[tuple[Any, int, int]]) -> int:
+    """Cached tokens that a step reads: whole blocks of a prompt that several rows begin with once."""
+    size, blocks, others = LIMITS.block_size, set(), 0
+    for request, start, length in chunks:
+        prompt, end = request.prompt.tolist(), start + length
+        whole = min(end, len(prompt)) // size
+        blocks |= {tuple(prompt[: (at + 1) * size]) for at in range(whole)}
+        others += end - whole * size
+    return len(blocks) * size + others
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_bytes_are_those_of_the_tensors(family: str, shared: bool) -> None:
+    ran, noted = run(family, rows(shared))
+    expected = counted_bytes(eager(family), noted)
+    assert sum(step.bytes for step in ran.steps) == pytest.approx(expected, rel=0.01)
