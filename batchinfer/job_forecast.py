@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -18,11 +18,16 @@ from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.deadline import Deadline, now
 from batchinfer.engine_forecast import PLAN_MOST_S, EngineForecast, forecast_engine
+from batchinfer.errors import OutOfMemory
 from batchinfer.job import Job
 from batchinfer.order_choice import settled_forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
+from batchinfer.plan.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.preflight import Setup, check_input, check_setup
+from batchinfer.report.hardware import Hardware
+
+PREFIXES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +58,31 @@ class JobForecast:
     plan: Plan
     error_codes: dict[str, int]
     setting: str  # what is computed in, and on which device
-    lengths: Lengths | None  # None: nothing is to run
-    memory: Memory | None
-    forecast: EngineForecast | None
+    lengths: Lengths | None = None  # None: nothing is to run
+    memory: Memory | None = None  # None: nor where the job does not fit
+    forecast: EngineForecast | None = None
+    context: int = 0  # tokens of the longest row that there may be
+    rows_over: int | None = (
+        None  # rows that are longer, which become error rows; None: they are cut, and not counted
+    )
+    prefixes: list[PlannedPrefix] = field(default_factory=list)  # those that save most, and those above them
+    misfit: str | None = None  # why the job does not fit into memory
     deadline: Deadline | None = None  # as if the engine began now; None: the job has none
 
 
 def forecast_job(
-    job: Job, reading: Callable[[IngestProgress], None], notice: Callable[[str], None]
+    job: Job,
+    reading: Callable[[IngestProgress], None],
+    notice: Callable[[str], None],
+    hardware: Hardware | None = None,
 ) -> JobForecast:
     """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
 
-    `notice` gets what the input's check warns of. Raises what `run` raises before it loads the model.
+    `notice` gets what the input's check warns of. `hardware`: a machine other than this one. Raises what `run` raises
+    before it loads the model, but OutOfMemory: that is part of the forecast.
     """
     state = state_of(job)
-    setup = check_setup(job, state, replace=True)
+    setup = check_setup(job, state, replace=True, hardware=hardware)
     for warning in check_input(job, setup, state).warnings:
         notice(warning)
     if job.sampling.from_columns:
@@ -78,17 +93,35 @@ def forecast_job(
         plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan")
         errors = summarise_errors(index.index_parts)
         where = f"{setup.setting.arithmetic} on {setup.setting.hardware.name or setup.setting.device}"
-        facts = (job.name, plan, dict(errors.codes), where)
+        found = JobForecast(
+            job.name,
+            plan,
+            dict(errors.codes),
+            where,
+            context=setup.setting.max_model_len,
+            rows_over=_rows_over(job, errors.codes),
+        )
         if not plan.to_run:
-            return JobForecast(*facts, None, None, None)
-        engine = forecast_engine(job, setup, plan)
+            return found
+        found = replace(
+            found, lengths=_lengths(plan), prefixes=largest_prefixes(plan.prefixes, PREFIXES_SHOWN)
+        )
+        try:
+            engine = forecast_engine(job, setup, plan)
+        except OutOfMemory as error:
+            return replace(found, misfit=str(error))
         machine = engine.machine
         memory = Memory(
             setup.checkpoint.weight_bytes, engine.kv_cache_bytes, machine.blocks, machine.layout.block_size
         )
-        found = settled_forecast(engine, index.tokens, PLAN_MOST_S)
-        deadline = Deadline.of(job, now(), found.seconds)
-        return JobForecast(*facts, _lengths(plan), memory, found, deadline)
+        forecast = settled_forecast(engine, index.tokens, PLAN_MOST_S)
+        deadline = Deadline.of(job, now(), forecast.seconds)
+        return replace(found, memory=memory, forecast=forecast, deadline=deadline)
+
+
+def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:
+    cut = job.prompt is not None and job.prompt.truncate != "error"
+    return None if cut else codes.get("prompt_too_long", 0)
 
 
 def _index(

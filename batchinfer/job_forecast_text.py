@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from batchinfer.engine_forecast import EngineForecast
 from batchinfer.job_forecast import JobForecast, Lengths
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.policies import BY_DEFAULT, OrderChoice
+from batchinfer.plan.prefixes import PlannedPrefix
 from batchinfer.report.units import count, percent, seconds, short
 from batchinfer.sizes import size
 from batchinfer.step_times import DECLARED_EFFICIENCY
@@ -66,14 +68,22 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
             "longest": lengths.longest,
             "buckets": [{"tokens_at_most": most, "prompts": number} for most, number in lengths.buckets],
         },
+        "context": {"tokens": found.context, "rows_over": found.rows_over},
+        "prefixes": [_node_json(node) for node in found.prefixes],
         "memory": None
         if memory is None
         else {"weight_bytes": memory.weights, "kv_cache_bytes": memory.kv_cache, "blocks": memory.blocks},
+        "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
         "deadline": None
         if found.deadline is None
         else {"at": found.deadline.at.isoformat(), "spare_s": found.deadline.spare_s},
     }
+
+
+def _node_json(node: PlannedPrefix) -> dict[str, Any]:
+    """Without the place of its tokens, which is gone when the forecast is there."""
+    return {name: value for name, value in asdict(node).items() if name != "token_offset"}
 
 
 def _order_text(order: OrderChoice) -> str:
@@ -118,7 +128,10 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     plan = found.plan
     yield "rows", f"{count(plan.rows)}: {_bad(found)}, {_plural(plan.duplicates, 'duplicate')}"
     yield "work", f"{_plural(plan.present, 'answer')} stored already, {count(plan.to_run)} to run"
-    if found.lengths is None or found.memory is None or found.forecast is None:
+    if found.rows_over:
+        longer = _plural(found.rows_over, "row")
+        yield "context", f"{longer} longer than {count(found.context)} tokens, the most that there may be"
+    if found.lengths is None:
         return
     shared = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
     yield (
@@ -126,7 +139,12 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         f"{short(plan.prompt_tokens)} tokens, {short(plan.shared_prefix_tokens)} of them ({shared}) a prefix that "
         "another row has, too",
     )
+    yield from _tree(found.prefixes)
     yield "lengths", _spread(found.lengths)
+    if found.misfit is not None:
+        yield "memory", f"does not fit: {found.misfit}"
+    if found.memory is None or found.forecast is None:
+        return
     yield "answers", _answers(found.forecast, plan.expected_tokens)
     memory = found.memory
     yield (
@@ -137,6 +155,17 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     yield from _times(found.forecast, price_per_hour)
     if found.deadline is not None:
         yield "deadline", found.deadline.text
+
+
+def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
+    """A line for each of these nodes, deeper ones further to the right."""
+    depth: dict[int | None, int] = {None: 0}
+    for node in prefixes:
+        depth[node.node] = depth[node.parent] + 1
+        more = " more" if node.parent is not None else ""
+        what = f"{count(node.own_tokens)} tokens{more} shared by {count(node.users)} rows: saves "
+        name = "tree" if node is prefixes[0] else ""
+        yield name, "  " * depth[node.parent] + what + short(node.saved_tokens)
 
 
 def _bad(found: JobForecast) -> str:

@@ -39,7 +39,7 @@ from batchinfer.job import Job
 from batchinfer.job.check import LOGPROBS, RESULT_COLUMNS
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.stored import StoredModel
-from batchinfer.report.hardware import nvidia_gpus
+from batchinfer.report.hardware import Hardware, nvidia_gpus
 from batchinfer.request import RowError
 from batchinfer.resolve import Setting, resolve
 
@@ -73,11 +73,16 @@ class InputFacts:
     warnings: tuple[str, ...]
 
 
-def check_setup(job: Job, state: StateFolder, replace: bool = False) -> Setup:
-    """Raises JobFileError, SecurityRefusal, Unavailable, OutputConflict, StorageError and what the tokenizer raises."""
+def check_setup(
+    job: Job, state: StateFolder, replace: bool = False, hardware: Hardware | None = None
+) -> Setup:
+    """`hardware`: a machine other than this one, for which the job is only planned.
+
+    Raises JobFileError, SecurityRefusal, Unavailable, OutputConflict, StorageError and what the tokenizer raises."""
     checkpoint = open_checkpoint(job.model.path)
-    _check_device(job)
-    setting = resolve(job, checkpoint)
+    if hardware is None:
+        _check_device(job)
+    setting = resolve(job, checkpoint, hardware)
     tokenizer = Tokenizer.load(job.model.path)
     check_chat_template(job, tokenizer)
     check_destination(state.results, job.name, replace)

@@ -116,9 +116,16 @@ class Setting:
         )
 
 
-def resolve(job: Job, checkpoint: StoredModel) -> Setting:
-    """Raises JobFileError for a max_model_len that the model was not made for, and for what the device cannot do."""
-    device = job.engine.device if job.engine.device != "auto" else _device()
+def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None) -> Setting:
+    """`hardware`: a machine other than this one, as if the job ran there.
+
+    Raises JobFileError for a max_model_len that the model was not made for, and for what the device cannot do.
+    """
+    device: Device
+    if hardware is not None:
+        device = hardware.device
+    else:
+        device = job.engine.device if job.engine.device != "auto" else _device()
     dtype = (
         job.model.dtype
         if job.model.dtype != "auto"
@@ -133,7 +140,7 @@ def resolve(job: Job, checkpoint: StoredModel) -> Setting:
     length = job.model.max_model_len or positions
     chosen = job.model.quantization, job.engine.deterministic, job.engine.block_size
     linear = linear_way(device, dtype, *chosen[:2], has_bf16_tiles())
-    return Setting(device, dtype, length, detect(device), *chosen, linear)
+    return Setting(device, dtype, length, hardware or detect(device), *chosen, linear)
 
 
 def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:

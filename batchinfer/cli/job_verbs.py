@@ -13,11 +13,14 @@ import typer
 from batchinfer import pipeline, verbs
 from batchinfer.cli.options import Date, JobPath, Json, Overrides, Price, Quiet, load
 from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
+from batchinfer.data.storage.durable import refuse_existing
 from batchinfer.errors import StorageError
 from batchinfer.hub import ModelName
 from batchinfer.job_forecast import forecast_job
+from batchinfer.job_forecast_table import write_forecast
 from batchinfer.job_forecast_text import forecast_json, forecast_lines
 from batchinfer.library import located, run_loaded
+from batchinfer.report.hardware import hardware_called
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import process_age_s
 from batchinfer.report.summary import NAME_END, summary
@@ -157,10 +160,24 @@ def plan(
     overrides: Overrides = None,
     date: Date = None,
     price_per_hour: Price = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Forecast for this GPU instead of this machine, by what its maker states: a100, h100, l4, …",
+        ),
+    ] = None,
+    parquet: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write what is found as a table of one row; a new file."),
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Read every row and say what a run would do and how long it would take, without loading the model."""
+    machine = None if hardware is None else hardware_called(hardware)
+    if parquet is not None:
+        refuse_existing(parquet)
     job = load(job_file, overrides, date)
     with located(job), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:
         progress.phase("reading", job.input.limit)
@@ -168,9 +185,13 @@ def plan(
             job,
             lambda at: progress.read(at.rows, at.bytes_read, at.bytes_total),
             _silent if quiet else progress.note,
+            machine,
         )
+    facts = forecast_json(found, price_per_hour)
+    if parquet is not None:
+        write_forecast(parquet, facts)
     if as_json:
-        say_json({"exit_code": 0, **forecast_json(found, price_per_hour)})
+        say_json({"exit_code": 0, **facts})
         return
     first, *lines = forecast_lines(found, price_per_hour)
     say(printable("\n".join([painted(first, "heading"), *map(painted, lines)])))

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchinfer.cpus import usable_cpus
+from batchinfer.errors import UsageError
 from batchinfer.memory import total_memory
-from batchinfer.report.datasheet import datasheet
+from batchinfer.report.datasheet import NAMES, datasheet, full_name
 from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import Peaks
 
@@ -107,6 +108,18 @@ def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) ->
     else:
         raise ValueError(f"device is {device!r}; known are 'cpu', 'cuda' and 'cuda:N'")
     return _with_peaks(bare, cache or cache_path())
+
+
+def hardware_called(name: str, cache: Path | None = None) -> Hardware:
+    """A GPU that need not be here, with the peaks that its maker states, or that were measured on one of its kind here.
+
+    Raises UsageError for a name that is not known.
+    """
+    called = full_name(name)
+    stated = None if called is None else datasheet(called)
+    if called is None or stated is None:
+        raise UsageError(f"no GPU called {name!r} is known; those that are: {', '.join(NAMES)}")
+    return _with_peaks(_bare_gpu(Gpu(called, stated.memory_bytes)), cache or cache_path())
 
 
 def _driver_gpu(device: str) -> Gpu | None:
