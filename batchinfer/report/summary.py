@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def summary(row: Row, report: Path | None = None) -> str:
-    """At most 17 aligned lines without a final newline. What is not known is a dash or left out.
+    """At most 18 aligned lines without a final newline. What is not known is a dash or left out.
 
     `report`: the row's file; None for a run that changed nothing and leaves none.
     """
@@ -41,6 +41,10 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("memory", _memory(row)),
         ("results", _results(row)),
         ("report", "" if report is None else str(report)),
+        (
+            "page",
+            "" if report is None or not row["steps"] else f"batchinfer report {shlex.quote(row['output'])}",
+        ),
         ("next", _next(row)),
     ]
     shown = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines if text]

@@ -40,9 +40,15 @@
 
   function span(value) {
     if (value === 0) return "0 s";
-    const steps = [[7200, 3600, "h"], [120, 60, "min"], [1, 1, "s"], [1e-3, 1e-3, "ms"]];
-    const [, size, name] = steps.find(([least]) => Math.abs(value) >= least) || [0, 1e-6, "µs"];
+    if (value >= 3600) return `${Math.floor(value / 3600)}:${two(Math.floor(value / 60) % 60)}:${two(value % 60)} h`;
+    if (value >= 120) return `${Math.floor(value / 60)}:${two(value % 60)} min`;
+    const [size, name] = value >= 1 ? [1, "s"] : value >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
     return `${Number((value / size).toPrecision(3))} ${name}`;
+  }
+
+  function two(value) {
+    const text = `${Math.round(value * 100) / 100}`;
+    return value < 10 ? `0${text}` : text;
   }
 
   function onAxis(unit) {
@@ -144,10 +150,10 @@
     return {
       ...common(look),
       legend: legend(look, chart.lines.map((line) => table.columns[line.y].title)),
-      grid: { top: 44, left: 4, right: 20, bottom: 40, containLabel: true },
+      grid: { top: 44, left: 12, right: 20, bottom: 40, containLabel: true },
       xAxis: axis(look, {
         type: "value", min: first[chart.from].value, max: table.rows[table.rows.length - 1][chart.x].value,
-        axisLabel: { formatter: span }, splitLine: { show: false },
+        axisLabel: { formatter: span, showMaxLabel: false }, splitLine: { show: false }, splitNumber: width < NARROW ? 3 : 6,
       }),
       yAxis: axis(look, {
         type: "value", min: 0, max: chart.unit === "0…1" ? 1 : null, axisLabel: { formatter: onAxis(chart.unit) },
@@ -221,7 +227,7 @@
     return {
       ...common(look),
       legend: legend(look, series.map((one) => one.name)),
-      grid: { top: several ? 40 : chart.horizontal ? 8 : 28, left: chart.horizontal ? 14 : 4, right: labelled ? 72 : 20, bottom: 4, containLabel: true },
+      grid: { top: several ? 40 : chart.horizontal ? 8 : 28, left: 14, right: labelled ? 72 : 20, bottom: 4, containLabel: true },
       xAxis: chart.horizontal ? values : categories,
       yAxis: chart.horizontal ? categories : values,
       tooltip: {
@@ -287,7 +293,7 @@
     return {
       ...common(look),
       legend: legend(look, drawn.map((name) => table.columns[name].title)),
-      grid: { top: 44, left: 4, right: 28, bottom: 4, containLabel: true },
+      grid: { top: 44, left: 12, right: 28, bottom: 4, containLabel: true },
       xAxis: axis(look, { type: "category", data: table.rows.map((row) => row[chart.category].text), splitLine: { show: false }, boundaryGap: false }),
       yAxis: axis(look, {
         type: chart.log ? "log" : "value", min: chart.zero ? 0 : null, axisLabel: { formatter: onAxis(chart.unit) },
@@ -310,7 +316,8 @@
     const ridge = chart.peak_flops && chart.peak_bytes ? chart.peak_flops / chart.peak_bytes : null;
     const xs = table.rows.map((row) => row[chart.x].value).concat(ridge ? [ridge] : []);
     const ys = table.rows.map((row) => row[chart.y].value).concat(chart.peak_flops ? [chart.peak_flops] : []);
-    const [left, right] = [Math.min(...xs) / 2, Math.max(...xs) * 2.5];
+    const decade = (value, round) => 10 ** round(Math.log10(value));
+    const [left, right] = [decade(Math.min(...xs), Math.floor), decade(Math.max(...xs) * 1.2, Math.ceil)];
     const largest = width < NARROW ? 32 : 46;
     const series = groups.map((group, at) => ({
       type: "scatter", name: group, itemStyle: { color: look.colours[at], opacity: 0.72, borderColor: look.card, borderWidth: 1 },
@@ -325,13 +332,14 @@
     return {
       ...common(look),
       legend: legend(look, groups),
-      grid: { top: 48, left: 4, right: 20, bottom: 26, containLabel: true },
+      grid: { top: 48, left: 12, right: 20, bottom: 26, containLabel: true },
       xAxis: axis(look, {
-        type: "log", min: left, max: right, axisLabel: { formatter: si, showMinLabel: false, showMaxLabel: false }, name: "FLOP/byte", nameLocation: "middle", nameGap: 26,
-        minorSplitLine: { show: false },
+        type: "log", min: left, max: right, axisLabel: { formatter: si }, name: "FLOP/byte", nameLocation: "middle", nameGap: 26,
+        minorTick: { show: true, splitNumber: 9 }, minorSplitLine: { show: true, lineStyle: { color: look.line, opacity: 0.4 } },
       }),
       yAxis: axis(look, {
-        type: "log", min: Math.min(...ys) / 2, max: Math.max(...ys) * 2, axisLabel: { formatter: si, showMinLabel: false, showMaxLabel: false }, name: "FLOP/s",
+        type: "log", min: decade(Math.min(...ys), Math.floor), max: decade(Math.max(...ys) * 1.2, Math.ceil), axisLabel: { formatter: si },
+        minorTick: { show: true, splitNumber: 9 }, minorSplitLine: { show: true, lineStyle: { color: look.line, opacity: 0.4 } }, name: "FLOP/s",
         nameTextStyle: { color: look.muted, align: "left" }, nameGap: 10,
       }),
       tooltip: {
@@ -347,14 +355,14 @@
 
   // Boxes in boxes. What a prefix saved by itself is a box of its own beside those that begin with it.
   kinds.tree = (table, chart, look, width) => {
-    const nodes = new Map(table.rows.map((row) => [row[chart.node].value, { row, children: [] }]));
+    const nodes = new Map(table.rows.map((row) => [row[chart.node].text, { row, children: [] }]));
     const roots = [];
     for (const node of nodes.values()) {
-      const above = nodes.get(node.row[chart.parent].value);
+      const above = nodes.get(node.row[chart.parent].text);
       (above ? above.children : roots).push(node);
     }
     const box = ({ row, children }, depth) => {
-      const name = `${row.depth.text} tokens × ${row.users.text}`;
+      const name = row.users.value === null ? row[chart.node].text : `${row.depth.text} tokens × ${row.users.text}`;
       const own = { name, value: row[chart.value].value, row, itemStyle: { color: look.colours[depth % COLOURS] } };
       if (!children.length) return own;
       const inside = children.map((child) => box(child, depth + 1));
@@ -369,11 +377,11 @@
           const row = found.data && found.data.row;
           if (!row) return tip("all shared prefixes", []);
           const shown = Object.keys(table.columns).filter((name) => name !== chart.node && row[name].value !== null);
-          return tip(`prefix ${row[chart.node].text}`, rowLines(table, row, shown, []));
+          return tip(row.users.value === null ? row[chart.node].text : `prefix ${row[chart.node].text}`, rowLines(table, row, shown, []));
         },
       },
       series: [{
-        type: "treemap", name: "all", data: roots.map((root) => box(root, 0)), left: 0, right: 0, top: 4, bottom: 4,
+        type: "treemap", name: "all", animation: false, animationDuration: 0, animationDurationUpdate: 0, data: roots.map((root) => box(root, 0)), left: 0, right: 0, top: 4, bottom: 4,
         roam: false, nodeClick: false, breadcrumb: { show: false }, visibleMin: width < NARROW ? 200 : 60,
         childrenVisibleMin: 400, emphasis: { disabled: true },
         label: { show: true, color: "#fff", textBorderColor: "rgba(0,0,0,.45)", textBorderWidth: 2 },
@@ -405,7 +413,9 @@
 
   function heightOf(chart, table) {
     if (chart.kind === "split") return 60 + 62 * new Set(table.rows.map((row) => row[chart.level].text)).size;
-    if (chart.kind === "bars" && chart.horizontal) return 70 + 42 * table.rows.length;
+    if (chart.kind === "bars" && chart.horizontal) {
+      return 70 + table.rows.length * Math.max(38, chart.stacked ? 0 : 22 * chart.bars.length);
+    }
     return null;
   }
 

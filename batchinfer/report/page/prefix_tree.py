@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from batchinfer.report.columns import PREFIXES
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.units import count, percent
+from batchinfer.report.units import count
 
 MOST_NODES = 120
 
@@ -17,10 +19,12 @@ WITH RECURSIVE best AS (
 ), shown AS (
     SELECT prefix FROM best UNION SELECT parent FROM {prefixes} AS p JOIN shown USING (prefix) WHERE parent IS NOT NULL
 )
-SELECT prefix, parent, depth, tokens, users, cached_tokens, saved_tokens, device_s
+SELECT prefix::VARCHAR, parent::VARCHAR, depth, tokens, users, cached_tokens, saved_tokens, device_s
 FROM {prefixes} JOIN shown USING (prefix) ORDER BY cached_tokens DESC, prefix
 """
-_SUMS = "SELECT count(*), coalesce(sum(cached_tokens), 0)::BIGINT FROM {prefixes}"
+_SUMS = """
+SELECT count(*), coalesce(sum(cached_tokens), 0)::BIGINT, sum(saved_tokens)::BIGINT, sum(device_s) FROM {prefixes}
+"""
 _COLUMNS = (
     Figure("prefix", "prefix"),
     Figure("parent", "begins with"),
@@ -41,7 +45,8 @@ def prefix_tree(run: ReportedRun) -> PageSection:
         known = run.row["prefix_saved_tokens"] == 0
         return PageSection("prefixes", title, why if known else run.lacks(PREFIXES))
     prefixes = run.own(PREFIXES)
-    ((number, saved),) = run.fetch(_SUMS.format(prefixes=prefixes))
+    (sums,) = run.fetch(_SUMS.format(prefixes=prefixes))
+    number, saved = sums[:2]
     rows = run.fetch(_NODES.format(prefixes=prefixes, most=MOST_NODES))
     if not rows:
         why = f"Nothing to show: {count(number)} prefixes were shared, and none was in the cache when it was needed."
@@ -50,9 +55,17 @@ def prefix_tree(run: ReportedRun) -> PageSection:
         f"Prompts that begin alike share the work of their beginning: {count(saved)} prompt tokens were not run again. "
         "A box is a shared prefix, its area the tokens that it saved; what lies in it begins with it, too."
     )
-    shown = sum(row[5] for row in rows)
-    if len(rows) < number:
-        text += f" The {count(len(rows))} that matter most of {count(number)} are shown: {percent(shown / saved)}."
+    if (others := number - len(rows)) > 0:
+        text += f" Of {count(number)} the {count(len(rows))} that matter most are shown one by one."
+        rows.append(_others(others, sums, rows))
     options = {"node": "prefix", "parent": "parent", "value": "cached_tokens"}
     chart = Chart("tree", "Nested boxes of shared prefixes, by tokens saved", options)
     return PageSection("prefixes", title, text, chart, Figures(_COLUMNS, rows))
+
+
+def _others(number: int, sums: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """One row for all that are not shown."""
+    _, cached, saved, device_s = sums
+    left = (cached - sum(row[5] for row in rows), saved - sum(row[6] for row in rows))
+    time = None if device_s is None else max(0.0, device_s - sum(row[7] or 0.0 for row in rows))
+    return f"{count(number)} others", None, None, None, None, *left, time

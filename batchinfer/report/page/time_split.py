@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ _ENGINE: _Level = (
     "engine",
     [("model and sampler", "model_s"), ("overhead in steps", "overhead_s"), ("idle between steps", "idle_s")],
 )
-_MEANINGS = {column.name: column.meaning.replace("`", "") for column in RUN_COLUMNS}
+# what a column is a part of, the table says by itself
+_MEANINGS = {column.name: re.sub("^of [^:]*: |`", "", column.meaning) for column in RUN_COLUMNS}
 
 
 def time_split(run: ReportedRun) -> PageSection:

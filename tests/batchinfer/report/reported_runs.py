@@ -49,7 +49,7 @@ def write_samples(folder: Path, run_id: str, steps: int, requests: int, peaks: P
                 number, started_s=number * 0.02, duration_s=0.015 + 0.004 * (number % 5) / 5, model_s=0.012,
                 prefill_tokens=prefill, decode_tokens=decode, recomputed_tokens=0, running=20 + number % 30,
                 blocks_used=40 + number % 50, blocks_total=100,
-                flops=tokens * 20_000_000, bytes=200_000_000 + tokens * 1000,
+                flops=tokens * 20_000_000, roofline_s=0.008, bytes=200_000_000 + tokens * 1000,
             )
         )  # fmt: skip
     for number in range(requests):

@@ -18,11 +18,14 @@ from batchinfer.report.columns import ROW_SCHEMA
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.figures import Figure, Figures, shown
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
+from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
 from tests.batchinfer.report.parsed_page import ParsedPage
 from tests.batchinfer.report.reported_runs import RUN_ID, error_rows, read_run, write_tables
 
+# options of charts that name a column
+NAMING = ("x", "from", "y", "by", "size", "category", "level", "part", "value", "share", "node", "parent")
 HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=x onerror=alert(2)>',
@@ -56,24 +59,7 @@ def test_charts_name_tables_and_columns_that_are_there(parsed: ParsedPage) -> No
     assert len(parsed.ids) == len(set(parsed.ids))
     for table, chart in parsed.charts:
         columns = set(parsed.tables[table].columns)
-        named = [
-            chart[name]
-            for name in (
-                "x",
-                "from",
-                "y",
-                "by",
-                "size",
-                "category",
-                "level",
-                "part",
-                "value",
-                "share",
-                "node",
-                "parent",
-            )
-            if name in chart
-        ]
+        named = [chart[name] for name in NAMING if name in chart]
         named += chart.get("bars", [])
         named += [name for line in chart.get("lines", []) for name in (line["y"], *line.get("band", []))]
         assert set(named) <= columns
@@ -193,7 +179,7 @@ def test_the_prefix_tree_has_the_prefixes_that_saved_most(folder: Path, parsed: 
         f"SELECT prefix, users, cached_tokens FROM {run.own('prefixes')} ORDER BY cached_tokens DESC LIMIT 1"
     )
     assert (table.rows[0][0], table.column("users")[0], table.column("cached_tokens")[0]) == (
-        best,
+        str(best),
         users,
         saved,
     )
@@ -202,6 +188,16 @@ def test_the_prefix_tree_has_the_prefixes_that_saved_most(folder: Path, parsed: 
     nodes = set(table.column("prefix"))
     assert {parent for parent in table.column("parent") if parent != "–"} <= nodes
     assert len(nodes) == len(table.rows) > 1
+
+
+def test_prefixes_beyond_the_most_that_are_shown_are_one_row(tmp_path: Path) -> None:
+    write_tables(tmp_path, steps=20, requests=2000)
+    run = read_run(tmp_path)
+    table = ParsedPage(page(run)).tables["prefixes-table"]
+    ((number, saved),) = run.fetch(f"SELECT count(*), sum(cached_tokens) FROM {run.own('prefixes')}")
+    assert len(table.rows) <= MOST_NODES + 20
+    assert table.rows[-1][0] == f"{number - len(table.rows) + 1:,} others"
+    assert sum(table.column("cached_tokens")) == saved
 
 
 def test_the_dearest_requests_are_named_by_their_rows(folder: Path, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_a_published_run() -> None:
             "  memory   parent 310 MiB at its peak, worker 1.25 GiB at its peak",
             "  results  results/orders/*.parquet",
             "  report   results/orders-report/run-20261120T223000Z-abcdef.parquet",
+            "  page     batchinfer report results/orders",
             '  next     batchinfer query results/orders "select status, count(*) from results group by all"',
         ]
     )
@@ -138,7 +139,7 @@ def test_no_unknown_value_breaks_the_summary(unknown: set[str]) -> None:
     needed = {"job", "output", "run_id", "started_at", "finished_at", "wall_s"}
     row = full_row(**dict.fromkeys(unknown - needed))
     text = summary(row)
-    assert len(text.splitlines()) <= 14
+    assert len(text.splitlines()) <= 15
     assert "None" not in text
     assert json.loads(json_line(row))["job"] == "orders"
 
