@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import random
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer import cli, pipeline
 from batchinfer.errors import UsageError
 from batchinfer.history import history_of, share_of
 from batchinfer.query import asked
-from batchinfer.report.folder import new_run_id, table_path
+from batchinfer.report import history as report_history
+from batchinfer.report.columns import RUN
+from batchinfer.report.folder import new_run_id, table_path, tables
 from batchinfer.report.hardware import Hardware
 from batchinfer.report.history import LEAST_S, Comparison
 from batchinfer.report.meter import Measured, Totals
 from batchinfer.report.percentiles import UNKNOWN
 from batchinfer.report.tables import RunFacts, run_row, write_run
-from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Place, command
+from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Place, command, make_place
+from tests.examples import examples
 
 START = datetime(2026, 3, 1, 22, 30, tzinfo=UTC)
 
@@ -240,3 +246,49 @@ def test_a_job_and_its_result_have_one_history(
     monkeypatch.chdir(place.folder)
     assert run("history").code == 0
     assert run("history", place.results, "--set", "seed=1").code == 2
+
+
+STEP_S, STEPS = 0.1, 8  # long enough that what a busy machine adds to a step is a small part of it
+
+
+@pytest.fixture(scope="module")
+def nights(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
+    """A job that has run four times."""
+    place = make_place(tmp_path_factory.mktemp("nights") / "job", model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
+        for night in range(4):
+            assert whole_run(place, patch, STEP_S, f"night {night}") == 0
+    return place
+
+
+def whole_run(place: Place, patch: pytest.MonkeyPatch, step_s: float, words: str) -> int:
+    """Run the job on rows that it has not had before, all equally long, with steps of that length."""
+    texts = (sha256(f"{words} {i}".encode()).hexdigest() for i in range(2 * STEPS))
+    place.rows(*({"id": f"r{i:02}", "text": text} for i, text in enumerate(texts)))
+    patch.setenv("FAKE_ENGINE_BATCH", "2")
+    patch.setenv("FAKE_ENGINE_DELAY_S", str(step_s))
+    return cli._guarded(["run", str(place.folder / "job.yaml"), "-q"])
+
+
+@pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (1.25, 65)])
+def test_whole_runs_fail_where_the_engine_is_slower(
+    slower: float,
+    code: int,
+    nights: Place,
+    history: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run takes less than a second here, so that twenty of each can be tried."""
+    monkeypatch.setattr(report_history, "LEAST_S", STEPS * STEP_S / 2)
+    run = command(capsys, monkeypatch, FAKE)
+    report = nights.results.with_name("res-report")
+    before = set(tables(report, RUN))
+    for attempt in range(examples(1, 20)):
+        assert whole_run(nights, monkeypatch, slower * STEP_S, f"attempt {attempt} of {slower:.2f}") == 0
+        (made,) = set(tables(report, RUN)) - before
+        ended = run("history", nights.folder / "job.yaml", "--fail-if-slower", "10%")
+        assert ended.code == code, f"attempt {attempt}: {ended.out}"
+        assert "median of the 4 comparable runs" in ended.out
+        made.unlink()  # the next attempt is compared with the same nights
