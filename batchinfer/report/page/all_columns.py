@@ -24,7 +24,7 @@ def all_columns(run: ReportedRun) -> PageSection:
         (column.name, _value(run.row[column.name]), column.unit, column.meaning.replace("`", ""))
         for column in RUN_COLUMNS
     ]
-    text = "All columns of the table run. Dashes are not known, or do not apply."
+    text = "All columns of the table `run`. Dashes are not known, or do not apply."
     return PageSection("all", "Everything about this run", text, None, Figures(_COLUMNS, rows))
 
 

@@ -11,8 +11,9 @@ from batchinfer import __version__
 from batchinfer.report.page.all_columns import all_columns
 from batchinfer.report.page.dearest import dearest
 from batchinfer.report.page.efficiency import efficiency
+from batchinfer.report.page.experts import experts
 from batchinfer.report.page.failures import failures
-from batchinfer.report.page.figures import html_text
+from batchinfer.report.page.figures import html_prose, html_text
 from batchinfer.report.page.latency import latency
 from batchinfer.report.page.lengths import lengths
 from batchinfer.report.page.overview import forecast, heading, tiles, work
@@ -64,6 +65,7 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
     yield work(run)
     yield prefix_tree(run)
     yield from lengths(run)
+    yield from experts(run)
     yield dearest(run)
     yield latency(run)
     yield failures(run)
@@ -72,7 +74,7 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _notice(text: str) -> str:
-    return f'<p class="notice">{html_text(text)}</p>' if text else ""
+    return f'<p class="notice">{html_prose(text)}</p>' if text else ""
 
 
 def _links(sections: list[PageSection]) -> str:

@@ -48,7 +48,7 @@ def failures(run: ReportedRun) -> PageSection:
 
 def _note(published: bool) -> str:
     if published:
-        return "The results have each row's message in the column error_message; texts are not shown here."
+        return "The results have each row's message in the column `error_message`; texts are not shown here."
     return (
         "Which rows these are is not shown, because the results in place, if any, are not those of this run."
     )

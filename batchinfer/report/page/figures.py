@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +16,9 @@ from batchinfer.text import printable
 _LONGEST_TEXT = 800  # characters of a cell; names of rows may be any length
 _SHORT_TEXT = 32  # characters that are not broken into lines
 _SHARE = "0…1"
-PREFIXED = ("FLOP/s", "bytes/s")
+# units with metric prefixes, and how they are written then
+PREFIXED = {"FLOP/s": "FLOP/s", "bytes/s": "B/s", "J": "J", "J/token": "J/token"}
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,13 @@ def _number(value: float, unit: str) -> str:
 
 def prefixed(value: float, unit: str) -> str:
     """A figure with the metric prefix at its unit: 180 GFLOP/s."""
-    text = short(value)
-    letter = text[-1] if text[-1].isalpha() else ""
-    return f"{text.removesuffix(letter)} {letter}{unit}"
+    size, letter = next((one for one in _PREFIXES if abs(value) >= one[0] * 0.9995), (1.0, ""))
+    return f"{short(value / size)} {letter}{PREFIXED[unit]}"
+
+
+def html_prose(text: str) -> str:
+    """Sentences of ours; what stands between backquotes is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html_text(text))
 
 
 def html_text(text: str) -> str:

@@ -87,6 +87,18 @@ def _tiles(row: RunRow) -> Iterator[Tile]:
         )
         yield Tile("peak memory", size(row["worker_peak_rss_bytes"]), more)
 
+    yield from _costs(row)
+
+
+def _costs(row: RunRow) -> Iterator[Tile]:
+    if row["cost"] is not None:
+        yield Tile("cost", f"{row['cost']:,.2f}", f"at {row['price_per_hour']:,.2f} an hour")
+    if row["energy_j"] is not None:
+        yield Tile("energy", shown(row["energy_j"], "J"), f"{shown(row['energy_j_per_token'], 'J/token')}")
+    if row["deadline"] is not None:
+        met = {True: "met", False: "missed", None: "not known"}[row["deadline_met"]]
+        yield Tile("deadline", met, shown(row["deadline"]))
+
 
 def _saved(row: RunRow) -> int | None:
     if row["prefix_saved_tokens"] is None or row["prompt_tokens_run"] is None:
@@ -110,6 +122,7 @@ _PAIRS = (
     ("steps", "forecast_steps", "steps", "steps"),
     ("prompt tokens run", "forecast_prompt_tokens", "prompt_tokens_run", "tokens"),
     ("output tokens", "forecast_output_tokens", "output_tokens", "tokens"),
+    ("cost of the engine", "forecast_engine_cost", "engine_cost", "money"),
     ("MFU", "forecast_mfu", "mfu", "0…1"),
     ("MBU", "forecast_mbu", "mbu", "0…1"),
 )

@@ -401,7 +401,7 @@
         data: [{ coord: [ridge, chart.peak_flops] }],
         label: {
           show: true, position: "top", color: look.bad, fontWeight: 600,
-          formatter: () => `${prefixed(chart.peak_flops, "FLOP/s")}, ${prefixed(chart.peak_bytes, "bytes/s")}`,
+          formatter: () => `${prefixed(chart.peak_flops, "FLOP/s")}, ${prefixed(chart.peak_bytes, "B/s")}`,
         },
       },
     };

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinfer.report.page.figures import Figures, html_text
+from batchinfer.report.page.figures import Figures, html_prose, html_text
 
 _SHORT_TABLE = 14  # rows that stand open below their chart
 
@@ -41,12 +41,12 @@ class PageSection:
     note: str = ""
 
     def html(self) -> str:
-        parts = [f"<h2>{html_text(self.title)}</h2>", f"<p>{html_text(self.text)}</p>"]
+        parts = [f"<h2>{html_text(self.title)}</h2>", f"<p>{html_prose(self.text)}</p>"]
         if self.figures is not None:
             table = f"{self.name}-table"
             parts += [self.chart.html(table)] if self.chart is not None else []
             parts.append(self._table(self.figures, table))
-        parts += [f'<p class="note">{html_text(self.note)}</p>'] if self.note else []
+        parts += [f'<p class="note">{html_prose(self.note)}</p>'] if self.note else []
         return f'<section id="{self.name}">\n' + "\n".join(parts) + "\n</section>"
 
     def _table(self, figures: Figures, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.report.columns import ROW_SCHEMA
+from batchinfer.report.columns import EXPERT_SCHEMA, ROW_SCHEMA
 from batchinfer.report.page.document import MARK, page
-from batchinfer.report.page.figures import Figure, Figures, shown
+from batchinfer.report.page.figures import Figure, Figures, html_prose, shown
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
+from batchinfer.report.page.overview import tiles
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
@@ -312,7 +314,10 @@ def test_cells_have_all_digits_and_a_text_for_people() -> None:
     ("value", "unit", "text"),
     [
         (180e9, "FLOP/s", "180 GFLOP/s"),
-        (33.4e9, "bytes/s", "33.4 Gbytes/s"),
+        (33.4e9, "bytes/s", "33.4 GB/s"),
+        (790e12, "FLOP/s", "790 TFLOP/s"),
+        (4.3e12, "bytes/s", "4.30 TB/s"),
+        (0.25, "J/token", "0.25 J/token"),
         (12.5, "FLOP/byte", "12.5 FLOP/byte"),
         (27_300.0, "tokens/s", "27.3k tokens/s"),
         (2452, "rows", "2,452"),
@@ -324,3 +329,31 @@ def test_cells_have_all_digits_and_a_text_for_people() -> None:
 )
 def test_values_as_people_read_them(value: float, unit: str, text: str) -> None:
     assert shown(value, unit) == text
+
+
+def test_cost_energy_and_deadline_are_shown_where_they_are_known(tmp_path: Path) -> None:
+    known = {"energy_j": 5400.0, "energy_j_per_token": 0.25, "price_per_hour": 2.5, "cost": 0.0094,
+             "deadline": datetime(2026, 11, 21, 6, tzinfo=UTC), "deadline_met": False}  # fmt: skip
+    write_tables(tmp_path)
+    run = read_run(tmp_path)
+    assert "deadline" not in ParsedPage(tiles(run.row)).text
+    text = ParsedPage(tiles(run.row | known)).text
+    for words in ("5.40 kJ", "0.25 J/token", "at 2.50 an hour", "missed2026-11-21 06:00:00 UTC"):
+        assert words in text
+
+
+def test_experts_have_a_section_where_there_are_some(tmp_path: Path) -> None:
+    write_tables(tmp_path)
+    assert "experts-table" not in ParsedPage(page(read_run(tmp_path))).tables
+    loads = [(layer, expert, tokens) for layer in range(12) for expert, tokens in enumerate((10, 30, 20))]
+    rows = [
+        {"run_id": RUN_ID, "layer": layer, "expert": expert, "tokens": tokens, "load": tokens / 20}
+        for layer, expert, tokens in loads
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, EXPERT_SCHEMA), tmp_path / f"experts-{RUN_ID}.parquet")
+    table = ParsedPage(page(read_run(tmp_path))).tables["experts-table"]
+    assert table.rows == [[f"{layer}", 3, 60, 1.5, 1.0, 0.5] for layer in range(12)]
+
+
+def test_code_in_sentences_is_marked_and_nothing_else() -> None:
+    assert html_prose("run `a <b>` & more") == "run <code>a &lt;b&gt;</code> &amp; more"

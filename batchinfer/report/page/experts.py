@@ -1,0 +1,45 @@
+"""How evenly tokens chose the experts of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchinfer.report.columns import EXPERTS
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.units import count
+
+_LAYERS = """
+SELECT layer::VARCHAR, count(*), sum(tokens)::BIGINT, min(load), median(load), max(load) FROM {experts}
+GROUP BY layer ORDER BY experts.layer
+"""
+_COLUMNS = (
+    Figure("layer", "layer"),
+    Figure("experts", "experts", "experts"),
+    Figure("tokens", "tokens", "tokens"),
+    Figure("load_max", "most loaded expert"),
+    Figure("load_median", "median"),
+    Figure("load_min", "least loaded expert"),
+)
+
+
+def experts(run: ReportedRun) -> Iterator[PageSection]:
+    """Nothing for models without experts."""
+    if not run.has(EXPERTS):
+        return
+    found = run.fetch(_LAYERS.format(experts=f"{run.own(EXPERTS)} AS experts"))
+    rows = [
+        (layer, number, tokens, most, median, least) for layer, number, tokens, least, median, most in found
+    ]
+    lines = [{"y": name} for name in ("load_max", "load_median", "load_min")]
+    chart = Chart(
+        "curves",
+        "Lines of the experts' loads over layers",
+        {"category": "layer", "lines": lines, "unit": "", "zero": True},
+    )
+    text = (
+        f"Tokens of an expert, as a multiple of its even share, in {count(len(rows))} layers. The nearer to 1 all are, "
+        "the more evenly the work was spread."
+    )
+    yield PageSection("experts", "Load of the experts", text, chart, Figures(_COLUMNS, rows))
