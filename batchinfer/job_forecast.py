@@ -20,6 +20,7 @@ from batchinfer.deadline import Deadline, now
 from batchinfer.engine_forecast import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.errors import OutOfMemory
 from batchinfer.job import Job
+from batchinfer.lint import Linter, LintFinding
 from batchinfer.order_choice import settled_forecast
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
@@ -68,6 +69,7 @@ class JobForecast:
     prefixes: list[PlannedPrefix] = field(default_factory=list)  # those that save most, and those above them
     misfit: str | None = None  # why the job does not fit into memory
     deadline: Deadline | None = None  # as if the engine began now; None: the job has none
+    findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
 
 
 def forecast_job(
@@ -116,7 +118,8 @@ def forecast_job(
         )
         forecast = settled_forecast(engine, index.tokens, PLAN_MOST_S)
         deadline = Deadline.of(job, now(), forecast.seconds)
-        return replace(found, memory=memory, forecast=forecast, deadline=deadline)
+        findings = tuple(Linter(job, setup, index, Path(scratch)).findings())
+        return replace(found, memory=memory, forecast=forecast, deadline=deadline, findings=findings)
 
 
 def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:

@@ -70,6 +70,20 @@ FORECAST_SCHEMA = pa.schema(
                 ]
             ),
         ),
+        pa.field(
+            "lint",
+            pa.list_(
+                pa.struct(
+                    [
+                        *_struct(_TEXT, "kind", "text"),
+                        pa.field("saved_tokens", _INT),
+                        *_struct(_REAL, "share", "saved_s"),
+                        pa.field("template", _TEXT),
+                        pa.field("rows", _INT),
+                    ]
+                )
+            ),
+        ),
         pa.field("deadline", pa.struct([pa.field("at", _TEXT), pa.field("spare_s", _REAL)])),
     ]
 )

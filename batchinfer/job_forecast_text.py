@@ -8,6 +8,7 @@ from typing import Any
 
 from batchinfer.engine_forecast import EngineForecast
 from batchinfer.job_forecast import JobForecast, Lengths
+from batchinfer.lint import finding_text
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.policies import BY_DEFAULT, OrderChoice
 from batchinfer.plan.prefixes import PlannedPrefix
@@ -75,6 +76,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         else {"weight_bytes": memory.weights, "kv_cache_bytes": memory.kv_cache, "blocks": memory.blocks},
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
+        "lint": [asdict(finding) for finding in found.findings],
         "deadline": None
         if found.deadline is None
         else {"at": found.deadline.at.isoformat(), "spare_s": found.deadline.spare_s},
@@ -155,6 +157,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     yield from _times(found.forecast, price_per_hour)
     if found.deadline is not None:
         yield "deadline", found.deadline.text
+    for finding in found.findings:
+        yield "lint", finding_text(finding)
 
 
 def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:

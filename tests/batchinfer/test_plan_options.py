@@ -128,7 +128,8 @@ def named(value: Any, kind: pa.DataType, path: str = "") -> set[str]:
 def test_the_table_has_what_json_has(tmp_path: Path, model: Path, capsys: Any, monkeypatch: Any) -> None:
     rows: list[Any] = [*people(30), "{not json"]
     later = "2030-01-01T06:00"
-    path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5}, deadline=later)
+    prompt = {"user": "Greet {{ text }}\nWrite one short sentence, be friendly, and do not ask for anything."}
+    path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5}, deadline=later, prompt=prompt)
     table, run = tmp_path / "plan.parquet", command(capsys, monkeypatch)
     ended = run("plan", path, "--json", "--parquet", table, "--hardware", "a100", "--price-per-hour", "3")
     assert ended.code == 0, ended.err

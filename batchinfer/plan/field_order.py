@@ -1,0 +1,33 @@
+"""In which order fields of a template let prompts share most."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+Values = Sequence[Hashable]
+
+
+def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]:
+    """The fields' numbers, that which saves most first. `fields`: of each its value in every row; `lengths`: tokens.
+
+    Greedy as GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", 2024), but with one
+    order for all rows, as a template has: next comes the field that saves most tokens behind those that are chosen,
+    that is its length for each row but the first of those that have equal values so far. Of equals the earlier one.
+    """
+    left, order = list(range(len(fields))), []
+    groups: Values = [()] * (len(fields[0]) if fields else 0)
+    while left:
+        saved = [
+            (len(groups) - len(set(zip(groups, fields[one], strict=True)))) * lengths[one] for one in left
+        ]
+        chosen = left[saved.index(max(saved))]
+        left.remove(chosen)
+        order.append(chosen)
+        groups = _numbered(list(zip(groups, fields[chosen], strict=True)))
+    return order
+
+
+def _numbered(values: Values) -> list[int]:
+    """Equal numbers for equal values: short ones, however many fields they stand for."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
