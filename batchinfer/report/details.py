@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,6 @@ from batchinfer.report.columns import (
 )
 from batchinfer.report.device_time import attention_share, device_split
 from batchinfer.report.folder import table_path
-from batchinfer.report.percentiles import opened
 from batchinfer.report.prefixes import NONE, PrefixNodes
 from batchinfer.report.spool import Spool
 from batchinfer_kernels.cost import ModelCost, Peaks
@@ -49,9 +49,10 @@ class Machine:
 
 
 class Details:
-    """Of one run, from its table of steps."""
+    """Of one run, from its table of steps; `database`: a connection to DuckDB."""
 
-    def __init__(self, folder: Path, run_id: str, steps: Path, machine: Machine) -> None:
+    def __init__(self, folder: Path, run_id: str, steps: Path, machine: Machine, database: Any) -> None:
+        self._database = database
         self._folder, self._run_id, self._steps, self._machine = folder, run_id, steps, machine
         self._columns = _numbers(pq.read_table(steps, columns=list(_STEPS)))
 
@@ -112,9 +113,8 @@ class Details:
         peaks = self._machine.peaks
         flops_per_s = None if peaks is None else peaks.int8_ops_per_s or peaks.flops_per_s
         bytes_per_s = None if peaks is None else peaks.bytes_per_s
-        with opened() as database:
-            given = [source, *more, flops_per_s, bytes_per_s]
-            found = database.sql(f"WITH found AS ({sql}) {_EFFICIENCIES}", params=given).to_arrow_table()
+        given = [source, *more, flops_per_s, bytes_per_s]
+        found = self._database.sql(f"WITH found AS ({sql}) {_EFFICIENCIES}", params=given).to_arrow_table()
         columns = {"run_id": pa.array([self._run_id] * found.num_rows, pa.string())}
         columns |= {name: found.column(name) for name in schema.names if name != "run_id"}
         with Spool(table_path(self._folder, name, self._run_id), schema) as spool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
 from batchinfer.report.details import Details, Machine
@@ -197,11 +198,12 @@ class Meter:
         """Complete all tables and read the percentiles from them. Raises OSError when the disk fails."""
         began = time.perf_counter_ns()
         steps = self._steps.finish()
-        details = Details(self._folder, self._run_id, steps, self._machine)
-        requests = self._write_requests(details)
-        details.write_phases()
-        details.write_buckets(requests, self.totals.wall_s)
-        found = self._measured(steps, requests, details.split())
+        with opened() as database:
+            details = Details(self._folder, self._run_id, steps, self._machine, database)
+            requests = self._write_requests(details)
+            details.write_phases()
+            details.write_buckets(requests, self.totals.wall_s)
+            found = self._measured(database, steps, requests, details.split())
         self.totals.metering_s += (self._spent_ns + time.perf_counter_ns() - began) / 1e9
         return found
 
@@ -215,18 +217,17 @@ class Meter:
         nodes.write(self._folder, self._run_id)
         return requests
 
-    def _measured(self, steps: Path, requests: Path, device: Mapping[str, float]) -> Measured:
-        with opened() as database:
-            return Measured(
-                totals=self.totals,
-                queue=spread(database, requests, "queue_s"),
-                ttft=spread(database, requests, "ttft_s"),
-                tpot=spread(database, requests, "tpot_s"),
-                itl=weighted_spread(database, steps, "interval_s", "decode_tokens"),
-                latency=spread(database, requests, "latency_s"),
-                device=device,
-                energy=self._energy,
-            )
+    def _measured(self, database: Any, steps: Path, requests: Path, device: Mapping[str, float]) -> Measured:
+        return Measured(
+            totals=self.totals,
+            queue=spread(database, requests, "queue_s"),
+            ttft=spread(database, requests, "ttft_s"),
+            tpot=spread(database, requests, "tpot_s"),
+            itl=weighted_spread(database, steps, "interval_s", "decode_tokens"),
+            latency=spread(database, requests, "latency_s"),
+            device=device,
+            energy=self._energy,
+        )
 
     def _interval(self, sample: StepSample) -> float | None:
         """Seconds from the end of the step before to the end of this one; None in an engine's first step."""
