@@ -21,7 +21,7 @@ from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.answer_check import AnswerCheck
 from batchinfer.data.results.completion_store import CompletionStore
-from batchinfer.data.results.error_summary import summarise_all_errors, summarise_errors
+from batchinfer.data.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
 from batchinfer.data.results.join import ErrorCounts, count_errors, used_rows
 from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published, read_manifest
 from batchinfer.data.results.openai import LINE_BYTES, asked, write_openai
@@ -247,7 +247,12 @@ class _Run:
         counts = count_errors(index.index_parts, store.parts(), self.state.staging / "count")
         if budget.exceeded(counts.errors) and not budget.publish:
             errors = summarise_all_errors(index.index_parts, store.parts(), self.state.staging / "count")
-            raise ErrorBudgetExceeded(budget_text(counts, budget, errors))
+            raise self._over_budget(counts, budget, errors)
+
+    def _over_budget(self, counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> ErrorBudgetExceeded:
+        """The run's row says why, too."""
+        self.report.note(rows_error=errors.rows, error_codes=dict(errors.codes))
+        return ErrorBudgetExceeded(budget_text(counts, budget, errors))
 
     def _context(self) -> bytes:
         """The digest of all but the rows that decides an answer. Weight files are hashed once, then remembered."""
@@ -324,7 +329,7 @@ class _Run:
         """Too many bad rows before the model is even loaded."""
         if budget.exceeded(index.error_rows) and not budget.publish:
             counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
-            raise ErrorBudgetExceeded(budget_text(counts, budget, summarise_errors(index.index_parts)))
+            raise self._over_budget(counts, budget, summarise_errors(index.index_parts))
 
     def _plan(self, index: Index, store: CompletionStore) -> Plan:
         self.progress.phase("planning")

@@ -63,12 +63,25 @@ def _place(folder: Path) -> tuple[ResultPlace, Path]:
         report = report_folder(find_state(folder).root)
         if tables(report, RUN):
             return ResultPlace(folder, report), report
+        _check_begun(folder)
     place = ResultPlace.of(folder)
     if place.report is None:
         raise InputMissing(
             f"{folder}: no run has left a report of it; the next `batchinfer run` that computes something writes one"
         )
     return place, place.report
+
+
+def _check_begun(folder: Path) -> None:
+    """Raises InputMissing where a run has begun, and none has come to the end at which it writes its tables."""
+    try:
+        state = status_of(folder).state
+    except InputMissing:  # none has begun: what is said then is what `query` says, too
+        return
+    how = "is at work" if state == "running" else state
+    raise InputMissing(
+        f"{folder}: no run of it has left a report yet; its last run {how}, `batchinfer status {folder}` says more"
+    )
 
 
 def _check_ours(path: Path) -> None:

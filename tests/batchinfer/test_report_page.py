@@ -113,6 +113,45 @@ def test_a_result_that_no_run_has_published(tmp_path: Path, ask: Command) -> Non
     )
 
 
+def test_a_run_that_refused_its_rows_counts_them(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.rows(*ROWS, b"{no json", b"[]")
+    run = command(capsys, monkeypatch, FAKE)
+    assert run("run", place.folder / "job.yaml", "-q").code == 65
+    assert run("report", place.results).code == 0
+    page = ParsedPage((report_of(place) / "report.html").read_text("utf-8"))
+    assert sum(page.tables["errors-table"].column("rows")) == 2
+    assert "over budget, exit code 65" in page.text
+
+
+def test_an_empty_input_has_a_page(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.rows()
+    run = command(capsys, monkeypatch, FAKE)
+    assert run("run", place.folder / "job.yaml", "-q").code == 0
+    assert run("report", place.results).code == 0
+    assert "the input has no rows" in (report_of(place) / "report.html").read_text("utf-8")
+
+
+def test_a_run_that_crashed_is_named(
+    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has left no table: the page is about the run before it, and where there is none, the message says so."""
+    progress = copy.state / "progress.json"
+    crashed = json.loads(progress.read_text()) | {"exit_status": None, "run_id": "20990101T000000Z-abcdef"}
+    progress.write_text(json.dumps(crashed))
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    assert run("report", copy.results).code == 0
+    assert "A newer run crashed" in (report_of(copy) / "report.html").read_text("utf-8")
+    shutil.rmtree(report_of(copy))
+    shutil.rmtree(copy.results)
+    ended = run("report", copy.results)
+    assert ended.code == 66
+    assert "its last run crashed" in ended.err
+
+
 def test_a_result_without_a_report(copy: Place, ask: Command) -> None:
     shutil.rmtree(report_of(copy))
     ended = ask(copy.results)

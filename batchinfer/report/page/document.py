@@ -57,8 +57,20 @@ Charts by Apache ECharts (Apache-2.0).</footer>
 
 
 def _sections(run: ReportedRun) -> Iterator[PageSection]:
-    yield forecast(run)
+    if run.row["steps"]:
+        yield forecast(run)
     yield time_split(run)
+    if run.row["steps"]:
+        yield from _computed(run)
+    else:
+        yield PageSection("engine", "The engine", "Nothing to show: this run computed nothing.")
+    yield failures(run)
+    yield past_runs(run)
+    yield all_columns(run)
+
+
+def _computed(run: ReportedRun) -> Iterator[PageSection]:
+    """What the engine did."""
     yield from timeline(run)
     yield roofline(run)
     yield from efficiency(run)
@@ -68,9 +80,6 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
     yield from experts(run)
     yield dearest(run)
     yield latency(run)
-    yield failures(run)
-    yield past_runs(run)
-    yield all_columns(run)
 
 
 def _notice(text: str) -> str:

@@ -32,6 +32,8 @@ def failures(run: ReportedRun) -> PageSection:
         return PageSection(
             "errors", title, "Nothing to show: this run ended before its error rows were counted."
         )
+    if row["rows"] == 0:
+        return PageSection("errors", title, "None: the input has no rows.")
     if not row["rows_error"]:
         return PageSection("errors", title, f"None: all {count(row['rows'])} rows have an answer.")
     rows = _published(run) if run.results else _counted(run)
@@ -49,9 +51,7 @@ def failures(run: ReportedRun) -> PageSection:
 def _note(published: bool) -> str:
     if published:
         return "The results have each row's message in the column `error_message`; texts are not shown here."
-    return (
-        "Which rows these are is not shown, because the results in place, if any, are not those of this run."
-    )
+    return "Which rows these are is not shown, because this run has published no results, or others are in place."
 
 
 def _published(run: ReportedRun) -> list[tuple[Any, ...]]:

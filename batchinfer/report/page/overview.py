@@ -64,30 +64,31 @@ def tiles(row: RunRow) -> str:
 
 def _tiles(row: RunRow) -> Iterator[Tile]:
     if row["rows"] is not None:
-        errors = row["rows_error"]
-        more = (
-            "" if errors is None else f", {count(errors)} error rows ({percent(_share(errors, row['rows']))})"
-        )
-        yield Tile("rows answered", count(row["rows_ok"]), f"of {count(row['rows'])}{more}")
-    yield Tile("time", seconds(row["wall_s"]), f"{seconds(row['engine_wall_s'])} in the engine")
+        yield _row_tile(row)
+    engine = row["engine_wall_s"]
+    yield Tile("time", seconds(row["wall_s"]), f"{seconds(engine)} in the engine" if engine else "")
     if row["total_tokens_per_s"] is not None:
         output = f"{short(row['output_tokens_per_s'])} of them output"
         yield Tile("tokens a second", short(row["total_tokens_per_s"]), output)
     if row["steps"]:
         shares = f"MFU {percent(row['mfu'])}, MBU {percent(row['mbu'])}"
         yield Tile("of the roofline", percent(row["roofline_efficiency"]), shares)
-    if (saved := _saved(row)) is not None:
+    if row["steps"] and (saved := _saved(row)) is not None:
         share = _share(saved, saved + row["prompt_tokens_run"])
         yield Tile("prompt tokens saved", percent(share), f"{short(saved)} by prefixes and duplicates")
     if row["worker_peak_rss_bytes"] is not None:
-        more = (
-            f"of the engine; {size(row['parent_peak_rss_bytes'])} beside it"
-            if row["parent_peak_rss_bytes"]
-            else ""
-        )
+        parent = row["parent_peak_rss_bytes"]
+        more = f"of the engine; {size(parent)} beside it" if parent else ""
         yield Tile("peak memory", size(row["worker_peak_rss_bytes"]), more)
-
     yield from _costs(row)
+
+
+def _row_tile(row: RunRow) -> Tile:
+    rows, errors = row["rows"], row["rows_error"]
+    bad = "" if not errors else f"{count(errors)} error rows ({percent(_share(errors, rows))})"
+    if row["rows_ok"] is None:
+        return Tile("rows of the input", count(rows), bad)
+    return Tile("rows answered", count(row["rows_ok"]), ", ".join(filter(None, [f"of {count(rows)}", bad])))
 
 
 def _costs(row: RunRow) -> Iterator[Tile]:
@@ -139,9 +140,7 @@ def forecast(run: ReportedRun) -> PageSection:
     rows = [row for pair in _PAIRS if (row := _compared(run.row, *pair)) is not None]
     title = "Forecast against fact"
     if not rows:
-        return PageSection(
-            "forecast", title, "Nothing to show: this run had no forecast, or did not get so far."
-        )
+        return PageSection("forecast", title, "Nothing to show: this run had no forecast.")
     options = {"category": "figure", "bars": ["ratio"], "unit": "0…1", "horizontal": True, "baseline": 1}
     chart = Chart("bars", "Bars of what the facts are of their forecasts", options)
     text = (
@@ -180,8 +179,6 @@ _WORK = (
 def work(run: ReportedRun) -> PageSection:
     """Tokens that were run, those that were saved, and those that were run for nothing."""
     row, title = run.row, "Work done and work saved"
-    if not row["steps"]:
-        return PageSection("work", title, "Nothing to show: this run computed nothing.")
     rows = [
         ("prompt tokens", row["prompt_tokens_run"], row["prefix_saved_tokens"], row["duplicate_saved_tokens"], None,
          None),

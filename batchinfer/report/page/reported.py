@@ -37,8 +37,6 @@ class ReportedRun:
 
     def lacks(self, table: str) -> str:
         """Why there are no rows in that table, as a sentence."""
-        if not self.row["steps"]:
-            return "Nothing to show: this run computed nothing."
         return (
             f"Nothing to show: the table `{table}` of this run is not there. It is kept for the newest runs only, and "
             "an older version may not have written it."

@@ -275,6 +275,8 @@ def test_a_run_that_computed_nothing(tmp_path: Path) -> None:
     assert "this run computed nothing" in parsed.text
     assert "wrong job, exit code 78" in parsed.text
     assert {name for name, _ in parsed.charts} == {"time-table"}
+    assert parsed.text.count("Nothing to show") == 3  # the engine, errors, earlier runs
+    assert "rows answered" not in parsed.text
 
 
 def test_without_peaks_there_is_no_roof(tmp_path: Path) -> None:
