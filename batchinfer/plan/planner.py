@@ -20,7 +20,7 @@ from batchinfer.plan.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.prefix_forest import ROOT, ForestBuilder, Ints, PrefixForest
 from batchinfer.plan.prefixes import write_prefixes
-from batchinfer.plan.requests import Prompts
+from batchinfer.plan.requests import Prompts, read_prompts
 from batchinfer.plan.run_order import depth_first, efforts
 
 _ROWS_PER_GROUP = 65_536
@@ -88,8 +88,8 @@ def _forest(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
     """The forest of the work's prompts, and their rows (`rowid`) in the order in which it has them."""
 
     def chains(offsets: pa.Array, counts: pa.Array) -> pa.Array:
-        places = zip(offsets.to_pylist(), counts.to_pylist(), strict=True)
-        return pa.array(block_hashes([prompts.read(*place) for place in places]), pa.binary())
+        read = read_prompts(prompts, offsets.to_numpy(), counts.to_numpy())
+        return pa.array([chain for some in read for chain in block_hashes(some)], pa.binary())
 
     kinds: list[Any] = ["BIGINT", "INTEGER"]
     database.create_function("chain", chains, kinds, "BLOB", type="arrow")

@@ -5,20 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchinfer.plan.plan import Plan, Window
 from batchinfer.request import Request, SamplingParams, TokenIds
 
 LONG_PARAMS = 16 << 10  # characters
+_AT_ONCE = 1 << 18  # tokens
 
 
 class Prompts(Protocol):
     """Where the prompts' token ids lie."""
 
     def read(self, offset: int, count: int) -> TokenIds: ...
+
+
+def read_prompts(
+    prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int32]
+) -> Iterator[list[TokenIds]]:
+    """Prompts in the order given, some at a time: those that follow one another in the store are read at once, up to
+    about _AT_ONCE tokens."""
+    ends = offsets + counts
+    read = np.cumsum(counts, dtype=np.int64) // _AT_ONCE
+    cuts = np.flatnonzero((offsets[1:] != ends[:-1]) | (read[1:] != read[:-1])) + 1
+    for start, end in pairwise([0, *cuts.tolist(), len(offsets)]):
+        if start < end:
+            tokens = prompts.read(int(offsets[start]), int(ends[end - 1] - offsets[start]))
+            yield np.split(tokens, (offsets[start + 1 : end] - offsets[start]).tolist())
 
 
 def planned_requests(

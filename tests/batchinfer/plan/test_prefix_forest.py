@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.plan import requests
 from batchinfer.plan.block_hashes import BLOCK, HASH_BYTES, block_hashes, shared_blocks
 from batchinfer.plan.prefix_forest import ROOT, ForestBuilder, PrefixForest
 from batchinfer.plan.run_order import depth_first
@@ -128,3 +130,32 @@ def test_a_very_deep_chain_of_prefixes():
     assert forest.users.tolist() == list(range(599, 1, -1))
     effort = np.array([len(prompt) for prompt in prompts])
     assert sorted(depth_first(forest, effort).tolist()) == list(range(599))
+
+
+class Counted:
+    """A token store that counts how often it is read."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens, self.reads = tokens, 0
+
+    def read(self, offset: int, count: int) -> np.ndarray:
+        self.reads += 1
+        return self.tokens[offset : offset + count]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=30), st.integers(1, 40))
+@settings(deadline=None)
+def test_prompts_that_lie_together_are_read_together(rows, at_once):
+    """Rows of so many tokens, each so far behind the one before it."""
+    counts = np.array([count for count, _ in rows], np.int32)
+    gaps = np.array([gap for _, gap in rows], np.int64)
+    offsets = np.cumsum(counts + gaps) - counts
+    store = Counted(np.arange(int(counts.sum() + gaps.sum()), dtype=np.int32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests, "_AT_ONCE", at_once)
+        found = [prompt for some in requests.read_prompts(store, offsets, counts) for prompt in some]
+    wanted = [
+        store.tokens[o : o + c].tolist() for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)
+    ]
+    assert [prompt.tolist() for prompt in found] == wanted
+    assert store.reads <= 1 + np.count_nonzero(gaps[1:]) + counts.sum() // at_once
