@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from batchinfer.engine.budget import LAUNCH_LAYER_S
 from batchinfer.hub import described
 from batchinfer.job import Job
 from batchinfer.report.earlier_runs import EarlierSteps
@@ -66,7 +67,8 @@ def _expected(setting: Setting, peaks: Peaks) -> StepTimes:
     if setting.device == "cpu":
         return StepTimes(StepTime(peaks), "limit")
     share = DECLARED_EFFICIENCY
-    return StepTimes(StepTime(peaks, share, share, DECLARED_HOST_STEP_S, DECLARED_HOST_ROW_S), "declared")
+    host = (DECLARED_HOST_STEP_S, DECLARED_HOST_ROW_S, LAUNCH_LAYER_S)
+    return StepTimes(StepTime(peaks, share, share, *host), "declared")
 
 
 def _measured(earlier: EarlierSteps, cost: ModelCost) -> Iterator[MeasuredStep]:

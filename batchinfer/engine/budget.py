@@ -16,6 +16,11 @@ LEAST, MOST = 512, 8192
 AMORTISED = 128
 
 
+# What the host takes to launch a layer of a step that no graph covers: 1.1 ms on an H100's host (a prompt of 512 tokens
+# through 32 layers of an 8B Llama took 35.5 ms, a third of which the device worked).
+LAUNCH_LAYER_S = 1.1e-3
+
+
 def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
     """The step budget at which linear layers are bound by compute, with a margin; `default` where peaks are unknown.
 
@@ -33,9 +38,19 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
     return max(min(max(rounded, LEAST), MOST), 2 * max_num_seqs)
 
 
+def mixed_tokens(cost: ModelCost, peaks: Peaks | None) -> int:
+    """The tokens of prompts that take a GPU as long as its host takes to launch a step, operator by operator. Where
+    peaks are unknown the whole budget, which is to wait as long as the scheduler does at all."""
+    if peaks is None:
+        return MOST
+    operations = (peaks.int8_ops_per_s if cost.quantized else None) or peaks.flops_per_s
+    return int(LAUNCH_LAYER_S * cost.layers * operations / (2 * cost.active_parameters))
+
+
 def scheduler_config(config: EngineConfig, cost: ModelCost) -> SchedulerConfig:
     """The scheduler's limits: the job's own, else those that suit the model and the machine."""
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
     tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
-    return SchedulerConfig(seqs, tokens, config.prefix_caching)
+    mixed = mixed_tokens(cost, config.peaks) if config.device == "cuda" else 0
+    return SchedulerConfig(seqs, tokens, config.prefix_caching, mixed)

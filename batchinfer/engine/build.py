@@ -100,6 +100,8 @@ def load_model(
     longest = max(1, min(config.longest, config.max_model_len))
     model, cost = source.load(ops, arithmetic, longest), source.cost(arithmetic)
     limits, block_size = scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
+    if not source.can_be_captured:  # then steps that only decode cost the host as much as others
+        limits = replace(limits, mixed_tokens=0)
     eos, caches = frozenset(source.eos_token_ids), source.caches
     layout = cache_layout(caches, block_size, longest)
     bytes_of_a_block = block_bytes(ops, caches, layout, dtype.itemsize)

@@ -78,9 +78,9 @@ class CountingRunner:
     def launch(self, chunks: list[Chunk]) -> CountedStep:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         shape = self.step_shape(chunks, len(sampling), self.shared_blocks(chunks))
-        done = self.clock.launch(
-            self.time.host_s(len(chunks)), self.time.device_s(shape, self.cost, len(chunks))
-        )
+        captured = shape.tokens == len(sampling) == len(chunks)
+        host_s = self.time.host_s(len(chunks), 0 if captured else self.cost.layers)
+        done = self.clock.launch(host_s, self.time.device_s(shape, self.cost, len(chunks)))
         return CountedStep(sampling, self.outputs, self.clock, done)
 
     def step_shape(self, chunks: list[Chunk], sampled: int, shared: int) -> StepShape:

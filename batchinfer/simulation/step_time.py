@@ -27,6 +27,7 @@ class StepTime:
     decode_efficiency: float = 1.0
     host_step_s: float = 0.0  # of a step, however many rows it has
     host_row_s: float = 0.0  # of a row of a step
+    launch_layer_s: float = 0.0  # of a layer of a step that no graph covers
     parts: Mapping[str, float] | None = None
 
     @classmethod
@@ -43,9 +44,9 @@ class StepTime:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
         return predicted(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
-    def host_s(self, rows: int) -> float:
-        """Scheduling a step and taking its tokens."""
-        return self.host_step_s + rows * self.host_row_s
+    def host_s(self, rows: int, launched: int = 0) -> float:
+        """Scheduling a step and taking its tokens; `launched`: layers whose operators the host launches one by one."""
+        return self.host_step_s + rows * self.host_row_s + launched * self.launch_layer_s
 
 
 def _reads(shape: StepShape) -> bool:

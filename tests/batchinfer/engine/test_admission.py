@@ -34,6 +34,28 @@ def walked(ends: list[tuple[int, Sequence]], size: int) -> int:
     return peak
 
 
+def places_taken(mixed_tokens: int, prompt: int, outputs: list[int]) -> list[int]:
+    """How many rows each step admits, after the first: 10 places, and rows of these output lengths."""
+    config = SchedulerConfig(10, 100, mixed_tokens=mixed_tokens)
+    driver = Driver(Scheduler(config, BlockPool(1000, 4)))
+    for key, output in enumerate(outputs):
+        driver.scheduler.add(sequence([key] * prompt, output, key, exact=True))
+    taken = []
+    while driver.scheduler.running or driver.scheduler.waiting:
+        taken.append(sum(chunk.start == 0 for chunk in driver.step().chunks))
+    return taken[1:]
+
+
+def test_rows_are_admitted_together_where_mixed_steps_are_dear():
+    ends = [*range(2, 12), 5, 5, 5]  # one of the first ten ends in each step from the second on
+    assert places_taken(0, 3, ends)[:4] == [0, 1, 1, 1]
+    assert places_taken(4, 3, ends)[:5] == [0, 0, 2, 1, 0], "a fifth of the places, then what is left"
+    assert places_taken(3, 6, ends)[:4] == [0, 1, 1, 1], "rows end as fast as steps are worth it"
+    assert places_taken(1000, 99, ends) == places_taken(0, 99, ends), (
+        "a prompt that fills a step does not wait"
+    )
+
+
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=9

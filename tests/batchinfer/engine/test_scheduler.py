@@ -39,16 +39,18 @@ windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1
     hopeful=st.booleans(),
     stops=st.sampled_from([0.0, 0.1, 0.5]),
     windows=windows,
+    mixed=st.sampled_from([0, 0, 4, 100]),
     seed=st.integers(0, 1 << 16),
 )
 @settings(max_examples=examples(120, 300), deadline=None, print_blob=True)
 def test_every_sequence_finishes_and_reads_only_its_own_prefix(
-    rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, seed
+    rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, mixed, seed
 ):
     """Random arrivals, lengths, trees, early ends, preemptions and cache groups; `Driver` checks every step."""
     pool = BlockPool(blocks * (4 // block_size) * len(windows), block_size, len(windows))
     lengths = Hopeful() if hopeful else None
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, caching), pool, lengths, windows)
+    config = SchedulerConfig(max_num_seqs, budget, caching, mixed)
+    scheduler = Scheduler(config, pool, lengths, windows)
     driver = Driver(scheduler, seed, stops)
     tokens = [[10 + branch for branch in path for _ in range(5)] + [99] * own for path, own, _ in rows]
     waiting = [
