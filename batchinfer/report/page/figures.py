@@ -16,6 +16,7 @@ from batchinfer.text import printable
 _LONGEST_TEXT = 800  # characters of a cell; names of rows may be any length
 _SHORT_TEXT = 32  # characters that are not broken into lines
 _SHARE = "0…1"
+_LEAST_SHARE = 0.0005  # what one decimal still shows
 # units with metric prefixes, and how they are written then
 PREFIXED = {"FLOP/s": "FLOP/s", "bytes/s": "B/s", "J": "J", "J/token": "J/token"}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -81,7 +82,7 @@ def _number(value: float, unit: str) -> str:
     if unit == "s":
         return seconds(value) if value >= 0 else f"−{seconds(-value)}"
     if unit == _SHARE:
-        return percent(value)
+        return percent(value) if value == 0 or abs(value) >= _LEAST_SHARE else "< 0.1%"
     if unit == "bytes":
         return size(value)
     if unit in PREFIXED:

@@ -118,6 +118,13 @@
     };
   }
 
+  const COUNTED = ["rows", "requests", "sequences", "steps", "tokens"];
+
+  // Of what is counted there are no halves.
+  function whole(unit) {
+    return COUNTED.includes(unit) ? 1 : null;
+  }
+
   function rowLines(table, row, columns, colours) {
     return columns.map((name, at) => [colours[at], table.columns[name].title, row[name].text]);
   }
@@ -156,7 +163,7 @@
         axisLabel: { formatter: span, showMaxLabel: false }, splitLine: { show: false }, splitNumber: width < NARROW ? 3 : 6,
       }),
       yAxis: axis(look, {
-        type: "value", min: 0, max: chart.unit === "0…1" ? 1 : null, axisLabel: { formatter: onAxis(chart.unit) },
+        type: "value", min: 0, minInterval: whole(chart.unit), max: chart.unit === "0…1" ? 1 : null, axisLabel: { formatter: onAxis(chart.unit) },
         name: chart.unit === "0…1" ? "" : chart.unit, nameLocation: "end", nameTextStyle: { color: look.muted, align: "left" },
         nameGap: 8,
       }),
@@ -219,7 +226,7 @@
       axisLabel: chart.horizontal ? { width: Math.min(180, width * 0.34), overflow: "truncate", hideOverlap: false } : {},
     });
     const values = axis(look, {
-      type: "value", min: 0, axisLabel: { formatter: format }, name: chart.horizontal || chart.unit === "0…1" || chart.unit === "s" ? "" : chart.unit,
+      type: "value", min: 0, minInterval: whole(chart.unit), axisLabel: { formatter: format }, name: chart.horizontal || chart.unit === "0…1" || chart.unit === "s" ? "" : chart.unit,
       nameTextStyle: { color: look.muted, align: "left" }, nameGap: 10, splitNumber: width < NARROW ? 3 : 5,
       max: chart.baseline === undefined ? null : (found) => Math.ceil(Math.max(found.max, chart.baseline) * 5 + 0.5) / 5,
     });
@@ -293,8 +300,8 @@
     return {
       ...common(look),
       legend: legend(look, drawn.map((name) => table.columns[name].title)),
-      grid: { top: 44, left: 12, right: 28, bottom: 4, containLabel: true },
-      xAxis: axis(look, { type: "category", data: table.rows.map((row) => row[chart.category].text), splitLine: { show: false }, boundaryGap: false }),
+      grid: { top: 44, left: 12, right: 28, bottom: 8, containLabel: true },
+      xAxis: axis(look, { type: "category", data: table.rows.map((row) => row[chart.category].text), splitLine: { show: false }, boundaryGap: false, axisLabel: { alignMinLabel: "left", alignMaxLabel: "right" } }),
       yAxis: axis(look, {
         type: chart.log ? "log" : "value", min: chart.zero ? 0 : null, axisLabel: { formatter: onAxis(chart.unit) },
         name: chart.unit === "s" ? "" : chart.unit, nameTextStyle: { color: look.muted, align: "left" }, nameGap: 10,

@@ -324,6 +324,8 @@ def test_cells_have_all_digits_and_a_text_for_people() -> None:
         (27_300.0, "tokens/s", "27.3k tokens/s"),
         (2452, "rows", "2,452"),
         (0.05, "0…1", "5.0%"),
+        (0.0004, "0…1", "< 0.1%"),
+        (0.0, "0…1", "0%"),
         (-2.0, "s", "−2 s"),
         (True, "", "yes"),
         (1 << 30, "bytes", "1 GiB"),

@@ -119,3 +119,14 @@ def test_colours_follow_the_system(browser: Chromium, file: Path) -> None:
         "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
     )
     assert all(one != other for one, other in zip(light, browser.evaluate(script), strict=True))
+
+
+@pytest.mark.slow
+def test_the_page_of_a_large_run_is_small_and_loads_fast(browser: Chromium, tmp_path: Path) -> None:
+    write_tables(tmp_path, steps=20_000, requests=100_000)
+    path = tmp_path / "report.html"
+    path.write_text(page(read_run(tmp_path, error_rows({"bad_json": [f"r{i}" for i in range(15)]}))), "utf-8")
+    seconds = sorted(browser.open(path) for _ in range(5))[2]
+    print(f"{path.stat().st_size / 1e6:.2f} MB, loaded in {seconds:.2f} s")
+    assert path.stat().st_size <= 6_000_000
+    assert seconds < 2
