@@ -57,6 +57,8 @@ class PastRun:
     forecast_s: float | None = None
     forecast_error: float | None = None
     other_cores: float | None = None
+    energy_j: float | None = None
+    cost: float | None = None
 
     @property
     def output_share(self) -> float:

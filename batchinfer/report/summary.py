@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def summary(row: Row, report: Path | None = None) -> str:
-    """At most 18 aligned lines without a final newline. What is not known is a dash or left out.
+    """At most 19 aligned lines without a final newline. What is not known is a dash or left out.
 
     `report`: the row's file; None for a run that changed nothing and leaves none.
     """
@@ -39,6 +39,7 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("forecast", _forecast(row)),
         ("deadline", _deadline(row)),
         ("memory", _memory(row)),
+        ("cost", _cost(row)),
         ("results", _results(row)),
         ("report", "" if report is None else str(report)),
         (
@@ -191,6 +192,18 @@ def _deadline(row: Row) -> str:
 def _memory(row: Row) -> str:
     peaks = [("parent", row["parent_peak_rss_bytes"]), ("worker", row["worker_peak_rss_bytes"])]
     return ", ".join(f"{name} {size(peak)} at its peak" for name, peak in peaks if peak is not None)
+
+
+def _cost(row: Row) -> str:
+    """What the machine's time cost, and its energy."""
+    parts = []
+    if row["cost"] is not None:
+        parts.append(f"{row['cost']:,.2f} at {row['price_per_hour']:g} an hour")
+    if row["energy_j"] is not None:
+        each = row["energy_j_per_token"]
+        per_token = "" if each is None else f", {short(each)} J a token"
+        parts.append(f"{short(row['energy_j'])}J while the engine ran{per_token}")
+    return "; ".join(parts)
 
 
 def _results(row: Row) -> str:

@@ -190,3 +190,9 @@ def test_json_refuses_what_is_no_number() -> None:
 )
 def test_units(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_cost_and_energy_are_told_where_they_are_known() -> None:
+    assert "  cost" not in summary(full_row(), None)
+    text = summary(full_row(cost=0.75, price_per_hour=2.5, energy_j=12_300.0, energy_j_per_token=0.25), None)
+    assert "0.75 at 2.5 an hour; 12.3kJ while the engine ran, 0.25 J a token" in text
