@@ -30,6 +30,7 @@ from batchinfer_kernels.cost import ModelCost, StepShape, roofline_seconds
 ROW_S, OUTPUT_TOKEN_S = 150e-6, 5e-6
 PLAN_MOST_S = 5.0  # what `plan` may simulate for
 RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # a run: of the time that it takes at the least, or so many seconds
+STRETCHES, LEAST_STRETCH = 16, 16  # of the requests that are simulated; requests
 TWO_PARTS = 1.5  # a part and its half are simulated
 FULL_BATCHES = 4  # in a part, at the least: in its half, too, rows have to wait until others have ended
 
@@ -57,6 +58,9 @@ class ForecastEngine:
     plan: Plan
     machine: SimulatedEngine
     times: StepTimes
+    multiple: float = (
+        1.0  # how many times as much as the plan the job is, of which the plan has only a sample
+    )
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -80,7 +84,8 @@ class ForecastEngine:
         lengths, answers_from = self.lengths()
         windows = self._windows(prompts, self.every(budget_s))
         whole = self._whole(windows, lengths)
-        share, peaks = sum(map(len, windows)) / self.plan.to_run, self.setup.setting.peaks
+        share = sum(map(len, windows)) / (self.plan.to_run * self.multiple)
+        peaks = self.setup.setting.peaks
         if peaks is None or not whole.seconds:
             return EngineForecast(whole, share, answers_from, self.times, None, None, None)
         mfu = whole.flops / whole.seconds / peaks.fastest
@@ -88,17 +93,19 @@ class ForecastEngine:
         return EngineForecast(whole, share, answers_from, self.times, whole.seconds, mfu, mbu)
 
     def _whole(self, windows: list[list[Request]], lengths: AnswerLengths) -> Simulated:
-        """The run of all windows, from those that are there and every other one of them."""
-        all_of_them = self._simulated(windows, lengths)
-        if sum(map(len, windows)) == self.plan.to_run:
-            return all_of_them.run
-        plan = self.plan
-        return extrapolated(
-            self._simulated(windows[::2], lengths), all_of_them, plan.prompt_tokens + plan.expected_tokens
-        )
-
-    def _simulated(self, windows: list[list[Request]], lengths: AnswerLengths) -> SimulatedPart:
+        """The run of all windows, from those that are there and a half of them."""
         requests = [request for window in windows for request in window]
+        all_of_them = self._simulated(requests, lengths)
+        if self.multiple == 1 and sum(map(len, windows)) == self.plan.to_run:
+            return all_of_them.run
+        whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
+        half = _half(requests)
+        smaller = (
+            self._simulated(half, lengths) if len(half) < len(requests) else SimulatedPart(0, Simulated())
+        )
+        return extrapolated(smaller, all_of_them, round(whole))
+
+    def _simulated(self, requests: list[Request], lengths: AnswerLengths) -> SimulatedPart:
         outputs = {request.key: lengths.of_request(request) for request in requests}
         size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
         return SimulatedPart(size, simulate(self.machine, requests, outputs))
@@ -120,6 +127,13 @@ class ForecastEngine:
 
     def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
         return [requests for _, requests in planned_requests(self.plan, prompts, WINDOW, every)]
+
+
+def _half(requests: list[Request]) -> list[Request]:
+    """Every other stretch of them, short enough that the half has as much of what comes first as of what comes last;
+    long enough that rows which share a prefix mostly stay together."""
+    stretch = max(LEAST_STRETCH, min(WINDOW, len(requests) // STRETCHES))
+    return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
 
 
 def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:

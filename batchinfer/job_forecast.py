@@ -12,6 +12,7 @@ import numpy as np
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestOptions, IngestProgress, ingest
+from batchinfer.data.input.reader import Strata
 from batchinfer.data.results.completion_store import read_records
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.storage.remembered import read_strings
@@ -27,6 +28,7 @@ from batchinfer.plan.planner import plan_job
 from batchinfer.plan.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.preflight import Setup, check_input, check_setup
 from batchinfer.report.hardware import Hardware
+from batchinfer.sampled_rows import SampledRows, sampled_rows, strata_of
 
 PREFIXES_SHOWN = 8
 
@@ -70,6 +72,7 @@ class JobForecast:
     misfit: str | None = None  # why the job does not fit into memory
     deadline: Deadline | None = None  # as if the engine began now; None: the job has none
     findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
+    sample: SampledRows | None = None  # what the counts were scaled from; None: every row was read
 
 
 def forecast_job(
@@ -77,11 +80,13 @@ def forecast_job(
     reading: Callable[[IngestProgress], None],
     notice: Callable[[str], None],
     hardware: Hardware | None = None,
+    sample: int | None = None,
 ) -> JobForecast:
     """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
 
-    `notice` gets what the input's check warns of. `hardware`: a machine other than this one. Raises what `run` raises
-    before it loads the model, but OutOfMemory: that is part of the forecast.
+    `notice` gets what the input's check warns of. `hardware`: a machine other than this one. `sample`: about
+    how many rows to render and tokenise instead of all. Raises what `run` raises before it loads the model, but
+    OutOfMemory: that is part of the forecast.
     """
     state = state_of(job)
     setup = check_setup(job, state, replace=True, hardware=hardware)
@@ -90,36 +95,50 @@ def forecast_job(
     if job.sampling.from_columns:
         notice(f"rows set their own {job.sampling.row_parameters()}")
     with tempfile.TemporaryDirectory(prefix="batchinfer-plan-") as scratch:
-        index = _index(job, setup, state, Path(scratch), reading)
+        strata = None if sample is None else strata_of(job, sample)
+        index = _index(job, setup, state, Path(scratch), reading, None if strata is None else strata[0])
+        drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
         stored = sorted(read_records(state.completions)[0]) if state.completions.is_dir() else []
         plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan")
-        errors = summarise_errors(index.index_parts)
-        where = f"{setup.setting.arithmetic} on {setup.setting.hardware.name or setup.setting.device}"
-        found = JobForecast(
-            job.name,
-            plan,
-            dict(errors.codes),
-            where,
-            context=setup.setting.max_model_len,
-            rows_over=_rows_over(job, errors.codes),
-        )
+        found = _counted(job, setup, plan, index, drawn)
         if not plan.to_run:
             return found
-        found = replace(
-            found, lengths=_lengths(plan), prefixes=largest_prefixes(plan.prefixes, PREFIXES_SHOWN)
-        )
         try:
             engine = forecast_engine(job, setup, plan)
         except OutOfMemory as error:
             return replace(found, misfit=str(error))
+        if drawn is not None:
+            engine = replace(engine, multiple=drawn.times)
         machine = engine.machine
         memory = Memory(
             setup.checkpoint.weight_bytes, engine.kv_cache_bytes, machine.blocks, machine.layout.block_size
         )
         forecast = settled_forecast(engine, index.tokens, PLAN_MOST_S)
         deadline = Deadline.of(job, now(), forecast.seconds)
-        findings = tuple(Linter(job, setup, index, Path(scratch)).findings())
+        # of a sample they would count the sample's tokens
+        findings = () if drawn is not None else tuple(Linter(job, setup, index, Path(scratch)).findings())
         return replace(found, memory=memory, forecast=forecast, deadline=deadline, findings=findings)
+
+
+def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRows | None) -> JobForecast:
+    """What is known without the engine, scaled to all rows."""
+    times = 1.0 if drawn is None else drawn.times
+    codes = {code: round(rows * times) for code, rows in summarise_errors(index.index_parts).codes.items()}
+    found = JobForecast(
+        job.name,
+        plan if drawn is None else drawn.whole_plan(plan),
+        codes,
+        f"{setup.setting.arithmetic} on {setup.setting.hardware.name or setup.setting.device}",
+        context=setup.setting.max_model_len,
+        rows_over=_rows_over(job, codes),
+        sample=drawn,
+    )
+    if not plan.to_run:
+        return found
+    prefixes = largest_prefixes(plan.prefixes, PREFIXES_SHOWN)
+    if drawn is not None:
+        prefixes = [drawn.whole_prefix(node) for node in prefixes]
+    return replace(found, lengths=_lengths(plan, times), prefixes=prefixes)
 
 
 def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:
@@ -128,13 +147,19 @@ def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:
 
 
 def _index(
-    job: Job, setup: Setup, state: StateFolder, scratch: Path, reading: Callable[[IngestProgress], None]
+    job: Job,
+    setup: Setup,
+    state: StateFolder,
+    scratch: Path,
+    reading: Callable[[IngestProgress], None],
+    strata: Strata | None,
 ) -> Index:
     options = IngestOptions(
         context=_context(setup, state),
         max_model_len=setup.setting.max_model_len,
         vocab_size=setup.checkpoint.spec.vocab,
         now=datetime.now().astimezone(),
+        strata=strata,
     )
     return ingest(job, setup.tokenizer, options, scratch, reading)
 
@@ -144,8 +169,10 @@ def _context(setup: Setup, state: StateFolder) -> bytes:
     return setup.context(read_strings(state.fingerprints)) if state.completions.is_dir() else b""
 
 
-def _lengths(plan: Plan) -> Lengths:
+def _lengths(plan: Plan, times: float) -> Lengths:
     tokens = np.concatenate([window.numbers("token_count") for window in plan.windows(65_536)])
     bits, numbers = np.unique(np.ceil(np.log2(np.maximum(tokens, 1))).astype(int), return_counts=True)
-    buckets = tuple((1 << one, number) for one, number in zip(bits.tolist(), numbers.tolist(), strict=True))
+    buckets = tuple(
+        (1 << one, round(number * times)) for one, number in zip(bits.tolist(), numbers.tolist(), strict=True)
+    )
     return Lengths(int(tokens.min()), int(np.median(tokens)), int(tokens.max()), buckets)

@@ -34,6 +34,7 @@ FORECAST_SCHEMA = pa.schema(
                 ]
             ),
         ),
+        pa.field("sample", pa.struct([*_struct(_INT, "rows", "of_rows"), pa.field("error", _REAL)])),
         pa.field("context", pa.struct(_struct(_INT, "tokens", "rows_over"))),
         pa.field(
             "prefixes",

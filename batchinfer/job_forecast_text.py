@@ -13,6 +13,7 @@ from batchinfer.plan.plan import Plan
 from batchinfer.plan.policies import BY_DEFAULT, OrderChoice
 from batchinfer.plan.prefixes import PlannedPrefix
 from batchinfer.report.units import count, percent, seconds, short
+from batchinfer.sampled_rows import SampledRows
 from batchinfer.sizes import size
 from batchinfer.step_times import DECLARED_EFFICIENCY
 
@@ -69,6 +70,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
             "longest": lengths.longest,
             "buckets": [{"tokens_at_most": most, "prompts": number} for most, number in lengths.buckets],
         },
+        "sample": None if found.sample is None else asdict(found.sample),
         "context": {"tokens": found.context, "rows_over": found.rows_over},
         "prefixes": [_node_json(node) for node in found.prefixes],
         "memory": None
@@ -130,6 +132,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     plan = found.plan
     yield "rows", f"{count(plan.rows)}: {_bad(found)}, {_plural(plan.duplicates, 'duplicate')}"
     yield "work", f"{_plural(plan.present, 'answer')} stored already, {count(plan.to_run)} to run"
+    if found.sample is not None:
+        yield "sample", _sample_text(found.sample)
     if found.rows_over:
         longer = _plural(found.rows_over, "row")
         yield "context", f"{longer} longer than {count(found.context)} tokens, the most that there may be"
@@ -170,6 +174,18 @@ def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
         what = f"{count(node.own_tokens)} tokens{more} shared by {count(node.users)} rows: saves "
         name = "tree" if node is prefixes[0] else ""
         yield name, "  " * depth[node.parent] + what + short(node.saved_tokens)
+
+
+def _sample_text(sample: SampledRows) -> str:
+    far = (
+        "how far they are off is not known"
+        if sample.error is None
+        else f"tokens within {percent(sample.error)}"
+    )
+    return (
+        f"{count(sample.rows)} of {count(sample.of_rows)} rows were looked at, and counts are scaled to all: {far} "
+        "(19 times of 20); duplicates and shared prefixes are at least these"
+    )
 
 
 def _bad(found: JobForecast) -> str:

@@ -167,6 +167,14 @@ def plan(
             help="Forecast for this GPU instead of this machine, by what its maker states: a100, h100, l4, …",
         ),
     ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Render and tokenise only about N rows, from everywhere in the files, and scale what is found.",
+        ),
+    ] = None,
     parquet: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write what is found as a table of one row; a new file."),
@@ -186,6 +194,7 @@ def plan(
             lambda at: progress.read(at.rows, at.bytes_read, at.bytes_total),
             _silent if quiet else progress.note,
             machine,
+            sample,
         )
     facts = forecast_json(found, price_per_hour)
     if parquet is not None:

@@ -67,7 +67,9 @@ def largest_prefixes(path: Path, most: int) -> list[PlannedPrefix]:
         while not np.isnan(above := parent[node]) and int(above) not in wanted:
             node = int(above)
             wanted.add(node)
-    return _walked([PlannedPrefix(**row) for row in table.take(sorted(wanted)).to_pylist()])
+    return _walked(
+        [PlannedPrefix(**row) for row in table.take(pa.array(sorted(wanted), pa.int64())).to_pylist()]
+    )
 
 
 def _walked(nodes: list[PlannedPrefix]) -> list[PlannedPrefix]:

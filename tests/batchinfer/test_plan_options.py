@@ -76,6 +76,12 @@ def test_shared_prefixes_are_a_tree(tmp_path: Path, model: Path) -> None:
     assert f"            {below[0].own_tokens} tokens more shared by 10 rows: saves" in text
 
 
+def test_rows_that_share_nothing_have_no_tree(tmp_path: Path, model: Path) -> None:
+    found = planned(write_job(tmp_path, model, people(1)))
+    assert found.prefixes == []
+    assert forecast_json(found, None)["prefixes"] == []
+
+
 def test_rows_over_the_context_are_counted(tmp_path: Path, model: Path) -> None:
     rows = [*people(10), {"id": "long", "text": "word " * 400}]
     path = write_job(tmp_path, model, rows, model={"max_model_len": 128}, on_error={"max_error_rate": 0.5})
@@ -131,14 +137,22 @@ def test_the_table_has_what_json_has(tmp_path: Path, model: Path, capsys: Any, m
     prompt = {"user": "Greet {{ text }}\nWrite one short sentence, be friendly, and do not ask for anything."}
     path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5}, deadline=later, prompt=prompt)
     table, run = tmp_path / "plan.parquet", command(capsys, monkeypatch)
-    ended = run("plan", path, "--json", "--parquet", table, "--hardware", "a100", "--price-per-hour", "3")
-    assert ended.code == 0, ended.err
-    told = json.loads(ended.out)
-    del told["exit_code"]
-    kind = pa.struct(list(FORECAST_SCHEMA))
-    assert named(told, kind) == leaves(kind), "each name of one is in the other"
-    (kept,) = pq.read_table(table).to_pylist(maps_as_pydicts="strict")
-    assert kept == told
+    options = ("--json", "--hardware", "a100", "--price-per-hour", "3")
+    names, kind = set[str](), pa.struct(list(FORECAST_SCHEMA))
+    for more in (
+        ("--sample", "20"),
+        (),
+    ):  # advice is given only without, errors of estimates only with a sample
+        table.unlink(missing_ok=True)
+        ended = run("plan", path, *options, *more, "--parquet", table)
+        assert ended.code == 0, ended.err
+        told = json.loads(ended.out)
+        del told["exit_code"]
+        (kept,) = pq.read_table(table).to_pylist(maps_as_pydicts="strict")
+        assert kept == told
+        names |= named(told, kind)
+    without = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    assert names - without == leaves(kind), "each name of one is in the other"
     again = run("plan", path, "--parquet", table)
     assert again.code == 73
     assert "plan.parquet: is there already" in again.err

@@ -26,7 +26,7 @@ from batchinfer.data.index.writer import IndexWriter
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, openai_defaults
-from batchinfer.data.input.reader import Reader, SampleSize
+from batchinfer.data.input.reader import Reader, SampleSize, Strata
 from batchinfer.data.input.rows import RowBatch, Values
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.prompts.builder import Mode, PromptPlan
@@ -60,6 +60,7 @@ class IngestOptions:
     workers: int | None = None
     row_timeout_s: float = 10.0
     sample: SampleSize | None = None  # only the first rows of each file, to look at them
+    strata: Strata | None = None  # only a part of the rows, from everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,9 @@ class _Ingest:
 
     def run(self, progress: Callable[[IngestProgress], None]) -> Index:
         self._start_over()
-        reader = Reader.open(self._inputs(), self._job.input.max_line_bytes, self._options.sample)
+        reader = Reader.open(
+            self._inputs(), self._job.input.max_line_bytes, self._options.sample, self._options.strata
+        )
         schema = reader.schema()
         mode = choose_mode(self._job, self._tokenizer, reader.shape)
         columns = choose_columns(self._job, mode, schema)

@@ -27,6 +27,23 @@ class SampleSize:
     bytes: int = 8 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Strata:
+    """Of every `stride` rows, over all files, `rows` consecutive ones in the middle."""
+
+    stride: int
+    rows: int
+
+    def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """Of `count` rows from the `first` one of all, the runs that are taken: half-open ranges from 0."""
+        begin = (self.stride - self.rows) // 2
+        for stratum in range(first // self.stride, (first + count - 1) // self.stride + 1):
+            start = stratum * self.stride + begin - first
+            run = max(0, start), min(count, start + self.rows)
+            if run[0] < run[1]:
+                yield run
+
+
 @dataclass(slots=True)
 class Reader:
     """Reads the files one after another; `sha256` fills while `batches()` runs, one digest a file read to its end.
@@ -39,15 +56,26 @@ class Reader:
     sha256: dict[str, str]
     sample: SampleSize | None = None
     complete: bool = False
+    strata: Strata | None = None  # all rows are read, and only these are handed on
 
     @classmethod
     def open(
-        cls, files: Sequence[InputFile], max_line_bytes: int = 16 << 20, sample: SampleSize | None = None
+        cls,
+        files: Sequence[InputFile],
+        max_line_bytes: int = 16 << 20,
+        sample: SampleSize | None = None,
+        strata: Strata | None = None,
     ) -> Reader:
         """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
-        reader = cls(tuple(files), max_line_bytes, {}, sample)
+        reader = cls(tuple(files), max_line_bytes, {}, sample, strata=strata)
         reader.schema()
         return reader
+
+    def count(self, limit: int | None = None) -> int:
+        """How many rows there are, at most `limit`; they are read for it."""
+        schema = self.schema()
+        narrow = None if schema is None else schema.names[:1]
+        return sum(len(batch.rows) for batch in replace(self, strata=None).batches(narrow, limit))
 
     @property
     def bytes_total(self) -> int:
@@ -73,8 +101,8 @@ class Reader:
     def batches(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Iterator[RowBatch]:
         """Rows of all files in order, at most `limit`. `columns` spares Parquet from decoding the others."""
         left = limit
-        before = 0
-        self.complete = True
+        before = seen = 0
+        self.complete = self.strata is None
         for file in self.files:
             for batch in self._of(file, columns):
                 batch = replace(batch, bytes_read=before + batch.bytes_read)
@@ -82,10 +110,20 @@ class Reader:
                     batch = _first_rows(batch, left)
                     left -= len(batch.rows)
                 if batch.rows:
-                    yield batch
+                    yield from self._taken(batch, seen)
+                    seen += len(batch.rows)
                 if left == 0:
                     return  # files that were not read to their end keep no digest: size and time identify them
             before += file.size
+
+    def _taken(self, batch: RowBatch, first: int) -> Iterator[RowBatch]:
+        """What the strata take of a batch, whose first row is that one of all."""
+        if self.strata is None:
+            yield batch
+            return
+        for start, end in self.strata.runs(first, len(batch.rows)):
+            table = None if batch.table is None else batch.table.slice(start, end - start)
+            yield replace(batch, first_row=batch.first_row + start, rows=batch.rows[start:end], table=table)
 
     def _of(self, file: InputFile, columns: Sequence[str] | None) -> Iterator[RowBatch]:
         """The rows of one file, or those of them that the sample takes."""
