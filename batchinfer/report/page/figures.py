@@ -82,7 +82,7 @@ def _number(value: float, unit: str) -> str:
     if unit == "s":
         return seconds(value) if value >= 0 else f"−{seconds(-value)}"
     if unit == _SHARE:
-        return percent(value) if value == 0 or abs(value) >= _LEAST_SHARE else "< 0.1%"
+        return _share(value)
     if unit == "bytes":
         return size(value)
     if unit in PREFIXED:
@@ -90,6 +90,13 @@ def _number(value: float, unit: str) -> str:
     if "/" in unit:
         return f"{short(value)} {unit}"
     return count(value) if isinstance(value, int) else short(value)
+
+
+def _share(value: float) -> str:
+    """A share that is not zero does not look like it."""
+    if value == 0 or abs(value) >= _LEAST_SHARE:
+        return percent(value).replace("-", "−")
+    return "< 0.1%" if value > 0 else "> −0.1%"
 
 
 def prefixed(value: float, unit: str) -> str:

@@ -55,7 +55,8 @@ def roofline(run: ReportedRun) -> PageSection:
     chart = Chart("roofline", "Points of steps below the roof of the hardware, log-log", options)
     return PageSection(
         "roofline", title, _text(row), chart, Figures(_COLUMNS, _cells(run)),
-        "A point stands for steps that lie close together, its area for their share of the time.",
+        "A point stands for steps that lie close together, its area for their share of the time. One above the roof "
+        "had its data in a cache, which is faster than the memory.",
     )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def _text(row: dict[str, Any]) -> str:
             "`batchinfer doctor --measure` finds them for later runs."
         )
     return (
-        f"No step can be above the roof: on the left, memory ({prefixed(bytes_per_s, 'bytes/s')}) is the limit, "
+        f"The roof is what the hardware allows: on the left, memory ({prefixed(bytes_per_s, 'bytes/s')}) is the limit, "
         f"on the right, arithmetic ({prefixed(flops, 'FLOP/s')}; {row['peak_source']} peaks). Operator by "
         f"operator, this run reached {percent(row['roofline_efficiency'])} of what they allow."
     )

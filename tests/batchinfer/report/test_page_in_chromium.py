@@ -108,6 +108,19 @@ def test_a_tooltip_has_the_row_of_the_table(browser: Chromium, file: Path) -> No
     assert browser.said == []
 
 
+def test_charts_over_time_are_zoomed_together(browser: Chromium, file: Path) -> None:
+    browser.open(file)
+    found = browser.evaluate(
+        """(() => {
+             const charts = ["throughput", "batch", "kv"].map((name) =>
+               echarts.getInstanceByDom(document.querySelector(`[data-table="${name}-table"]`)));
+             charts[0].dispatchAction({type: "dataZoom", dataZoomIndex: 1, start: 20, end: 40});
+             return charts.map((chart) => [chart.getOption().dataZoom[1].start, chart.getOption().dataZoom[1].end]);
+           })()"""
+    )
+    assert found == [[20, 40]] * 3
+
+
 def test_colours_follow_the_system(browser: Chromium, file: Path) -> None:
     script = """[getComputedStyle(document.body).backgroundColor,
         echarts.getInstanceByDom(document.querySelector("figure.chart")).getOption().color[0]]"""
