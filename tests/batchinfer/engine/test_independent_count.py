@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,6 +20,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from batchinfer.report.details import Machine
+from batchinfer.report.hardware import Hardware
+from batchinfer.report.meter import Meter
+from batchinfer.report.tables import RunFacts, run_row
 from batchinfer.request import Request
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.small_engine import (
@@ -70,6 +76,17 @@ def run(family: str, requests: list[Request]) -> tuple[Ran, Noted]:
     return drain(make_engine(noted, LIMITS, frozenset(), peaks=PEAKS), requests), noted
 
 
+def reported(ran: Ran, folder: Path) -> dict[str, Any]:
+    """What the run table says of the steps."""
+    with Meter(folder, "r", Machine(None, PEAKS)) as meter:
+        for step in ran.steps:
+            meter.step(step)
+        measured = meter.finish()
+    now = datetime.now(UTC)
+    machine = Hardware("a CPU", "cpu", 1, None, {"float32": PEAKS.flops_per_s}, PEAKS.bytes_per_s, "measured")
+    return run_row(RunFacts("r", "job", "/d/res", now, now, dtype="float32"), machine, measured)
+
+
 def eager(family: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder(family, **SIZES),
@@ -99,7 +116,7 @@ def counted_flops(model: Any, prompt: list[int], answer: list[int], cached: int)
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_flops_are_those_that_torch_counts(family: str, shared: bool) -> None:
+def test_flops_are_those_that_torch_counts(family: str, shared: bool, tmp_path: Path) -> None:
     requests, model = rows(shared), eager(family)
     ran, _ = run(family, requests)
     expected = 0
@@ -110,7 +127,9 @@ def test_flops_are_those_that_torch_counts(family: str, shared: bool) -> None:
         )
         expected += counted_flops(model, request.prompt.tolist(), answer, cached)
     assert any(sample.cached_tokens for sample in ran.requests.values()) == shared
-    assert sum(step.flops for step in ran.steps) == pytest.approx(expected, rel=0.01)
+    row = reported(ran, tmp_path)
+    assert row["flops"] == pytest.approx(expected, rel=0.01)
+    assert row["mfu"] == pytest.approx(expected / (row["engine_wall_s"] * PEAKS.flops_per_s), rel=0.01)
 
 
 @dataclass
@@ -205,7 +224,9 @@ def _distinct(chunks: list[tuple[Any, int, int]]) -> int:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_bytes_are_those_of_the_tensors(family: str, shared: bool) -> None:
+def test_bytes_are_those_of_the_tensors(family: str, shared: bool, tmp_path: Path) -> None:
     ran, noted = run(family, rows(shared))
     expected = counted_bytes(eager(family), noted)
-    assert sum(step.bytes for step in ran.steps) == pytest.approx(expected, rel=0.01)
+    row = reported(ran, tmp_path)
+    assert row["bytes_moved"] == pytest.approx(expected, rel=0.01)
+    assert row["mbu"] == pytest.approx(expected / (row["engine_wall_s"] * PEAKS.bytes_per_s), rel=0.01)
