@@ -206,7 +206,8 @@ def _advice(kind: str, ordered: Sequence[TemplatePart], before: Sequence[Templat
         for part in late
     )
     name = "line" if lines.isdigit() else "lines"
-    return f"{name} {lines} of prompt.user, the same for all rows, would be shared if written before the first field"
+    same = f"what is the same for all rows in {name} {lines} of prompt.user"
+    return f"{same} would be shared if written before the first field"
 
 
 def finding_text(found: LintFinding) -> str:

@@ -129,6 +129,20 @@ def test_findings_are_told_in_text_and_json(tmp_path: Path, model: Path) -> None
     assert told["saved_tokens"] == finding.saved_tokens
 
 
+def test_instructions_behind_a_field_in_its_line_are_found(tmp_path: Path, model: Path) -> None:
+    tail = "Say in one short sentence what the customer wants, and do not greet or apologise to anyone."
+    path = ticket_job(tmp_path / "as it is", model, "Ticket: {{ text }}. " + tail, tickets(40))
+    finding = findings(path)["text_behind_fields"]
+    assert "in line 1 of prompt.user" in finding.text
+    assert finding.template == tail + "\nTicket: {{ text }}."
+    before = planned(path).plan
+    after = planned(ticket_job(tmp_path / "better", model, finding.template, tickets(40))).plan
+    saved = (
+        before.prompt_tokens - before.shared_prefix_tokens - after.prompt_tokens + after.shared_prefix_tokens
+    )
+    assert finding.saved_tokens == saved > 0
+
+
 def test_a_template_that_ends_with_a_question_keeps_it_there(tmp_path: Path, model: Path) -> None:
     user = "{{ text }}\n" + INSTRUCTIONS + "\nAnswer:"
     parts = findings(ticket_job(tmp_path, model, user, tickets(40)))

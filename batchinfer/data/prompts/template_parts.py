@@ -14,6 +14,8 @@ from batchinfer.data.prompts.chat_template import row_environment
 _OPENING, _CLOSING = frozenset({"for", "if"}), frozenset({"endfor", "endif"})
 _MOVABLE = _OPENING | _CLOSING | {"elif", "else"}  # others may define what a later part uses
 _BEGINS_SOMETHING = re.compile(r"(:|<[^/>][^>]*>)\s*$")  # a label or an opening tag belongs to what follows
+# Shorter texts have not the 16 tokens that can be shared
+_LONG_TAIL = re.compile(r"[}%]\}[^\w\s{]*\s+(?P<tail>(?:(?![{%]\}|\{[{%]).){60,})\Z")
 _ENDS_SOMETHING = re.compile(r"^\s*</[^>]+>\s*$")
 
 
@@ -40,7 +42,7 @@ def template_parts(source: str) -> list[TemplatePart] | None:
     space, or has no valid syntax."""
     try:
         lines = _lines(source)
-        found = None if lines is None else list(_joined(lines))
+        found = None if lines is None else list(_joined(list(_cut(lines))))
         if found is None:
             return None
         return [TemplatePart(text, first, tuple(sorted(template_columns(text)))) for first, text in found]
@@ -73,16 +75,26 @@ def _lines(source: str) -> list[str] | None:
     return lines
 
 
-def _joined(lines: list[str]) -> Iterator[tuple[int, str]]:
+def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, from 1. Long text behind the last field of a line becomes a line of its own."""
+    number = 1
+    for line in lines:
+        tail = _LONG_TAIL.search(line)
+        yield number, line if tail is None else line[: tail.start("tail")].rstrip()
+        if tail is not None:
+            yield number + line.count("\n"), tail["tail"]
+        number += 1 + line.count("\n")
+
+
+def _joined(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Lines with their labels, and neighbouring lines without columns together; each with the number of its first."""
     held: list[str] = []
-    number = first = 1
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    first = 1
+    for (number, line), (_, following) in zip(lines, [*lines[1:], (0, "")], strict=True):
         if line.strip() and not held:
             first = number
         if line.strip() or held:
             held.append(line)
-        number += 1 + line.count("\n")
         if held and _ends(held, following):
             yield first, "\n".join(held).rstrip("\n")
             held = []

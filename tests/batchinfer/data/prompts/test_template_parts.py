@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from batchinfer.data.prompts.template_parts import in_order, template_parts
 
+LONG = "Say in one sentence of at most twenty words what this is about, in English."
+
 
 def cut(source: str) -> list[str] | None:
     parts = template_parts(source)
@@ -31,6 +33,10 @@ def cut(source: str) -> list[str] | None:
         ),
         ("{{ a\n}} and\n{{ b }}", ["{{ a\n}} and", "{{ b }}"]),
         ("{{ a }}\nAnswer:", ["{{ a }}", "Answer:"]),
+        (f"Text: {{{{ a }}}}. {LONG}", ["Text: {{ a }}.", LONG]),
+        (f"{{{{ a }}}} and {{{{ b }}}} {LONG}\n{{{{ c }}}}", ["{{ a }} and {{ b }}", LONG, "{{ c }}"]),
+        (f"{{{{ a }}}} {LONG} {{{{ b }}}}", [f"{{{{ a }}}} {LONG} {{{{ b }}}}"]),
+        ("{{ a }} and so on", ["{{ a }} and so on"]),
     ],
 )
 def test_parts(source: str, parts: list[str]) -> None:
