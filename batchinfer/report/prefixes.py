@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from batchinfer.report.columns import PREFIX_SCHEMA, PREFIXES
 from batchinfer.report.folder import table_path
+from batchinfer.report.row_keys import KEY_BYTES, hexadecimal
 from batchinfer.report.spool import Spool
 from batchinfer.request import Request
 
@@ -26,13 +27,13 @@ NONE = -1
 
 
 class PrefixTree:
-    """`add` all requests in order; then `close` it. About 150 bytes a node, of which there are fewer than requests."""
+    """`add` all requests in order; then `close` it. 56 bytes a node, of which there are fewer than requests."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._open: list[int] = []  # nodes whose requests still come, from the root down
         self._parents, self._depths, self._users = array("q"), array("q"), array("q")
-        self._keys: list[bytes] = []  # of the first request of each
+        self._keys = bytearray()  # of the first request of each, one behind the other
         self._shared = 0  # tokens that the request before shares with the next one
 
     def add(self, request: Request) -> int | None:
@@ -52,7 +53,8 @@ class PrefixTree:
         """All requests were added."""
         self._leave(0)
         numbers = (np.array(values, np.int64) for values in (self._parents, self._depths, self._users))
-        return PrefixNodes(self._keys, *numbers)
+        keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)
+        return PrefixNodes(keys, *numbers)
 
     def _depth(self) -> int:
         return self._depths[self._open[-1]] if self._open else 0
@@ -62,7 +64,7 @@ class PrefixTree:
         self._parents.append(NONE)
         self._depths.append(depth)
         self._users.append(0)
-        self._keys.append(key)
+        self._keys += key
         self._open.append(node)
         return node
 
@@ -75,7 +77,7 @@ class PrefixTree:
                     self._depths[node] = depth
                     self._open.append(node)
                     return
-                self._enter(depth, self._keys[node])
+                self._enter(depth, bytes(self._keys[node * KEY_BYTES : (node + 1) * KEY_BYTES]))
             if self._open:
                 self._parents[node] = self._open[-1]
                 self._users[self._open[-1]] += self._users[node]
@@ -84,7 +86,7 @@ class PrefixTree:
 class PrefixNodes:
     """The closed tree. Once `count` was told of all requests, `shared` says what prefixes cost each of them."""
 
-    def __init__(self, keys: list[bytes], parents: Ints, depths: Ints, users: Ints) -> None:
+    def __init__(self, keys: NDArray[np.uint8], parents: Ints, depths: Ints, users: Ints) -> None:
         self._keys, self._parents, self._depths, self._users = keys, parents, depths, users
         above = np.where(parents == NONE, 0, depths[parents] if len(depths) else 0)
         self._above = np.asarray(above, np.int64)  # depth of the parent
@@ -133,7 +135,7 @@ class PrefixNodes:
         kept = np.flatnonzero(self._users > 1)
         tokens = self._depths - self._above
         columns: dict[str, object] = {
-            "run_id": [run_id] * len(kept),
+            "run_id": pa.repeat(run_id, len(kept)),
             "prefix": kept,
             "parent": pa.array(self._parents[kept], mask=self._parents[kept] == NONE),
             "depth": self._depths[kept],
@@ -142,11 +144,17 @@ class PrefixNodes:
             "saved_tokens": (tokens * (self._users - 1))[kept],
             "cached_tokens": self._cached[kept].astype(np.int64),
             "device_s": self._seconds[kept],
-            "first_key": [self._keys[node].hex() for node in kept],
+            "first_key": hexadecimal(_fixed(self._keys[kept])),
         }
         with Spool(table_path(folder, PREFIXES, run_id), PREFIX_SCHEMA) as spool:
             spool.write(pa.table(columns, schema=PREFIX_SCHEMA))
             return spool.finish()
+
+
+def _fixed(keys: NDArray[np.uint8]) -> pa.FixedSizeBinaryArray:
+    """Keys as Arrow has them."""
+    data = pa.py_buffer(np.ascontiguousarray(keys))
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(KEY_BYTES), len(keys), [None, data])
 
 
 def _per_token(requests: Columns, seconds: Floats) -> Floats:

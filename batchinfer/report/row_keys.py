@@ -15,7 +15,7 @@ from batchinfer.report.folder import table_path
 from batchinfer.report.spool import TEMPORARY, sync_and_rename
 
 BATCH_ROWS = 65_536  # 4 MiB of keys as text
-_KEY_BYTES = 32
+KEY_BYTES = 32
 
 
 def write_rows(folder: Path, run_id: str, parts: Sequence[Path]) -> Path:
@@ -55,6 +55,6 @@ def hexadecimal(keys: pa.Array) -> pa.StringArray:
     """32-byte keys without nulls as text, all at once: ten million one by one would take as long as the rest."""
     data = keys.buffers()[1]
     raw = b"" if data is None else data.to_pybytes()
-    text = raw[keys.offset * _KEY_BYTES : (keys.offset + len(keys)) * _KEY_BYTES].hex().encode()
-    offsets = np.arange(len(keys) + 1, dtype=np.int32) * (2 * _KEY_BYTES)
+    text = raw[keys.offset * KEY_BYTES : (keys.offset + len(keys)) * KEY_BYTES].hex().encode()
+    offsets = np.arange(len(keys) + 1, dtype=np.int32) * (2 * KEY_BYTES)
     return pa.StringArray.from_buffers(len(keys), pa.py_buffer(offsets), pa.py_buffer(text))
