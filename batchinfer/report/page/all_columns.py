@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.report.columns import RUN_COLUMNS
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.figures import Amount, Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import PageSection
 
@@ -21,7 +21,12 @@ _COLUMNS = (
 def all_columns(run: ReportedRun) -> PageSection:
     """No chart: names, values and meanings."""
     rows = [
-        (column.name, _value(run.row[column.name]), column.unit, column.meaning.replace("`", ""))
+        (
+            column.name,
+            Amount(_value(run.row[column.name]), column.unit),
+            column.unit,
+            column.meaning.replace("`", ""),
+        )
         for column in RUN_COLUMNS
     ]
     text = "All columns of the table `run`. Dashes are not known, or do not apply."

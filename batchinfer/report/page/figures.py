@@ -32,6 +32,14 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
+class Amount:
+    """A number with a unit of its own, in a column whose rows differ in theirs."""
+
+    value: Any
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Columns and rows; None is "not known"."""
 
@@ -54,7 +62,10 @@ def _heading(column: Figure, numeric: bool) -> str:
 
 
 def _cell(value: Any, column: Figure, numeric: bool) -> str:
-    text = shown(value, column.unit)
+    unit = column.unit
+    if isinstance(value, Amount):
+        value, unit = value.value, value.unit
+    text = shown(value, unit)
     digits = f' data-v="{value!r}"' if _is_number(value) else ""
     kind = ' class="n"' if numeric else ' class="w"' if len(text) > _SHORT_TEXT else ""
     cut = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"

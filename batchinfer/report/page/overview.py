@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.report.exit_status import is_published
-from batchinfer.report.page.figures import Figure, Figures, html_text, shown
+from batchinfer.report.page.figures import Amount, Figure, Figures, html_text, shown
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables import RunRow
@@ -163,7 +163,7 @@ def _compared(row: RunRow, title: str, before: str, after: str, unit: str) -> tu
     expected, found = row.get(before), row.get(after)
     if expected is None or found is None:
         return None
-    return title, shown(expected, unit), shown(found, unit), found / expected if expected else None
+    return title, Amount(expected, unit), Amount(found, unit), found / expected if expected else None
 
 
 _WORK = (

@@ -218,6 +218,23 @@ def test_the_dearest_requests_are_named_by_their_rows(folder: Path, tmp_path: Pa
         assert table.column("device_s") == [seconds for _, seconds in found]
 
 
+def test_forecasts_and_all_columns_have_their_digits(folder: Path, parsed: ParsedPage) -> None:
+    row, table, columns = read_run(folder).row, parsed.tables["forecast-table"], parsed.tables["all-table"]
+    found = {name: (before, after, ratio) for name, before, after, ratio in table.rows}
+    assert found["steps"] == (500, row["steps"], row["steps"] / 500)
+    assert found["MFU"] == (0.5, row["mfu"], row["mfu"] / 0.5)
+    assert found.keys() == {
+        "time of the engine",
+        "steps",
+        "output tokens",
+        "MFU",
+    }  # what was forecast of this run
+    values = dict(zip(columns.column("column"), columns.column("value"), strict=True))
+    numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
+    assert {name: values[name] for name in numbers} == numbers
+    assert values.keys() == row.keys()
+
+
 def test_errors_have_ids_and_no_texts(text: str, parsed: ParsedPage) -> None:
     table = parsed.tables["errors-table"]
     assert dict(zip(table.column("code"), table.column("rows"), strict=True)) == {
