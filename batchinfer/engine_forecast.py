@@ -16,7 +16,7 @@ from batchinfer.plan.plan import Plan
 from batchinfer.plan.policies import OrderChoice
 from batchinfer.plan.requests import Prompts, planned_requests
 from batchinfer.preflight import Setup
-from batchinfer.report.earlier_runs import earlier_lengths, earlier_steps
+from batchinfer.report.earlier_runs import earlier_lengths, earlier_power, earlier_steps
 from batchinfer.report.folder import report_folder
 from batchinfer.request import Request
 from batchinfer.simulation.answer_lengths import AnswerLengths
@@ -46,6 +46,7 @@ class EngineForecast:
     seconds: float | None
     mfu: float | None
     mbu: float | None
+    energy_j: float | None  # None where no run of this model on this machine knows what it took
     order: OrderChoice | None = None  # None: the default one, without a choice
 
 
@@ -87,10 +88,12 @@ class ForecastEngine:
         share = sum(map(len, windows)) / (self.plan.to_run * self.multiple)
         peaks = self.setup.setting.peaks
         if peaks is None or not whole.seconds:
-            return EngineForecast(whole, share, answers_from, self.times, None, None, None)
+            return EngineForecast(whole, share, answers_from, self.times, None, None, None, None)
         mfu = whole.flops / whole.seconds / peaks.fastest
         mbu = whole.bytes / whole.seconds / peaks.bytes_per_s
-        return EngineForecast(whole, share, answers_from, self.times, whole.seconds, mfu, mbu)
+        watts = earlier_power(report_folder(self.job.results_root), alike(self.job, self.setup.setting))
+        energy_j = None if watts is None else watts * whole.seconds
+        return EngineForecast(whole, share, answers_from, self.times, whole.seconds, mfu, mbu, energy_j)
 
     def _whole(self, windows: list[list[Request]], lengths: AnswerLengths) -> Simulated:
         """The run of all windows, from those that are there and a half of them."""

@@ -57,7 +57,7 @@ FORECAST_SCHEMA = pa.schema(
                     pa.field("answers_from_runs", _INT),
                     pa.field("times_from", _TEXT),
                     pa.field("times_from_runs", _INT),
-                    pa.field("cost", _REAL),
+                    *_struct(_REAL, "energy_j", "cost"),
                     pa.field(
                         "order",
                         pa.struct(

@@ -123,6 +123,7 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "answers_from_runs": forecast.answers_from,
         "times_from": forecast.times.known,
         "times_from_runs": forecast.times.runs,
+        "energy_j": forecast.energy_j,
         "cost": _cost(forecast, price_per_hour),
         "order": None if forecast.order is None else _order_json(forecast.order),
     }
@@ -223,6 +224,8 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
         yield "", f"simulated for {percent(forecast.simulated)} of the rows"
     if forecast.order is not None:
         yield "order", _order_text(forecast.order)
+    if forecast.energy_j is not None:
+        yield "energy", f"{short(forecast.energy_j)}J, if the machine takes as much power as in earlier runs"
     cost = _cost(forecast, price_per_hour)
     if cost is not None:
         yield "cost", f"{cost:,.2f} at {price_per_hour:g} an hour, for the engine's time"

@@ -78,6 +78,26 @@ def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
     return EarlierSteps(len(found), _joined(found)) if found else None
 
 
+def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
+    """Watts that the machine took while the engine ran, over the newest runs that are alike and know their energy.
+
+    None: there are none.
+    """
+    joules = seconds = 0.0
+    found = 0
+    for path in reversed(tables(folder, RUN)):
+        told = _columns(path, (*alike, "energy_j", "engine_wall_s"), 1)
+        if told is None or any(told[name][0] != value for name, value in alike.items()):
+            continue
+        energy, took = told["energy_j"][0], told["engine_wall_s"][0]
+        if energy is None or took is None or not (energy > 0 and took > 0):  # NaN is Arrow's null in NumPy
+            continue
+        joules, seconds, found = joules + float(energy), seconds + float(took), found + 1
+        if found == NEWEST:
+            break
+    return joules / seconds if found else None
+
+
 def _columns(path: Path, names: Sequence[str], most: int) -> dict[str, NDArray[Any]] | None:
     """None for a file that is gone, damaged or older than one of the columns: a forecast can do without it."""
     try:

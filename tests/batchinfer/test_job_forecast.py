@@ -17,7 +17,7 @@ from batchinfer.job_forecast import JobForecast, forecast_job
 from batchinfer.job_forecast_text import forecast_json, forecast_lines
 from batchinfer.pipeline import RunOptions
 from batchinfer.report.columns import REQUESTS, RUN, STEPS
-from batchinfer.report.earlier_runs import STEP_COLUMNS, earlier_lengths, earlier_steps
+from batchinfer.report.earlier_runs import STEP_COLUMNS, earlier_lengths, earlier_power, earlier_steps
 from batchinfer.report.folder import table_path
 from batchinfer.report.hardware import Hardware
 from batchinfer.report.summary import summary
@@ -294,6 +294,36 @@ def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path) -
     assert found is not None
     assert (found.runs, len(found.columns["running"])) == (2, 4)
     assert earlier_steps(tmp_path, {**alike, "cores": 4}) is None
+
+
+def test_energy_is_that_of_earlier_runs_for_so_long(tmp_path: Path) -> None:
+    """Of runs that are alike and know it; null is not known, never 0."""
+    alike: dict[str, Any] = {"model": "m", "hardware": "a"}
+    runs: list[tuple[str, float | None, float | None]] = [
+        ("a", 300.0, 10.0), ("a", None, 10.0), ("b", 9000.0, 1.0), ("a", 100.0, 30.0), ("a", 5.0, None)
+    ]  # fmt: skip
+    assert earlier_power(tmp_path, alike) is None
+    for night, (hardware, energy_j, seconds) in enumerate(runs):
+        row = {"model": "m", "hardware": hardware, "energy_j": energy_j, "engine_wall_s": seconds}
+        schema = pa.schema([(name, pa.string() if name in alike else pa.float64()) for name in row])
+        run_id = f"202611{night + 10}T000000Z-0000000"
+        pq.write_table(pa.Table.from_pylist([row], schema=schema), table_path(tmp_path, RUN, run_id))
+    assert earlier_power(tmp_path, alike) == pytest.approx(10.0)
+
+
+def test_energy_is_forecast_from_a_run(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_job(tmp_path, model, people(10))
+    found = planned(path).forecast
+    assert found is not None
+    assert found.energy_j is None
+    monkeypatch.setattr("batchinfer.engine_forecast.earlier_power", lambda *_: 50.0)
+    again = planned(path)
+    assert again.forecast is not None
+    assert again.forecast.seconds is not None
+    assert again.forecast.energy_j == pytest.approx(50 * again.forecast.seconds)
+    assert "J, if the machine takes as much power as in earlier runs" in text(again)
 
 
 def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> None:
