@@ -131,9 +131,10 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     arrivals = [window.numbers("token_offset").tolist() for window, _ in read]
     whole = None if every == 1 else plan.prompt_tokens + plan.expected_tokens
     sampled = PlanSample([requests for _, requests in read], arrivals, whole)
-    seconds = compared(engine.machine, sampled, engine.lengths()[0])
-    share = sum(map(len, sampled.windows)) / plan.to_run
-    policy = best(seconds, whole is None)
+    took = compared(engine.machine, sampled, engine.lengths()[0])
+    seconds = {policy: one * engine.multiple for policy, one in took.items()}
+    share = sum(map(len, sampled.windows)) / (plan.to_run * engine.multiple)
+    policy = best(seconds, whole is None and engine.multiple == 1)
     why = (
         "no other order is faster in the simulation"
         if policy is BY_DEFAULT

@@ -64,6 +64,10 @@ def test_a_sample_tells_of_the_whole(tmp_path: Path, model: Path) -> None:
         forecast_lines(part, None)
     )
     assert forecast_json(part, None)["sample"]["of_rows"] == 3000
+    assert part.forecast.order is not None
+    if part.forecast.order.seconds:
+        assert min(part.forecast.order.seconds.values()) == pytest.approx(part.forecast.seconds, rel=0.5)
+        assert part.forecast.order.share < 0.3
     assert part.prefixes[0].users == pytest.approx(3000, rel=0.05), "all share the system prompt"
 
 
