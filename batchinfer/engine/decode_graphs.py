@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 STRIDE = 8
 # Bounds of the longest context: each is so many times the one before. Programs behind a context's end return at once.
 SHORTEST, GROWTH = 1024, 4
+LATER_FIRST = 3  # see `end_warm_up`
+MOST_GRAPHS = 512  # each keeps a few MiB, and none is ever freed
 
 Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
 
@@ -141,7 +144,14 @@ class DecodeGraphs:
         self._inputs: dict[GraphSize, GraphInputs] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._replayed: _Replayed | None = None
+        self._seen: Counter[Hashable] = Counter()  # steps of kinds that have no graph
+        self._first = 1  # which step of a kind is captured
         self._refused = False
+
+    def end_warm_up(self) -> None:
+        """From here on a kind of step is captured when it comes for the third time: a capture takes as long as many
+        steps, and some kinds never come again."""
+        self._first = LATER_FIRST
 
     @property
     def captured(self) -> int:
@@ -169,13 +179,24 @@ class DecodeGraphs:
         fill_in(held.token_ids)
         inputs = held.inputs(batch)
         plans = self._plans(inputs, size.longest, before)
-        graph = self._graph((size, *[plan.sizes for plan in plans]), held.token_ids, inputs, plans)
+        key = (size, *[plan.sizes for plan in plans])
+        if not self._is_worth_it(key):
+            self._replayed = None
+            return self._forward(held.token_ids, inputs, plans)[:rows], size.rows - rows
+        graph = self._graph(key, held.token_ids, inputs, plans)
         if graph.plans is not plans:
             for old, new in zip(graph.plans, plans, strict=True):
                 old.refill(new)
         graph.captured.replay()
         self._replayed = _Replayed(batch, size, graph)
         return graph.captured.result[:rows], size.rows - rows
+
+    def _is_worth_it(self, key: Hashable) -> bool:
+        """Whether a step of this kind is replayed, after a capture if it has no graph yet."""
+        if key in self._graphs:
+            return True
+        self._seen[key] += 1
+        return self._seen[key] >= self._first and len(self._graphs) < MOST_GRAPHS
 
     def _size(self, batch: HostBatch) -> GraphSize:
         """The least that holds the step."""
@@ -224,17 +245,18 @@ class DecodeGraphs:
 
 
 def capture_on_gpu() -> Capture:
-    """Captures CUDA graphs. They share a memory pool: one runs at a time, and its result is read before the next."""
+    """Captures CUDA graphs. They share a memory pool: one runs at a time, and its result is read before the next. They
+    are captured in one stream: libraries keep a work space of tens of MiB for each stream that they are called in."""
     pool = torch.cuda.graph_pool_handle()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(run: Callable[[], Tensor]) -> Captured:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()  # compiles kernels and makes the libraries' work spaces, which a capture must not do
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=side):
             result = run()
         return Captured(result, graph.replay)
 

@@ -124,6 +124,8 @@ class Rehearsal:
             masked = replace(self.runner, sampler=replace(self.runner.sampler, mask=_EveryToken()))
             for params in (SAMPLED, GREEDY):
                 self._run(self.chunks(self.rows, self.rows, context, params), masked)
+        if self.runner.graphs is not None:
+            self.runner.graphs.end_warm_up()
 
     def _run(self, chunks: list[Chunk], runner: DeviceRunner | None = None) -> None:
         launched = (runner or self.runner).launch(chunks)

@@ -26,6 +26,7 @@ from batchinfer_kernels.gpu.attention_core import (
 )
 from batchinfer_kernels.gpu.attention_launch import (
     SEGMENT,
+    Work,
     check_attention,
     choose_segment,
     choose_tiles,
@@ -148,7 +149,8 @@ def decode_attention(
     which a row's bits depend on its own keys alone. `out`: like q; `lse`: (T, q_heads) float32; written if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
-    tiles = choose_tiles("deterministic" if deterministic else "decode", q.dtype, q.shape[2])
+    fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
+    tiles = choose_tiles("deterministic" if deterministic else fast, q.dtype, q.shape[2])
     count = len(q) if rows is None else len(rows)
     if segment is None:
         keys = count * min(longest, window or longest)

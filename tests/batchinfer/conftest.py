@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from batchinfer import spawning
-from tests.batchinfer.measured_run import measured_run
-from tests.batchinfer.wrong_jobs import Place, make_place
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
 from tests.warm_children import WarmChildren
+
+if TYPE_CHECKING:
+    from tests.batchinfer.wrong_jobs import Place
 
 SPAWN = spawning._spawn
 
@@ -29,12 +31,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, model: Path) -> Place:
     """A folder of its own with a job, an input of a few rows and a link to the model."""
+    from tests.batchinfer.wrong_jobs import make_place  # the GPU's tests run where what jobs need is missing
+
     return make_place(tmp_path / "job", model)
 
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> Place:
     """A job that has run once on a real engine; nothing may change it."""
+    from tests.batchinfer.measured_run import measured_run
+
     return measured_run(tmp_path_factory.mktemp("measured"), model)
 
 

@@ -76,7 +76,8 @@ def _pytest(section: Section, junit: Path) -> tuple[int | None, str]:
 def _several(setting: Setting) -> list[str]:
     if setting.rehearsal or importlib.util.find_spec("xdist") is None:
         return []
-    return ["-n", str(min(MOST_PROCESSES, usable_cpus()))]
+    # pytest-benchmark, where a machine has it, warns that it does nothing beside xdist, and a warning is an error
+    return ["-n", str(min(MOST_PROCESSES, usable_cpus())), "-p", "no:benchmark"]
 
 
 def _interrupted(process: subprocess.Popen[str]) -> str:

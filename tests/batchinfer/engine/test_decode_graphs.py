@@ -133,3 +133,17 @@ def test_without_memory_for_graphs_steps_run_without(caplog):
     assert capture.captured == []
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     assert "no memory is left to capture" in caplog.text
+
+
+def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
+    """Kinds that come once or twice are launched as they are; the answers are the same."""
+    at_once, later = Counting(), Counting()
+    wanted = ran(True, at_once).answers
+    runner = hashing_runner(DeviceRunner, LIMITS.blocks, LIMITS.block_size)
+    runner = with_graphs(runner, 12, 40, LIMITS.blocks, later)
+    runner.graphs.end_warm_up()
+    prompts = [[i % 7, 3, i % 5, *[1] * (i % 3)] for i in range(20)]
+    got = drain(make_engine(runner, LIMITS, frozenset([EOS])), greedy(prompts, 12))
+    assert got.answers == wanted
+    assert 0 < len(later.captured) < len(at_once.captured)
+    assert later.replays >= at_once.replays - 2 * len(at_once.captured)

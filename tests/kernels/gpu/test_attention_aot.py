@@ -75,6 +75,17 @@ def test_keys_are_fetched_ahead() -> None:
     assert len(re.findall(r"\bLDGSTS\.E\.(?:\w+\.)*128", kernel.sass)) >= 32
 
 
+@pytest.mark.parametrize(
+    ("work", "dim", "codes"),
+    [("prefill", 128, None), ("prefix", 128, None), ("prefill", 64, "int8"), ("prefix", 256, None)],
+)
+def test_products_do_not_wait_for_all_keys_in_flight(work: str, dim: int, codes: str | None) -> None:
+    """A loop begins by waiting for the tiles that it multiplies, and leaves those of three later products in flight."""
+    found = compiled(work, "sm_90", "bfloat16", dim, 4, 16, None, None, codes, False)
+    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", named(found, work).ptx)
+    assert max(map(int, waits)) == 3
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_codes_are_widened_after_wide_loads(target: str) -> None:
     """float8_e4m3fn, which sm_80 does not know, is read as bits there."""
