@@ -333,6 +333,8 @@ def _launch(
         REST_PADDED=triton.next_power_of_2(max(1, dim - 2 * pairs)),
         HEADS=heads,
         num_warps=max(1, min(4, heads * padded // 256)),
+        # so that `rope` and `rope_store`, compiled apart, round alike
+        enable_fp_fusion=False,
     )
     return y
 

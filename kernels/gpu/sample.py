@@ -313,6 +313,8 @@ def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | No
     out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     if not rows:
         return out
+    if vocab == 1:  # Triton 3.6 does not compile the filter for a row of one token on compute capability 9.0
+        logits, vocab = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf), 2
     best, ids, _ = chunk_best(logits, with_sums=False)
     places = (logits, logits.stride(0), vocab, best, ids)
     sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(best.shape[1])}
