@@ -379,8 +379,9 @@ def test_all_of_the_gpus_path(monkeypatch):
     assert runner.graphs is not None
     before = runner.graphs.captured
     assert before == len(runner.graphs.sizes) + 1 == 5, "all sizes, and the largest with shared keys"
-    got = drain(loaded.engine(), greedy(prompts(), OUTPUT))
-    assert got.answers == on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
+    wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
+    for _ in range(3):  # what comes for the third time is captured
+        assert drain(loaded.engine(), greedy(prompts(), OUTPUT)).answers == wanted
     assert runner.graphs.captured > before, "steps whose rows share keys need graphs of their own"
     check_constraints(loaded)
 
