@@ -229,7 +229,7 @@ def _keep_what_operands_become() -> None:
         key = (named(lhs), named(rhs), options, *more.items())
         steps = found.get(key)
         if steps is None:
-            pair = find(self, lhs, rhs, *options, **more)
+            pair: tuple[Any, Any] = find(self, lhs, rhs, *options, **more)
             found[key] = [step(given, made) for given, made in zip((lhs, rhs), pair, strict=True)]
             return pair
         return done(self, lhs, *steps[0]), done(self, rhs, *steps[1])
