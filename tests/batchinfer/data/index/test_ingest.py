@@ -526,7 +526,7 @@ def test_a_template_that_hangs_costs_its_row(folder: Path) -> None:
     assert "1 s" in rows_of(index)[1]["error_message"]
 
 
-SLOW = "{% if text == 'slow' %}{% for i in range(99999) %}{% for j in range(600) %}{% endfor %}{% endfor %}{% endif %}"
+SLOW = "{% if text == 'slow' %}{% for i in range(99999) %}{% for j in range(1300) %}{% endfor %}{% endfor %}{% endif %}"
 
 
 @pytest.fixture
