@@ -94,7 +94,7 @@ class Linter:
                 continue
             template = in_order([*ordered, *end], source)
             after = self._planned(self._read(template))
-            if before.tokens - after.tokens >= WORTH * before.tokens:
+            if before.tokens - after.tokens >= max(1, WORTH * before.tokens):
                 yield self._reordered(kind, _advice(kind, ordered, seen), template, before, after)
                 before, seen = after, ordered
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import duckdb
+
 from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
 from batchinfer.engine_forecast import EngineForecast
@@ -211,5 +213,5 @@ def told_by(notice: Callable[[str], None]) -> Iterator[None]:
     """A report that cannot be written must not hide why the run failed: it becomes a line of its own."""
     try:
         yield
-    except (OSError, BatchInferError) as error:
+    except (OSError, BatchInferError, duckdb.Error, MemoryError, ArithmeticError, ValueError) as error:
         notice(f"the report of this run could not be written: {error}")

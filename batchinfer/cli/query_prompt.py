@@ -147,12 +147,20 @@ def _history(path: Path) -> Iterator[None]:
     import readline  # what makes input() edit lines
 
     readline.set_history_length(MOST_KEPT)
-    try:
+    with _telling(path):
         if path.exists():
             readline.read_history_file(path)
-        yield
+    yield
+    with _telling(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         readline.write_history_file(path)
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """A history that cannot be read or written costs no query."""
+    try:
+        yield
     except OSError as error:
         tell(printable(f"{path}: what is typed is not kept: {error}"))

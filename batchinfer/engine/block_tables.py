@@ -93,6 +93,10 @@ class BlockTables:
                 if index >= sequence.left[group]:
                     self.pool.register(table[index], digest, group)
 
+    def found(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that `share` would find."""
+        return self._reusable(sequence.hashes[: sequence.reserved]) * self.pool.block_size
+
     def share(self, sequence: Sequence) -> None:
         """Acquire its first blocks, as far as they are cached."""
         digests = sequence.hashes[: sequence.reserved]

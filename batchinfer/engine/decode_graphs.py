@@ -118,7 +118,7 @@ class _Replayed:
 
     def precedes(self, batch: HostBatch, size: GraphSize) -> bool:
         """Whether the step runs the same sequences in the same order, one token further, on the same tensors. Then no
-        table has changed but for appended blocks: a sequence that is preempted runs more than a token before."""
+        table has changed but for appended blocks: a sequence that was preempted would have run in a step between."""
         known = self.size == size and self.batch.sampling == batch.sampling
         return known and [n + 1 for n in self.batch.context_lens] == batch.context_lens
 
@@ -157,6 +157,10 @@ class DecodeGraphs:
     def captured(self) -> int:
         """How many graphs were captured."""
         return len(self._graphs)
+
+    def interrupt(self) -> None:
+        """A step was run without a graph: the next one does not follow the one that was replayed last."""
+        self._replayed = None
 
     def covers(self, batch: HostBatch) -> bool:
         """Whether the step can be run as a graph."""

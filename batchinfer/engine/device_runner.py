@@ -128,6 +128,8 @@ class DeviceRunner(ModelRunner):
                 return self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, host))
             except torch.OutOfMemoryError:
                 _log.debug("a step that could not be captured is launched as it is")
+        if self.graphs is not None:
+            self.graphs.interrupt()
         arrays = (host.token_ids, host.sampled_rows, *host.places)
         token_ids, sampled, *places = upload(arrays, self.device)
         self._fill_in(token_ids, host)

@@ -128,6 +128,8 @@ class Scheduler:
         self._wanted = 0  # sequences that have to end before others are admitted
         self._ended = 0  # how many have, since admission stopped
         self._waited = 0  # steps since then
+        self._left = 0  # blocks that were available then
+        self._counted = self._brought = 0  # of so many that wait, the tokens that would be run
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the whole cache could not hold it."""
@@ -357,9 +359,11 @@ class Scheduler:
                 return
             self.tables.share(sequence)
             if not self._fits(sequence, budget):
-                self._patience = 0 if self._reading(sequence, budget) else RETRY_STEPS
+                reading = self._reading(sequence, budget)
+                self._patience = 0 if reading else RETRY_STEPS
                 self.tables.give_back(sequence)
-                self._stop_admitting()
+                if not reading:
+                    self._stop_admitting()
                 return
             self._start(self.waiting.popleft(), step)
             length = min(sequence.remaining, budget)
@@ -371,15 +375,24 @@ class Scheduler:
     def _stop_admitting(self) -> None:
         """There is no room until others have ended."""
         self._wanted = len(self.running) // IDLE if self.config.mixed_tokens else 0
-        self._ended = self._waited = 0
+        self._ended = self._waited = self._counted = self._brought = 0
+        self._left = self.pool.available
 
     def _waits_for_others(self, budget: int) -> bool:
         """Whether so few sequences have ended that those which could take their places would make a small step."""
         if not self.running or self._ended >= min(self._wanted, len(self.waiting)):
             return False
+        if self.pool.available - self._left >= self.pool.total // IDLE:
+            return False
         self._waited += 1
-        tokens = sum(len(sequence.tokens) for sequence in islice(self.waiting, self._ended))
-        return tokens < min(self.config.mixed_tokens * self._waited, budget)
+        if self._counted != self._ended:
+            self._counted = self._ended
+            self._brought = sum(map(self._unshared, islice(self.waiting, self._ended)))
+        return self._brought < min(self.config.mixed_tokens * self._waited, budget)
+
+    def _unshared(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that are not in the cache."""
+        return len(sequence.tokens) - self.tables.found(sequence)
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
         """Whether its chunk fits now, and it and the running sequences are expected to end without a preemption."""

@@ -11,17 +11,17 @@ _CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
 def deadline_after(text: str, now: datetime) -> datetime:
     """The moment that `text` means at `now`, which has a time zone.
 
-    HH:MM is the next such time by the machine's clock, tomorrow's if today's is past. A timestamp without a zone is
-    local, too. Raises ValueError for another text.
+    HH:MM is the next such time by the machine's clock, tomorrow's if today's is past; of an hour that comes twice the
+    first time that is not past. A timestamp without a zone is local, too. Raises ValueError for another text.
     """
     clock = _CLOCK.fullmatch(text)
     if clock is None:
         return datetime.fromisoformat(_timestamp(text)).astimezone()
     today = now.astimezone().replace(tzinfo=None)
     at = today.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0)
-    if at <= today:
-        at += timedelta(days=1)
-    return at.astimezone()  # by the zone's rules of that day
+    todays = (at.replace(fold=fold).astimezone() for fold in (0, 1))  # by the zone's rules of that day
+    tomorrows = (at + timedelta(days=1)).astimezone()
+    return next((moment for moment in todays if moment > now), tomorrows)
 
 
 def _timestamp(text: str) -> str:

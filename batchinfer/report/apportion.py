@@ -100,7 +100,9 @@ class Apportionment:
         last = np.maximum(read, self._step("ended_s", requests["finished_s"]))
         ran, prompt, cached = ran_tokens(requests), requests["prompt_tokens"], requests["cached_tokens"]
         whole = _before(self._read)
-        share = 1 / (whole[read + 1] - whole[first])
+        # where millions of tokens came before, the little that each step has is lost in their sum
+        span = whole[read + 1] - whole[first]
+        share = np.divide(1.0, span, out=np.zeros(len(ran)), where=span > 0)
         rate = np.divide(answered_tokens(requests), last - read, out=np.zeros(len(ran)), where=last > read)
         return _RanIn(
             first, read, last,

@@ -86,7 +86,7 @@ def _read(counters: Sequence[Counter]) -> tuple[Sequence[Counter], float | None]
     try:
         for counter in counters:
             counter.poll()
-    except OSError:
+    except (OSError, ValueError):
         return (), None
     return counters, sum(counter.spent_j for counter in counters) if counters else None
 
@@ -112,7 +112,10 @@ def nvml_counters(env: Mapping[str, str] = os.environ) -> list[Counter]:
     """Of the GPU that CUDA calls the first, where the package `nvidia-ml-py` is installed and the GPU counts."""
     if find_spec("pynvml") is None:
         return []
-    nvml = importlib.import_module("pynvml")
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:  # it is there, but not whole
+        return []
     try:
         nvml.nvmlInit()
         handle = _handle(nvml, env.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,16 @@ def test_a_run_tells_of_its_goodput(tmp_path: Path, model: Path) -> None:
     assert late["goodput_tokens_per_s"] is None, "nothing can be done in no time"
     assert "2026-01-01 06:00, missed by" in summary(late)
     assert run(write_job(tmp_path, model, people(26))).row["deadline_met"] is None
+
+
+def test_of_an_hour_that_comes_twice_the_time_that_is_to_come_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        now = datetime.fromisoformat("2026-10-25T02:15:00+01:00")  # the second time
+        assert deadline_after("02:30", now) == datetime.fromisoformat("2026-10-25T02:30:00+01:00")
+        before = datetime.fromisoformat("2026-10-25T02:15:00+02:00")
+        assert deadline_after("02:30", before) == datetime.fromisoformat("2026-10-25T02:30:00+02:00")
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -16,13 +16,22 @@ from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.decode_graphs import (
     SHORTEST,
     Captured,
+    DecodeGraphs,
+    GraphLimits,
     batch_sizes,
     context_bound,
 )
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
-from tests.batchinfer.engine.hashing_model import EOS, captured_eagerly, hashing_runner, with_graphs
-from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
+from batchinfer.engine.sequence import Sequence
+from tests.batchinfer.engine.hashing_model import (
+    EOS,
+    HashingOps,
+    captured_eagerly,
+    hashing_runner,
+    with_graphs,
+)
+from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, layer_each, make_engine
 
 LIMITS = Limits(budget=64, seqs=12, blocks=60, block_size=4)
 
@@ -147,3 +156,35 @@ def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
     assert got.answers == wanted
     assert 0 < len(later.captured) < len(at_once.captured)
     assert later.replays >= at_once.replays - 2 * len(at_once.captured)
+
+
+def test_a_step_without_a_graph_between_makes_tables_be_sent_anew():
+    """A row that was preempted and read again has other blocks, and may come back one token further."""
+    read: list[list[list[int]]] = []
+
+    def forward(token_ids: Tensor, inputs: Any, plans: Any) -> Tensor:
+        read.append(inputs[0].block_tables.tolist())
+        return torch.zeros(len(token_ids), 1)
+
+    layout, limits = layer_each([None], 4), GraphLimits(1, 16, 4, scratch_block=30)
+    graphs = DecodeGraphs(forward, HashingOps(), limits, layout.groups, torch.device("cpu"), captured_eagerly)
+    sequence = greedy_sequence([1] * 9)
+    for context, table in ((9, [1, 2, 3]), (10, [1, 2, 3]), (11, [7, 8, 9])):
+        sequence.tables = [table]
+        if table[0] == 7:
+            graphs.interrupt()
+        graphs.run(one_row(sequence, context), lambda _: None)
+        assert read[-1] == [[*table, 0]]
+
+
+def greedy_sequence(tokens: list[int]) -> Sequence:
+    (request,) = greedy([tokens], 20)
+    return Sequence.of(request, 100, None, 0.0)
+
+
+def one_row(sequence: Sequence, context: int) -> HostBatch:
+    at = np.array([context - 1])
+    table = np.array(sequence.tables[0], np.int32)[None]
+    slots = table[0, at // 4].astype(np.int64) * 4 + at % 4
+    zero = np.zeros(1, np.int64)
+    return HostBatch(zero, at, [slots], [table], [True], zero, [sequence], [1], [context])

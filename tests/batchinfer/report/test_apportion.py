@@ -143,3 +143,29 @@ def test_what_ended_before_any_step_took_nothing() -> None:
     found = apportioned(Simulated(ran.steps, [*ran.requests, early], ran.exact))["model_s"]
     assert found[-1] == 0
     assert found.sum() == pytest.approx(sum(step.model_s for step in ran.steps))
+
+
+def test_a_request_that_ran_nothing_gets_nothing_however_much_ran_before() -> None:
+    """The little that a step without prompts has is lost in a sum of millions; the others' shares must not be."""
+    steps = {
+        "prefill_tokens": np.array([3e7, 0.0, 0.0]),
+        "recomputed_tokens": np.zeros(3),
+        "decode_tokens": np.array([0.0, 1.0, 1.0]),
+        "scheduled_s": np.array([0.0, 1.0, 2.0]),
+        "ended_s": np.array([1.0, 2.0, 3.0]),
+        **{name: np.ones(3) for name in ("model_s", "bytes", "roofline_s")},
+    }
+    requests = {
+        "prompt_tokens": np.array([3e7, 5.0]),
+        "cached_tokens": np.array([0.0, 5.0]),
+        "completion_tokens": np.array([3.0, 0.0]),
+        "forced_tokens": np.zeros(2),
+        "scheduled_s": np.array([0.0, 1.5]),
+        "first_token_s": np.array([1.0, 1.5]),
+        "finished_s": np.array([3.0, 1.5]),
+    }
+    split = Apportionment(steps, np.zeros(3))
+    split.add(requests)
+    share = split.shares(requests)["model_s"]
+    assert np.isfinite(share.prompt + share.answer).all()
+    assert (share.prompt + share.answer).sum() == pytest.approx(3.0, rel=0.01)
