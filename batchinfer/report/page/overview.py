@@ -154,7 +154,9 @@ def _known_from(row: RunRow) -> str:
     if row["forecast_basis"] is None:
         return ""
     runs = row["forecast_answers_from"]
-    lengths = f"those of {count(runs)} earlier runs" if runs else "as long as they may be"
+    lengths = (
+        f"those of {count(runs)} earlier run{'s' if runs > 1 else ''}" if runs else "as long as they may be"
+    )
     basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
     return f" The times of steps were known from {basis}; answers were taken to be {'like ' if runs else ''}{lengths}."
 
