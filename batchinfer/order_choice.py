@@ -33,6 +33,8 @@ from batchinfer.simulation.simulator import SimulatedEngine, simulate
 
 # What comparing orders may take: so many seconds, or a share of what the run takes at the least
 COMPARE_LEAST_S, COMPARE_SHARE = 1.0, 0.02
+# A run makes no forecast where the least part takes more than so many seconds, and so many times what it may take
+RUN_MOST_S, TOO_MUCH = 3.0, 3.0
 # Of a job that was simulated in part another order has to be better by this much. Of 6,000 rows, half of which mostly
 # read and half decode, `blended` takes 0.989 of the time of `depth-first`; 1,024 of them said 0.993, 2,048 0.974.
 SURE = 0.015
@@ -73,14 +75,20 @@ class PlanSample:
 
 def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> EngineForecast | None:
     """At the start of a run: settle the order, and forecast the engine. None where nothing would come of it: nothing is
-    to run, the machine's peaks are not known, or the engine will find too little memory."""
+    to run, the machine's peaks are not known, or the engine will find too little memory; and where even the least part
+    that tells anything would take long to simulate, as answers of very many tokens do."""
     if setup.setting.peaks is None or not plan.to_run:
         return None
     try:
         engine = forecast_engine(job, setup, plan)
     except OutOfMemory:  # reckoned from here; the engine's own process knows better, and says so
         return None
-    return settled_forecast(engine, prompts, engine.run_budget_s())
+    budget_s = engine.run_budget_s()
+    known = engine.lengths()[1] > 0  # then answers are simulated as long as they become, not as they may
+    if not known and _takes_s(engine, engine.every(budget_s)) > max(RUN_MOST_S, TOO_MUCH * budget_s):
+        settle_order(engine, prompts)
+        return None
+    return settled_forecast(engine, prompts, budget_s)
 
 
 def settled_forecast(engine: ForecastEngine, prompts: Prompts, budget_s: float) -> EngineForecast:

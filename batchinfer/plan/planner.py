@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -87,9 +88,15 @@ def _distinct_sql(index: Sequence[Path]) -> str:
 def _forest(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
     """The forest of the work's prompts, and their rows (`rowid`) in the order in which it has them."""
 
+    raised: list[BaseException] = []
+
     def chains(offsets: pa.Array, counts: pa.Array) -> pa.Array:
-        read = read_prompts(prompts, offsets.to_numpy(), counts.to_numpy())
-        return pa.array([chain for some in read for chain in block_hashes(some)], pa.binary())
+        try:
+            read = read_prompts(prompts, offsets.to_numpy(), counts.to_numpy())
+            return pa.array([chain for some in read for chain in block_hashes(some)], pa.binary())
+        except BaseException as error:  # a signal's, too; DuckDB would tell of it as of a damaged file
+            raised.append(error)
+            raise
 
     kinds: list[Any] = ["BIGINT", "INTEGER"]
     database.create_function("chain", chains, kinds, "BLOB", type="arrow")
@@ -97,11 +104,16 @@ def _forest(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
         "SELECT rowid, chain(token_offset, token_count) AS chain FROM work ORDER BY chain, rowid"
     )
     builder, rows, before = ForestBuilder(), [np.zeros(0, np.int32)], b""
-    for batch in query.to_arrow_reader(_ROWS_PER_GROUP):
-        found = batch.column(1).to_pylist()
-        builder.add(shared_blocks(found, before).tolist())
-        rows.append(batch.column(0).to_numpy().astype(np.int32))
-        before = found[-1]
+    try:
+        for batch in query.to_arrow_reader(_ROWS_PER_GROUP):
+            found = batch.column(1).to_pylist()
+            builder.add(shared_blocks(found, before).tolist())
+            rows.append(batch.column(0).to_numpy().astype(np.int32))
+            before = found[-1]
+    except duckdb.Error as error:
+        if raised:
+            raise raised[0] from error
+        raise
     return builder.finished(), np.concatenate(rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
     for path in reversed(tables(folder, STEPS)):
         run = path.with_name(path.name.replace(STEPS, RUN, 1))
         told = _columns(run, tuple(alike), 1)
-        if told is None or any(told[name][0] != value for name, value in alike.items()):
+        if told is None or not _says(told, alike):
             continue
         read = _columns(path, STEP_COLUMNS, MOST_REQUESTS)
         if read is not None and len(read["running"]):
@@ -76,6 +76,12 @@ def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
         if len(found) == NEWEST:
             break
     return EarlierSteps(len(found), _joined(found)) if found else None
+
+
+def _says(told: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
+    """Whether a run's columns have these values. None is null, of which Arrow makes NaN for NumPy."""
+    found = {name: told[name][0] for name in alike}
+    return {name: None if value != value else value for name, value in found.items()} == dict(alike)
 
 
 def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
@@ -87,7 +93,7 @@ def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
     found = 0
     for path in reversed(tables(folder, RUN)):
         told = _columns(path, (*alike, "energy_j", "engine_wall_s"), 1)
-        if told is None or any(told[name][0] != value for name, value in alike.items()):
+        if told is None or not _says(told, alike):
             continue
         energy, took = told["energy_j"][0], told["engine_wall_s"][0]
         if energy is None or took is None or not (energy > 0 and took > 0):  # NaN is Arrow's null in NumPy

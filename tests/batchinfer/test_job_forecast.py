@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer import order_choice
 from batchinfer.job import load_job
 from batchinfer.job_forecast import JobForecast, forecast_job
 from batchinfer.job_forecast_text import forecast_json, forecast_lines
@@ -274,11 +275,13 @@ def test_lengths_are_drawn_from_prompts_of_about_the_same_length() -> None:
     assert AnswerLengths.unknown().of_request(request(1, 9, max_tokens=20)) == 20
 
 
-def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cores", [2, None])
+def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path, cores: int | None) -> None:
+    """A GPU has no count of cores."""
     alike: dict[str, Any] = {
         "model": "m",
         "hardware": "a",
-        "cores": 2,
+        "cores": cores,
         "device": "cpu",
         "dtype": "float32",
         "quantization": "none",
@@ -288,7 +291,8 @@ def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path) -
     machines = [alike, {**alike, "hardware": "b"}, {**alike, "model": "n"}, alike]
     for night, machine in enumerate(machines):
         run_id = f"202611{night + 10}T000000Z-0000000"
-        pq.write_table(pa.table({k: [v] for k, v in machine.items()}), table_path(tmp_path, RUN, run_id))
+        row = pa.table({k: pa.array([v], pa.int64() if k == "cores" else None) for k, v in machine.items()})
+        pq.write_table(row, table_path(tmp_path, RUN, run_id))
         pq.write_table(pa.table(steps), table_path(tmp_path, STEPS, run_id))
     found = earlier_steps(tmp_path, alike)
     assert found is not None
@@ -338,3 +342,13 @@ def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> N
     found = earlier_lengths(tmp_path)
     assert found is not None
     assert (found.runs, found.answers.tolist()) == (1, [9])
+
+
+def test_a_run_that_would_simulate_for_long_makes_no_forecast(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order_choice, "RUN_MOST_S", 0.0)
+    monkeypatch.setattr(order_choice, "TOO_MUCH", 0.0)
+    first = run(write_job(tmp_path, model, people(20)), REAL)
+    assert first.row["rows_ok"] == 20
+    assert (first.row["forecast_s"], first.row["forecast_error"]) == (None, None)

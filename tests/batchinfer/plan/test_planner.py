@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.plan import planner
 from batchinfer.plan.block_hashes import BLOCK
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
@@ -226,3 +227,19 @@ def test_many_rows_plan_under_a_small_memory_limit(tmp_path: Path) -> None:
     rows = mixed_rows(200_000, distinct=100_000)
     plan = plan_rows(tmp_path, rows, rows_per_part=50_000, memory_limit="200MB")
     assert plan.to_run == len(keys_in(rows))
+
+
+def test_what_is_raised_while_prompts_are_hashed_is_raised_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may come then; DuckDB alone would tell of a damaged file."""
+
+    class Stopped(Exception):
+        pass
+
+    def stops(*_: Any) -> Any:
+        raise Stopped
+
+    monkeypatch.setattr(planner, "read_prompts", stops)
+    with pytest.raises(Stopped):
+        plan_rows(tmp_path, mixed_rows(70, distinct=20))
