@@ -2,6 +2,7 @@
  * shared.c has what knows no dtype. Everything is computed in float. Semantics are those of the torch references beside
  * this folder. */
 #include "vector.h"
+#include "tiles.h"
 #include "panels.h"
 #include "plan.h"
 

@@ -1,0 +1,256 @@
+"""Matrix tiles in C: every bit as Intel's manual has it, nothing read beside a tile, and what it refuses refused."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import signal
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.c_units import assembled, compiled_unit
+from tests.kernels.tile_probe import address, multiply, shapes_of
+
+LEAST = Fraction(2) ** -126  # the smallest normal float
+
+
+@pytest.fixture(scope="module")
+def probe_path(tmp_path_factory) -> Path:
+    return compiled_unit("tile_probe.c", tmp_path_factory.mktemp("probe"), "-DEMULATED_TILES")
+
+
+@pytest.fixture(scope="module")
+def probe(probe_path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(probe_path))
+
+
+# The reference: exact fractions, rounded by hand.
+
+
+def value(bits: int) -> Fraction | float:
+    """Of a float's bits; what is smaller than a normal number is 0."""
+    if bits >> 23 & 0xFF == 0xFF:
+        return float(np.uint32(bits).view("f4"))
+    return Fraction(float(np.uint32(bits).view("f4"))) if bits >> 23 & 0xFF else Fraction(0)
+
+
+def rounded(exact: Fraction | float) -> Fraction | float:
+    """To the nearest float of 24 bits, to an even one of two; too large is infinite, too small 0."""
+    if isinstance(exact, float) or exact == 0:
+        return exact
+    exponent = math.floor(math.log2(abs(exact)))
+    exponent += (abs(exact) >= Fraction(2) ** (exponent + 1)) - (abs(exact) < Fraction(2) ** exponent)
+    unit = Fraction(2) ** (exponent - 23)
+    near = round(exact / unit) * unit
+    if abs(near) >= Fraction(2) ** 128:
+        return math.inf if near > 0 else -math.inf
+    return Fraction(0) if abs(near) < LEAST else near
+
+
+def plus(a: Fraction | float, b: Fraction | float) -> Fraction | float:
+    if isinstance(a, float) or isinstance(b, float):
+        return _float(a) + _float(b)
+    return rounded(a + b)
+
+
+def fused(x: Fraction | float, weight: Fraction | float, total: Fraction | float) -> Fraction | float:
+    if all(isinstance(part, Fraction) for part in (x, weight, total)):
+        return rounded(x * weight + total)
+    if isinstance(x, Fraction) and isinstance(weight, Fraction):
+        return _float(total)  # the product is finite, however large
+    return _signed(x) * _signed(weight) + _float(total)
+
+
+def _float(number: Fraction | float) -> float:
+    """One that an infinite other outweighs."""
+    return number if isinstance(number, float) else 0.0
+
+
+def _signed(number: Fraction | float) -> float:
+    return number if isinstance(number, float) else float((number > 0) - (number < 0))
+
+
+def wanted_bf16(x, weight, total) -> list[list[Fraction | float]]:
+    made = []
+    for m in range(x.shape[0]):
+        row = []
+        for n in range(weight.shape[1]):
+            parts: list[Fraction | float] = [Fraction(0), Fraction(0)]
+            for k in range(x.shape[1]):
+                for half, shift in enumerate((0, 16)):
+                    factors = (
+                        value(int(word) >> shift << 16 & 0xFFFFFFFF) for word in (x[m, k], weight[k, n])
+                    )
+                    parts[half] = fused(*factors, parts[half])
+            row.append(plus(value(int(total[m, n])), plus(*parts)))
+        made.append(row)
+    return made
+
+
+def same(got: int, wanted: Fraction | float) -> bool:
+    """A zero may have either sign, and any NaN is one."""
+    found = float(np.uint32(got).view("f4"))
+    if isinstance(wanted, float):
+        return math.isnan(found) if math.isnan(wanted) else found == wanted
+    return math.isfinite(found) and Fraction(found) == wanted
+
+
+def words_of(generator, shape, kind: str):
+    """Pairs of bfloat16 of some kind."""
+    if kind == "any bits":
+        return generator.integers(0, 2**32, shape, dtype=np.uint32)
+    scale = {"usual": 1.0, "tiny": 1e-19, "denormal": 1e-38, "huge": 1e19}[kind]
+    values = (generator.standard_normal((*shape, 2)) * scale).astype("f4").view("u4") >> 16
+    return (values[..., 0] | values[..., 1] << 16).astype(np.uint32)
+
+
+KINDS = ["usual", "tiny", "denormal", "huge", "any bits"]
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    rows=st.integers(1, 3) | st.just(16),
+    words=st.integers(1, 16),
+    columns=st.integers(1, 3) | st.just(16),
+    kinds=st.tuples(*[st.sampled_from(KINDS)] * 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_bfloat16_products_have_the_manuals_bits(probe, seed, rows, words, columns, kinds):
+    """Sums of even and of odd values apart, each step rounded once, nothing between 0 and a normal number."""
+    generator = np.random.default_rng(seed)
+    rows, columns = (rows, columns) if rows * columns * words < 800 else (2, 3)
+    x, weight = words_of(generator, (rows, words), kinds[0]), words_of(generator, (words, columns), kinds[1])
+    total = generator.standard_normal((rows, columns)).astype("f4").view("u4")
+    total[0, 0] = generator.integers(0, 2**32, dtype=np.uint32)
+    got = multiply(probe, x, weight, total)
+    wanted = wanted_bf16(x, weight, total)
+    for m in range(rows):
+        for n in range(columns):
+            assert same(int(got[m, n]), wanted[m][n]), (m, n, hex(int(got[m, n])), wanted[m][n])
+
+
+def bf16(number: float) -> int:
+    return int(np.float32(number).view("u4") >> 16)
+
+
+@pytest.mark.parametrize(("below", "wanted"), [(2.0**-150, 0.0), (2.0**-151, 2.0**-126), (2.0**-149, 0.0)])
+def test_what_rounds_to_a_normal_number_with_any_exponent_is_kept(probe, below, wanted):
+    """2^-126 less a little: with 24 bits and any exponent it is that number only from a 2^-151 on."""
+    x = np.array([[bf16(2.0**-63), bf16(-below * 2.0**63)]], dtype=np.uint32)
+    weight = np.array([[bf16(2.0**-63)], [bf16(2.0**-63)]], dtype=np.uint32)
+    got = multiply(probe, x, weight, np.zeros((1, 1), np.uint32))
+    assert got.view("f4")[0, 0] == wanted
+
+
+@given(
+    seed=st.integers(0, 2**16), rows=st.integers(1, 16), words=st.integers(1, 16), columns=st.integers(1, 16)
+)
+@settings(max_examples=40, deadline=None)
+def test_int8_products_are_exact(probe, seed, rows, words, columns):
+    generator = np.random.default_rng(seed)
+    x = generator.integers(0, 256, (rows, 4 * words), dtype=np.uint8)
+    codes = generator.integers(-128, 128, (4 * words, columns), dtype=np.int8)
+    total = generator.integers(-(2**31), 2**31, (rows, columns), dtype=np.int32)
+    quads = np.ascontiguousarray(codes.reshape(words, 4, columns).transpose(0, 2, 1)).view("u4")[..., 0]
+    got = multiply(probe, x.view("u4"), np.ascontiguousarray(quads), total.view("u4"), codes=True)
+    wanted = x.astype(np.int64) @ codes.astype(np.int64) + total
+    assert np.array_equal(got.view("i4"), wanted.astype(np.int32))  # modulo 2^32, as the instruction's
+
+
+def test_a_cleared_tile_is_zero(probe):
+    total = np.full((5, 3), 7, np.uint32)
+    shapes = shapes_of(5, 1, 3)
+    probe.clear(address(shapes), address(total), ctypes.c_int64(total.strides[0]))
+    assert not total.any()
+
+
+CRASHES = """
+import ctypes, sys
+from tests.kernels.tile_probe import *
+probe = ctypes.CDLL(sys.argv[1])
+{}
+print("went through")
+"""
+
+
+def ended_by(probe_path: Path, lines: str) -> int:
+    """The signal by which a process ends that runs these lines; 0: none."""
+    done = subprocess.run(
+        [sys.executable, "-c", CRASHES.format(lines), str(probe_path)], capture_output=True, text=True
+    )
+    assert (done.returncode == 0) == ("went through" in done.stdout), done.stderr
+    assert done.returncode <= 0, done.stderr
+    return -done.returncode
+
+
+GUARDED = """
+x, weight, total = (at_the_end_of_memory(*size) for size in ((5, 64), (16, 64), (5, 64)))
+{}
+multiply(probe, x, weight, total.copy())
+"""
+
+
+def test_nothing_behind_a_tile_is_read(probe_path):
+    """Rows of 64 bytes at the end of what a process may read; a row more, and it ends."""
+    assert ended_by(probe_path, GUARDED.format("")) == 0
+    more = "x = np.lib.stride_tricks.as_strided(x, (6, 16), x.strides); total = np.zeros((6, 16), np.uint32)"
+    assert ended_by(probe_path, GUARDED.format(more)) == signal.SIGSEGV
+
+
+REFUSED = """
+shapes = shapes_of(3, 4, 5)
+{}
+x, weight, total = (np.zeros((16, 16), np.uint32) for _ in range(3))
+multiply(probe, x, weight, total, shapes=shapes)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the signal is that of x86-64")
+@pytest.mark.parametrize(
+    ("change", "signal_"),
+    [
+        ("", 0),
+        ("shapes['rows'][SUM] = 4", signal.SIGILL),
+        ("shapes['rows'][WEIGHT] = 5", signal.SIGILL),
+        ("shapes['bytes'][SUM] = 24", signal.SIGILL),
+        ("shapes['bytes'][X] = 12", signal.SIGILL),
+        ("shapes['rows'][[SUM, X]] = 17", signal.SIGILL),
+        ("shapes['bytes'][[SUM, WEIGHT]] = 68", signal.SIGILL),
+        ("shapes['palette'] = 0", signal.SIGILL),
+    ],
+)
+def test_what_the_instructions_refuse_is_refused(probe_path, change, signal_):
+    assert ended_by(probe_path, REFUSED.format(change)) == signal_
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the signal is that of x86-64")
+def test_a_tile_without_a_shape_is_refused(probe_path):
+    lines = "probe.load_without_shape(address(np.zeros(256, np.uint32)))"
+    assert ended_by(probe_path, lines) == signal.SIGILL
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no such instructions")
+@pytest.mark.parametrize(
+    ("options", "found"), [((), True), (("-DNO_TILES",), False), (("-DEMULATED_TILES",), False)]
+)
+def test_instructions_are_used_where_the_compiler_may(options, found):
+    """Compiled for a CPU that has them, on any."""
+    text = assembled("tile_probe.c", "-march=sapphirerapids", *options)
+    for instruction in (
+        "ldtilecfg",
+        "tileloadd",
+        "tilezero",
+        "tdpbf16ps",
+        "tdpbusd",
+        "tilestored",
+        "tilerelease",
+    ):
+        assert (instruction in text) == found

@@ -1,0 +1,47 @@
+"""Single instructions on tiles, of tile_probe.c, for arrays. Imports little: processes that are to crash use it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+
+SHAPES = np.dtype(
+    [("palette", "u1"), ("start", "u1"), ("reserved", "u1", 14), ("bytes", "u2", 16), ("rows", "u1", 16)]
+)
+SUM, X, WEIGHT = 0, 1, 2
+
+
+def shapes_of(rows: int, words: int, columns: int) -> np.ndarray:
+    """Those of a product."""
+    shapes = np.zeros((), SHAPES)
+    shapes["palette"] = 1
+    for tile, (height, width) in {SUM: (rows, columns), X: (rows, words), WEIGHT: (words, columns)}.items():
+        shapes["rows"][tile], shapes["bytes"][tile] = height, 4 * width
+    return shapes
+
+
+def multiply(probe: ctypes.CDLL, x, weight, total, codes: bool = False, shapes: np.ndarray | None = None):
+    """total + x weight, of arrays of words: (rows, words), (words, columns), (rows, columns)."""
+    made = total.copy()
+    shapes = shapes_of(*x.shape, weight.shape[1]) if shapes is None else shapes
+    places = [
+        part for array in (x, weight, made) for part in (address(array), ctypes.c_int64(array.strides[0]))
+    ]
+    probe.add_product(address(shapes), *places, ctypes.c_int64(codes))
+    return made
+
+
+def address(array) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def at_the_end_of_memory(rows: int, stride: int):
+    """(rows, stride / 4) words, behind whose last no byte may be read."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    memory = mmap.mmap(-1, 4 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert libc.mprotect(ctypes.c_void_p(start + 3 * page), ctypes.c_size_t(page), 0) == 0
+    room = np.frombuffer(memory, np.uint32, rows * stride // 4, 3 * page - rows * stride)
+    return room.reshape(rows, stride // 4)
