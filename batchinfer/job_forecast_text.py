@@ -42,9 +42,14 @@ def plan_line(plan: Plan) -> str:
 def engine_text(forecast: EngineForecast) -> str:
     """Seconds, which are known, and how they are."""
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
-    order = forecast.order
-    changed = f"; in {order.policy} order" if order is not None and order.policy is not BY_DEFAULT else ""
-    return f"{seconds(forecast.seconds)}, {count(forecast.run.steps)} steps, {which}; {_known(forecast)}{changed}"
+    return f"{seconds(forecast.seconds)}, {count(forecast.run.steps)} steps, {which}; {_known(forecast)}"
+
+
+def order_line(order: OrderChoice | None) -> tuple[str, ...]:
+    """A line for a run where the order is another than usual, or would be."""
+    if order is None or (order.policy is BY_DEFAULT and not order.failed):
+        return ()
+    return (f"order: {_order_text(order)}",)
 
 
 def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:

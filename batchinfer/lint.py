@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,15 @@ class Linter:
         """The fields in the order that shares most."""
         if len(fields) < 2:
             return list(fields)
-        rows = list(self._rows())
-        values = [[_value(row, field.columns) for row in rows] for field in fields]
-        lengths = [sum(map(len, found)) / max(1, len(found)) for found in values]
-        return [fields[number] for number in field_order(values, lengths)]
+        values: list[list[bytes]] = [[] for _ in fields]
+        lengths, rows = [0] * len(fields), 0
+        for row in self._rows():
+            rows += 1
+            for number, field in enumerate(fields):
+                found = _value(row, field.columns)
+                values[number].append(_digest(found))
+                lengths[number] += len(found)
+        return [fields[number] for number in field_order(values, [size / max(1, rows) for size in lengths])]
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         reader = Reader.open(self.index.inputs, self.job.input.max_line_bytes)
@@ -153,11 +159,10 @@ class Linter:
 
     def _near_duplicates(self, first: Looked) -> Iterator[LintFinding]:
         """Prompts that are equal but for white space and case; the shortest of them is kept."""
-        alike: dict[
-            tuple[str, str], dict[str, int]
-        ] = {}  # by what they have in common: by text, its own tokens
+        alike: dict[bytes, dict[bytes, int]] = {}  # by what they have in common: by text, its own tokens
         for text, params, own in self._texts(first):
-            alike.setdefault((_SPACE.sub(" ", text).strip().casefold(), params), {})[text] = own
+            common = _digest(_SPACE.sub(" ", text).strip().casefold(), params)
+            alike.setdefault(common, {})[_digest(text)] = own
         rows = sum(len(texts) - 1 for texts in alike.values())
         tokens = sum(sum(texts.values()) - min(texts.values()) for texts in alike.values())
         if tokens >= WORTH * first.tokens and rows:
@@ -187,6 +192,15 @@ def _with_template(job: Job, template: str | None, index: Index) -> Job:
         source = source.model_copy(update={"sql": None, "path": index.inputs[0].path, "format": "parquet"})
     output = job.output.model_copy(update={"columns": ()})
     return job.model_copy(update={"prompt": prompt, "input": source, "output": output})
+
+
+def _digest(*texts: str) -> bytes:
+    """Equal for equal texts, which may be long: many rows' are compared."""
+    found = blake2b(digest_size=16)
+    for text in texts:
+        data = text.encode(errors="surrogatepass")
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.digest()
 
 
 def _value(row: dict[str, Any], columns: Sequence[str]) -> str:

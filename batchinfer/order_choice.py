@@ -15,17 +15,13 @@ from batchinfer.engine_forecast import (
     TWO_PARTS,
     EngineForecast,
     ForecastEngine,
-    forecast_engine,
 )
-from batchinfer.errors import OutOfMemory
-from batchinfer.job import Job
+from batchinfer.errors import OutOfMemory, StorageError
 from batchinfer.plan.block_hashes import block_hashes, shared_blocks
-from batchinfer.plan.plan import Plan
 from batchinfer.plan.policies import BY_DEFAULT, Capacity, OrderChoice, OrderPolicy, SharedWork
 from batchinfer.plan.prefix_forest import ForestBuilder
 from batchinfer.plan.reorder import reorder
 from batchinfer.plan.requests import Prompts, common_prefix, planned_requests
-from batchinfer.preflight import Setup
 from batchinfer.request import Request
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.extrapolation import SimulatedPart, extrapolated
@@ -33,8 +29,6 @@ from batchinfer.simulation.simulator import SimulatedEngine, simulate
 
 # What comparing orders may take: so many seconds, or a share of what the run takes at the least
 COMPARE_LEAST_S, COMPARE_SHARE = 1.0, 0.02
-# A run makes no forecast where the least part takes more than so many seconds, and so many times what it may take
-RUN_MOST_S, TOO_MUCH = 3.0, 3.0
 # Of a job that was simulated in part another order has to be better by this much. Of 6,000 rows, half of which mostly
 # read and half decode, `blended` takes 0.989 of the time of `depth-first`; 1,024 of them said 0.993, 2,048 0.974.
 SURE = 0.015
@@ -73,24 +67,6 @@ class PlanSample:
         return _linked([requests[row] for _, row in sorted(zip(places, rows, strict=True))])
 
 
-def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> EngineForecast | None:
-    """At the start of a run: settle the order, and forecast the engine. None where nothing would come of it: nothing is
-    to run, the machine's peaks are not known, or the engine will find too little memory; and where even the least part
-    that tells anything would take long to simulate, as answers of very many tokens do."""
-    if setup.setting.peaks is None or not plan.to_run:
-        return None
-    try:
-        engine = forecast_engine(job, setup, plan)
-    except OutOfMemory:  # reckoned from here; the engine's own process knows better, and says so
-        return None
-    budget_s = engine.run_budget_s()
-    known = engine.lengths()[1] > 0  # then answers are simulated as long as they become, not as they may
-    if not known and _takes_s(engine, engine.every(budget_s)) > max(RUN_MOST_S, TOO_MUCH * budget_s):
-        settle_order(engine, prompts)
-        return None
-    return settled_forecast(engine, prompts, budget_s)
-
-
 def settled_forecast(engine: ForecastEngine, prompts: Prompts, budget_s: float) -> EngineForecast:
     """Settle the order of the engine's plan, then forecast it."""
     order = settle_order(engine, prompts)
@@ -100,11 +76,17 @@ def settled_forecast(engine: ForecastEngine, prompts: Prompts, budget_s: float) 
 def settle_order(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     """Choose the order of the engine's plan, which is in the default one, and write the plan in it.
 
-    The choice is the same for `plan` and for a run. Raises StorageError, OutOfMemory.
+    The choice is the same for `plan` and for a run. Where disk or memory do not suffice to write the plan anew it stays
+    as it is, and the choice says why.
     """
     chosen = _choice(engine, prompts)
-    if chosen.policy is not BY_DEFAULT:
+    if chosen.policy is BY_DEFAULT:
+        return chosen
+    try:
         reorder(engine.plan, chosen.policy, capacity_of(engine.machine))
+    except (StorageError, OutOfMemory, MemoryError) as error:
+        why = f"because the plan could not be written in {chosen.policy} order, which would be faster: {error}"
+        return replace(chosen, policy=BY_DEFAULT, why=why, failed=True)
     return chosen
 
 
@@ -133,7 +115,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
         return OrderChoice(BY_DEFAULT, "without this machine's peaks no order can be compared")
     budget_s = max(COMPARE_LEAST_S, COMPARE_SHARE * least_s) / len(POLICIES)
     every = engine.every(budget_s)
-    if _takes_s(engine, every) > budget_s:
+    if simulation_s(engine, every) > budget_s:
         return OrderChoice(BY_DEFAULT, "the job is too short to gain what comparing orders takes")
     read = list(planned_requests(plan, prompts, WINDOW, every))
     arrivals = [window.numbers("token_offset").tolist() for window, _ in read]
@@ -151,7 +133,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     return OrderChoice(policy, why, seconds, share)
 
 
-def _takes_s(engine: ForecastEngine, every: int) -> float:
+def simulation_s(engine: ForecastEngine, every: int) -> float:
     """Seconds that simulating such a part of the plan in one order takes."""
     all_rows = engine.plan.to_run * ROW_S + engine.plan.expected_tokens * OUTPUT_TOKEN_S
     return all_rows if every == 1 else all_rows / every * TWO_PARTS

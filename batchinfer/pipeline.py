@@ -49,13 +49,12 @@ from batchinfer.errors import (
 )
 from batchinfer.hub import short_name
 from batchinfer.job import Job
-from batchinfer.job_forecast_text import engine_text, plan_line
+from batchinfer.job_forecast_text import plan_line
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
 from batchinfer.launch.supervisor import Supervisor
 from batchinfer.models.stored import StoredModel
-from batchinfer.order_choice import forecast_run
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup
@@ -65,6 +64,7 @@ from batchinfer.report.folder import writing
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.resolve import Setting
+from batchinfer.run_forecast import forecast_run
 from batchinfer.run_report import Outcome, RunReport, told_by
 
 ENGINE = "batchinfer.engine.build:build_engine"
@@ -337,12 +337,11 @@ class _Run:
             where, again = index.folder / "plan", self.options.retry_errors
             plan = plan_job(index.index_dir, index.tokens, store.parts(), where, retry_errors=again)
             seen = forecast_run(self.job, self.setup, plan, index.tokens)
-        self.report.planned(plan, seen)
+        self.report.planned(plan, seen.engine)
         self.progress.close()
-        self.notice(plan_line(plan))
-        if seen is not None and seen.seconds is not None:
-            self.notice(f"forecast: {engine_text(seen)}")
-        self.deadline = self._deadline(plan, seen)
+        for line in (plan_line(plan), *seen.lines):
+            self.notice(line)
+        self.deadline = self._deadline(plan, seen.engine)
         self.report.note(**({} if self.deadline is None else self.deadline.facts))
         if self.job.sampling.from_columns:
             self.notice(f"rows set their own {self.job.sampling.row_parameters()}")

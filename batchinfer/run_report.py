@@ -108,7 +108,7 @@ class RunReport:
         """The engine is ready; None where a signal came before."""
         if self._meter is None or info is None:
             return
-        self._meter.begin_energy(EnergyMeter.of(info.device))
+        self._meter.begin_energy(EnergyMeter.of(info.gpu))
         if self._job.engine.enable_prefix_caching:
             self._meter.share_blocks(info.block_size)
 

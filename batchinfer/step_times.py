@@ -21,6 +21,7 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 # since no GPU has run this engine often enough to say.
 DECLARED_EFFICIENCY = 0.6
 DECLARED_HOST_STEP_S, DECLARED_HOST_ROW_S = 1e-3, 1e-5
+MOST_STEPS = 5_000  # of earlier runs that are compared with what they should have taken, at some 0.1 ms each
 
 # Earlier runs of the job; `doctor --measure` on this machine; the share above; or the least that the peaks allow
 Known = Literal["runs", "measured", "declared", "limit", "unknown"]
@@ -76,7 +77,7 @@ def _measured(earlier: EarlierSteps, cost: ModelCost) -> Iterator[MeasuredStep]:
     tokens = columns["prefill_tokens"] + columns["decode_tokens"] - columns["recomputed_tokens"]
     wall = np.where(np.isfinite(columns["interval_s"]), columns["interval_s"], columns["duration_s"])
     rows = np.maximum(columns["running"], columns["sampled_tokens"])
-    for at in range(len(tokens)):
+    for at in np.linspace(0, len(tokens) - 1, min(len(tokens), MOST_STEPS)).astype(int):
         sampled, model_s = int(columns["sampled_tokens"][at]), float(columns["model_s"][at])
         counted = int(columns["flops"][at]), int(columns["bytes"][at])
         shape = shape_of(cost, int(tokens[at]), sampled, *counted)

@@ -132,6 +132,7 @@ def load_model(
         quantization=config.quantization,
         deterministic=config.deterministic,
         linear=linear,
+        gpu=_gpu(device),
     )
     loads = model.expert_loads
     loads.restart()  # what was measured and compiled with is nobody's work
@@ -197,6 +198,10 @@ def _device(config: EngineConfig) -> torch.device:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _gpu(device: torch.device) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
 
 
 def _set_threads(config: EngineConfig) -> int:

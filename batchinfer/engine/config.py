@@ -62,6 +62,7 @@ class EngineInfo:
     quantization: str = "none"
     deterministic: bool = False
     linear: str = ""  # how the linear layers are computed, for the report
+    gpu: str = ""  # the GPU's identifier, as its driver knows it; empty without one
 
 
 # Part of every work key. Raise it when a change of operators may change a token, so that answers stored by the old

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
-from batchinfer.plan.block_hashes import block_hashes, shared_blocks
+from batchinfer.plan.block_hashes import BLOCK, HASH_BYTES, block_hashes, shared_blocks
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.prefix_forest import ROOT, ForestBuilder, Ints, PrefixForest
 from batchinfer.plan.prefixes import write_prefixes
@@ -25,6 +25,9 @@ from batchinfer.plan.requests import Prompts, read_prompts
 from batchinfer.plan.run_order import depth_first, efforts
 
 _ROWS_PER_GROUP = 65_536
+# What a batch of rows holds of their longest columns: chains of hashes, whose comparison takes six times as much, and
+# parameters, of which a row's schema may make a megabyte
+_CHAIN_BYTES, _PARAMS_BYTES = 8 << 20, 256 << 20
 
 
 def plan_job(
@@ -52,7 +55,7 @@ def plan_job(
         forest, rows = _forest(database, prompts)
         _place(database, forest, rows)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
-        write_plan(database.sql(_ordered_sql()), path)
+        write_plan(database.sql(_ordered_sql()), path, longest_params(database, "work"))
         offsets = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
         write_prefixes(prefixes, forest, offsets[rows[forest.first]])
         saved = int(forest.saved.sum())
@@ -104,8 +107,9 @@ def _forest(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
         "SELECT rowid, chain(token_offset, token_count) AS chain FROM work ORDER BY chain, rowid"
     )
     builder, rows, before = ForestBuilder(), [np.zeros(0, np.int32)], b""
+    longest = _most(database, "token_count", "work") // BLOCK * HASH_BYTES
     try:
-        for batch in query.to_arrow_reader(_ROWS_PER_GROUP):
+        for batch in query.to_arrow_reader(_rows_within(_CHAIN_BYTES, longest)):
             found = batch.column(1).to_pylist()
             builder.add(shared_blocks(found, before).tolist())
             rows.append(batch.column(0).to_numpy().astype(np.int32))
@@ -137,12 +141,28 @@ def _by_row(values: Ints, rows: Ints) -> Ints:
     return found
 
 
-def write_plan(query: Any, path: Path) -> None:
-    """Write what a DuckDB query gives, all columns of PLAN_SCHEMA but `seq`, in its order. Raises StorageError."""
+def _rows_within(size: int, longest: int) -> int:
+    """How many rows of at most so many bytes a batch of `size` bytes has."""
+    return min(_ROWS_PER_GROUP, max(1, size // max(1, longest)))
+
+
+def _most(database: Any, value: str, source: str) -> int:
+    return int(database.execute(f"SELECT coalesce(max({value}), 0) FROM {source}").fetchone()[0])
+
+
+def longest_params(database: Any, source: str) -> int:
+    """Bytes of the longest parameters of the rows of a table, or of what else SQL reads from."""
+    return _most(database, "strlen(params)", source)
+
+
+def write_plan(query: Any, path: Path, longest: int) -> None:
+    """Write what a DuckDB query gives, all columns of PLAN_SCHEMA but `seq`, in its order. `longest`: of its rows, as
+    `longest_params` has it. Raises StorageError.
+    """
     done = 0
     with naming_errors(path), storage(path, "write"):
         writer = pq.ParquetWriter(path, PLAN_SCHEMA, compression="zstd", write_page_checksum=True)
-        for batch in query.to_arrow_reader(_ROWS_PER_GROUP):
+        for batch in query.to_arrow_reader(_rows_within(_PARAMS_BYTES, longest)):
             seq = pa.array(range(done, done + batch.num_rows), pa.int64())
             columns = [
                 seq,

@@ -40,6 +40,7 @@ class OrderChoice:
     why: str
     seconds: Mapping[OrderPolicy, float] = field(default_factory=dict)
     share: float = 0.0  # of the rows were simulated
+    failed: bool = False  # another one is faster, but the plan could not be written in it
 
 
 @dataclass(frozen=True, slots=True)

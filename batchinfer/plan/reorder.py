@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import storage
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
-from batchinfer.plan.planner import write_plan
+from batchinfer.plan.planner import longest_params, write_plan
 from batchinfer.plan.policies import Capacity, OrderPolicy, SharedWork
 from batchinfer.plan.prefix_forest import ROOT, Ints, PrefixForest
 
@@ -22,17 +22,21 @@ def reorder(
 ) -> None:
     """Write a plan, which is in `plan_job`'s order, in that of another policy. `memory_limit` as in `plan_job`.
 
-    Raises StorageError, OutOfMemory.
+    Raises StorageError, OutOfMemory; the plan is then as it was.
     """
     places = _work(plan).places(policy, capacity)
     names = [name for name in PLAN_SCHEMA.names if name != "seq"]
     written = plan.path.with_suffix(".new")
     with connection(plan.path.parent / "spill", memory_limit, threads) as database:
         database.register("place", pa.table({"place": places}))
-        query = f"SELECT {', '.join(names)} FROM {parquet([plan.path])} POSITIONAL JOIN place ORDER BY place"
-        write_plan(database.sql(query), written)
-    with storage(plan.path, "replace"):
-        written.replace(plan.path)
+        source = parquet([plan.path])
+        query = f"SELECT {', '.join(names)} FROM {source} POSITIONAL JOIN place ORDER BY place"
+        try:
+            write_plan(database.sql(query), written, longest_params(database, source))
+            with storage(plan.path, "replace"):
+                written.replace(plan.path)
+        finally:
+            written.unlink(missing_ok=True)  # a part of it, where that failed
 
 
 def _work(plan: Plan) -> SharedWork:

@@ -7,9 +7,8 @@ read (Linux lets only root read RAPL), energy is not known: None, never 0.
 from __future__ import annotations
 
 import importlib
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -17,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 POWERCAP = Path("/sys/class/powercap")
-# RAPL counters start again after some 66 to 262 kJ: a socket that draws a kilowatt takes a minute at the least.
+# RAPL counters start again after some 66 to 262 kJ: a socket that draws a kilowatt takes a minute at the least. One that
+# was not looked at for so long that it may have started again twice tells nothing.
 READ_EVERY_S = 20.0
+MOST_WATTS = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class EnergyMeter:
         self._polled = clock()
 
     @classmethod
-    def of(cls, device: str) -> EnergyMeter:
-        """The counters of this machine; those of a GPU where `device` is one."""
-        return cls(rapl_counters(), nvml_counters() if device == "cuda" else ())
+    def of(cls, gpu: str) -> EnergyMeter:
+        """The counters of this machine, and of this GPU, if there is one."""
+        return cls(rapl_counters(), nvml_counters(gpu) if gpu else ())
 
     def poll(self) -> None:
         """Look at the counters if the last look is long ago."""
@@ -75,14 +76,17 @@ class EnergyMeter:
             self.read()
 
     def read(self) -> EnergyUse:
-        self._polled = self._clock()
-        self._cpu, cpu = _read(self._cpu)
-        self._gpu, gpu = _read(self._gpu)
+        gap_s, self._polled = self._clock() - self._polled, self._clock()
+        self._cpu, cpu = _read(self._cpu, gap_s)
+        self._gpu, gpu = _read(self._gpu, gap_s)
         return EnergyUse(cpu, gpu)
 
 
-def _read(counters: Sequence[Counter]) -> tuple[Sequence[Counter], float | None]:
-    """The counters, and their sum. One that fails has missed something: then nothing is known from there on."""
+def _read(counters: Sequence[Counter], gap_s: float) -> tuple[Sequence[Counter], float | None]:
+    """The counters, and their sum, `gap_s` after the last look. One that fails, or has started again unseen, has missed
+    something: then nothing is known from there on."""
+    if any(counter.range_j is not None and gap_s * MOST_WATTS > counter.range_j for counter in counters):
+        return (), None
     try:
         for counter in counters:
             counter.poll()
@@ -108,8 +112,9 @@ def _microjoules(path: Path) -> float:
     return int(path.read_text()) / 1e6
 
 
-def nvml_counters(env: Mapping[str, str] = os.environ) -> list[Counter]:
-    """Of the GPU that CUDA calls the first, where the package `nvidia-ml-py` is installed and the GPU counts."""
+def nvml_counters(gpu: str) -> list[Counter]:
+    """Of the GPU with this identifier, where the package `nvidia-ml-py` is installed and the GPU counts. A number would
+    not do: CUDA counts GPUs in another order than the driver."""
     if find_spec("pynvml") is None:
         return []
     try:
@@ -118,17 +123,9 @@ def nvml_counters(env: Mapping[str, str] = os.environ) -> list[Counter]:
         return []
     try:
         nvml.nvmlInit()
-        handle = _handle(nvml, env.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip())
-        return [Counter(partial(_nvml_joules, nvml, handle))]
+        return [Counter(partial(_nvml_joules, nvml, nvml.nvmlDeviceGetHandleByUUID(gpu)))]
     except (nvml.NVMLError, OSError):
         return []
-
-
-def _handle(nvml: Any, visible: str) -> Any:
-    """`visible`: the first of CUDA_VISIBLE_DEVICES, a number or an identifier; empty: all are."""
-    if visible.startswith(("GPU-", "MIG-")):
-        return nvml.nvmlDeviceGetHandleByUUID(visible)
-    return nvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
 
 
 def _nvml_joules(nvml: Any, handle: Any) -> float:

@@ -34,7 +34,8 @@ def _settled(columns: Floats, wanted: Floats, found: Floats, free: NDArray[np.bo
         falling = free & (best <= 0)
         if not falling.any():
             return best
-        share = (found[falling] / (found[falling] - best[falling])).min()
+        drop = found[falling] - best[falling]  # 0 for one that was freed just now and gains nothing
+        share = np.divide(found[falling], drop, out=np.zeros(len(drop)), where=drop > 0).min()
         found = found + share * (best - found)
         free &= found > 1e-12
         if not free.any():
