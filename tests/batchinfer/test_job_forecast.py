@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,20 +15,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer import order_choice
+from batchinfer import run_forecast
 from batchinfer.job import load_job
 from batchinfer.job_forecast import JobForecast, forecast_job
 from batchinfer.job_forecast_text import forecast_json, forecast_lines
-from batchinfer.pipeline import RunOptions
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.pipeline import RunOptions, run_job
 from batchinfer.report.columns import REQUESTS, RUN, STEPS
-from batchinfer.report.earlier_runs import STEP_COLUMNS, earlier_lengths, earlier_power, earlier_steps
+from batchinfer.report.earlier_runs import (
+    STEP_COLUMNS,
+    EarlierSteps,
+    earlier_lengths,
+    earlier_power,
+    earlier_steps,
+)
 from batchinfer.report.folder import table_path
 from batchinfer.report.hardware import Hardware
+from batchinfer.report.progress import Progress
 from batchinfer.report.summary import summary
 from batchinfer.request import Request, SamplingParams
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.step_parts import PARTS
-from batchinfer.simulation.step_time import HOST_ROW, HOST_STEP
+from batchinfer.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
+from batchinfer.step_times import step_times
+from batchinfer_kernels.cost import Peaks, StepShape
+from tests.model_costs import llama_cost
 from tests.batchinfer.test_pipeline import people, run, write_job
 
 REAL = RunOptions()
@@ -250,6 +264,47 @@ def test_a_run_has_the_forecast_that_plan_showed(tmp_path: Path, model: Path, kn
     assert "output 420 tokens, were 420" in summary(row)
 
 
+def test_a_defect_of_the_forecast_costs_a_run_its_forecast_alone(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def divides(*_: Any) -> None:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr(run_forecast, "forecast_engine", divides)
+    said: list[str] = []
+    path = write_job(tmp_path, model, people(6), sampling={"max_tokens": 3})
+    ended = run_job(load_job(path, []), REAL, Progress(io.StringIO(), quiet=True), Interrupts(), said.append)
+    assert ended.row["rows_ok"] == 6
+    assert ended.row["forecast_s"] is None
+    assert "no forecast: ZeroDivisionError: float division by zero; please report it" in said
+
+
+def test_of_many_earlier_steps_an_even_sample_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a million took a tenth of a millisecond, the others two."""
+    took = np.repeat([1e-4, 2e-3], 500_000)
+    columns = {name: np.full(len(took), 8.0) for name in STEP_COLUMNS} | {
+        "prefill_tokens": np.zeros(len(took)),
+        "recomputed_tokens": np.zeros(len(took)),
+        "model_s": took,
+        "interval_s": took + 1e-5,
+    }
+    setting = SimpleNamespace(
+        peaks=Peaks(1e12, 1e11),
+        device="cpu",
+        dtype="float32",
+        quantization="none",
+        hardware=SimpleNamespace(step_time=lambda *_: None),
+    )
+    cost = llama_cost(2, 64, 128, 2, 2, 32, 100, 4, 4)
+    began = time.monotonic()
+    found = step_times(setting, cost, EarlierSteps(1, columns))
+    assert time.monotonic() - began < 20, "a million steps take minutes"
+    expected = StepTime(Peaks(1e12, 1e11)).device_s(StepShape(8, 8, 0, 0), cost)
+    assert found.known == "runs"
+    assert found.time.decode_efficiency == pytest.approx(expected / took.mean(), rel=0.01)
+    assert found.time.host_s(8) == pytest.approx(1e-5)
+
+
 def test_rows_that_set_their_own_parameters_are_named(tmp_path: Path, model: Path) -> None:
     rows = [{**row, "most": 3} for row in people(4)]
     sampling = {"max_tokens": 8, "from_columns": {"max_tokens": "most"}}
@@ -347,8 +402,8 @@ def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> N
 def test_a_run_that_would_simulate_for_long_makes_no_forecast(
     tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order_choice, "RUN_MOST_S", 0.0)
-    monkeypatch.setattr(order_choice, "TOO_MUCH", 0.0)
+    monkeypatch.setattr(run_forecast, "MOST_S", 0.0)
+    monkeypatch.setattr(run_forecast, "TOO_MUCH", 0.0)
     first = run(write_job(tmp_path, model, people(20)), REAL)
     assert first.row["rows_ok"] == 20
     assert (first.row["forecast_s"], first.row["forecast_error"]) == (None, None)

@@ -222,6 +222,19 @@ def test_the_largest_prefixes_come_with_those_above_them(tmp_path: Path) -> None
     assert tokens.tolist() == [1] * 32 + [5] * 80
 
 
+def test_long_rows_are_taken_few_at_a_time_into_the_same_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [good_row(i, [*range(16 * (i % 7)), i], 1 + i % 5) for i in range(90)]
+    usual = planned(plan_rows(tmp_path / "a", rows))
+    monkeypatch.setattr(planner, "_CHAIN_BYTES", 100)
+    monkeypatch.setattr(planner, "_PARAMS_BYTES", 1000)
+    plan = plan_rows(tmp_path / "b", rows)
+    assert planned(plan) == usual
+    with pq.ParquetFile(plan.path) as file:
+        assert file.num_row_groups > 5
+
+
 @pytest.mark.slow
 def test_many_rows_plan_under_a_small_memory_limit(tmp_path: Path) -> None:
     rows = mixed_rows(200_000, distinct=100_000)

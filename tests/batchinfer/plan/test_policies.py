@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.errors import StorageError
 from batchinfer.plan.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.plan import PLAN_SCHEMA
 from batchinfer.plan.policies import Capacity, OrderPolicy, SharedWork
@@ -118,3 +121,17 @@ def test_a_plan_on_disk_is_put_in_another_order(policy, tmp_path: Path):
     else:
         assert found != list(range(150))
         assert list(after) != list(before)
+
+
+def test_a_plan_that_cannot_be_written_anew_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plan = plan_rows(tmp_path, [good_row(i, [i] * 20, 9) for i in range(50)])
+    before = plan.path.read_bytes()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_batch", full)
+    with pytest.raises(StorageError):
+        reorder(plan, OrderPolicy.ARRIVAL, ROOM)
+    assert plan.path.read_bytes() == before
+    assert not list(plan.path.parent.glob("*.new"))

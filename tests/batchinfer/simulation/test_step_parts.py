@@ -112,3 +112,11 @@ def test_no_other_coefficients_from_zero_on_come_nearer(seed: int) -> None:
     gradient = columns.T @ (wanted - columns @ found)  # of Karush, Kuhn and Tucker: no coefficient gains
     assert (gradient <= 1e-7).all()
     assert np.abs(gradient[found > 0]).max(initial=0.0) < 1e-7
+
+
+def test_a_column_that_gains_nothing_leaves_numbers() -> None:
+    """What rounding calls a gain may be none."""
+    columns = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    found = nonnegative(columns, np.array([3.0, 3.0, 1e-300]))
+    assert np.isfinite(found).all()
+    assert columns @ found == pytest.approx([3.0, 3.0, 0.0])
