@@ -85,7 +85,9 @@ def settle_order(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     try:
         reorder(engine.plan, chosen.policy, capacity_of(engine.machine))
     except (StorageError, OutOfMemory, MemoryError) as error:
-        why = f"because the plan could not be written in {chosen.policy} order, which would be faster: {error}"
+        why = (
+            f"because the plan could not be written in {chosen.policy} order, which would be faster: {error}"
+        )
         return replace(chosen, policy=BY_DEFAULT, why=why, failed=True)
     return chosen
 

@@ -147,7 +147,8 @@ def _rows_within(size: int, longest: int) -> int:
 
 
 def _most(database: Any, value: str, source: str) -> int:
-    return int(database.execute(f"SELECT coalesce(max({value}), 0) FROM {source}").fetchone()[0])
+    found = database.execute(f"SELECT coalesce(max({value}), 0) FROM {source}").fetchall()
+    return int(found[0][0])
 
 
 def longest_params(database: Any, source: str) -> int:

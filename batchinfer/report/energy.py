@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 POWERCAP = Path("/sys/class/powercap")
-# RAPL counters start again after some 66 to 262 kJ: a socket that draws a kilowatt takes a minute at the least. One that
-# was not looked at for so long that it may have started again twice tells nothing.
+# RAPL counters start again after some 66 to 262 kJ: a socket that draws a kilowatt takes a minute at the least. One
+# that was not looked at for so long that it may have started again twice tells nothing.
 READ_EVERY_S = 20.0
 MOST_WATTS = 1000.0
 

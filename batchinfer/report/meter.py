@@ -107,7 +107,7 @@ _UNKNOWN_MACHINE = Machine()
 
 
 class Meter:
-    """Takes samples as they arrive; what it keeps in memory is sums, and some 56 bytes for each prefix that begins or parts.
+    """Takes samples as they arrive; it keeps sums, and some 56 bytes for each prefix that requests share.
 
     Samples of several engines may follow one another (a worker that died and was started again): a step
     number that does not rise begins a new engine, and the time in between counts neither as run nor as idle.

@@ -39,8 +39,8 @@ from batchinfer.simulation.step_parts import PARTS
 from batchinfer.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
 from batchinfer.step_times import step_times
 from batchinfer_kernels.cost import Peaks, StepShape
-from tests.model_costs import llama_cost
 from tests.batchinfer.test_pipeline import people, run, write_job
+from tests.model_costs import llama_cost
 
 REAL = RunOptions()
 

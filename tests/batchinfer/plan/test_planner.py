@@ -228,7 +228,7 @@ def test_long_rows_are_taken_few_at_a_time_into_the_same_plan(
     rows = [good_row(i, [*range(16 * (i % 7)), i], 1 + i % 5) for i in range(90)]
     usual = planned(plan_rows(tmp_path / "a", rows))
     monkeypatch.setattr(planner, "_CHAIN_BYTES", 100)
-    monkeypatch.setattr(planner, "_PARAMS_BYTES", 1000)
+    monkeypatch.setattr(planner, "_PARAMS_BYTES", 200)
     plan = plan_rows(tmp_path / "b", rows)
     assert planned(plan) == usual
     with pq.ParquetFile(plan.path) as file:
