@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestOptions, IngestProgress, ingest
+from batchinfer.data.index.ingest import IngestOptions, IngestProgress, ingest, job_files, over_files
 from batchinfer.data.input.reader import Strata
 from batchinfer.data.results.completion_store import read_records
 from batchinfer.data.results.error_summary import summarise_errors
@@ -95,7 +95,10 @@ def forecast_job(
     if job.sampling.from_columns:
         notice(f"rows set their own {job.sampling.row_parameters()}")
     with tempfile.TemporaryDirectory(prefix="batchinfer-plan-") as scratch:
-        strata = None if sample is None else strata_of(job, sample)
+        strata = None
+        if sample is not None:
+            job = over_files(job, job_files(job, Path(scratch)))
+            strata = strata_of(job, sample)
         index = _index(job, setup, state, Path(scratch), reading, None if strata is None else strata[0])
         drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
         stored = sorted(read_records(state.completions)[0]) if state.completions.is_dir() else []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestOptions, ingest
+from batchinfer.data.index.ingest import IngestOptions, ingest, over_files
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.prompts.template_parts import TemplatePart, in_order, template_parts
 from batchinfer.engine_forecast import forecast_engine
@@ -187,11 +187,8 @@ def _with_template(job: Job, template: str | None, index: Index) -> Job:
     prompt = job.prompt
     if prompt is not None and template is not None:
         prompt = prompt.model_copy(update={"user": template})
-    source = job.input
-    if source.sql is not None:
-        source = source.model_copy(update={"sql": None, "path": index.inputs[0].path, "format": "parquet"})
     output = job.output.model_copy(update={"columns": ()})
-    return job.model_copy(update={"prompt": prompt, "input": source, "output": output})
+    return over_files(job, index.inputs).model_copy(update={"prompt": prompt, "output": output})
 
 
 def _digest(*texts: str) -> bytes:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.reader import Reader, Strata
-from batchinfer.errors import UsageError
 from batchinfer.job import Job
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.prefixes import PlannedPrefix
@@ -51,10 +50,8 @@ class SampledRows:
 
 
 def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
-    """How to draw about so many of the job's rows, and how many there are; None where these are no more. The whole
-    input is read for it. Raises UsageError for a query, which can draw rows itself."""
-    if job.input.sql is not None:
-        raise UsageError("--sample reads files; in input.sql write USING SAMPLE, or a LIMIT")
+    """How to draw about so many of the rows of a job's files, and how many there are; None where these are no more. The
+    whole input is read for it."""
     files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
     found = Reader.open(files, job.input.max_line_bytes).count(job.input.limit)
     if found <= rows:

@@ -15,46 +15,50 @@ _T = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """Peak FLOP/s by dtype, memory bandwidth in bytes/s and memory in bytes, as the maker states them."""
+    """Peak FLOP/s by dtype, and under "int8" of products of 8-bit integers, memory bandwidth in bytes/s and memory in bytes, as the maker states them."""
 
     peak_flops: Mapping[str, float]
     bandwidth: float
     memory_bytes: int
 
 
-def _gpu(half: float, single: float, terabytes: float, gigabytes: int, *, bfloat16: bool = True) -> Datasheet:
-    """Figures in TFLOP/s, TB/s and GB; cards before Ampere have no bfloat16 tensor cores."""
+def _gpu(
+    half: float, single: float, int8: float | None, terabytes: float, gigabytes: int, *, bfloat16: bool = True
+) -> Datasheet:
+    """Figures in TFLOP/s, TB/s and GB; cards before Ampere have no bfloat16 tensor cores, before Turing none for int8."""
     flops = {"float16": half * _T, "float32": single * _T}
+    if int8 is not None:
+        flops["int8"] = int8 * _T
     if bfloat16:
         flops["bfloat16"] = half * _T
     return Datasheet(MappingProxyType(flops), terabytes * _T, gigabytes * 10**9)
 
 
-_V100_16 = _gpu(125, 15.7, 0.900, 16, bfloat16=False)  # V100 datasheet, SXM2 column
-_V100_32 = _gpu(125, 15.7, 0.900, 32, bfloat16=False)
-_A100_40 = _gpu(312, 19.5, 1.555, 40)  # A100 datasheet, 40 GB
-_H100_SXM = _gpu(989.4, 66.9, 3.35, 80)  # H100 Tensor Core GPU Architecture whitepaper, table 2, SXM5
+_V100_16 = _gpu(125, 15.7, None, 0.900, 16, bfloat16=False)  # V100 datasheet, SXM2 column
+_V100_32 = _gpu(125, 15.7, None, 0.900, 32, bfloat16=False)
+_A100_40 = _gpu(312, 19.5, 624, 1.555, 40)  # A100 datasheet, 40 GB
+_H100_SXM = _gpu(989.4, 66.9, 1978.9, 3.35, 80)  # H100 Tensor Core GPU Architecture whitepaper, table 2, SXM5
 
 _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
-        "Tesla T4": _gpu(65, 8.1, 0.320, 16, bfloat16=False),  # T4 product brief PB-09256
+        "Tesla T4": _gpu(65, 8.1, 130, 0.320, 16, bfloat16=False),  # T4 product brief PB-09256
         "Tesla V100-SXM2-16GB": _V100_16,
         "Tesla V100-SXM2-32GB": _V100_32,
-        "NVIDIA A10": _gpu(125, 31.2, 0.600, 24),  # A10 datasheet
-        "NVIDIA A30": _gpu(165, 10.3, 0.933, 24),  # A30 datasheet
-        "NVIDIA A40": _gpu(149.7, 37.4, 0.696, 48),  # A40 datasheet
+        "NVIDIA A10": _gpu(125, 31.2, 250, 0.600, 24),  # A10 datasheet
+        "NVIDIA A30": _gpu(165, 10.3, 330, 0.933, 24),  # A30 datasheet
+        "NVIDIA A40": _gpu(149.7, 37.4, 299.3, 0.696, 48),  # A40 datasheet
         "NVIDIA A100-SXM4-40GB": _A100_40,
         "NVIDIA A100-PCIE-40GB": _A100_40,
-        "NVIDIA A100-SXM4-80GB": _gpu(312, 19.5, 2.039, 80),  # A100 datasheet, 80 GB SXM
-        "NVIDIA A100 80GB PCIe": _gpu(312, 19.5, 1.935, 80),  # A100 datasheet, 80 GB PCIe
+        "NVIDIA A100-SXM4-80GB": _gpu(312, 19.5, 624, 2.039, 80),  # A100 datasheet, 80 GB SXM
+        "NVIDIA A100 80GB PCIe": _gpu(312, 19.5, 624, 1.935, 80),  # A100 datasheet, 80 GB PCIe
         "NVIDIA H100 80GB HBM3": _H100_SXM,
-        "NVIDIA H100 PCIe": _gpu(756, 51.2, 2.0, 80),  # H100 whitepaper, table 2, PCIe
-        "NVIDIA H100 NVL": _gpu(835.5, 60, 3.9, 94),  # H100 NVL datasheet, half of the sparse figure
-        "NVIDIA H200": _gpu(989.4, 66.9, 4.8, 141),  # H200 datasheet, SXM, half of the sparse figure
-        "NVIDIA H200 NVL": _gpu(835.5, 60, 4.8, 141),  # H200 datasheet, NVL, half of the sparse figure
-        "NVIDIA L4": _gpu(121, 30.3, 0.300, 24),  # L4 datasheet, half of the sparse figure
-        "NVIDIA L40": _gpu(181.05, 90.5, 0.864, 48),  # L40 datasheet
-        "NVIDIA L40S": _gpu(362.05, 91.6, 0.864, 48),  # L40S datasheet
+        "NVIDIA H100 PCIe": _gpu(756, 51.2, 1513, 2.0, 80),  # H100 whitepaper, table 2, PCIe
+        "NVIDIA H100 NVL": _gpu(835.5, 60, 1671, 3.9, 94),  # H100 NVL datasheet, half of the sparse figure
+        "NVIDIA H200": _gpu(989.4, 66.9, 1978.9, 4.8, 141),  # H200 datasheet, SXM, half of the sparse figure
+        "NVIDIA H200 NVL": _gpu(835.5, 60, 1671, 4.8, 141),  # H200 datasheet, NVL, half of the sparse figure
+        "NVIDIA L4": _gpu(121, 30.3, 242.5, 0.300, 24),  # L4 datasheet, half of the sparse figure
+        "NVIDIA L40": _gpu(181.05, 90.5, 362, 0.864, 48),  # L40 datasheet
+        "NVIDIA L40S": _gpu(362.05, 91.6, 733, 0.864, 48),  # L40S datasheet
     }
 )
 

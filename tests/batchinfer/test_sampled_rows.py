@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.data.input.reader import Strata
-from batchinfer.errors import UsageError
 from batchinfer.job import load_job
 from batchinfer.job_forecast import JobForecast, forecast_job
 from batchinfer.job_forecast_text import forecast_json, forecast_lines
@@ -91,11 +90,16 @@ def test_no_more_rows_than_asked_for_are_all_read(tmp_path: Path, model: Path) -
     assert "how far they are off is not known" in "\n".join(forecast_lines(few, None))
 
 
-def test_a_query_draws_its_own(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in people(5)))
-    path = write_job(tmp_path, model, input={"path": None, "sql": "select * from read_json('in.jsonl')"})
-    with pytest.raises(UsageError, match="USING SAMPLE"):
-        planned(path, 2)
+def test_the_rows_of_a_query_are_drawn_from(tmp_path: Path, model: Path) -> None:
+    """It runs once: rows of a query that is random would otherwise be counted in one draw and read in another."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in varied(900)))
+    query = "select *, row_number() over () as n from read_json('in.jsonl') where random() < 0.9"
+    path = write_job(tmp_path, model, input={"path": None, "sql": query, "id": "id"})
+    found = planned(path, 64)
+    assert found.sample is not None
+    assert 700 < found.sample.of_rows == found.plan.rows < 900
+    assert 40 <= found.sample.rows <= 80
+    assert found.error_codes == {}
 
 
 def test_the_error_holds_19_times_of_20() -> None:

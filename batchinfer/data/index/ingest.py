@@ -85,7 +85,7 @@ def ingest(
     Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
     StorageError (74). A bad row raises nothing: it is an error row of the index.
     """
-    files = _files(job, scratch)
+    files = job_files(job, scratch)
     identity = _identity(job, options, tokenizer, files)
     folder = scratch / identity[:16]
     found = Index.find(folder, identity)
@@ -96,13 +96,24 @@ def ingest(
     )
 
 
-def _files(job: Job, scratch: Path) -> list[InputFile]:
-    """A query runs anew at every start: an interrupted job must not publish yesterday's rows as today's."""
+def job_files(job: Job, scratch: Path) -> list[InputFile]:
+    """The job's input files, or the one in `scratch` with the rows of its query.
+
+    A query runs anew at every start: an interrupted job must not publish yesterday's rows as today's.
+    """
     if job.input.sql is None:
         return list_inputs(job.input.path or "", job.source.parent, job.input.format)
     memory = None if job.input.sql_memory == "auto" else job.input.sql_memory
     queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet", memory)
     return [replace(queried, mtime_ns=0)]  # when the query ran says nothing about its rows
+
+
+def over_files(job: Job, files: Sequence[InputFile]) -> Job:
+    """The job over these files of its own, `job_files` or a copy of them: then its query does not run again."""
+    if job.input.sql is None:
+        return job
+    source = job.input.model_copy(update={"sql": None, "path": files[0].path, "format": "parquet"})
+    return job.model_copy(update={"input": source})
 
 
 def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:

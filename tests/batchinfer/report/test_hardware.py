@@ -55,6 +55,12 @@ def test_well_known_gpus_have_datasheet_peaks_and_others_have_none(tmp_path: Pat
     peaks = known.peaks("bfloat16")
     assert peaks is not None
     assert peaks.flops_per_s == pytest.approx(989.4e12)
+    quantised = known.peaks("bfloat16", "int8")
+    assert quantised is not None
+    assert quantised.fastest == pytest.approx(1978.9e12)
+    assert (
+        detect("cuda", gpu=Gpu("Tesla V100-SXM2-16GB", None), cache=tmp_path).peaks("float16", "int8") is None
+    )
     assert detect("cuda", gpu=Gpu("Tesla T4", None), cache=tmp_path / "none").peaks("bfloat16") is None
     other = detect("cuda", gpu=Gpu("NVIDIA Imaginary 1", 2**30), cache=tmp_path / "none")
     assert (other.source, other.bandwidth) == ("unknown", None)
