@@ -15,7 +15,8 @@ _T = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """Peak FLOP/s by dtype, and under "int8" of products of 8-bit integers, memory bandwidth in bytes/s and memory in bytes, as the maker states them."""
+    """Peak FLOP/s by dtype, those of 8-bit integers under "int8"; memory bandwidth in bytes/s and memory in bytes: as
+    the maker states them."""
 
     peak_flops: Mapping[str, float]
     bandwidth: float
@@ -25,7 +26,7 @@ class Datasheet:
 def _gpu(
     half: float, single: float, int8: float | None, terabytes: float, gigabytes: int, *, bfloat16: bool = True
 ) -> Datasheet:
-    """Figures in TFLOP/s, TB/s and GB; cards before Ampere have no bfloat16 tensor cores, before Turing none for int8."""
+    """Figures in TFLOP/s, TB/s and GB. Tensor cores know bfloat16 from Ampere on, int8 from Turing on."""
     flops = {"float16": half * _T, "float32": single * _T}
     if int8 is not None:
         flops["int8"] = int8 * _T
