@@ -188,6 +188,11 @@ def rope_store_cost(
     return Cost(flops, moved)
 
 
+def copy_parts_cost(tokens: int, kv_heads: int, head_dim: int, itemsize: int, tensors: int = 2) -> Cost:
+    """K and V of so many cached tokens read and written; `tensors`: 1 where both are the same latents."""
+    return Cost(0, 2 * tensors * tokens * kv_heads * head_dim * itemsize)
+
+
 def attention_cost(
     tokens: int,
     pairs: int,

@@ -59,7 +59,10 @@ class HeadsAttention(AttentionHalf):
         q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
         each = (norms["q_norm"], norms["k_norm"], *_numbers(spec.q_norm)) if spec.norms_heads else ()
-        return self.ops.rope_store(q, k, v, self.rope, inputs, cache, *each)
+        rotated = self.ops.rope_store(q, k, v, self.rope, inputs, cache, *each)
+        if inputs.parts is not None:
+            self.ops.copy_parts(cache, inputs.parts)
+        return rotated
 
     def _rotated_alone(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """q, where the cache is that of an earlier layer, which has filled it."""
@@ -103,6 +106,8 @@ class LatentAttention(AttentionHalf):
         kv = linears["kv_a"](x)
         latent = self._normed("kv_a_norm", kv[:, : spec.rank].contiguous())
         turned = self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache)
+        if inputs.parts is not None:
+            self.ops.copy_parts(cache, inputs.parts)
         query = torch.cat((self.heads.k(plain), turned), -1)
         made = self.ops.latent_attention(query, cache, plan, spec.scale, spec.rank)
         return linears["o"](self.heads.v(made).flatten(1))

@@ -125,7 +125,7 @@ class CompiledLayer(DecoderLayer):
         self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: ItemPlan, beside: LayerRoom | None
     ) -> LayerRoom:
         tables, sizes, items = inputs.block_tables, self._layer.sizes, plan.items
-        places = (inputs.positions, inputs.slots, tables, items, cache.block_size)
+        places = (inputs.positions, inputs.slots, tables, items, cache.block_size, inputs.parts)
         shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
         state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])
         return LayerRoom(x, self._layer, StepPlaces(*places), shape, state, beside)

@@ -156,6 +156,12 @@ class CpuOps(TorchOps):
         tables = (rope.cos, rope.sin, inputs.positions)
         return self._compiled.rope(q, *tables, norm, eps, offset=offset, interleaved=rope.interleaved)
 
+    def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
+        if self._latent:
+            super().copy_parts(cache, parts)
+        else:
+            self._compiled.copy_parts(cache.k, cache.v, parts)
+
     def plan_attention(
         self,
         inputs: AttentionInputs,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
+from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.experts import Choice, choose_experts
 from batchinfer_kernels.gated_activation import Activation, activation_reference
 from batchinfer_kernels.latent_attention import latent_store_reference
@@ -65,6 +66,9 @@ class AttentionInputs:
     )
     whole: bool = (
         True  # False: of blocks that a window has left the tables say nothing, and no operator reads them
+    )
+    parts: Tensor | None = (
+        None  # of blocks that are copied once K and V are stored; see batchinfer_kernels.copy_parts
     )
 
 
@@ -321,6 +325,10 @@ class Ops(ABC):
         both = torch.cat((k, v), dim=1)  # in rows of equal stride, as rope_store takes them
         at_zero = replace(inputs, positions=torch.zeros_like(inputs.positions))
         self.rope_store(both[:, :heads], both[:, :heads], both[:, heads:], still, at_zero, cache)
+
+    def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
+        """Copy K and V between blocks; parts are (n, 4) int64. See batchinfer_kernels.copy_parts."""
+        copy_parts_reference(cache.k, cache.v, parts)
 
     @abstractmethod
     def plan_attention(

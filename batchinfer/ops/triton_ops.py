@@ -36,6 +36,7 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
+from batchinfer_kernels.gpu.copy_parts import copy_parts
 from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.latent_attention import MAX_LATENT, latent_attention
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
@@ -189,6 +190,9 @@ class TritonOps(Ops):
     ) -> Tensor:
         norms, pairs = (norm, eps, inputs.positions), rope.interleaved
         return rotate(q, rope.cos, rope.sin, *norms, offset=offset, interleaved=pairs)
+
+    def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
+        copy_parts(cache.k, cache.v, parts)
 
     def plan_attention(
         self,

@@ -12,6 +12,7 @@
 #define EXP2 exp2_coarse
 #define NAME(base) base##_bf16
 #include "pointwise.h"
+#include "parts.h"
 #include "linear.h"
 #include "quantized_linear.h"
 #include "experts.h"

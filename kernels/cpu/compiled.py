@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.copy_parts import check_copy_parts
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
 from batchinfer_kernels.cpu.experts import ExpertsRoom
@@ -23,6 +24,7 @@ from batchinfer_kernels.cpu.structures import (
     Latent,
     Layer,
     LayerStep,
+    PartsStructure,
     RotationStructure,
     Weight,
     address,
@@ -47,6 +49,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "gate": [_POINTER] * 2 + [_LONG] * 3,
     "activate": [_POINTER] * 2 + [_LONG] * 3,
     "rope_store": [ctypes.POINTER(Heads)],
+    "copy_parts": [ctypes.POINTER(PartsStructure)] + [_POINTER] * 2 + [_LONG] * 3,
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
@@ -331,6 +334,15 @@ class CompiledOperators:
         )
         self._call("rope_store", q, heads)
         return out
+
+    def copy_parts(self, k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
+        """See batchinfer_kernels.copy_parts; the caches are (blocks, *cache_shape)."""
+        check_copy_parts(k_cache, v_cache, parts)
+        self._checked("copy_parts", parts)
+        _, kv_heads, places, width = k_cache.shape
+        if places % self.lanes or width % self.lanes:
+            raise ValueError(f"blocks of {(places, width)} are no whole vectors of {self.lanes}")
+        self._call("copy_parts", k_cache, PartsStructure.of(parts), k_cache, v_cache, kv_heads, width, places)
 
     def paged_attention(
         self,

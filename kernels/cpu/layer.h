@@ -17,6 +17,7 @@ typedef struct {
     REAL *normed, *qkv, *activated;         /* room to work in: (tokens, hidden), (tokens, heads * dim), (tokens, inner) */
     uint8_t *codes;                         /* where weights are quantised: (tokens, most inputs rounded up to 4) */
     float *row_scales;                      /* (tokens,) */
+    NAME(Parts) parts;                      /* of blocks that are copied once the step's K and V are stored */
 } NAME(LayerStep);
 
 INLINE void NAME(multiply)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, REAL *y, int64_t kind) {
@@ -50,6 +51,8 @@ void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, REAL *k
         NAME(norm)(s, &l->rotation, first ? NULL : s->residual, l->input_norm, l->qkv.inputs);
         NAME(multiply)(s, s->normed, &l->qkv, s->qkv, PLAIN);
         NAME(team_rope_store)(&heads);
+        if (s->parts.count)
+            NAME(team_copy_parts)(&s->parts, k_cache, v_cache, heads.kv_heads, heads.dim_pad, heads.block_pad);
         NAME(team_attention)(&attention, &queue);
         NAME(multiply)(s, attention.out, &l->o, s->x, PLAIN);
         NAME(norm_after)(s, &l->rotation, l->attention_norm, l->o.outputs);

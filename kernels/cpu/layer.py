@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.copy_parts import FIELDS
 from batchinfer_kernels.cpu.attention_plan import Items
 from batchinfer_kernels.cpu.packed import KINDS, PackedWeight
 from batchinfer_kernels.cpu.structures import (
@@ -15,6 +16,7 @@ from batchinfer_kernels.cpu.structures import (
     Heads,
     Layer,
     LayerStep,
+    PartsStructure,
     RotationStructure,
     Weight,
     address,
@@ -132,12 +134,15 @@ class StepPlaces:
     block_tables: Tensor
     items: Items
     block_size: int
+    parts: Tensor | None = None  # as for `copy_parts`
 
     def check(self, tokens: int) -> None:
         """Raises ValueError for tensors that the operators could not read, or that are not of such a step."""
         _check("positions", self.positions, (tokens,), torch.int64)
         _check("slots", self.slots, (tokens,), torch.int64)
         _check("block_tables", self.block_tables, tuple(self.block_tables.shape[:2]), torch.int32)
+        if self.parts is not None:
+            _check("parts", self.parts, (len(self.parts), FIELDS), torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +197,8 @@ class LayerRoom:
         sizes = layer.sizes
         self._plan = places.items.structure(places.block_tables, sizes.q_heads // sizes.kv_heads)
         rooms = (self.x, self.residual, *self._tensors.rooms)
-        self.structure = LayerStep(self._heads(), self._attention(), *(address(room) for room in rooms))
+        parts = PartsStructure.of(places.parts)
+        self.structure = LayerStep(self._heads(), self._attention(), *map(address, rooms), parts)
 
     def fits(self, layer: PackedLayer) -> bool:
         """Whether a layer has the sizes that this room was made for."""

@@ -85,6 +85,17 @@ class Latent(ctypes.Structure):
     ]
 
 
+class PartsStructure(ctypes.Structure):
+    """parts.h"""
+
+    _fields_ = [("fields", _P), ("count", _L)]
+
+    @classmethod
+    def of(cls, parts: Tensor | None) -> PartsStructure:
+        """parts: (n, 4) int64, which must outlive it; None: nothing is copied."""
+        return cls(address(parts), 0 if parts is None else len(parts))
+
+
 class Layer(ctypes.Structure):
     """layer.h"""
 
@@ -104,6 +115,7 @@ class LayerStep(ctypes.Structure):
         ("heads", Heads),
         ("attention", Attention),
         *((name, _P) for name in ("x", "residual", "normed", "qkv", "activated", "codes", "row_scales")),
+        ("parts", PartsStructure),
     ]
 
 

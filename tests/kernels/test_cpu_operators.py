@@ -18,6 +18,7 @@ from batchinfer_kernels.cpu.structures import (
     Latent,
     Layer,
     LayerStep,
+    PartsStructure,
     PlanStructure,
     Weight,
 )
@@ -194,9 +195,10 @@ def test_rotating_what_does_not_fit_is_refused(compiled):
 
 
 def test_structures_are_those_of_the_library():
-    found = (ctypes.c_int64 * 10)()
+    found = (ctypes.c_int64 * 11)()
     build.load_library().sizes(found)
-    structures = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep, ExpertsStructure, Latent)
+    steps = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep)
+    structures = (*steps, ExpertsStructure, Latent, PartsStructure)
     ours = [ctypes.sizeof(structure) for structure in structures]
     assert list(found) == [*ours, MAX_HEAD_DIM, MAX_ROWS]
 

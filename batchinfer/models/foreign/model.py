@@ -88,7 +88,10 @@ class TransformersModel:
         layer, cache = self.spec.layers[step.done], step.caches[step.done]
         step.done += 1
         queries, keys, values = (self._heads(heads, layer.head_dim, cache) for heads in (q, k, v))
-        self._ops.store(keys, values, step.inputs[cache.group], cache)
+        inputs = step.inputs[cache.group]
+        self._ops.store(keys, values, inputs, cache)
+        if inputs.parts is not None:
+            self._ops.copy_parts(cache, inputs.parts)
         sinks = more["s_aux"].float() if layer.sinks else None
         rules = (layer.scale, layer.window, layer.soft_cap, sinks)
         found = self._ops.attention(queries, cache, step.plans[cache.group], *rules)

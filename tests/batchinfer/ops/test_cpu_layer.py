@@ -107,16 +107,20 @@ def run(layers, ops, inputs, blocks, spec, x):
         max_size=8,
     ),
     threads=st.integers(1, 2),
+    copied=st.integers(0, BLOCK),
 )
 @settings(max_examples=60, deadline=None)
 def test_equals_the_operators_one_by_one(
-    seed, dtype, quantization, group, dim, biased, normed, window, gemma, lengths, threads
+    seed, dtype, quantization, group, dim, biased, normed, window, gemma, lengths, threads, copied
 ):
     torch.manual_seed(seed)
     ops = CpuOps(CompiledOperators(), group, quantization)
     spec = layer_spec(group, dim, biased, normed, window, gemma=gemma)
     parts = [layer_parts(ops, spec, dtype) for _ in range(3)]
     inputs, blocks = step_inputs(lengths)
+    if copied:  # of what the step stores, to a block that nobody has
+        inputs = replace(inputs, parts=torch.tensor([[int(inputs.slots[0]) // BLOCK, blocks, 0, copied]]))
+        blocks += 1
     x = torch.randn(len(inputs.positions), HIDDEN).to(dtype)
     kept, before = x.clone(), torch.get_num_threads()
     torch.set_num_threads(threads)
