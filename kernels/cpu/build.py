@@ -35,8 +35,9 @@ class NoCompiler(RuntimeError):
     """There is no C compiler here, or it cannot build the operators; says which and why."""
 
 
-def load_library(cache: Path | None = None) -> ctypes.CDLL:
-    """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source.
+def load_library(cache: Path | None = None, options: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source. `options` are
+    flags beside those above.
 
     torch must have been imported: then both share one OpenMP runtime. Raises NoCompiler.
     """
@@ -44,9 +45,9 @@ def load_library(cache: Path | None = None) -> ctypes.CDLL:
     if compiler is None:
         raise NoCompiler("no C compiler (cc, gcc or clang) is installed")
     folder = cache or cache_folder()
-    library = folder / f"ops-{_fingerprint(compiler)}.so"
+    library = folder / f"ops-{_fingerprint(compiler, options)}.so"
     if not library.exists():
-        _compile(compiler, library)
+        _compile(compiler, library, options)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -59,13 +60,16 @@ def cache_folder() -> Path:
     return Path(base) / "batchinfer" / "kernels"
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, library: Path, options: tuple[str, ...]) -> None:
     """Build aside, then rename: a build that was cut short is never loaded."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
-            units = [(compiler, "-c", str(s), "-o", str(o)) for s, o in zip(SOURCES, objects, strict=True)]
+            units = [
+                (compiler, *options, "-c", str(s), "-o", str(o))
+                for s, o in zip(SOURCES, objects, strict=True)
+            ]
             with ThreadPoolExecutor(len(units)) as pool:
                 list(pool.map(_call, units))
             built = Path(folder) / library.name
@@ -85,7 +89,7 @@ def _call(command: tuple[str, ...]) -> None:
         raise NoCompiler(f"{compiler} cannot build the operators: {done.stderr.strip()[:500]}")
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, options: tuple[str, ...]) -> str:
     """What the library depends on: `-march=native` makes it good for this kind of CPU alone."""
     try:
         version = subprocess.run(
@@ -94,7 +98,7 @@ def _fingerprint(compiler: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoCompiler(f"{compiler} does not run: {error}") from error
     sources = [path.read_text() for path in (*SOURCES, *sorted(FOLDER.glob("*.h")))]
-    parts = (*sources, *FLAGS, compiler, version, platform.machine(), _cpu())
+    parts = (*sources, *FLAGS, *options, compiler, version, platform.machine(), _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

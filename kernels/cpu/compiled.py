@@ -15,7 +15,7 @@ from batchinfer_kernels.cpu.build import load_library
 from batchinfer_kernels.cpu.experts import ExpertsRoom
 from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
 from batchinfer_kernels.cpu.memory import HugePages
-from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated
+from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated, padded
 from batchinfer_kernels.cpu.structures import (
     LOG2_E,
     Attention,
@@ -30,6 +30,7 @@ from batchinfer_kernels.cpu.structures import (
     address,
     scoring,
 )
+from batchinfer_kernels.cpu.tiles import OPTIONS, TileWay, tile_grant
 from batchinfer_kernels.experts import Choice, check_choice
 from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.mask import check_mask
@@ -63,10 +64,12 @@ _RESULTS: dict[str, Any] = {"experts": _LONG}
 
 
 class CompiledOperators:
-    """Loads, and if need be builds, the library. Raises NoCompiler."""
+    """Loads, and if need be builds, the library: for the CPU's matrix tiles if the system grants them and the compiler
+    knows them, or as `tiles` says. Raises NoCompiler."""
 
-    def __init__(self, cache: Path | None = None) -> None:
-        library = load_library(cache)
+    def __init__(self, cache: Path | None = None, tiles: TileWay | None = None) -> None:
+        library = load_library(cache, OPTIONS[tiles or tile_grant().way])
+        self.has_tiles = bool(_function(library, "has_tiles", [], _LONG)())
         self._pages = HugePages()
         self._columns = _function(library, "packed_columns", [_LONG, _LONG], _LONG)
         self._packed_order = _function(library, "packed_order", [_LONG, _LONG, _POINTER])
@@ -99,9 +102,8 @@ class CompiledOperators:
     def pack_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
         """weight: (outputs, inputs); gated: gate above up. Raises ValueError for what is no such weight."""
         outputs, inputs = _check_weight(weight, bias, kind)
-        words = -(-inputs * weight.element_size() // WORD_BYTES)
         order = self._order(outputs, kind)
-        size = len(order) * words * WORD_BYTES // weight.element_size()
+        size = len(order) * padded(inputs * weight.element_size()) // weight.element_size()
         panels = self._pages.zeros(size, weight.dtype)
         self._call("pack_linear", weight, weight.contiguous(), outputs, inputs, is_gated(kind), panels)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind)
@@ -112,7 +114,7 @@ class CompiledOperators:
         """codes: (outputs, inputs) int8 in -127 … 127; scales: (outputs,) float32."""
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
-        panels = self._pages.zeros(len(order) * _up(inputs, WORD_BYTES), torch.int8)
+        panels = self._pages.zeros(len(order) * padded(inputs), torch.int8)
         starts = torch.empty(len(order), dtype=torch.int32)
         arguments = (codes.contiguous().data_ptr(), outputs, inputs, is_gated(kind))
         self._pack_codes(*arguments, panels.data_ptr(), starts.data_ptr())
@@ -122,9 +124,8 @@ class CompiledOperators:
     def pack_experts(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedExperts:
         """weight: (experts, outputs, inputs); bias: (experts, outputs)."""
         count, outputs, inputs = _check_experts(weight, bias, kind)
-        words = -(-inputs * weight.element_size() // WORD_BYTES)
         order = self._order(outputs, kind)
-        size = len(order) * words * WORD_BYTES // weight.element_size()
+        size = len(order) * padded(inputs * weight.element_size()) // weight.element_size()
         panels = self._pages.zeros(count * size, weight.dtype).view(count, size)
         for matrix, packed in zip(weight, panels, strict=True):
             self._call("pack_linear", weight, matrix.contiguous(), outputs, inputs, is_gated(kind), packed)
@@ -136,7 +137,7 @@ class CompiledOperators:
         """codes: (experts, outputs, inputs) int8 in -127 … 127; scales: (experts, outputs) float32."""
         count, outputs, inputs = _check_experts(codes, bias, kind)
         order = self._order(outputs, kind)
-        panels = self._pages.zeros(count * len(order) * _up(inputs, WORD_BYTES), torch.int8).view(count, -1)
+        panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)
         starts = torch.empty(count, len(order), dtype=torch.int32)
         for expert in range(count):
             arguments = (codes[expert].contiguous().data_ptr(), outputs, inputs, is_gated(kind))
@@ -154,9 +155,7 @@ class CompiledOperators:
                 f"starts are {tuple(starts.shape)} {starts.dtype} for {weight.count} weights, {rows} rows"
             )
         y, blocks = x.new_empty(rows, weight.columns), torch.empty_like(starts)
-        codes = torch.empty(
-            rows if weight.quantized else 0, _up(weight.inputs, WORD_BYTES), dtype=torch.uint8
-        )
+        codes = torch.empty(rows if weight.quantized else 0, padded(weight.inputs), dtype=torch.uint8)
         room = (blocks, y, codes, torch.empty(len(codes), dtype=torch.float32))
         self._call("grouped_linear", x, x, weight.structure, starts, weight.count, *room, KINDS[weight.kind])
         return y
@@ -195,7 +194,7 @@ class CompiledOperators:
         if not weight.quantized:
             self._call("linear", x, x, weight.structure, y, rows, kind)
             return
-        room = torch.empty(rows, _up(weight.inputs, WORD_BYTES), dtype=torch.uint8)
+        room = torch.empty(rows, padded(weight.inputs), dtype=torch.uint8)
         row_scales = torch.empty(rows, dtype=torch.float32)
         self._call("quantized_linear", x, x, weight.structure, y, room, row_scales, rows, kind)
 

@@ -13,22 +13,28 @@ typedef struct {
      * where the row of a token and choice stands */
     int64_t *starts, *blocks, *tokens_of, *places;
     REAL *rows, *inner, *made; /* (rows, gate_up.inputs), (rows, down.inputs), (rows, down.outputs) */
-    uint8_t *codes;            /* where weights are quantised: (rows, most inputs rounded up to 4) */
+    uint8_t *codes;            /* where weights are quantised: (rows, most inputs padded) */
     float *row_scales;         /* (rows,) */
     int64_t tokens, choices, experts, kind; /* the gated kind of gate_up */
 } NAME(Experts);
 
+/* How the rows of an expert are cut up, whose weight is one like `first`. */
+INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
+    int64_t bytes = first->inputs * (first->starts ? 1 : (int64_t)sizeof(REAL));
+    return cut_rows(starts[expert], starts[expert + 1] - starts[expert], bytes, first->starts ? TILES : IN_TILES);
+}
+
 /* Where the row blocks of each expert begin, the last one's end included: rows of two experts share no block. */
-static void NAME(count_blocks)(const int64_t *starts, int64_t experts, int64_t *blocks) {
+static void NAME(count_blocks)(const Weight *first, const int64_t *starts, int64_t experts, int64_t *blocks) {
     blocks[0] = 0;
-    for (int64_t e = 0; e < experts; e++) blocks[e + 1] = blocks[e] + (starts[e + 1] - starts[e] + ROWS - 1) / ROWS;
+    for (int64_t e = 0; e < experts; e++) blocks[e + 1] = blocks[e] + NAME(expert_rows)(first, starts, e).blocks;
 }
 
 /* The weight of one of several experts. */
 INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
     Weight found = *first;
     int64_t columns = columns_of(first->outputs, is_gated(kind)) * at, inputs = first->inputs;
-    int64_t words = first->starts ? (inputs + 3) / 4 : (inputs + PAIR - 1) / PAIR;
+    int64_t words = words_of(first->starts ? inputs : inputs * (int64_t)sizeof(REAL));
     found.panels = (const char *)first->panels + columns * words * 4;
     if (first->bias) found.bias = (const REAL *)first->bias + columns;
     if (first->starts) found.starts = first->starts + columns, found.scales = first->scales + columns;
@@ -38,30 +44,33 @@ INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
 /* As `linear`, each row with its expert's weight: those of expert e from starts[e] to starts[e + 1]. */
 TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *starts, const int64_t *blocks,
                              int64_t experts, void *y, uint8_t *codes, float *row_scales, int64_t kind) {
-    int64_t panels = panels_of(first->outputs, is_gated(kind)), size = first->starts ? 1 : sizeof(REAL);
-    int64_t per = CHUNK_BYTES / (ROWS * first->inputs * size) + 1;
+    int64_t panels = panels_of(first->outputs, is_gated(kind)), height = 0; /* that tiles are configured for */
+    const int in_tiles = first->starts ? TILES : IN_TILES;
     if (first->starts) NAME(team_quantize)(x, first->inputs, codes, row_scales, starts[experts]);
-#pragma omp for schedule(guided, 1)
+#pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < blocks[experts] * panels; at++) {
-        int64_t e = 0, end = experts, block, panel, turn;
+        int64_t e = 0, end = experts;
         while (end - e > 1) { /* the last expert whose blocks begin here or before, and that has some */
             int64_t middle = (e + end) / 2;
             if (blocks[middle] * panels <= at) e = middle; else end = middle;
         }
         Weight weight = NAME(expert)(first, e, kind);
-        place(at - blocks[e] * panels, per, blocks[e + 1] - blocks[e], panels, &block, &panel, &turn);
-        int64_t row = starts[e] + block * ROWS;
+        const Cut cut = NAME(expert_rows)(first, starts, e);
+        Place here = place(at - blocks[e] * panels, &cut, panels);
+        if (cut.height != height) begin_tiles(&cut, in_tiles), height = cut.height;
         if (first->starts)
-            NAME(quantized_block)(codes, row_scales, &weight, y, row, starts[e + 1], panel, turn, kind);
+            NAME(quantized_block)(codes, row_scales, &weight, y, &cut, here, kind);
         else
-            NAME(linear_block)(x, &weight, y, row, starts[e + 1], panel, turn, kind);
+            NAME(linear_block)(x, &weight, y, &cut, here, kind);
     }
+    end_tiles(in_tiles);
+#pragma omp barrier
 }
 
 /* `blocks`: room for experts + 1 numbers; `codes` and `row_scales` as for `quantized_linear`. */
 void NAME(grouped_linear)(const REAL *x, const Weight *first, const int64_t *starts, int64_t experts, int64_t *blocks,
                           void *y, uint8_t *codes, float *row_scales, int64_t kind) {
-    NAME(count_blocks)(starts, experts, blocks);
+    NAME(count_blocks)(first, starts, experts, blocks);
 #pragma omp parallel
     NAME(team_grouped)(x, first, starts, blocks, experts, y, codes, row_scales, kind);
 }
@@ -83,7 +92,7 @@ static int64_t NAME(sort_rows)(const NAME(Experts) *a) {
         a->places[i] = a->blocks[a->chosen[i]]++;
         a->tokens_of[a->places[i]] = i / a->choices;
     }
-    NAME(count_blocks)(a->starts, a->experts, a->blocks);
+    NAME(count_blocks)(&a->gate_up, a->starts, a->experts, a->blocks);
     return 0;
 }
 

@@ -15,7 +15,7 @@ typedef struct {
     NAME(Attention) attention;
     REAL *x, *residual;                     /* (tokens, hidden): in and out */
     REAL *normed, *qkv, *activated;         /* room to work in: (tokens, hidden), (tokens, heads * dim), (tokens, inner) */
-    uint8_t *codes;                         /* where weights are quantised: (tokens, most inputs rounded up to 4) */
+    uint8_t *codes;                         /* where weights are quantised: (tokens, most inputs padded) */
     float *row_scales;                      /* (tokens,) */
     NAME(Parts) parts;                      /* of blocks that are copied once the step's K and V are stored */
 } NAME(LayerStep);

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchinfer_kernels.copy_parts import FIELDS
 from batchinfer_kernels.cpu.attention_plan import Items
-from batchinfer_kernels.cpu.packed import KINDS, PackedWeight
+from batchinfer_kernels.cpu.packed import KINDS, PackedWeight, padded
 from batchinfer_kernels.cpu.structures import (
     Attention,
     Heads,
@@ -161,7 +161,7 @@ class _Tensors:
         attended = x.new_empty(2, tokens, sizes.q_heads * sizes.head_dim)
         widths = (layer.hidden, layer.weights.qkv.columns, layer.inner)
         inputs = max(layer.hidden, layer.inner, attended.shape[2])
-        codes = torch.empty(tokens, inputs + 3, dtype=torch.uint8)
+        codes = torch.empty(tokens, padded(inputs), dtype=torch.uint8)
         scales = torch.empty(tokens, dtype=torch.float32)
         rooms = [x.new_empty(tokens, width) for width in widths]
         return cls(left, residual, attended, (*rooms, codes, scales))

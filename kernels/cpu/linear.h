@@ -7,16 +7,18 @@
  * A gated weight has gate above up; a panel then holds PANEL / 2 of each, so that act(gate) * up needs no second pass.
  */
 
+#define IN_TILES (TILES && PAIR == 2) /* whatever the number of rows: a tile adds in another order than vectors do */
+
 /* packed: (panels, words, PANEL) words, columns and values without a weight zero. */
 void NAME(pack_linear)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, REAL *packed) {
-    int64_t words = (inputs + PAIR - 1) / PAIR, panels = panels_of(outputs, gated);
+    int64_t words = words_of(inputs * (int64_t)sizeof(REAL)), panels = panels_of(outputs, gated);
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t i = 0; i < words; i++)
             for (int64_t column = 0; column < PANEL; column++) { /* writes in order; reads PANEL rows side by side */
                 int64_t output = output_of(panel, column, outputs, gated), rest = inputs - i * PAIR;
                 REAL word[PAIR] = {0};
-                if (output >= 0)
+                if (output >= 0 && rest > 0)
                     memcpy(word, weight + output * inputs + i * PAIR, rest < PAIR ? sizeof(REAL) : sizeof word);
                 memcpy(packed + ((panel * words + i) * PANEL + column) * PAIR, word, sizeof word);
             }
@@ -78,6 +80,17 @@ INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t
         for (int r = 0; r < rows; r++) memcpy((char *)y + (at + r * stride) * size, to + r * width * size, columns * size);
 }
 
+/* The results of `rows` rows, of which the first is `row`, with a panel: `put` says what y is. */
+INLINE void NAME(put_block)(vf (*sums)[COLUMNS], const Weight *w, void *y, int64_t row, int64_t rows, int64_t panel,
+                            int64_t kind) {
+    int64_t wanted = is_gated(kind) ? w->outputs / 2 : w->outputs, width = is_gated(kind) ? PANEL / 2 : PANEL;
+    int64_t columns = wanted - panel * width < width ? wanted - panel * width : width;
+    const REAL *bias = w->bias ? (const REAL *)w->bias + panel * PANEL : NULL;
+    for (int64_t r = 0; r < rows; r += ROWS)
+        NAME(put)(sums + r, bias, y, (row + r) * wanted + panel * width, wanted, columns, kind,
+                  rows - r < ROWS ? rows - r : ROWS);
+}
+
 /* One word of `rows` (a constant) rows. */
 INLINE void NAME(add_word)(const REAL *x, const vi *weight, int64_t inputs, vf sums[ROWS][COLUMNS], const int rows) {
     for (int r = 0; r < rows; r++) {
@@ -108,34 +121,36 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, const char *ahea
         }
 }
 
-/* One row block of x with one panel of w: rows from `row` to at most `rows`. `put` says what y is. */
-INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, int64_t row, int64_t rows, int64_t panel,
-                               int64_t turn, int64_t kind) {
-    int64_t inputs = w->inputs, words = (inputs + PAIR - 1) / PAIR, wanted = is_gated(kind) ? w->outputs / 2 : w->outputs;
-    int64_t width = is_gated(kind) ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, is_gated(kind));
-    int64_t columns = wanted - panel * width < width ? wanted - panel * width : width;
-    int64_t count = rows - row < ROWS ? rows - row : ROWS;
-    const REAL *weight = (const REAL *)w->panels + panel * words * PANEL * PAIR, *bias = w->bias;
-    const char *ahead = ahead_of(weight, words, turn, panel + 1 < panels);
+/* A block of rows with a panel of w. */
+INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, int64_t kind) {
+    int64_t inputs = w->inputs, bytes = inputs * (int64_t)sizeof(REAL), words = words_of(bytes);
+    int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
+    int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
+    const char *panel = (const char *)w->panels + at.panel * words * PANEL * 4;
+#if IN_TILES
+    vf room[2 * TILE_ROWS][COLUMNS], (*sums)[COLUMNS] = room + tile_sums((const char *)x, bytes, cut, panel, at, more, 0, room);
+#else
+    const char *ahead = ahead_of(panel, words, at.turn, more);
     vf sums[ROWS][COLUMNS];
 #define CASE(n) \
-    case n: NAME(linear_tile)(x + row * inputs, weight, ahead, inputs, sums, n); break;
-    switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+    case n: NAME(linear_tile)(x + row * inputs, (const REAL *)panel, ahead, inputs, sums, n); break;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
-    NAME(put)(sums, bias ? bias + panel * PANEL : NULL, y, row * wanted + panel * width, wanted, columns, kind, count);
+#endif
+    NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
 }
 
 /* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs), or for GREATEST (rows,)
  * zeros that `ranked` results are put into. */
 TEAM void NAME(team_linear)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
-    int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * w->inputs * (int64_t)sizeof(REAL)) + 1;
-#pragma omp for schedule(guided, 1)
-    for (int64_t at = 0; at < blocks * panels; at++) {
-        int64_t block, panel, turn;
-        place(at, per, blocks, panels, &block, &panel, &turn);
-        NAME(linear_block)(x, w, y, block * ROWS, rows, panel, turn, kind);
-    }
+    const Cut cut = cut_rows(0, rows, w->inputs * (int64_t)sizeof(REAL), IN_TILES);
+    begin_tiles(&cut, IN_TILES);
+#pragma omp for schedule(guided, 1) nowait
+    for (int64_t at = 0; at < cut.blocks * panels; at++)
+        NAME(linear_block)(x, w, y, &cut, place(at, &cut, panels), kind);
+    end_tiles(IN_TILES);
+#pragma omp barrier
 }
 
 void NAME(linear)(const REAL *x, const Weight *weight, void *y, int64_t rows, int64_t kind) {

@@ -4,6 +4,7 @@
 #include "vector.h"
 #include "tiles.h"
 #include "panels.h"
+#include "tile_sums.h"
 #include "plan.h"
 
 #define MAX_DIM 256

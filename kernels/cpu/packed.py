@@ -22,6 +22,14 @@ KINDS: dict[Kind, int] = {
 }
 
 
+STEP_BYTES = 64  # of a row, which a product in tiles takes at once; as in panels.h
+
+
+def padded(size: int) -> int:
+    """Bytes of an output's inputs in a panel, and of a row of codes, for so many."""
+    return -(-size // STEP_BYTES) * STEP_BYTES
+
+
 def is_gated(kind: Kind) -> bool:
     """Whether the weight is a gate above an up."""
     return kind.endswith("gated")

@@ -40,15 +40,43 @@ INLINE int64_t output_of(int64_t panel, int64_t column, int64_t outputs, int gat
 /* How many columns all panels of a weight have. */
 INLINE int64_t columns_of(int64_t outputs, int gated) { return panels_of(outputs, gated) * PANEL; }
 
+/* Words of a panel, and bytes of a row of codes: padded with zeros to what a tile takes at once. */
+#define STEP 64 /* bytes of a row */
+INLINE int64_t padded(int64_t bytes) { return (bytes + STEP - 1) / STEP * STEP; }
+INLINE int64_t words_of(int64_t bytes) { return padded(bytes) / 4; }
+
 #define CHUNK_BYTES (256 << 10) /* of x: a quarter of an L2 of 1 MiB. From 96 to 4,096 rows made no difference above 3% */
 
-/* Which rows and which panel stand at place `at` of the work: chunks of `per` row blocks, in each panel after panel, in
- * each row block after row block. A chunk of x stays in the L2 cache while the panels pass. `turn`: how many row blocks
- * the panel has met before. */
-INLINE void place(int64_t at, int64_t per, int64_t blocks, int64_t panels, int64_t *block, int64_t *panel, int64_t *turn) {
-    int64_t chunk = at / (per * panels), first = chunk * per, inside = blocks - first < per ? blocks - first : per;
-    int64_t rest = at - first * panels;
-    *panel = rest / inside, *turn = rest % inside, *block = first + *turn;
+/* How rows of x are cut up for a product: from row `from` on into `blocks` of `height`, the last of what is left. A chunk of
+ * `per` blocks stays in the L2 cache while the panels pass. */
+typedef struct {
+    int64_t from, rows, height, blocks, per;
+} Cut;
+
+/* Rows of `bytes` each. In tiles a block is two of them, of as many rows each as makes all alike: 33 rows are three tiles
+ * of 11. */
+INLINE Cut cut_rows(int64_t from, int64_t rows, int64_t bytes, int in_tiles) {
+    int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = ROWS;
+    if (in_tiles && rows) height = 2 * ((rows + tiles - 1) / tiles);
+    return (Cut){from, rows, height, (rows + height - 1) / height, CHUNK_BYTES / (height * bytes) + 1};
+}
+
+INLINE int64_t rows_of(const Cut *cut, int64_t block) {
+    int64_t left = cut->rows - block * cut->height;
+    return left < cut->height ? left : cut->height;
+}
+
+/* A block of rows and a panel that meet, `turn` of the `turns` blocks that the panel meets before the next one does. */
+typedef struct {
+    int64_t block, panel, turn, turns;
+} Place;
+
+/* Which stand at place `at` of the work: chunks of row blocks, in each panel after panel, in each row block after row
+ * block. */
+INLINE Place place(int64_t at, const Cut *cut, int64_t panels) {
+    int64_t first = at / (cut->per * panels) * cut->per, rest = at - first * panels;
+    int64_t inside = cut->blocks - first < cut->per ? cut->blocks - first : cut->per;
+    return (Place){first + rest % inside, rest / inside, rest % inside, inside};
 }
 
 /* A panel is met by many row blocks, of which the first would wait for it to come from memory: a step reads all weights
@@ -96,10 +124,10 @@ static void put_greatest(vf results[ROWS][COLUMNS], uint64_t *greatest, int64_t 
 }
 
 /* Four codes of `rows` (a constant) rows. */
-INLINE void add_codes(const uint8_t *x, const vi *weight, int64_t words, vi sums[ROWS][COLUMNS], const int rows) {
+INLINE void add_codes(const uint8_t *x, const vi *weight, int64_t stride, vi sums[ROWS][COLUMNS], const int rows) {
     for (int r = 0; r < rows; r++) {
         int32_t word;
-        memcpy(&word, x + r * words * 4, 4);
+        memcpy(&word, x + r * stride, 4);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int8(sums[r][c], splat_word(word), weight[c]);
     }
 }

@@ -28,14 +28,15 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
         memcpy(&bits, &shifted, 4);
         codes[i] = (bits & 0xff) ^ 0x80;
     }
-    for (int64_t i = inputs; i % 4; i++) codes[i] = 0x80;
+    memset(codes + inputs, 0x80, padded(inputs) - inputs);
     return scale + bad;
 }
 
 /* Exact sums of `rows` (a constant) rows with one panel, scaled. */
 INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, const int8_t *panel, const char *ahead,
-                                 const int32_t *starts, const float *scales, int64_t words, vf result[ROWS][COLUMNS],
+                                 const int32_t *starts, const float *scales, int64_t inputs, vf result[ROWS][COLUMNS],
                                  const int rows) {
+    int64_t words = (inputs + 3) / 4, stride = padded(inputs);
     vi sums[ROWS][COLUMNS];
     const vi *weight = (const vi *)panel;
     for (int r = 0; r < rows; r++)
@@ -43,53 +44,66 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
     int64_t i = 0;
     for (; i + FETCHED <= words; ahead += LINE) {
         __builtin_prefetch(ahead);
-        for (int end = i + FETCHED; i < end; i++, weight += COLUMNS) add_codes(x + i * 4, weight, words, sums, rows);
+        for (int end = i + FETCHED; i < end; i++, weight += COLUMNS) add_codes(x + i * 4, weight, stride, sums, rows);
     }
-    for (; i < words; i++, weight += COLUMNS) add_codes(x + i * 4, weight, words, sums, rows);
+    for (; i < words; i++, weight += COLUMNS) add_codes(x + i * 4, weight, stride, sums, rows);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++)
             result[r][c] = __builtin_convertvector(sums[r][c], vf) * (load_f32(scales + c * LANES) * row_scales[r]);
 }
 
-/* As `linear_block`, of rows that were quantised: `codes` (rows, inputs rounded up to 4) and `row_scales` (rows,). */
-INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, int64_t row,
-                                  int64_t rows, int64_t panel, int64_t turn, int64_t kind) {
-    int64_t words = (w->inputs + 3) / 4, wanted = is_gated(kind) ? w->outputs / 2 : w->outputs;
-    int64_t width = is_gated(kind) ? PANEL / 2 : PANEL, panels = panels_of(w->outputs, is_gated(kind));
-    int64_t columns = wanted - panel * width < width ? wanted - panel * width : width;
-    int64_t from = panel * PANEL, count = rows - row < ROWS ? rows - row : ROWS;
-    const int8_t *weight = (const int8_t *)w->panels + from * words * 4;
-    const char *ahead = ahead_of(weight, words, turn, panel + 1 < panels);
-    const REAL *bias = w->bias;
+/* What integer sums of `rows` rows that began at 0 stand for. */
+INLINE void NAME(scale_sums)(vf (*sums)[COLUMNS], const float *row_scales, const int32_t *starts, const float *scales,
+                             int64_t rows) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++)
+            sums[r][c] = __builtin_convertvector((vi)sums[r][c] + ((const vi *)starts)[c], vf) *
+                         (load_f32(scales + c * LANES) * row_scales[r]);
+}
+
+/* As `linear_block`, of rows that were quantised: `codes` (rows, inputs padded) and `row_scales` (rows,). */
+INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
+                                  Place at, int64_t kind) {
+    int64_t bytes = padded(w->inputs), words = bytes / 4, from = at.panel * PANEL;
+    int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
+    int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
+    const char *panel = (const char *)w->panels + from * words * 4;
+    const float *scales = w->scales + from;
+#if TILES
+    vf room[2 * TILE_ROWS][COLUMNS], (*sums)[COLUMNS] = room + tile_sums((const char *)codes, bytes, cut, panel, at, more, 1, room);
+    NAME(scale_sums)(sums, row_scales + row, w->starts + from, scales, rows);
+#else
+    const char *ahead = ahead_of(panel, words, at.turn, more);
     vf sums[ROWS][COLUMNS];
 #define CASE(n) \
     case n: \
-        NAME(quantized_tile)(codes + row * words * 4, row_scales + row, weight, ahead, w->starts + from, \
-                             w->scales + from, words, sums, n); \
+        NAME(quantized_tile)(codes + row * bytes, row_scales + row, (const int8_t *)panel, ahead, w->starts + from, scales, \
+                             w->inputs, sums, n); \
         break;
-    switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
-    NAME(put)(sums, bias ? bias + from : NULL, y, row * wanted + panel * width, wanted, columns, kind, count);
+#endif
+    NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
 }
 
 TEAM void NAME(team_quantize)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++)
-        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * ((inputs + 3) / 4) * 4);
+        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * padded(inputs));
 }
 
 /* As `linear`, with packed codes; `codes` and `row_scales` are room to work in. */
 TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, uint8_t *codes, float *row_scales,
                                         int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
-    int64_t blocks = (rows + ROWS - 1) / ROWS, per = CHUNK_BYTES / (ROWS * w->inputs) + 1;
+    const Cut cut = cut_rows(0, rows, w->inputs, TILES);
     NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
-#pragma omp for schedule(guided, 1)
-    for (int64_t at = 0; at < blocks * panels; at++) {
-        int64_t block, panel, turn;
-        place(at, per, blocks, panels, &block, &panel, &turn);
-        NAME(quantized_block)(codes, row_scales, w, y, block * ROWS, rows, panel, turn, kind);
-    }
+    begin_tiles(&cut, TILES);
+#pragma omp for schedule(guided, 1) nowait
+    for (int64_t at = 0; at < cut.blocks * panels; at++)
+        NAME(quantized_block)(codes, row_scales, w, y, &cut, place(at, &cut, panels), kind);
+    end_tiles(TILES);
+#pragma omp barrier
 }
 
 void NAME(quantized_linear)(const REAL *x, const Weight *weight, void *y, uint8_t *codes, float *row_scales, int64_t rows,

@@ -3,6 +3,9 @@
 
 int64_t lanes(void) { return LANES; }
 
+/* Whether products are computed in matrix tiles. */
+int64_t has_tiles(void) { return TILES; }
+
 int64_t packed_columns(int64_t outputs, int64_t gated) { return columns_of(outputs, gated); }
 
 /* The output in each of these columns, -1 where there is none. */
@@ -96,7 +99,7 @@ void masked_argmax(const float *logits, int64_t width, int64_t n, const uint32_t
 
 /* Codes of a weight, packed, and what its sums start at. Codes come as (outputs, inputs) int8. */
 void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts) {
-    int64_t words = (inputs + 3) / 4, panels = panels_of(outputs, gated);
+    int64_t words = words_of(inputs), panels = panels_of(outputs, gated);
     memset(starts, 0, columns_of(outputs, gated) * sizeof *starts);
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < panels; panel++)
@@ -104,7 +107,7 @@ void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t g
             for (int64_t column = 0; column < PANEL; column++) {
                 int64_t output = output_of(panel, column, outputs, gated), rest = inputs - i * 4;
                 int8_t word[4] = {0};
-                if (output >= 0) memcpy(word, weight + output * inputs + i * 4, rest < 4 ? rest : 4);
+                if (output >= 0 && rest > 0) memcpy(word, weight + output * inputs + i * 4, rest < 4 ? rest : 4);
                 memcpy(packed + ((panel * words + i) * PANEL + column) * 4, word, 4);
                 for (int j = 0; j < 4; j++) starts[panel * PANEL + column] -= 128 * word[j];
             }

@@ -19,15 +19,15 @@ from batchinfer_kernels.experts import (
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.routing import Routing
-from tests.kernels.test_cpu_linear import TOLERANCE, threads_of
+from tests.kernels.test_cpu_linear import TOLERANCE, WAYS, operators, threads_of
 from tests.kernels.test_cpu_operators import DTYPES
 
 COUNT = 5
 
 
-@pytest.fixture(scope="module")
-def compiled() -> CompiledOperators:
-    return CompiledOperators()
+@pytest.fixture(scope="module", params=WAYS)
+def compiled(request) -> CompiledOperators:
+    return operators(request.param)
 
 
 def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,6 +45,7 @@ def choice_of(tokens: int, chosen: int = 2, count: int = COUNT, seed: int = 0) -
     return choose_experts(logits, Routing(count, chosen, normalised=True))
 
 
+@pytest.mark.parametrize("tiles", WAYS)
 @given(
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from(DTYPES),
@@ -56,9 +57,11 @@ def choice_of(tokens: int, chosen: int = 2, count: int = COUNT, seed: int = 0) -
     int8=st.booleans(),
 )
 @settings(max_examples=120, deadline=None)
-def test_grouped_products_equal_the_reference(seed, dtype, counts, inputs, outputs, gated, biased, int8):
+def test_grouped_products_equal_the_reference(
+    tiles, seed, dtype, counts, inputs, outputs, gated, biased, int8
+):
     torch.manual_seed(seed)
-    compiled, kind = CompiledOperators(), "gated" if gated else "plain"
+    compiled, kind = operators(tiles), "gated" if gated else "plain"
     x, weight = (
         torch.randn(sum(counts), inputs).to(dtype),
         torch.randn(len(counts), outputs, inputs).to(dtype),

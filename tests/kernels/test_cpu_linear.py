@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.tiles import TileWay
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from tests.kernels.test_cpu_operators import DTYPES
@@ -26,12 +28,18 @@ GATES = {
     "clamped_gated": "clamped_swiglu",
     "exact_gelu_gated": "gelu",
 }
+WAYS = (None, "emulated")  # how products are computed: as this machine does it, and in matrix tiles
 AVX2_LANES = 8  # and what has AVX2 has fused multiply-adds
 
 
-@pytest.fixture(scope="module")
-def compiled() -> CompiledOperators:
-    return CompiledOperators()
+@cache
+def operators(tiles: TileWay | None = None) -> CompiledOperators:
+    return CompiledOperators(tiles=tiles)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def compiled(request) -> CompiledOperators:
+    return operators(request.param)
 
 
 @contextmanager
@@ -50,19 +58,20 @@ def wide(x, weight, bias):
     return y if bias is None else y + bias.double()
 
 
+@pytest.mark.parametrize("tiles", WAYS)
 @given(
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from(DTYPES),
-    rows=st.sampled_from([1, 2, 5, 6, 7, 13, 64]),
-    inputs=st.sampled_from([1, 2, 3, 31, 64, 129]),
+    rows=st.sampled_from([1, 2, 5, 6, 7, 13, 17, 33, 64]),
+    inputs=st.sampled_from([1, 2, 3, 31, 32, 64, 129]),
     outputs=st.sampled_from([2, 6, 62, 64, 66, 128, 200]),
     kind=st.sampled_from(["plain", "float", *GATES]),
     biased=st.booleans(),
 )
 @settings(max_examples=120, deadline=None)
-def test_equals_torch(seed, dtype, rows, inputs, outputs, kind, biased):
+def test_equals_torch(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
     torch.manual_seed(seed)
-    compiled = CompiledOperators()
+    compiled = operators(tiles)
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
     got = compiled.linear(x, compiled.pack_linear(weight, bias, kind))
@@ -97,6 +106,7 @@ def gated_apart(gate_up, apart, activated):
     return of_gate + gate * up_apart + rounding
 
 
+@pytest.mark.parametrize("tiles", WAYS)
 @example(
     seed=443, dtype=torch.float32, rows=6, inputs=64, outputs=62, kind="exact_gelu_gated", biased=True
 ).via("1.4e-5 apart, as the rounding of a gate is multiplied with its up")
@@ -110,9 +120,9 @@ def gated_apart(gate_up, apart, activated):
     biased=st.booleans(),
 )
 @settings(max_examples=120, deadline=None)
-def test_int8_equals_its_reference(seed, dtype, rows, inputs, outputs, kind, biased):
+def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
     torch.manual_seed(seed)
-    compiled = CompiledOperators()
+    compiled = operators(tiles)
     x, weight = (torch.randn(rows, inputs) * 3).to(dtype), torch.randn(outputs, inputs).to(dtype)
     x[0] = 0.0
     bias = torch.randn(outputs).to(dtype) if biased else None
@@ -147,7 +157,7 @@ def test_a_row_does_not_depend_on_its_batch(compiled, dtype, int8, inputs):
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            for rows in (1, 2, 3, 5, 6, 7, 64, 299):
+            for rows in (1, 2, 3, 5, 6, 7, 16, 17, 33, 64, 299):
                 assert torch.equal(run(x[:rows], packed), whole[:rows])
                 assert torch.equal(run(x[-rows:].contiguous(), packed), whole[-rows:])
     finally:
@@ -178,6 +188,7 @@ def test_what_does_not_fit_is_refused(compiled):
         compiled.pack_linear(torch.randn(4, 8), torch.randn(3))
 
 
+@pytest.mark.parametrize("tiles", WAYS)
 @given(
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from(DTYPES),
@@ -188,10 +199,10 @@ def test_what_does_not_fit_is_refused(compiled):
     threads=st.integers(1, 2),
 )
 @settings(max_examples=150, deadline=None)
-def test_the_greatest_result_is_the_first_of_equals(seed, dtype, rows, outputs, steps, int8, threads):
+def test_the_greatest_result_is_the_first_of_equals(tiles, seed, dtype, rows, outputs, steps, int8, threads):
     """Few different values make many ties; all results of the first row are negative, so that padding would win."""
     torch.manual_seed(seed)
-    compiled = CompiledOperators()
+    compiled = operators(tiles)
     x = torch.randint(1, steps, (rows, 8)).to(dtype) / steps
     weight = torch.randint(-steps, steps, (outputs, 8)).to(dtype)
     weight[:, :4] = -weight[:, :4].abs() - 1

@@ -39,9 +39,14 @@ def address(array) -> ctypes.c_void_p:
 
 def at_the_end_of_memory(rows: int, stride: int):
     """(rows, stride / 4) words, behind whose last no byte may be read."""
+    return guarded(rows * stride).view(np.uint32).reshape(rows, stride // 4)
+
+
+def guarded(size: int):
+    """So many bytes of zeros at the end of what this process may read."""
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
-    memory = mmap.mmap(-1, 4 * page)
+    whole = -(-size // page) * page
+    memory = mmap.mmap(-1, whole + page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert libc.mprotect(ctypes.c_void_p(start + 3 * page), ctypes.c_size_t(page), 0) == 0
-    room = np.frombuffer(memory, np.uint32, rows * stride // 4, 3 * page - rows * stride)
-    return room.reshape(rows, stride // 4)
+    assert libc.mprotect(ctypes.c_void_p(start + whole), ctypes.c_size_t(page), 0) == 0
+    return np.frombuffer(memory, np.uint8, size, whole - size)

@@ -1,0 +1,124 @@
+/* Products in tiles, for bfloat16 and for codes. Panels need no other layout for it: 16 words of 16 of a panel's columns,
+ * PANEL words apart, are a tile as it is multiplied. Two tiles of rows meet two of columns, so that each that is loaded is
+ * multiplied twice.
+ *
+ * A row's sum runs over its words in steps of 16, whatever the other rows are: row by row the hardware does the same, and a
+ * tile of fewer rows is one that is configured with fewer. Where the last tile has too few it begins earlier, in rows that
+ * another tile has, too; those are dropped. Nothing beside x is read: a row's end that fills no step is copied, and zeros
+ * after it.
+ */
+#define TILE_COLUMNS (PANEL < 16 ? PANEL : 16)
+#define ACROSS (PANEL > TILE_COLUMNS ? 2 : 1) /* tiles of columns side by side */
+
+#if TILES
+/* What a block fetches of the panel after its own: a part for each of the blocks that meet the panel, some lines a step. */
+typedef struct {
+    const char *at, *end;
+    int64_t lines;
+} Fetch;
+
+INLINE Fetch fetch_for(const char *panel, int64_t bytes, Place at, int more) {
+    int64_t steps = words_of(bytes) / 16, whole = steps * 16 * PANEL * 4, lines = whole / LINE;
+    int64_t from = lines * at.turn / at.turns, to = more ? lines * (at.turn + 1) / at.turns : from;
+    int64_t turns = steps * (PANEL / (ACROSS * TILE_COLUMNS));
+    return (Fetch){panel + whole + from * LINE, panel + whole + to * LINE, (to - from + turns - 1) / turns};
+}
+
+INLINE void fetch_lines(Fetch *fetch) {
+    const char *end = fetch->at + fetch->lines * LINE < fetch->end ? fetch->at + fetch->lines * LINE : fetch->end;
+    for (; fetch->at < end; fetch->at += LINE) __builtin_prefetch(fetch->at, 0, TO_L2);
+}
+
+#define DOT_TILES(sum, x, weight) do { \
+        if (codes) \
+            tile_dot_int8(sum, x, weight); \
+        else \
+            tile_dot_bf16(sum, x, weight); \
+    } while (0)
+
+/* 16 words of one tile of rows, or of `two`, with those of ACROSS tiles of columns. Sums are in tiles 0 to 3. */
+INLINE void add_step(const char *first, const char *second, int64_t stride, const char *weight, int two, const int codes) {
+    tile_load(4, first, stride);
+    tile_load(6, weight, PANEL * 4);
+    DOT_TILES(0, 4, 6);
+    if (ACROSS == 2) {
+        tile_load(7, weight + TILE_COLUMNS * 4, PANEL * 4);
+        DOT_TILES(1, 4, 7);
+    }
+    if (!two) return;
+    tile_load(5, second, stride);
+    DOT_TILES(2, 5, 6);
+    if (ACROSS == 2) DOT_TILES(3, 5, 7);
+}
+
+/* Sums of rows from `first` and from `second` on with ACROSS tiles of columns. */
+INLINE void sum_columns(const char *first, const char *second, const char tails[2][TILE_ROWS][TILE_BYTES], int64_t bytes,
+                        const char *weight, Fetch *fetch, int two, const int codes) {
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int64_t i = 0; i < bytes / STEP; i++, weight += 16 * PANEL * 4) {
+        fetch_lines(fetch);
+        add_step(first + i * STEP, second + i * STEP, bytes, weight, two, codes);
+    }
+    if (bytes % STEP) add_step(tails[0][0], tails[1][0], TILE_BYTES, weight, two, codes);
+}
+
+/* The ends of `height` rows that fill no step. */
+INLINE void copy_tails(const char *x, int64_t bytes, int64_t height, char tails[TILE_ROWS][TILE_BYTES]) {
+    int64_t tail = bytes % STEP;
+    memset(tails, 0, TILE_ROWS * TILE_BYTES);
+    for (int64_t row = 0; row < height; row++) memcpy(tails[row], x + (row + 1) * bytes - tail, tail);
+}
+
+/* Sums of a block of rows of x, of `bytes` each, with a panel, into rows of `room`; in return the block's first of them.
+ * `codes` (a constant): x are codes, and sums integers. */
+INLINE int64_t tile_sums(const char *x, int64_t bytes, const Cut *cut, const char *panel, Place at, int more,
+                         const int codes, vf room[2 * TILE_ROWS][COLUMNS]) {
+    int64_t height = cut->height / 2, block = at.block * cut->height, last = cut->rows - height;
+    int64_t start = block < last ? block : last, next = block + height < last ? block + height : last;
+    int two = block + height < cut->rows;
+    const char *first = x + (cut->from + start) * bytes, *second = x + (cut->from + next) * bytes;
+    char tails[2][TILE_ROWS][TILE_BYTES];
+    Fetch fetch = fetch_for(panel, bytes, at, more);
+    if (bytes % STEP) {
+        copy_tails(first, bytes, height, tails[0]);
+        if (two) copy_tails(second, bytes, height, tails[1]);
+    }
+    for (int64_t column = 0; column < PANEL; column += ACROSS * TILE_COLUMNS) {
+        float *sums = (float *)room + column, *others = sums + (next - start) * PANEL;
+        if (two)
+            sum_columns(first, second, tails, bytes, panel + column * 4, &fetch, 1, codes);
+        else
+            sum_columns(first, first, tails, bytes, panel + column * 4, &fetch, 0, codes);
+        tile_store(0, sums, PANEL * 4);
+        if (ACROSS == 2) tile_store(1, sums + TILE_COLUMNS, PANEL * 4);
+        if (two) tile_store(2, others, PANEL * 4);
+        if (two && ACROSS == 2) tile_store(3, others + TILE_COLUMNS, PANEL * 4);
+    }
+    return block - start;
+}
+#endif
+
+/* Every thread of a team, before blocks of this height and after them. */
+INLINE void begin_tiles(const Cut *cut, int in_tiles) {
+#if TILES
+    TileShapes shapes = {0};
+    if (!in_tiles || !cut->rows) return;
+    for (int i = 0; i < 4; i++) shape_sum(&shapes, i, cut->height / 2, TILE_COLUMNS);
+    for (int i = 4; i < 6; i++) shape_x(&shapes, i, cut->height / 2);
+    for (int i = 6; i < 8; i++) shape_weight(&shapes, i, TILE_COLUMNS);
+    tiles_configure(&shapes);
+#else
+    (void)cut, (void)in_tiles;
+#endif
+}
+
+INLINE void end_tiles(int in_tiles) {
+#if TILES
+    if (in_tiles) tiles_release();
+#else
+    (void)in_tiles;
+#endif
+}
