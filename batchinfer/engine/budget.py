@@ -49,7 +49,7 @@ def mixed_tokens(cost: ModelCost, peaks: Peaks | None) -> int:
 
 def scheduler_config(config: EngineConfig, cost: ModelCost) -> SchedulerConfig:
     """The scheduler's limits: the job's own, else those that suit the model and the machine."""
-    seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[config.device]
     default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
     tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
     mixed = mixed_tokens(cost, config.peaks) if config.device == "cuda" else 0

@@ -25,9 +25,10 @@ from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan
 
 _log = logging.getLogger(__name__)
 
-# Batch sizes: up to STRIDE powers of two, then its multiples. A decode step reads the weights and the cache whatever it
-# is padded to, so that a few rows more cost little; each graph keeps a few MiB.
-STRIDE = 8
+# Batch sizes: up to STRIDE powers of two, then its multiples, and from STRIDE × PARTS rows on PARTS sizes before each
+# power of two. A decode step reads the weights and the cache whatever it is padded to, so that a sixteenth of rows more
+# costs little; each graph keeps a few MiB, and takes its time to be captured.
+STRIDE, PARTS = 8, 16
 # Bounds of the longest context: each is so many times the one before. Programs behind a context's end return at once.
 SHORTEST, GROWTH = 1024, 4
 LATER_FIRST = 3  # see `end_warm_up`
@@ -88,10 +89,13 @@ class GraphLimits:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, … and `most`, ascending."""
-    powers = [1 << i for i in range(STRIDE.bit_length() - 1)]
-    sizes = {size for size in (*powers, *range(STRIDE, most, STRIDE)) if size < most}
-    return [*sorted(sizes), most]
+    """1, 2, 4, 8, 16, 24, … 256, 272, … 512, 544, … and `most`, ascending."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        below = 1 << size.bit_length() - 1  # the power of two
+        size += below if size < STRIDE else max(STRIDE, below // PARTS)
+    return [*sizes, most]
 
 
 def context_bound(longest: int, most: int) -> int:
