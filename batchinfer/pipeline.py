@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from batchinfer.job_forecast_text import plan_line
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
-from batchinfer.launch.supervisor import Supervisor
+from batchinfer.launch.replica_pool import ReplicaPool
 from batchinfer.models.stored import StoredModel
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
@@ -369,7 +370,11 @@ class _Run:
         for line in self.checkpoint.notices:
             self.notice(line)
         self.progress.phase("loading model")
-        with self.interrupts.deferred(), self.report.timed("close_s"), self._engine(spec, index) as host:
+        with (
+            self.interrupts.deferred(),
+            self.report.timed("close_s"),
+            self._engines([spec], plan.to_run, index) as host,
+        ):
             try:
                 self._wait_until_ready(host)
                 self.report.began(host.info)
@@ -394,7 +399,7 @@ class _Run:
             f"interrupted; {len(store)} answers are stored and the same command continues from there"
         )
 
-    def _engine(self, spec: WorkerSpec, index: Index) -> Supervisor:
+    def _engines(self, specs: Sequence[WorkerSpec], rows: int, index: Index) -> ReplicaPool:
         def named(keys: Sequence[bytes]) -> str:
             try:
                 return name_rows(index.index_parts, keys, self.state.staging / "names")
@@ -402,9 +407,10 @@ class _Run:
                 # what ended the worker must be told all the same
                 return f"{len(keys)} requests, whose rows cannot be looked up: {error}"
 
-        return Supervisor(spec, self.interrupts, named, self.notice, lambda: self.report.timed("load_s"))
+        load = partial(self.report.timed, "load_s")
+        return ReplicaPool(specs, rows, self.interrupts, named, self.notice, load)
 
-    def _wait_until_ready(self, host: Supervisor) -> None:
+    def _wait_until_ready(self, host: ReplicaPool) -> None:
         while host.info is None and self.interrupts.pending is None:
             host.receive(0.1)
             self.progress.tick()

@@ -12,7 +12,7 @@ from typing import Any, cast
 from batchinfer.bench.planning import Planned, plan_rows
 from batchinfer.bench.workloads import Row
 from batchinfer.engine.build import LoadedModel
-from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.config import EngineInfo, most_queued
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.errors import BatchInferError, OutOfMemory
@@ -86,6 +86,10 @@ class InProcessHost:
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self._engine, self.info = engine, info
         self.left = False
+
+    @property
+    def wants_more(self) -> bool:
+        return self._engine.unfinished < most_queued(self.info.max_num_seqs)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._engine.add(requests)

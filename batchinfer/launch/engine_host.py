@@ -55,15 +55,14 @@ class EngineHost:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._child = Child(WORKER, spec)
-        self._connection = self._child.connection
+        self.connection = self._child.connection  # readable when there is something to receive
         self._left = False
         self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
         self.other_cores: float | None = (
-            None  # CPU cores that other processes used meanwhile; known then, too
+            None  # CPU cores that others used meanwhile, this process included; known then, too
         )
         self.expert_tokens: ExpertTokens = {}  # known then, too
-        self._ready_at = time.monotonic(), time.process_time()
         self.info: EngineInfo | None = None  # known once it is ready
         self.crash: Crash | None = None  # what `receive` raised, if it is one
 
@@ -86,7 +85,7 @@ class EngineHost:
     def _send(self, message: Add | Finish) -> None:
         """Raises nothing when nobody reads it: what the worker said before it ended is still to be received."""
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send(message)
+            self.connection.send(message)
 
     @property
     def left(self) -> bool:
@@ -99,10 +98,10 @@ class EngineHost:
         Raises what ended the worker, once everything that it had finished was received.
         """
         heard: list[WorkDone] = []
-        while not self._ended and self._connection.poll(0 if heard else timeout_s):
+        while not self.ended and self.connection.poll(0 if heard else timeout_s):
             try:
                 with receiving():
-                    message = self._connection.recv()
+                    message = self.connection.recv()
             except EOFError:
                 if heard:
                     return heard  # the next call finds the end again
@@ -116,7 +115,8 @@ class EngineHost:
         return heard
 
     @property
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
+        """Nothing more is read of its connection; `receive` still raises what ended it."""
         return self._left or self._failed is not None
 
     def close(self) -> None:
@@ -128,23 +128,13 @@ class EngineHost:
     def _note(self, message: object) -> None:
         if isinstance(message, Ready):
             self.info = message.info
-            self._ready_at = time.monotonic(), time.process_time()
         elif isinstance(message, Left):
             self._left, self.peak_rss = True, message.peak_rss
-            self.other_cores = self._without_this_process(message.other_cores)
-            self.expert_tokens = message.expert_tokens
+            self.other_cores, self.expert_tokens = message.other_cores, message.expert_tokens
         elif isinstance(message, Failed):
             self._failed = message
         else:
             raise BatchInferError(f"the engine's process sent {type(message).__name__}, which nobody expects")
-
-    def _without_this_process(self, other_cores: float | None) -> float | None:
-        """For the worker this process is another one; for the user it is part of the run."""
-        began, worked = self._ready_at
-        elapsed = time.monotonic() - began
-        if other_cores is None or elapsed <= 0:
-            return other_cores
-        return max(0.0, other_cores - (time.process_time() - worked) / elapsed)
 
     def _raise_death(self) -> NoReturn:
         failed = self._last_words()
@@ -172,10 +162,10 @@ class EngineHost:
         if self._failed is not None:
             return self._failed
         deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and self._connection.poll(0.1):
+        while time.monotonic() < deadline and self.connection.poll(0.1):
             try:
                 with receiving():
-                    message = self._connection.recv()
+                    message = self.connection.recv()
             except EOFError:
                 return None
             if isinstance(message, Failed):

@@ -1,4 +1,4 @@
-"""Runs a plan on an engine: keeps it fed, and hands on what comes back."""
+"""Runs a plan on an engine or several: keeps them fed, and hands on what comes back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from batchinfer.engine.config import WINDOW, EngineInfo, most_queued
+from batchinfer.engine.config import WINDOW, EngineInfo
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone
 from batchinfer.plan.plan import Plan, Window
@@ -19,12 +19,14 @@ LATE_S = 3.0  # a worker in the middle of a long step hears of it only afterward
 
 
 class Host(Protocol):
-    """An engine, wherever it runs: EngineHost says what these mean."""
+    """An engine, or several, wherever they run: ReplicaPool says what these mean."""
 
     @property
     def info(self) -> EngineInfo | None: ...
     @property
     def left(self) -> bool: ...
+    @property
+    def wants_more(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
     def receive(self, timeout_s: float) -> list[WorkDone]: ...
     def finish(self, within_s: float) -> None: ...
@@ -34,7 +36,7 @@ class Sink(Protocol):
     """Takes what the engine gives back."""
 
     def planned(self, window: Window, requests: Sequence[Request]) -> None:
-        """These requests, the window's, go to the engine now, in this order."""
+        """These requests, the window's, are handed out next, in this order."""
 
     def take(self, done: WorkDone) -> None:
         """These completions and samples came."""
@@ -70,7 +72,7 @@ def run_plan(
             return
         if sink.enough():
             return
-        while more and host.info is not None and in_flight < most_queued(host.info.max_num_seqs):
+        while more and host.wants_more:
             read = next(windows, None)
             if read is None:
                 more = False

@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from batchinfer.errors import BatchInferError, Interrupted, Unavailable
 from batchinfer.launch.engine_host import Crash
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone, WorkerSpec
-from batchinfer.launch.supervisor import Supervisor
+from batchinfer.launch.replica_pool import ReplicaPool
 from batchinfer.report.summary import PHASES
 from batchinfer.request import Request, SamplingParams
 from tests import fake_engine
@@ -154,14 +155,14 @@ def test_a_worker_that_always_dies_while_loading_ends_the_job(
 def test_deaths_over_different_rows_say_so(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start answers nothing of what the second has in work when it dies: all of the first's was answered."""
     dies(monkeypatch, 2, DIES_AT_STEP=3)
-    monkeypatch.setattr("batchinfer.launch.supervisor.Supervisor._in_work", lambda self: _newest(self))
+    monkeypatch.setattr("batchinfer.launch.replica.Replica.in_work", lambda self: _newest(self))
     with pytest.raises(BatchInferError, match=r"in work again, after a restart: in\.jsonl row"):
         Ran(job)()
 
 
-def _newest(supervisor: Any) -> list[bytes]:
+def _newest(replica: Any) -> list[bytes]:
     """As if each worker ran one row only: the one before which it dies."""
-    return list(supervisor._unfinished)[:1]
+    return list(replica.unfinished)[:1]
 
 
 def test_no_worker_is_started_after_a_signal(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,14 +211,16 @@ def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
 
 
 class DeadThenReady:
-    """Two workers: the first dies with requests in work, the second is ready once it is told to finish."""
+    """Two workers: the first dies with requests in work, the second is ready once it was asked."""
 
     made: ClassVar[list[DeadThenReady]] = []
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.info = None if self.made else fake_engine.build(spec.config).info
         self.crash: Crash | None = None
-        self.left, self.peak_rss, self.other_cores = False, None, None
+        self.left = self.ended = False
+        self.connection, other = Pipe()
+        other.send("there is something to receive")
         self.got: list[object] = []
         self.made.append(self)
 
@@ -235,23 +238,25 @@ class DeadThenReady:
         return []
 
     def close(self) -> None:
-        """There is no process."""
+        self.got.append("closed")
 
 
 @pytest.mark.parametrize("finishing", [False, True])
-def test_nothing_is_given_to_a_new_worker_that_was_told_to_finish(
+def test_a_new_worker_that_still_loads_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, finishing: bool
 ) -> None:
-    monkeypatch.setattr("batchinfer.launch.supervisor.EngineHost", DeadThenReady)
+    monkeypatch.setattr("batchinfer.launch.replica.EngineHost", DeadThenReady)
     monkeypatch.setattr(DeadThenReady, "made", [])
     config = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
-    supervisor = Supervisor(WorkerSpec(config, None), Interrupts(), str, str, nullcontext)
-    supervisor.submit([Request(bytes(32), np.array([1, 2], np.int32), SamplingParams())])
-    supervisor.receive(0.1)
+    pool = ReplicaPool([WorkerSpec(config, None)], 1, Interrupts(), str, str, nullcontext)
+    pool.submit([Request(bytes(32), np.array([1, 2], np.int32), SamplingParams())])
+    pool.receive(0.1)
     if finishing:
-        supervisor.finish(1.0)
-    supervisor.receive(0.1)
-    assert [worker.got for worker in DeadThenReady.made] == [[1], ["finish"] if finishing else [1]]
+        pool.finish(1.0)
+    pool.receive(0.1)
+    second = ["closed"] if finishing else [1]
+    assert [worker.got for worker in DeadThenReady.made] == [[1, "closed"], second]
+    assert pool.left == finishing
 
 
 def test_what_a_worker_refuses_it_is_not_asked_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,10 @@ class SilentHost:
         self.info = info
         self.told: list[float] = []
 
+    @property
+    def wants_more(self) -> bool:
+        return self.info is not None
+
     def submit(self, requests: list[Request]) -> None:
         """It reads them later."""
 

@@ -1,0 +1,67 @@
+"""Rows that no engine has been given yet, and where they are divided among engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from batchinfer.request import Request
+
+# Both engines run a prefix that rows on both sides of a cut share: it may cost such a part of what is cut off.
+DIVIDES_AT = 8
+
+
+class Backlog:
+    """Rows in the plan's order, in which those that share a prefix follow one another."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def append(self, requests: Sequence[Request]) -> None:
+        """The next rows of the plan."""
+        self._requests += requests
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Rows that an engine had: they are the first to be handed out again."""
+        self._requests[:0] = requests
+
+    def take_all(self) -> list[Request]:
+        taken, self._requests = self._requests, []
+        return taken
+
+    def take(self, rows: int) -> list[Request]:
+        """About so many of the first rows, at least one: those that share a prefix stay together, unless running the
+        prefix twice costs little beside them."""
+        end = cut(self._requests, rows)
+        taken = self._requests[:end]
+        del self._requests[:end]
+        if taken and taken[-1].shares_next:  # what follows may go to another engine
+            taken[-1] = replace(taken[-1], shares_next=0)
+        return taken
+
+
+def cut(requests: Sequence[Request], rows: int) -> int:
+    """How many of the first requests to take: `rows` up to twice as many, ending where the least is shared; and more
+    if even there the cut would cost too much, all of them at the most."""
+    work, rows = _work(requests), max(1, rows)
+    while rows < len(requests):
+        ends = range(rows, min(2 * rows, len(requests)))
+        end = min(ends, key=lambda number: requests[number - 1].shares_next)
+        if requests[end - 1].shares_next * DIVIDES_AT <= work[end - 1]:
+            return end
+        rows *= 2
+    return len(requests)
+
+
+def _work(requests: Sequence[Request]) -> list[int]:
+    """Tokens, prompt and answer, of each request and all before it, shared ones once."""
+    shared = [0, *(request.shares_next for request in requests[:-1])]
+    each = (
+        max(0, len(request.prompt) - common) + request.params.max_tokens
+        for request, common in zip(requests, shared, strict=True)
+    )
+    return list(accumulate(each))

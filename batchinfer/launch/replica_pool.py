@@ -1,0 +1,248 @@
+"""One or several engines over one plan: rows are handed out as engines finish theirs, and outlive an engine's death."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from multiprocessing.connection import wait
+from types import TracebackType
+
+from batchinfer.engine.config import WINDOW, EngineInfo, most_queued
+from batchinfer.errors import BatchInferError, OutOfMemory, Unavailable
+from batchinfer.launch.backlog import Backlog
+from batchinfer.launch.deaths import Deaths
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.launch.messages import WorkDone, WorkerSpec
+from batchinfer.launch.replica import Replica
+from batchinfer.request import ExpertTokens, Request
+
+RESTARTS = 1  # of each engine: a second death is no accident
+MOST_ROWS = WINDOW // 2  # that one of several engines is given at once
+# The fewer rows are left, the fewer are handed out at once, and the fewer wait in an engine: of what is left, each
+# engine's even share divided by these. So engines end together, even if one is several times slower than another.
+PIECES_LEFT, WAITING_LEFT = 4, 2
+# What ends one engine and need not end another: its device is not there or full, or it failed. A checkpoint that is
+# refused is refused by all.
+_OF_ONE = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_code)
+
+
+class ReplicaPool:
+    """All engines of a run, as one engine to whoever feeds it; `specs` has one for each.
+
+    An engine whose process was killed or failed at work is replaced, RESTARTS times; what it had not given back is
+    handed out again before anything else: no answer is lost, none is received twice. Without further restarts the
+    others go on, and the last one's death is an error. After a signal no process is started.
+
+    `rows`: how many there are in the plan. `name_rows` says in words which rows some keys stand for, `notice` tells a
+    user of a death, and the time inside `loading` is that in which no engine can work yet.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        rows: int,
+        interrupts: Interrupts,
+        name_rows: Callable[[Sequence[bytes]], str],
+        notice: Callable[[str], None],
+        loading: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._interrupts, self._notice, self._loading = interrupts, notice, loading
+        self._deaths, self._backlog = Deaths(name_rows), Backlog()
+        self._left = rows  # that no engine has been given
+        self._finishing = False
+        self._ready_at: tuple[float, float] | None = None  # seconds: of the clock, and of this process's work
+        self.restarts = 0
+        self._replicas: list[Replica] = []
+        try:
+            with self._loading():
+                for number, spec in enumerate(specs):
+                    self._replicas.append(Replica(number, spec))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ReplicaPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes, also should ending one of them fail."""
+        with ExitStack() as stack:
+            for replica in self._replicas:
+                stack.callback(replica.close)
+
+    # What whoever feeds it sees
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What an engine that can work has built; None while there is none, or some load for the first time."""
+        if any(replica.loads_first for replica in self._replicas):
+            return None
+        return next((replica.info for replica in self._replicas if replica.is_ready), None)
+
+    @property
+    def left(self) -> bool:
+        """Nothing more is to be heard."""
+        return all(replica.gone or replica.host.left for replica in self._replicas)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether there is an engine that would run the next rows of the plan soon, or wait for them."""
+        return self.info is not None and not self._divisible and self._next() is not None
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """The next rows of the plan."""
+        self._backlog.append(requests)
+        self._hand_out()
+
+    def receive(self, timeout_s: float) -> list[WorkDone]:
+        """What has come, waiting for at most `timeout_s` when there is nothing. Raises what ended the last engine."""
+        with self._loading() if self.info is None else nullcontext():
+            heard = [done for replica in self._speaking(timeout_s) for done in self._from(replica)]
+        if self._ready_at is None and self.info is not None:
+            self._ready_at = time.monotonic(), time.process_time()
+        self._hand_out()
+        return heard
+
+    def finish(self, within_s: float) -> None:
+        """Tell all engines to drop what waits, finish what runs within `within_s` seconds, and leave."""
+        self._finishing = True
+        self._backlog.take_all()
+        for replica in self._live:
+            if replica.info is None:
+                replica.close()
+            else:
+                replica.host.finish(within_s)
+
+    # What is known once they have left
+
+    @property
+    def peak_rss(self) -> int | None:
+        """The most bytes that each engine's process held, added up; None while none has left."""
+        known = [r.host.peak_rss for r in self._replicas if r.host.peak_rss is not None]
+        return sum(known) if known else None
+
+    @property
+    def other_cores(self) -> float | None:
+        """CPU cores that other processes used meanwhile. For an engine this process is another one, too."""
+        known = [r.host.other_cores for r in self._replicas if r.host.other_cores is not None]
+        if not known or self._ready_at is None:
+            return None
+        began, worked = self._ready_at
+        elapsed = time.monotonic() - began
+        own = (time.process_time() - worked) / elapsed if elapsed > 0 else 0.0
+        return max(0.0, sum(known) - own)
+
+    @property
+    def expert_tokens(self) -> ExpertTokens:
+        """What the experts of all engines were given. The counts of processes that died are lost: to send them now
+        and then, a step would have to wait for the device."""
+        found: dict[int, Counter[int]] = {}
+        for replica in self._replicas:
+            for layer, tokens in replica.host.expert_tokens.items():
+                found.setdefault(layer, Counter()).update(dict(enumerate(tokens)))
+        return {
+            layer: [counts[expert] for expert in range(len(counts))]
+            for layer, counts in found.items()
+        }  # fmt: skip
+
+    # Handing out
+
+    @property
+    def _live(self) -> list[Replica]:
+        return [replica for replica in self._replicas if not replica.gone]
+
+    @property
+    def _divisible(self) -> bool:
+        """Whether a part of the backlog can be cut off where it costs least: what follows has been read."""
+        return len(self._backlog) >= 2 * self._piece or len(self._backlog) >= self._left > 0
+
+    @property
+    def _piece(self) -> int:
+        """Rows that are handed out at once."""
+        return max(1, min(MOST_ROWS, self._left // (PIECES_LEFT * len(self._live))))
+
+    def _hand_out(self) -> None:
+        if self._finishing or self.info is None:
+            return
+        if len(self._replicas) == 1:
+            self._give(self._replicas[0], self._backlog.take_all())
+            return
+        while self._divisible and (replica := self._next()) is not None:
+            self._give(replica, self._backlog.take(self._piece))
+
+    def _give(self, replica: Replica, requests: list[Request]) -> None:
+        self._left -= len(requests)
+        if requests:
+            replica.submit(requests)
+
+    def _next(self) -> Replica | None:
+        """The engine with the least to do, if it may have more."""
+        able = [r for r in self._live if r.is_ready and len(r.unfinished) < self._most(r)]
+        return min(able, key=lambda replica: replica.load, default=None)
+
+    def _most(self, replica: Replica) -> int:
+        """Rows that an engine may have at a time."""
+        assert replica.info is not None
+        engines, most = len(self._live), most_queued(replica.info.max_num_seqs)
+        if engines == 1:
+            return most
+        return max(1, min(most, replica.at_once + self._left // (WAITING_LEFT * engines)))
+
+    # Hearing
+
+    def _speaking(self, timeout_s: float) -> Iterator[Replica]:
+        """Engines that have something to say."""
+        heard = {r.host.connection: r for r in self._live if not r.host.left}
+        failed = [replica for replica in heard.values() if replica.host.ended]
+        if failed:
+            yield from failed
+            return
+        for connection in wait(list(heard), timeout_s):
+            yield heard[connection]  # type: ignore[index]  # of what it was given
+
+    def _from(self, replica: Replica) -> list[WorkDone]:
+        try:
+            return replica.receive()
+        except BatchInferError as error:
+            self._after(replica, error)
+            return []
+
+    def _after(self, replica: Replica, error: BatchInferError) -> None:
+        """Go on after what ended an engine's process, with a new one or with the others. Raises when neither can be."""
+        crash, others = replica.host.crash, len(self._live) > 1
+        if crash is None and not (others and error.exit_code in _OF_ONE):
+            raise error
+        if crash is not None and self._finishing and not replica.unfinished:
+            replica.close()  # what it still had to say was of no use to anybody
+            return
+        what, again = str(error), crash is not None and self._may_restart(replica)
+        if crash is not None:
+            named = self._deaths.named(replica.in_work(), replica.info is not None)
+            if not again and not others:
+                raise crash.error(named) from error
+            what = f"{crash.what}; {named}"
+        self._tell(replica, what, again)
+        back = replica.take_back()
+        self._left += len(back)
+        self._backlog.put_back(back)
+        if again:
+            self.restarts += 1
+            with self._loading() if self.info is None else nullcontext():
+                replica.restart()
+        else:
+            replica.close()
+
+    def _may_restart(self, replica: Replica) -> bool:
+        return replica.restarts < RESTARTS and self._interrupts.pending is None and not self._finishing
+
+    def _tell(self, replica: Replica, what: str, again: bool) -> None:
+        who = f"engine {replica.number}: " if len(self._replicas) > 1 else ""
+        then = "a new one is started" if again else "the other engines go on"
+        self._notice(f"{who}{what}; {then}")

@@ -1,0 +1,79 @@
+"""Where the rows of a plan are divided among engines."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.launch.backlog import DIVIDES_AT, Backlog, cut
+from batchinfer.request import Request, SamplingParams
+
+
+def rows(*groups: tuple[int, int, int]) -> list[Request]:
+    """Groups of (rows, tokens that they share, tokens of each beyond these), one after the other."""
+    made = []
+    for members, shared, own in groups:
+        for member in range(members):
+            prompt = np.zeros(shared + own, np.int32)
+            key = len(made).to_bytes(32, "big")
+            made.append(
+                Request(key, prompt, SamplingParams(max_tokens=1), shared if member < members - 1 else 0)
+            )
+    return made
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 500), st.integers(1, 60)), max_size=12)
+
+
+def tokens(requests: list[Request]) -> int:
+    shared = sum(before.shares_next for before, _ in pairwise(requests))
+    return sum(len(request.prompt) + request.params.max_tokens for request in requests) - shared
+
+
+@given(groups=GROUPS, wanted=st.integers(0, 70))
+def test_nothing_is_lost_and_a_cut_costs_little(groups: list[tuple[int, int, int]], wanted: int) -> None:
+    requests, backlog, taken = rows(*groups), Backlog(), []
+    backlog.append(requests)
+    while len(backlog):
+        end = len(taken)
+        piece = backlog.take(wanted)
+        taken += piece
+        assert piece
+        assert len(taken) == len(requests) or len(piece) >= wanted
+        assert piece[-1].shares_next == 0
+        divided = requests[len(taken) - 1].shares_next
+        assert divided * DIVIDES_AT <= tokens(requests[end : len(taken)])
+    assert [request.key for request in taken] == [request.key for request in requests]
+
+
+def test_rows_that_share_nothing_are_cut_off_as_wanted() -> None:
+    assert cut(rows(*[(1, 0, 20)] * 100), 30) == 30
+
+
+def test_a_group_is_kept_whole() -> None:
+    assert cut(rows((25, 300, 10), (10, 300, 10), (30, 300, 10)), 30) == 35
+
+
+def test_a_group_inside_a_group_is_kept_whole() -> None:
+    """All rows begin alike; what the rows of an inner group share besides is not run twice."""
+    requests = rows(*[(8, 40, 400)] * 10)
+    linked = [Request(r.key, r.prompt, r.params, r.shares_next or 10) for r in requests]
+    assert cut(linked, 30) == 32
+
+
+def test_a_large_group_is_divided_where_its_prefix_costs_little() -> None:
+    requests = rows((500, 512, 80))
+    end = cut(requests, 32)
+    assert end == 64
+    assert tokens(requests[:end]) >= 512 * DIVIDES_AT
+
+
+def test_rows_that_come_back_are_first() -> None:
+    backlog, requests = Backlog(), rows((3, 0, 5))
+    backlog.append(requests[1:])
+    backlog.put_back(requests[:1])
+    assert [request.key for request in backlog.take_all()] == [request.key for request in requests]
+    assert not len(backlog)
