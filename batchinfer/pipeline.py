@@ -28,7 +28,7 @@ from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published
 from batchinfer.data.results.openai import LINE_BYTES, asked, write_openai
 from batchinfer.data.results.output_file import OutputFile, Protected
 from batchinfer.data.results.partial import PARTIAL
-from batchinfer.data.results.published_inputs import published_inputs, remember_inputs
+from batchinfer.data.results.published_inputs import identities, published_inputs, remember_inputs
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.results.uses import User, uses_of, write_uses
 from batchinfer.data.storage.durable import storage
@@ -425,7 +425,7 @@ class _Run:
         self.progress.phase("publishing", index.rows)
         index.inputs_unchanged()
         older = read_manifest(self.state.results)
-        inputs = [_input_identity(file, index) for file in index.inputs]
+        inputs = identities(index)
         self._note_use(index, store)
         manifest = publish(
             index,
@@ -492,10 +492,3 @@ class _Run:
         code = ErrorBudgetExceeded.exit_code
         row, self.message = self.report.done(over_budget(status), code), text
         return Outcome(code, row, text, self.report.path)
-
-
-def _input_identity(file: InputFile, index: Index) -> dict[str, Any]:
-    """Content, not time: the same rows in a file written again are the same input."""
-    digest = index.sha256.get(file.path)
-    whole = {"sha256": digest} if digest else {"mtime_ns": file.mtime_ns}  # a limit left the file unread
-    return {"name": file.name, "bytes": file.size, **whole}

@@ -10,9 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from batchinfer.data.index.index import Index
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.storage.durable import FileOps, write_json
 from batchinfer.data.storage.remembered import read_json
+
+
+def identities(index: Index) -> list[dict[str, Any]]:
+    """What identifies the inputs: content, not time, so that equal rows in a file written again are the same input."""
+    return [_identity(file, index.sha256.get(file.path)) for file in index.inputs]
+
+
+def _identity(file: InputFile, digest: str | None) -> dict[str, Any]:
+    whole = {"sha256": digest} if digest else {"mtime_ns": file.mtime_ns}  # a limit left the file unread
+    return {"name": file.name, "bytes": file.size, **whole}
 
 
 def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
