@@ -15,8 +15,8 @@ from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer.ops.interface import Ops
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.arithmetic import LinearWay, Quantization
-from batchinfer_kernels.cpu.build import NoCompiler
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.compilers import NoCompiler
 
 _log = logging.getLogger(__name__)
 

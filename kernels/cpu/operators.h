@@ -1,5 +1,5 @@
-/* What every unit of the operators includes. Each dtype is a unit of its own, so that two compilers work side by side;
- * shared.c has what knows no dtype. Everything is computed in float. Semantics are those of the torch references beside
+/* What every unit of the operators includes. Each dtype has units of its own, of which the compilers work on as many side
+ * by side as there are cores; shared.c has what knows no dtype. Everything is computed in float. Semantics are those of the torch references beside
  * this folder. */
 #include "vector.h"
 #include "tiles.h"

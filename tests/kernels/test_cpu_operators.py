@@ -11,6 +11,7 @@ from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
+from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.cpu.structures import (
     Attention,
     ExpertsStructure,
@@ -233,11 +234,11 @@ def test_what_does_not_fit_is_refused(compiled):
 
 def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "/nonexistent/cc")
-    with pytest.raises(build.NoCompiler, match="does not run"):
+    with pytest.raises(NoCompiler, match="does not run"):
         build.load_library(tmp_path)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(build.NoCompiler, match="no C compiler"):
+    with pytest.raises(NoCompiler, match="no C compiler"):
         build.load_library(tmp_path)
 
 
@@ -250,6 +251,6 @@ def test_a_build_is_kept_and_a_failed_one_is_not(monkeypatch, tmp_path):
     build.load_library(tmp_path)
     assert built.stat().st_mtime_ns == before
     monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
-    with pytest.raises(build.NoCompiler, match="cannot build"):
+    with pytest.raises(NoCompiler, match="cannot build"):
         build.load_library(tmp_path / "other")
     assert not list((tmp_path / "other").rglob("*.so"))
