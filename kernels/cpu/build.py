@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
+from batchinfer_kernels.tiles import OPTIONS, TileWay, tile_grant
 
 FOLDER = Path(__file__).parent
 # The longest first, so that none is left to run alone at the end.
@@ -42,13 +43,13 @@ FLAGS = (
 LOOK_S = 0.05  # how often to look whether another process has done building
 
 
-def load_library(cache: Path | None = None, options: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source. `options` are
-    flags beside those above.
+def load_library(cache: Path | None = None, tiles: TileWay | None = None) -> ctypes.CDLL:
+    """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source. `tiles`: what
+    products are computed in; None: the CPU's matrix tiles, if the system grants them.
 
     torch must have been imported: then both share one OpenMP runtime. Raises NoCompiler.
     """
-    library = build_library(cache, options=options)
+    library = build_library(cache, tiles=tiles)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -56,28 +57,32 @@ def load_library(cache: Path | None = None, options: tuple[str, ...] = ()) -> ct
 
 
 def build_library(
-    cache: Path | None = None, compilers: Compilers | None = None, options: tuple[str, ...] = ()
+    cache: Path | None = None, compilers: Compilers | None = None, tiles: TileWay | None = None
 ) -> Path:
     """The file of the library, compiled if it is not there. Processes that build it at once wait for the first of them.
     Raises NoCompiler."""
-    library = library_path(cache, options)
+    library = library_path(cache, tiles)
     if not library.exists():
         compilers = compilers or Compilers()
         with _alone(library, compilers):
             if not library.exists():
-                _compile(library, compilers, options)
+                _compile(library, compilers, _flags(tiles))
     return library
 
 
-def library_path(cache: Path | None = None, options: tuple[str, ...] = ()) -> Path:
+def library_path(cache: Path | None = None, tiles: TileWay | None = None) -> Path:
     """Where the library is kept, whether it is there or not. Raises NoCompiler."""
-    return (cache or cache_folder()) / f"ops-{_fingerprint(_compiler(), options)}.so"
+    return (cache or cache_folder()) / f"ops-{_fingerprint(_compiler(), _flags(tiles))}.so"
 
 
 def cache_folder() -> Path:
     """`${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "batchinfer" / "kernels"
+
+
+def _flags(tiles: TileWay | None) -> tuple[str, ...]:
+    return *FLAGS, *OPTIONS[tiles or tile_grant().way]
 
 
 def _compiler() -> str:
@@ -110,9 +115,9 @@ def _locked(lock: IO[str]) -> bool:
     return True
 
 
-def _compile(library: Path, compilers: Compilers, options: tuple[str, ...]) -> None:
+def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...]) -> None:
     """Build aside, then rename: a build that was cut short is never loaded."""
-    command = (_compiler(), *FLAGS, *options)
+    command = (_compiler(), *flags)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
         units = [(*command, "-c", str(s), "-o", str(o)) for s, o in zip(SOURCES, objects, strict=True)]
@@ -130,11 +135,11 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _fingerprint(compiler: str, options: tuple[str, ...]) -> str:
+def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     """What the library depends on: `-march=native` makes it good for this kind of CPU alone."""
     version = Compilers().call((compiler, "--version"))
     sources = [path.read_text() for path in (*SOURCES, *sorted(FOLDER.glob("*.h")))]
-    parts = (*sources, *FLAGS, *options, compiler, version, platform.machine(), _cpu())
+    parts = (*sources, *flags, compiler, version, platform.machine(), _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
