@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import accumulate
 
 import pytest
 import torch
+from torch import Tensor
 
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.cpu import build
@@ -181,6 +183,32 @@ def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
         "q alone has the same bits"
     )
     assert torch.equal(compiled.rope(q.contiguous(), cos, sin, positions, norms[0], **how), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [20, 64, 80, 256])
+@pytest.mark.parametrize(("block_size", "first"), [(16, 0), (16, 13), (21, 5), (48, 31), (4, 1)])
+def test_tokens_at_consecutive_places_are_stored_as_they_are_one_by_one(
+    compiled, dtype, dim, block_size, first
+):
+    torch.manual_seed(dim + first)
+    tokens, heads, kv_heads = 37, 3, 2
+    fused = torch.randn(tokens, heads + 2 * kv_heads, dim).to(dtype)
+    slots, positions = torch.arange(first, first + tokens), torch.arange(tokens)
+    angles = torch.rand(tokens, dim // 2) * 6
+
+    def stored(steps: list[int]) -> list[Tensor]:
+        """Q, and the caches, of steps of so many tokens."""
+        shape = (-(-(first + tokens) // block_size), *compiled.cache_shape(kv_heads, block_size, dim))
+        caches, rotated = [torch.full(shape, 7.0).to(dtype) for _ in range(2)], []
+        for at in (slice(end - n, end) for n, end in zip(steps, accumulate(steps), strict=True)):
+            q, k, v = fused[at].split((heads, kv_heads, kv_heads), 1)
+            places = (*caches, block_size, slots[at])
+            rotated.append(compiled.rope_store(q, k, v, angles.cos(), angles.sin(), positions[at], *places))
+        return [torch.cat(rotated), *caches]
+
+    for one_by_one, together in zip(stored([1] * tokens), stored([3, 20, 14]), strict=True):
+        assert torch.equal(one_by_one, together)
 
 
 def test_rotating_what_does_not_fit_is_refused(compiled):
