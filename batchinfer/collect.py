@@ -56,10 +56,11 @@ class Collector:
         completions = self._check.checked(done.completions) if self._check else done.completions
         self._store.append(completions)
         for step in done.steps:
-            self._meter.step(step)
+            self._meter.step(step, done.engine, done.replica)
             self._progress.step(step)
         for request in done.requests:
-            self._meter.request(request, self._in_flight[request.key].users)
+            rows = self._in_flight[request.key].users
+            self._meter.request(request, rows, done.engine, done.replica)
         for completion in completions:
             self._count(completion)
         self._store.maybe_commit()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
+_NODES = Path("/sys/devices/system/node")
+_TOPOLOGY = Path("/sys/devices/system/cpu")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
@@ -16,6 +19,32 @@ def usable_cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [cpus for cpus in _quotas(root, membership) if cpus is not None]
     return max(1, min(cores, *quotas) if quotas else cores)
+
+
+def divided_cores(parts: int, nodes: Path = _NODES, topology: Path = _TOPOLOGY) -> list[tuple[int, ...]]:
+    """The cores that this process may use in so many parts, whose sizes differ by one at the most. Those of a memory
+    node stay together, and so do those that share a physical core. Empty parts where the system binds no process."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [()] * parts
+    usable = sorted(os.sched_getaffinity(0))
+    lists = enumerate(sorted(nodes.glob("node*/cpulist"), key=_number))
+    node = {core: number for number, path in lists for core in _cores(path)}
+    siblings = {core: _cores(topology / f"cpu{core}/topology/thread_siblings_list") for core in usable}
+    physical = {core: min(found, default=core) for core, found in siblings.items()}
+    usable.sort(key=lambda core: (node.get(core, 0), physical[core], core))
+    ends = [len(usable) * part // parts for part in range(parts + 1)]
+    return [tuple(usable[start:end]) for start, end in pairwise(ends)]
+
+
+def _number(path: Path) -> int:
+    return int(path.parent.name.removeprefix("node"))
+
+
+def _cores(path: Path) -> list[int]:
+    """Of a list such as `0-3,8`; none where the file does not exist."""
+    parts = path.read_text().strip().split(",") if path.exists() else []
+    ranges = [part.partition("-") for part in parts if part]
+    return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[int | None]:

@@ -12,6 +12,7 @@ from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.job import Job
 from batchinfer.memory import available_memory
 from batchinfer.models.spec import CacheSpec
+from batchinfer.plan.backlog import share_of
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.policies import OrderChoice
 from batchinfer.plan.requests import Prompts, planned_requests
@@ -69,12 +70,13 @@ class ForecastEngine:
 
     def least_s(self) -> float | None:
         """What the run takes at the hardware's limit, attention left out; None without peaks."""
-        if self.setup.setting.peaks is None:
+        setting = self.setup.setting
+        if setting.peaks is None:
             return None
         outputs = self.plan.expected_tokens
         tokens = self.plan.prompt_tokens - self.plan.shared_prefix_tokens + outputs
         step = self.machine.cost.step(StepShape(tokens, outputs, 0, 0))
-        return roofline_seconds(step, self.setup.setting.peaks)
+        return roofline_seconds(step, setting.peaks) / setting.replicas
 
     def run_budget_s(self) -> float:
         """How long a run may simulate itself: little beside what it takes."""
@@ -89,24 +91,26 @@ class ForecastEngine:
         peaks = self.setup.setting.peaks
         if peaks is None or not whole.seconds:
             return EngineForecast(whole, share, answers_from, self.times, None, None, None, None)
-        mfu = whole.flops / whole.seconds / peaks.fastest
-        mbu = whole.bytes / whole.seconds / peaks.bytes_per_s
+        spent_s = whole.seconds * self.setup.setting.replicas
+        mfu = whole.flops / spent_s / peaks.fastest
+        mbu = whole.bytes / spent_s / peaks.bytes_per_s
         watts = earlier_power(report_folder(self.job.results_root), alike(self.job, self.setup.setting))
         energy_j = None if watts is None else watts * whole.seconds
         return EngineForecast(whole, share, answers_from, self.times, whole.seconds, mfu, mbu, energy_j)
 
     def _whole(self, windows: list[list[Request]], lengths: AnswerLengths) -> Simulated:
-        """The run of all windows, from those that are there and a half of them."""
-        requests = [request for window in windows for request in window]
+        """The run of all windows, from those that are there and a half of them. Of several engines one is simulated."""
+        engines = self.setup.setting.replicas
+        requests = share_of([request for window in windows for request in window], engines)
         all_of_them = self._simulated(requests, lengths)
-        if self.multiple == 1 and sum(map(len, windows)) == self.plan.to_run:
-            return all_of_them.run
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
+        if self.multiple == 1 and sum(map(len, windows)) == self.plan.to_run:
+            return all_of_them.run if engines == 1 else all_of_them.run.counted(whole / all_of_them.size)
         half = _half(requests)
         smaller = (
             self._simulated(half, lengths) if len(half) < len(requests) else SimulatedPart(0, Simulated())
         )
-        return extrapolated(smaller, all_of_them, round(whole))
+        return extrapolated(smaller, all_of_them, round(whole / engines)).counted(engines)
 
     def _simulated(self, requests: list[Request], lengths: AnswerLengths) -> SimulatedPart:
         outputs = {request.key: lengths.of_request(request) for request in requests}
@@ -124,8 +128,9 @@ class ForecastEngine:
         """Which windows are simulated: every so many."""
         windows = math.ceil(self.plan.to_run / WINDOW)
         takes_s = self.plan.to_run * ROW_S + self.plan.expected_tokens * OUTPUT_TOKEN_S
-        within = int(windows * budget_s / takes_s / TWO_PARTS)
-        least = max(2, math.ceil(FULL_BATCHES * self.machine.scheduler.max_num_seqs / WINDOW))
+        engines = self.setup.setting.replicas  # of which one is simulated
+        within = int(windows * budget_s * engines / takes_s / TWO_PARTS)
+        least = max(2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / WINDOW))
         return max(1, windows // max(within, least))
 
     def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
@@ -149,7 +154,8 @@ def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
         [CacheSpec(1, 1, window=window) for window in cost.windows], block_size, plan.longest
     )
     size = JobSize(plan.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
-    free = (setting.hardware.memory_bytes if config.device == "cuda" else available_memory()) or 1 << 62
+    free = setting.hardware.memory_bytes if config.device == "cuda" else config.memory or available_memory()
+    free = free or 1 << 62
     free -= setup.checkpoint.weight_bytes
     blocks = cache_blocks(
         block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, config.device

@@ -28,6 +28,7 @@ from batchinfer.plan.planner import plan_job
 from batchinfer.plan.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.preflight import Setup, check_input, check_setup
 from batchinfer.report.hardware import Hardware
+from batchinfer.resolve import Setting
 from batchinfer.sampled_rows import SampledRows, sampled_rows, strata_of
 
 PREFIXES_SHOWN = 8
@@ -45,7 +46,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that the run takes, at the least, and that it may take."""
+    """Bytes that all engines of the run take, at the least, and that they may take."""
 
     weights: int
     kv_cache: int
@@ -113,9 +114,9 @@ def forecast_job(
         if drawn is not None:
             engine = replace(engine, multiple=drawn.times)
         machine = engine.machine
-        memory = Memory(
-            setup.checkpoint.weight_bytes, engine.kv_cache_bytes, machine.blocks, machine.layout.block_size
-        )
+        engines, size = setup.setting.replicas, machine.layout.block_size
+        weights, blocks = setup.checkpoint.weight_bytes * engines, machine.blocks * engines
+        memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
         forecast = settled_forecast(engine, index.tokens, PLAN_MOST_S)
         deadline = Deadline.of(job, now(), forecast.seconds)
         # of a sample they would count the sample's tokens
@@ -131,7 +132,7 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
         job.name,
         plan if drawn is None else drawn.whole_plan(plan),
         codes,
-        f"{setup.setting.arithmetic} on {setup.setting.hardware.name or setup.setting.device}",
+        _setting(setup.setting),
         context=setup.setting.max_model_len,
         rows_over=_rows_over(job, codes),
         sample=drawn,
@@ -142,6 +143,11 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
     if drawn is not None:
         prefixes = [drawn.whole_prefix(node) for node in prefixes]
     return replace(found, lengths=_lengths(plan, times), prefixes=prefixes)
+
+
+def _setting(setting: Setting) -> str:
+    engines = f", {setting.replicas} engines" if setting.replicas > 1 else ""
+    return f"{setting.arithmetic} on {setting.hardware.name or setting.device}{engines}"
 
 
 def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:

@@ -54,7 +54,7 @@ from batchinfer.job_forecast_text import plan_line
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
-from batchinfer.launch.operators import OperatorsBuild, operators_built
+from batchinfer.launch.places import worker_specs
 from batchinfer.launch.replica_pool import ReplicaPool
 from batchinfer.models.stored import StoredModel
 from batchinfer.plan.plan import Plan
@@ -101,8 +101,8 @@ def run_job(
     state = state_of(job)
     setup = check_setup(job, state, options.replace)
     openai = openai_file(job, options, state, whole)
-    with state.lock(), operators_built(setup.setting.device, notice, options.engine == ENGINE) as operators:
-        run = _Run(job, options, setup, state, openai, progress, interrupts, notice, watch, operators)
+    with state.lock():
+        run = _Run(job, options, setup, state, openai, progress, interrupts, notice, watch)
         with writing(run.report.folder, state.report_lock), run.reported(), interrupts.retold():
             return run.outcome()
 
@@ -140,7 +140,6 @@ class _Run:
     interrupts: Interrupts
     notice: Callable[[str], None]
     watch: Stopwatch
-    operators: OperatorsBuild
     report: RunReport = field(init=False)
     record: ProgressFile = field(init=False)
     message: str | None = None  # why the exit code is not 0
@@ -304,7 +303,6 @@ class _Run:
         return self._unreported(self._judged(manifest, ALREADY_PUBLISHED))
 
     def _ingest(self, context: bytes) -> Index:
-        self.operators.look()
         self.progress.phase("reading", self.job.input.limit)
         with self.report.timed("ingest_s"):
             for line in check_input(self.job, self.setup, self.state).warnings:
@@ -361,7 +359,7 @@ class _Run:
     def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:
         """The engine's part. On a signal: what runs may finish, all that is finished is committed."""
         config = self.setting.engine_config(self.job, plan.longest, index.logprobs)
-        spec = WorkerSpec(config, self.job.model.path, self.options.engine)
+        specs = worker_specs(self.job, self.setting, config, self.options.engine)
         meter = self.report.open_meter(self.setting.model_cost(self.checkpoint))
         if index.error_rows:
             self.progress.failed(dict(summarise_errors(index.index_parts).codes))
@@ -373,15 +371,14 @@ class _Run:
         for line in self.checkpoint.notices:
             self.notice(line)
         self.progress.phase("loading model")
-        self.operators.needed()
         with (
             self.interrupts.deferred(),
             self.report.timed("close_s"),
-            self._engines([spec], plan.to_run, index) as host,
+            self._engines(specs, plan.to_run, index) as host,
         ):
             try:
                 self._wait_until_ready(host)
-                self.report.began(host.info)
+                self.report.began(host.infos)
                 self.progress.running(
                     rows=plan.to_run + plan.duplicates,
                     prompt_tokens=plan.prompt_tokens,
@@ -391,12 +388,11 @@ class _Run:
                     run_plan(plan, index.tokens, host, collector, self.interrupts, self._draining)
             finally:
                 store.commit()
-                self.report.ran(host.info, host.peak_rss, host.other_cores, host.expert_tokens)
+                self.report.ran(host.infos, host.peak_rss, host.other_cores, host.expert_tokens)
                 self.report.note(
                     worker_restarts=host.restarts,
                     duplicate_saved_tokens=collector.saved_tokens,
                     duplicate_saved_output_tokens=collector.saved_output_tokens,
-                    **self.operators.facts,
                 )
                 if self.deadline is not None:
                     self.report.note(**self.deadline.facts)
@@ -419,7 +415,6 @@ class _Run:
         while host.info is None and self.interrupts.pending is None:
             host.receive(0.1)
             self.progress.tick()
-            self.operators.look()
 
     def _draining(self, within_s: float) -> None:
         self.notice(

@@ -9,23 +9,31 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
+from batchinfer.cpus import usable_cpus
 from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig
 from batchinfer.errors import JobFileError, Mistake
 from batchinfer.job import Job
+from batchinfer.memory import available_memory
 from batchinfer.models.checkpoint import OWN
 from batchinfer.models.stored import StoredModel
-from batchinfer.report.hardware import Hardware, detect, has_fast_bf16, nvidia_gpus
-from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
+from batchinfer.report.hardware import (
+    Hardware,
+    detect,
+    has_bf16_tiles,
+    has_fast_bf16,
+    nvidia_gpus,
+    usable_gpus,
+)
+from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
-from batchinfer_kernels.tiles import tile_grant
 
 # What the context of a work key says by leaving it out. These never change: a stored key would mean another value.
 _ABSENT: Mapping[str, Any] = {
     "quantization": "none",
+    "linear": "compiled",
     "deterministic": False,
     "block_size": "auto",
     "device": "cpu",
-    "tiles": False,
     "modelling": OWN,
     "columns": 0,
 }
@@ -42,7 +50,9 @@ class Setting:
     quantization: Quantization = "none"
     deterministic: bool = False
     block_size: int | Literal["auto"] = "auto"
-    tiles: bool = False  # whether this CPU grants its matrix tiles
+    linear: LinearWay = "compiled"
+    replicas: int = 1  # engines that share the work
+    gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
 
     @property
     def arithmetic(self) -> str:
@@ -52,8 +62,10 @@ class Setting:
 
     @property
     def peaks(self) -> Peaks | None:
-        """What the hardware reaches in this arithmetic; None where that is not known."""
-        return self.hardware.peaks(self.dtype, self.quantization)
+        """What the hardware of one engine reaches in this arithmetic: a GPU, or its part of a CPU; None where that is
+        not known."""
+        whole = self.hardware.peaks(self.dtype, self.quantization)
+        return whole if whole is None or self.device == "cuda" else whole.part(self.replicas)
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """What steps of the model cost as it will lie in memory."""
@@ -82,23 +94,23 @@ class Setting:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def _options(self) -> dict[str, Any]:
-        """What can change an answer and has a default. Blocks, a device's operators and matrix tiles decide in what
-        order is added, which counts only where the bits are promised."""
+        """What can change an answer and has a default. Blocks and a device's operators decide in what order is added,
+        which counts only where the bits are promised."""
         options: dict[str, Any] = {
             "quantization": self.quantization,
+            "linear": self.linear,
             "deterministic": self.deterministic,
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
-            options["tiles"] = (
-                self.tiles and self.dtype == "bfloat16"
-            )  # in float32 all sums are those of vectors
         return options
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
-        """`longest`: tokens, prompt and output, of the longest sequence that is to run; `logprobs`: the most that one
-        of them asks for."""
-        engine = job.engine
+        """Of the first engine. `longest`: tokens, prompt and output, of the longest sequence that is to run;
+        `logprobs`: the most that one of them asks for."""
+        engine, shared = job.engine, self.replicas > 1 and self.device == "cpu"
+        kv_memory = None if engine.kv_memory == "auto" else engine.kv_memory
+        threads = _chosen(engine.threads)
         return EngineConfig(
             model=job.model.path,
             dtype=self.dtype,
@@ -108,13 +120,14 @@ class Setting:
             max_num_seqs=_chosen(engine.max_num_seqs),
             max_num_batched_tokens=_chosen(engine.max_num_batched_tokens),
             block_size=_chosen(engine.block_size),
-            kv_memory=None if engine.kv_memory == "auto" else engine.kv_memory,
+            kv_memory=kv_memory // self.replicas if shared and isinstance(kv_memory, int) else kv_memory,
             prefix_caching=engine.enable_prefix_caching,
-            threads=_chosen(engine.threads),
+            threads=threads if self.replicas == 1 else thread_shares(threads, self.replicas)[0],
+            memory=available_memory() // self.replicas if shared else None,
             peaks=self.peaks,
             quantization=self.quantization,
             deterministic=self.deterministic,
-            tiles=self.tiles,
+            linear=self.linear,
             logprobs=logprobs,
         )
 
@@ -142,7 +155,38 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         raise JobFileError(str(job.source), mistakes)
     length = job.model.max_model_len or positions
     chosen = job.model.quantization, job.engine.deterministic, job.engine.block_size
-    return Setting(device, dtype, length, hardware or detect(device), *chosen, runs_in_tiles(device))
+    linear = linear_way(device, dtype, *chosen[:2], has_bf16_tiles())
+    replicas, gpus = _replicas(job, device, hardware is None)
+    return Setting(device, dtype, length, hardware or detect(device), *chosen, linear, replicas, gpus)
+
+
+def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
+    """How many engines share the work, and on which GPUs; none are named for a single one, or for a machine elsewhere.
+
+    Raises JobFileError for more than this machine has room for.
+    """
+    asked = job.engine.data_parallel
+    if not here or (device == "cpu" and asked == "auto"):
+        return (1 if asked == "auto" else asked), ()
+    gpus = usable_gpus() if device == "cuda" else []
+    wanted = max(1, len(gpus)) if asked == "auto" else asked
+    room = len(gpus) if device == "cuda" else _most_threads(_chosen(job.engine.threads))
+    if wanted > max(1, room):
+        what = f"GPUs, and CUDA may use {room}" if device == "cuda" else f"cores, and {room} may be used"
+        text = f"{wanted} engines need as many {what}; lower it, or leave it out"
+        raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
+    return wanted, tuple(gpus[:wanted]) if wanted > 1 else ()
+
+
+def thread_shares(threads: int | None, engines: int) -> list[int]:
+    """CPU threads of each engine; None: as many as there are cores."""
+    most = _most_threads(threads)
+    return [max(1, most * (engine + 1) // engines - most * engine // engines) for engine in range(engines)]
+
+
+def _most_threads(threads: int | None) -> int:
+    usable = usable_cpus()
+    return min(threads or usable, usable)
 
 
 def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:
@@ -170,9 +214,17 @@ def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
     return "bfloat16" if fast_bf16 else "float32"
 
 
-def runs_in_tiles(device: Device) -> bool:
-    """Whether the operators will compute in the CPU's matrix tiles: where the system grants them."""
-    return device == "cpu" and tile_grant().given
+def linear_way(
+    device: Device, dtype: Dtype, quantization: Quantization, deterministic: bool, tiles: bool
+) -> LinearWay:
+    """Who multiplies the weights of linear layers on a CPU: a rule, since a stopwatch would give one machine several
+    arithmetics.
+
+    oneDNN has the CPU's matrix tiles (AMX), which the compiled operators lack: 0.5 to 2 TFLOP/s on two cores of a Xeon,
+    where AVX512_BF16 gives 0.45. On CPUs without tiles the compiled operators are as fast or faster at every shape.
+    """
+    wanted = device == "cpu" and dtype == "bfloat16" and quantization == "none" and not deterministic
+    return "onednn" if wanted and tiles else "compiled"
 
 
 def _device() -> Device:

@@ -58,6 +58,7 @@ class RunReport:
             "dtype": setting.dtype,
             "quantization": setting.quantization,
             "deterministic": setting.deterministic,
+            "replicas": setting.replicas,
         }
         self._meter: Meter | None = None
         self._measured: Measured | None = None
@@ -101,16 +102,18 @@ class RunReport:
     def open_meter(self, cost: ModelCost) -> Meter:
         """The meter that the engine's samples go to; `cost`: of the model that they ran."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._meter = Meter(self.folder, self._run_id, Machine(cost, self._setting.peaks))
+        self._meter = Meter(
+            self.folder, self._run_id, Machine(cost, self._setting.peaks, self._setting.replicas)
+        )
         return self._meter
 
-    def began(self, info: EngineInfo | None) -> None:
-        """The engine is ready; None where a signal came before."""
-        if self._meter is None or info is None:
+    def began(self, infos: Sequence[EngineInfo]) -> None:
+        """These engines are ready; none where a signal came before."""
+        if self._meter is None or not infos:
             return
-        self._meter.begin_energy(EnergyMeter.of(info.gpu))
+        self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
         if self._job.engine.enable_prefix_caching:
-            self._meter.share_blocks(info.block_size)
+            self._meter.share_blocks(infos[0].block_size)
 
     @property
     def metered(self) -> bool:
@@ -119,19 +122,19 @@ class RunReport:
 
     def ran(
         self,
-        info: EngineInfo | None,
+        infos: Sequence[EngineInfo],
         worker_peak_rss: int | None,
         other_cores: float | None = None,
         expert_tokens: ExpertTokens = MappingProxyType({}),
     ) -> None:
-        """What the engine's process turned out to be; None where it never got so far."""
+        """What the engines' processes turned out to be; none where no one got so far."""
         self._expert_tokens = expert_tokens
         if self._meter is not None:
             self._meter.end_energy()
         self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores)
-        if info is not None:
-            linear = {"linear": info.linear} if info.linear else {}
-            self.note(ops={"decoder": info.ops} | linear, threads=info.threads)
+        if infos:
+            linear = {"linear": infos[0].linear} if infos[0].linear else {}
+            self.note(ops={"decoder": infos[0].ops} | linear, threads=sum(info.threads for info in infos))
 
     def done(self, status: str, exit_code: int = 0) -> RunRow:
         """The run table's row, complete."""

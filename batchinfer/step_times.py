@@ -46,6 +46,7 @@ def alike(job: Job, setting: Setting) -> dict[str, object]:
         "dtype": setting.dtype,
         "quantization": setting.quantization,
         "deterministic": setting.deterministic,
+        "replicas": setting.replicas,
     }
 
 

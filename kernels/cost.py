@@ -27,6 +27,11 @@ class Peaks:
         """Operations a second that nothing here exceeds."""
         return max(self.flops_per_s, self.int8_ops_per_s or 0.0)
 
+    def part(self, parts: int) -> Peaks:
+        """Of one of so many equal parts of the hardware."""
+        integer = None if self.int8_ops_per_s is None else self.int8_ops_per_s / parts
+        return Peaks(self.flops_per_s / parts, self.bytes_per_s / parts, integer)
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -94,7 +94,7 @@ def load_model(
     device, dtype = _device(config), getattr(torch, config.dtype)
     threads = _set_threads(config)
     source = source or checkpoint_source(config.model)
-    arithmetic = Arithmetic(dtype, device, config.quantization, config.deterministic, config.tiles)
+    arithmetic = Arithmetic(dtype, device, config.quantization, config.deterministic, config.linear)
     ops = source.choose_ops(arithmetic)
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
@@ -106,7 +106,9 @@ def load_model(
     layout = cache_layout(caches, block_size, longest)
     bytes_of_a_block = block_bytes(ops, caches, layout, dtype.itemsize)
     room = CacheRoom(
-        blocks=partial(_blocks, config, device, bytes_of_a_block, layout.sizes, limits),
+        blocks=partial(
+            _blocks, config, device, bytes_of_a_block, layout.sizes, limits, source.weight_bytes(cost)
+        ),
         allocate=lambda blocks: allocate_caches(ops, caches, layout, blocks, dtype, device),
         longest=longest,
         least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
@@ -173,11 +175,14 @@ def _blocks(
     bytes_of_a_block: int,
     sizes: TableSizes,
     limits: SchedulerConfig,
+    weight_bytes: int,
     needed: int,
 ) -> int:
     """How many blocks the cache gets of the memory that is free now; see `cache_blocks`."""
     job = JobSize(config.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
     free = _free_bytes(device)
+    if device.type == "cpu" and config.memory is not None:
+        free = min(free, max(0, config.memory - weight_bytes))
     return cache_blocks(bytes_of_a_block, sizes, job, config.kv_memory, free, device.type, needed)
 
 

@@ -172,6 +172,10 @@ class EngineSection(Section):
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         default="auto", description="CPU threads to compute with. auto: one a core."
     )
+    data_parallel: Auto | Annotated[int, Field(ge=1, le=256)] = Field(
+        default="auto",
+        description="Engines that share the work. auto: one for each GPU, and one on a CPU.",
+    )
     deterministic: bool = Field(
         default=False,
         description="Whether an answer is the same to the bit whatever else runs, a little slower.",

@@ -11,12 +11,21 @@ from batchinfer.request import Completion, ExpertTokens, Request, RequestSample,
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """What a worker may use of a machine that it shares with other workers."""
+
+    cores: tuple[int, ...] = ()  # empty: all that this process may use
+    gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it; None: all that CUDA may use
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """How a worker makes its engine: `factory` names a function "module:function" like `build_engine`."""
 
     config: EngineConfig
     tokenizer: Path | None  # the folder whose tokenizer looks for stop strings and follows constraints
     factory: str = "batchinfer.engine.build:build_engine"
+    place: EnginePlace = EnginePlace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +51,14 @@ class Ready:
 
 @dataclass(slots=True)
 class WorkDone:
-    """From the worker: what some steps finished and cost."""
+    """From the worker: what some steps finished and cost. The pool says which engine it was: the `engine`-th that was
+    started in this run, in the place `replica`."""
 
     completions: list[Completion] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
+    engine: int = 0
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)

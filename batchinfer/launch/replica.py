@@ -8,6 +8,7 @@ from itertools import islice
 from batchinfer.engine.config import EngineInfo
 from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.messages import WorkDone, WorkerSpec
+from batchinfer.plan.backlog import tokens_of
 from batchinfer.request import Request
 
 
@@ -16,6 +17,7 @@ class Replica:
 
     def __init__(self, number: int, spec: WorkerSpec) -> None:
         self.number, self._spec = number, spec
+        self._engine = number  # how many were started in the run before the present process
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
         self.restarts = 0
         self.gone = False  # nothing more is to be heard or expected
@@ -46,15 +48,16 @@ class Replica:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
         self.unfinished.update((request.key, request) for request in requests)
-        self.load += sum(map(_tokens, requests))
+        self.load += sum(map(tokens_of, requests))
         self.host.submit(requests)
 
     def receive(self) -> list[WorkDone]:
         """What has come. Raises what ended the process."""
         heard = self.host.receive(0)
         for done in heard:
+            done.engine, done.replica = self._engine, self.number
             for completion in done.completions:
-                self.load -= _tokens(self.unfinished.pop(completion.key))
+                self.load -= tokens_of(self.unfinished.pop(completion.key))
             if done.steps:
                 self._running, self._waiting = done.steps[-1].running, done.steps[-1].waiting
         return heard
@@ -69,9 +72,10 @@ class Replica:
         self.load = self._running = self._waiting = 0
         return requests
 
-    def restart(self) -> None:
-        """Start another process."""
+    def restart(self, engine: int) -> None:
+        """Start another process, the `engine`-th of the run."""
         self.restarts += 1
+        self._engine = engine
         self.host.close()
         self.host = EngineHost(self._spec)
 
@@ -79,7 +83,3 @@ class Replica:
         """End the process."""
         self.gone = True
         self.host.close()
-
-
-def _tokens(request: Request) -> int:
-    return len(request.prompt) + request.params.max_tokens

@@ -9,20 +9,18 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from multiprocessing.connection import wait
 from types import TracebackType
 
-from batchinfer.engine.config import WINDOW, EngineInfo, most_queued
+from batchinfer.engine.config import EngineInfo, most_queued
 from batchinfer.errors import BatchInferError, OutOfMemory, Unavailable
-from batchinfer.launch.backlog import Backlog
 from batchinfer.launch.deaths import Deaths
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone, WorkerSpec
 from batchinfer.launch.replica import Replica
+from batchinfer.plan.backlog import Backlog, piece_rows
 from batchinfer.request import ExpertTokens, Request
 
 RESTARTS = 1  # of each engine: a second death is no accident
-MOST_ROWS = WINDOW // 2  # that one of several engines is given at once
-# The fewer rows are left, the fewer are handed out at once, and the fewer wait in an engine: of what is left, each
-# engine's even share divided by these. So engines end together, even if one is several times slower than another.
-PIECES_LEFT, WAITING_LEFT = 4, 2
+# The fewer rows are left, the fewer wait in an engine: its even share of them divided by this.
+WAITING_LEFT = 2
 # What ends one engine and need not end another: its device is not there or full, or it failed. A checkpoint that is
 # refused is refused by all.
 _OF_ONE = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_code)
@@ -85,6 +83,11 @@ class ReplicaPool:
         if any(replica.loads_first for replica in self._replicas):
             return None
         return next((replica.info for replica in self._replicas if replica.is_ready), None)
+
+    @property
+    def infos(self) -> list[EngineInfo]:
+        """What each engine that came to work has built."""
+        return [replica.info for replica in self._replicas if replica.info is not None]
 
     @property
     def left(self) -> bool:
@@ -166,7 +169,7 @@ class ReplicaPool:
     @property
     def _piece(self) -> int:
         """Rows that are handed out at once."""
-        return max(1, min(MOST_ROWS, self._left // (PIECES_LEFT * len(self._live))))
+        return piece_rows(self._left, len(self._live))
 
     def _hand_out(self) -> None:
         if self._finishing or self.info is None:
@@ -235,7 +238,7 @@ class ReplicaPool:
         if again:
             self.restarts += 1
             with self._loading() if self.info is None else nullcontext():
-                replica.restart()
+                replica.restart(len(self._replicas) + self.restarts - 1)
         else:
             replica.close()
 

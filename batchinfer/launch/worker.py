@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
-from batchinfer.launch.messages import Add, Failed, Finish, Left, Ready, WorkDone, WorkerSpec
+from batchinfer.launch.messages import Add, EnginePlace, Failed, Finish, Left, Ready, WorkDone, WorkerSpec
 from batchinfer.launch.shared_cores import SharedCores
 from batchinfer.memory import peak_memory
 from batchinfer.spawning import receiving
@@ -28,6 +29,7 @@ SEND_AT = 256  # completions
 def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
     """Entry point of the spawned process."""
     try:
+        settle(spec.place)
         worker = _Worker(spec, connection)
         with loaded_for_good():
             worker.run()
@@ -36,6 +38,16 @@ def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
         connection.send(_failure(error))
         raise SystemExit(1) from None
+
+
+def settle(place: EnginePlace) -> None:
+    """Keep to the place, before anything is imported that starts threads or asks for GPUs. Raises OSError."""
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+    if place.gpu is not None:
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its numbers are in CUDA's own order
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
 
 
 def _failure(error: BaseException) -> Failed:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-# Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes
-TABLE_FORMAT = 3
+# Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
+# since 4 steps and requests say which replica it was
+TABLE_FORMAT = 4
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
@@ -88,12 +89,23 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "deterministic", pa.bool_(), "", "whether answers were to be the same to the bit whatever else ran"
     ),
     Column("ops", _TEXTS, "", "implementation that was chosen: `decoder`, and its `linear` layers"),
-    _count("threads", "threads", "CPU threads of the operators"),
+    _count("replicas", "engines", "engines that shared the work; times of the run are the mean of theirs"),
+    _count("threads", "threads", "CPU threads of the operators, of all engines together"),
     Column(
         "other_cores", _REAL, "cores", "CPU cores that other processes used while the engine ran, on average"
     ),
-    Column("peak_flops_per_s", _REAL, "FLOP/s", "peak of linear layers that MFU is measured against"),
-    Column("peak_bytes_per_s", _REAL, "bytes/s", "memory bandwidth that MBU is measured against"),
+    Column(
+        "peak_flops_per_s",
+        _REAL,
+        "FLOP/s",
+        "peak of linear layers that MFU is measured against, of all devices used",
+    ),
+    Column(
+        "peak_bytes_per_s",
+        _REAL,
+        "bytes/s",
+        "memory bandwidth that MBU is measured against, of all devices used",
+    ),
     _text("peak_source", "`measured` on this machine, `datasheet`, or `unknown`"),
     Column("datasheet_flops_per_s", _REAL, "FLOP/s", "what the maker states, dense, for linear layers"),
     Column("datasheet_bytes_per_s", _REAL, "bytes/s", "what the maker states"),
@@ -142,19 +154,20 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _seconds("ingest_s", "reading, rendering and tokenising"),
     _seconds("plan_s", "looking through what is stored, and planning"),
     _seconds("load_s", "starting the worker and loading the model"),
-    _seconds(
-        "operators_build_s",
-        "compiling the CPU operators, beside everything until the model is loaded; null where they were there",
-    ),
-    _seconds("operators_wait_s", "of `load_s`: while the operators were still being compiled"),
     _seconds("engine_s", "computing, as the parent process saw it"),
     _seconds("publish_s", "counting errors, joining and publishing the results"),
     _seconds("close_s", "storing the last answers, ending the worker, writing these tables"),
     _seconds("other_s", "of `wall_s`: in none of the phases above"),
-    _seconds("engine_wall_s", "start of the first step to end of the last, idle time included"),
+    _seconds(
+        "engine_wall_s",
+        "start of the first step to end of the last, idle time included; of the `replicas` that took longest",
+    ),
     _seconds("model_s", "of `engine_wall_s`: inside the model and the sampler"),
     _seconds("overhead_s", "of `engine_wall_s`: inside a step, outside of model and sampler"),
-    _seconds("idle_s", "of `engine_wall_s`: between steps of the same engine"),
+    _seconds(
+        "idle_s",
+        "of `engine_wall_s`: between steps of the same engine, and what a replica had less to do than the longest",
+    ),
     _seconds("metering_s", "what measuring all this took: in the engine, for each step, and in the command"),
     _seconds("wall_load_s", "of `wall_s`: `startup_s` and `load_s`"),
     _seconds(
@@ -212,7 +225,11 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "worker_restarts", "times", "workers started in place of one that died; null: none was needed at all"
     ),
     _count("parent_peak_rss_bytes", "bytes", "peak resident memory of the command"),
-    _count("worker_peak_rss_bytes", "bytes", "peak resident memory of the worker with the model"),
+    _count(
+        "worker_peak_rss_bytes",
+        "bytes",
+        "peak resident memory of the worker with the model; of several, the sum",
+    ),
     _seconds("forecast_s", "what `engine_wall_s` was forecast to be before the run, by simulating it"),
     Column("forecast_error", _REAL, "", "`engine_wall_s` ÷ `forecast_s` − 1; negative: faster than forecast"),
     _count("forecast_steps", "steps", "the forecast of `steps`"),
@@ -247,6 +264,11 @@ _RUN_ID = _text("run_id", "the run, as in the table `run`")
 STEP_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
     _count("engine", "", "which start of an engine in this run, from 0"),
+    _count(
+        "replica",
+        "",
+        "which of the engines that share the work, from 0; another one may be started in its place",
+    ),
     _count("step", "", "number of the step in its engine"),
     _seconds("started_s", "start, since the engine started"),
     _seconds("duration_s", "length of the step"),
@@ -287,6 +309,11 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
     _text("key", "the work key in hexadecimal, as in the completion store"),
     _count("engine", "", "which start of an engine in this run, from 0"),
+    _count(
+        "replica",
+        "",
+        "which of the engines that share the work, from 0; another one may be started in its place",
+    ),
     _count("prompt_tokens", "tokens", "length of the prompt"),
     _count("completion_tokens", "tokens", "length of the completion, its end token included"),
     _count("cached_tokens", "tokens", "prompt tokens served from a shared prefix"),

@@ -45,7 +45,8 @@ class Machine:
     """What ran: None where it is not known."""
 
     cost: ModelCost | None = None
-    peaks: Peaks | None = None
+    peaks: Peaks | None = None  # of one engine
+    engines: int = 1  # that shared the work
 
 
 class Details:
@@ -57,11 +58,13 @@ class Details:
         self._columns = _numbers(pq.read_table(steps, columns=list(_STEPS)))
 
     def split(self) -> Mapping[str, float]:
-        """The parts of the device's time; none where the model or the peaks are not known, or nothing ran."""
+        """The parts of the device's time, the mean of all engines; none where the model or the peaks are not known, or
+        nothing ran."""
         cost, peaks = self._machine.cost, self._machine.peaks
         if cost is None or peaks is None or not len(self._columns["engine"]):
             return {}
-        return device_split(cost, peaks, self._columns)
+        split = device_split(cost, peaks, self._columns)
+        return {part: seconds / self._machine.engines for part, seconds in split.items()}
 
     def write_requests(self, raw: Path, nodes: PrefixNodes) -> Path:
         """The table of requests, from the file in which they stand without what steps say of them. Raises OSError."""
@@ -103,18 +106,21 @@ class Details:
 
     def write_phases(self) -> Path:
         """The table of phases. Raises OSError."""
-        return self._write(PHASES, PHASE_SCHEMA, _PHASES, str(self._steps), [])
+        engines = self._machine.engines
+        return self._write(PHASES, PHASE_SCHEMA, _PHASES, [engines, engines, engines, str(self._steps)])
 
     def write_buckets(self, requests: Path, engine_wall_s: float) -> Path:
         """The table of buckets. Raises OSError."""
-        return self._write(BUCKETS, BUCKET_SCHEMA, _BUCKETS, str(requests), [engine_wall_s])
+        return self._write(
+            BUCKETS, BUCKET_SCHEMA, _BUCKETS, [str(requests), engine_wall_s, self._machine.engines]
+        )
 
-    def _write(self, name: str, schema: pa.Schema, sql: str, source: str, more: list[float]) -> Path:
-        peaks = self._machine.peaks
-        flops_per_s = None if peaks is None else peaks.int8_ops_per_s or peaks.flops_per_s
-        bytes_per_s = None if peaks is None else peaks.bytes_per_s
-        given = [source, *more, flops_per_s, bytes_per_s]
-        found = self._database.sql(f"WITH found AS ({sql}) {_EFFICIENCIES}", params=given).to_arrow_table()
+    def _write(self, name: str, schema: pa.Schema, sql: str, given: list[str | float]) -> Path:
+        peaks, engines = self._machine.peaks, self._machine.engines
+        flops_per_s = None if peaks is None else (peaks.int8_ops_per_s or peaks.flops_per_s) * engines
+        bytes_per_s = None if peaks is None else peaks.bytes_per_s * engines
+        params: list[str | float | None] = [*given, flops_per_s, bytes_per_s]
+        found = self._database.sql(f"WITH found AS ({sql}) {_EFFICIENCIES}", params=params).to_arrow_table()
         columns = {"run_id": pa.array([self._run_id] * found.num_rows, pa.string())}
         columns |= {name: found.column(name) for name in schema.names if name != "run_id"}
         with Spool(table_path(self._folder, name, self._run_id), schema) as spool:
@@ -138,11 +144,11 @@ _PHASES = """
         sum(sampled_tokens) AS sampled_tokens,
         sum(recomputed_tokens) AS recomputed_tokens,
         sum(padded_tokens) AS padded_tokens,
-        sum(model_s) AS device_s,
-        sum(greatest(coalesce(interval_s, duration_s), duration_s)) AS engine_s,
+        sum(model_s) / ? AS device_s,
+        sum(greatest(coalesce(interval_s, duration_s), duration_s)) / ? AS engine_s,
         sum(flops) AS flops,
         sum(bytes)::DOUBLE AS bytes,
-        CASE WHEN count(*) = count(roofline_s) THEN sum(roofline_s) END AS roofline_s
+        CASE WHEN count(*) = count(roofline_s) THEN sum(roofline_s) / ? END AS roofline_s
     FROM read_parquet(?) GROUP BY phase
 """
 _BUCKETS = """
@@ -158,7 +164,7 @@ _BUCKETS = """
         CAST(? AS DOUBLE) * sum(ran_device_s) / nullif(any_value(whole.s), 0) AS engine_s,
         CASE WHEN count(*) = count(flops) THEN sum(flops) END AS flops,
         sum(bytes) AS bytes,
-        CASE WHEN count(*) = count(roofline_s) THEN sum(roofline_s) END AS roofline_s,
+        CASE WHEN count(*) = count(roofline_s) THEN sum(roofline_s) / ? END AS roofline_s,
         quantile_cont(latency_s, 0.5) AS latency_p50_s,
         quantile_cont(latency_s, 0.99) AS latency_p99_s
     FROM requests, whole GROUP BY most_prompt_tokens

@@ -66,9 +66,9 @@ class EnergyMeter:
         self._polled = clock()
 
     @classmethod
-    def of(cls, gpu: str) -> EnergyMeter:
-        """The counters of this machine, and of this GPU, if there is one."""
-        return cls(rapl_counters(), nvml_counters(gpu) if gpu else ())
+    def of(cls, gpus: Sequence[str]) -> EnergyMeter:
+        """The counters of this machine, and of these GPUs, if there are some."""
+        return cls(rapl_counters(), nvml_counters(gpus) if gpus else ())
 
     def poll(self) -> None:
         """Look at the counters if the last look is long ago."""
@@ -112,9 +112,9 @@ def _microjoules(path: Path) -> float:
     return int(path.read_text()) / 1e6
 
 
-def nvml_counters(gpu: str) -> list[Counter]:
-    """Of the GPU with this identifier, where the package `nvidia-ml-py` is installed and the GPU counts. A number would
-    not do: CUDA counts GPUs in another order than the driver."""
+def nvml_counters(gpus: Sequence[str]) -> list[Counter]:
+    """Of the GPUs with these identifiers, where the package `nvidia-ml-py` is installed and all of them count. Numbers
+    would not do: CUDA counts GPUs in another order than the driver."""
     if find_spec("pynvml") is None:
         return []
     try:
@@ -123,7 +123,8 @@ def nvml_counters(gpu: str) -> list[Counter]:
         return []
     try:
         nvml.nvmlInit()
-        return [Counter(partial(_nvml_joules, nvml, nvml.nvmlDeviceGetHandleByUUID(gpu)))]
+        handles = [nvml.nvmlDeviceGetHandleByUUID(gpu) for gpu in gpus]
+        return [Counter(partial(_nvml_joules, nvml, handle)) for handle in handles]
     except (nvml.NVMLError, OSError):
         return []
 

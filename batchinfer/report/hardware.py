@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -261,6 +262,11 @@ def has_fast_bf16(cpuinfo: Path = _CPUINFO) -> bool:
     return not FAST_BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
+def has_bf16_tiles(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether the CPU multiplies bfloat16 in tiles (Intel's AMX)."""
+    return cpu_flags(cpuinfo) >= {"amx_tile", "amx_bf16"}
+
+
 def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
     if not cpuinfo.exists():
         return ""
@@ -281,6 +287,17 @@ def nvidia_gpus() -> list[Gpu]:
     """The NVIDIA GPUs that the driver lists, in its order; empty without a driver."""
     text = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
     return [_parse_gpu(line) for line in text.splitlines() if line.strip()]
+
+
+def usable_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs that CUDA may use, by the names that CUDA_VISIBLE_DEVICES has for them: those that it lists, else all
+    that are of the first one's kind, since one answer is to be as fast and as exact as another."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        named = [name.strip() for name in visible.split(",")]
+        return list(takewhile(lambda name: name and not name.startswith("-"), named))  # CUDA stops there, too
+    found = nvidia_gpus()
+    return [str(number) for number, gpu in enumerate(found) if gpu.name == found[0].name]
 
 
 def _parse_gpu(line: str) -> Gpu:

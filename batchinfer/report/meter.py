@@ -54,6 +54,14 @@ class Totals:
         """Start of the first step to end of the last, without the time between two engines."""
         return self.step_s + self.idle_s
 
+    def share_time(self, engines: int, unused_s: float) -> None:
+        """Make all seconds the mean of so many engines, which had nothing to do for `unused_s` in sum while others
+        worked."""
+        self.idle_s += unused_s
+        for name in _SHARED_S:
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else value / engines)
+
     def add_step(self, sample: StepSample, idle_s: float, peaks: Peaks | None) -> None:
         self.steps += 1
         self.prefill_tokens += sample.prefill_tokens
@@ -78,6 +86,11 @@ class Totals:
         bound = None if peaks is None else _bound(sample, peaks)
         self.roofline_s = _sum(self.roofline_s, sample.roofline_s)
         self.step_bound_s = _sum(self.step_bound_s, bound)
+
+
+_SHARED_S = (
+    "mask_s", "compile_s", "step_s", "model_s", "idle_s", "waited_s", "metering_s", "roofline_s", "step_bound_s",
+)  # fmt: skip
 
 
 def _bound(sample: StepSample, peaks: Peaks) -> float:
@@ -109,8 +122,9 @@ _UNKNOWN_MACHINE = Machine()
 class Meter:
     """Takes samples as they arrive; it keeps sums, and some 56 bytes for each prefix that requests share.
 
-    Samples of several engines may follow one another (a worker that died and was started again): a step
-    number that does not rise begins a new engine, and the time in between counts neither as run nor as idle.
+    Samples of several engines may follow one another (a worker that died and was started again): the time in between
+    counts neither as run nor as idle. Where several engines share the work, all times of the totals are the mean of
+    theirs, and one that ends before the others counts as idle until the last one ends.
     The tables appear in `folder` at `finish`; as a context manager it removes what was not finished.
 
     It sums up what it takes itself, and what the engine says that its part took, as `metering_s`.
@@ -125,12 +139,12 @@ class Meter:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.totals = Totals()
-        self.engine = 0
         self._folder, self._run_id, self._machine = folder, run_id, machine
         self._steps = Spool(table_path(folder, STEPS, run_id), STEP_SCHEMA, buffer_rows)
         raw = table_path(folder, REQUESTS, run_id).with_suffix(".raw.parquet")
         self._requests = Spool(raw, REQUEST_SCHEMA, buffer_rows)  # without what is known at the end only
-        self._last: StepSample | None = None
+        self._last: dict[int, StepSample] = {}  # of each engine
+        self._walls_s: dict[int, float] = {}  # of each replica, from first to last steps
         self._prefixes: PrefixTree | None = None
         self._prefix_of: dict[bytes, int] = {}  # of requests that have not finished
         self._spent_ns = 0
@@ -170,33 +184,37 @@ class Meter:
                 self._prefix_of[request.key] = node
         self._spent_ns += time.perf_counter_ns() - began
 
-    def step(self, sample: StepSample) -> None:
-        """Count one engine step."""
+    def step(self, sample: StepSample, engine: int = 0, replica: int = 0) -> None:
+        """Count one step of the run's `engine`-th engine, whose place is that of `replica`."""
         began = time.perf_counter_ns()
-        last, interval = self._last, self._interval(sample)
+        last = self._last.get(engine)
+        self._last[engine] = sample
+        interval = None if last is None else _ended(sample) - _ended(last)
         idle = 0.0 if interval is None else max(0.0, interval - sample.duration_s)
+        self._walls_s[replica] = self._walls_s.get(replica, 0.0) + sample.duration_s + idle
         if last is not None and not (last.running or last.waiting):
             self.totals.waited_s += idle
         self.totals.add_step(sample, idle, self._machine.peaks)
-        self._steps.append(_step_row(self._run_id, self.engine, sample, interval))
+        self._steps.append(_step_row(self._run_id, (engine, replica), sample, interval))
         if self._energy_meter is not None:
             self._energy_meter.poll()
         self._spent_ns += time.perf_counter_ns() - began
 
-    def request(self, sample: RequestSample, rows: int = 1) -> None:
-        """Count one finished request, which answers so many input rows."""
+    def request(self, sample: RequestSample, rows: int = 1, engine: int = 0, replica: int = 0) -> None:
+        """Count one request that an engine finished, which answers so many input rows."""
         began = time.perf_counter_ns()
         self.totals.requests += 1
         self.totals.output_tokens += sample.completion_tokens
         self.totals.constrained_requests += sample.constrained
         self.totals.steered_requests += sample.steered
         prefix = self._prefix_of.pop(sample.key, None)
-        self._requests.append(_request_row(self._run_id, self.engine, sample, rows, prefix))
+        self._requests.append(_request_row(self._run_id, (engine, replica), sample, rows, prefix))
         self._spent_ns += time.perf_counter_ns() - began
 
     def finish(self) -> Measured:
         """Complete all tables and read the percentiles from them. Raises OSError when the disk fails."""
         began = time.perf_counter_ns()
+        self.totals.share_time(self._machine.engines, self._unused_s())
         steps = self._steps.finish()
         with opened() as database:
             details = Details(self._folder, self._run_id, steps, self._machine, database)
@@ -229,25 +247,25 @@ class Meter:
             energy=self._energy,
         )
 
-    def _interval(self, sample: StepSample) -> float | None:
-        """Seconds from the end of the step before to the end of this one; None in an engine's first step."""
-        last, self._last = self._last, sample
-        if last is None:
-            return None
-        if sample.step <= last.step:
-            self.engine += 1
-            return None
-        return sample.started_s + sample.duration_s - last.started_s - last.duration_s
+    def _unused_s(self) -> float:
+        """What the engines lack, in sum, to the one that worked longest."""
+        return max(self._walls_s.values(), default=0.0) * self._machine.engines - sum(self._walls_s.values())
 
 
-def _step_row(run_id: str, engine: int, s: StepSample, interval_s: float | None) -> tuple[object, ...]:
+def _ended(sample: StepSample) -> float:
+    return sample.started_s + sample.duration_s
+
+
+def _step_row(
+    run_id: str, engine: tuple[int, int], s: StepSample, interval_s: float | None
+) -> tuple[object, ...]:
     times = (s.started_s, s.duration_s, interval_s, s.model_s)
     tokens = (s.prefill_tokens, s.decode_tokens, s.recomputed_tokens, s.cached_tokens, s.sampled_tokens)
     state = (s.padded_tokens, s.running, s.waiting, s.preemptions, s.blocks_used, s.blocks_total)
     constraints = (s.forced_tokens, s.mask_s, s.compile_s)
     more = (_phase(s), s.scheduled_s, s.started_s + s.duration_s, s.pairs, s.kv_tokens, s.metering_s)
     cost = (s.flops, s.bytes, s.roofline_s)
-    return (run_id, engine, s.step, *times, *tokens, *state, *cost, *constraints, *more)
+    return (run_id, *engine, s.step, *times, *tokens, *state, *cost, *constraints, *more)
 
 
 def _phase(sample: StepSample) -> str:
@@ -257,13 +275,13 @@ def _phase(sample: StepSample) -> str:
 
 
 def _request_row(
-    run_id: str, engine: int, s: RequestSample, rows: int, prefix: int | None
+    run_id: str, engine: tuple[int, int], s: RequestSample, rows: int, prefix: int | None
 ) -> tuple[object, ...]:
     counts = (s.prompt_tokens, s.completion_tokens, s.cached_tokens, s.preemptions, s.forced_tokens)
     times = (s.queued_s, s.scheduled_s, s.first_token_s, s.finished_s)
     waits = (s.scheduled_s - s.queued_s, s.first_token_s - s.queued_s)
     known = (tpot(s), s.finished_s - s.queued_s, rows, prefix)
-    return (run_id, s.key.hex(), engine, *counts, *times, *waits, *known, *_NOT_YET)
+    return (run_id, s.key.hex(), *engine, *counts, *times, *waits, *known, *_NOT_YET)
 
 
 _NOT_YET = (None,) * 6  # what `Details` adds

@@ -49,6 +49,7 @@ class RunFacts:
     quantization: str | None = None
     deterministic: bool | None = None
     ops: Mapping[str, str] | None = None
+    replicas: int | None = None
     threads: int | None = None
     other_cores: float | None = None
     rows: int | None = None
@@ -64,8 +65,6 @@ class RunFacts:
     ingest_s: float | None = None
     plan_s: float | None = None
     load_s: float | None = None
-    operators_build_s: float | None = None
-    operators_wait_s: float | None = None
     engine_s: float | None = None
     publish_s: float | None = None
     close_s: float | None = None
@@ -167,15 +166,16 @@ def _hardware_columns(hardware: Hardware, facts: RunFacts) -> RunRow:
     stated, linear = datasheet(hardware.name), facts.dtype or ""
     if facts.quantization not in (None, "none"):
         linear = facts.quantization
+    devices = 1 if hardware.device == "cpu" else facts.replicas or 1  # engines on a CPU share it
     return {
         "device": hardware.device,
         "hardware": hardware.name,
         "cores": hardware.cores,
-        "peak_flops_per_s": hardware.peak_flops.get(linear),
-        "peak_bytes_per_s": hardware.bandwidth,
+        "peak_flops_per_s": _times(hardware.peak_flops.get(linear), devices),
+        "peak_bytes_per_s": _times(hardware.bandwidth, devices),
         "peak_source": hardware.source,
-        "datasheet_flops_per_s": stated.peak_flops.get(linear) if stated else None,
-        "datasheet_bytes_per_s": stated.bandwidth if stated else None,
+        "datasheet_flops_per_s": _times(stated.peak_flops.get(linear), devices) if stated else None,
+        "datasheet_bytes_per_s": _times(stated.bandwidth, devices) if stated else None,
     }
 
 
@@ -247,6 +247,10 @@ def _latency_columns(measured: Measured) -> Iterator[tuple[str, float | None]]:
 def _over(top: float | None, bottom: float | None) -> float | None:
     """A quotient, or None where either side is unknown or there is nothing to divide by."""
     return None if top is None or not bottom else top / bottom
+
+
+def _times(value: float | None, times: int) -> float | None:
+    return None if value is None else value * times
 
 
 def _minus(left: float | None, right: float | None) -> float | None:

@@ -52,6 +52,11 @@ class Simulated:
         """All that the model runs."""
         return self.prefill_tokens + self.decode_tokens
 
+    def counted(self, times: float) -> Simulated:
+        """With so many times the counts, in the same time: of engines beside this one."""
+        counts = {name: round(getattr(self, name) * times) for name in ("steps", *_SUMMED)}
+        return replace(self, **counts)
+
     def plus(self, sample: StepSample, seconds: float) -> Simulated:
         """With another step, after which the run has taken so many seconds."""
         sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}

@@ -31,8 +31,7 @@ def paged_attention(
 ) -> Tensor:
     """As `paged_attention_reference`, with the lengths in `plan`, which `plan_attention` makes once a step.
 
-    Every layer of the step calls this with the same plan, made for its window among others, and block tables (S, max
-    blocks) int32.
+    Every layer of the step calls this with the same plan and block tables (S, max blocks) int32, whatever its window.
     Where the plan has no chunks it can be captured into a graph; give plan_attention a Room, keep the plan and the
     block tables where they are, and before each replay `refill` the one and copy into the other.
     `out`: like q; `lse`: (T, q_heads) float32; written if given. Raises ValueError for what the kernels do not cover.
@@ -59,7 +58,7 @@ def paged_attention(
         decode_attention(
             *places,
             plan.contexts,
-            plan.splits_of(window),
+            plan.longest,
             scale,
             window,
             soft_cap=soft_cap,
@@ -68,6 +67,7 @@ def paged_attention(
             v_scale=v_scale,
             rows=plan.rows,
             prefixes=plan.prefixes,
+            total_context=plan.own_context,
             deterministic=plan.deterministic,
             out=out,
             lse=lse,

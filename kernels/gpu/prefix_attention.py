@@ -115,10 +115,12 @@ def attend_prefixes(
 ) -> None:
     """Every group's queries over what they share, to `parts`. The grid has an item a program, padding included.
 
-    Raises ValueError when items have other columns than the kernel knows, or there are too few slots.
+    Raises ValueError when there are more items' columns than the kernel knows, or too few slots.
     """
-    if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.slots > parts.slots:
-        raise ValueError(f"items are {tuple(prefixes.items.shape)}, slots {prefixes.slots} > {parts.slots}")
+    if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.slots > parts.first_own:
+        raise ValueError(
+            f"items are {tuple(prefixes.items.shape)}, slots {prefixes.slots} > {parts.first_own}"
+        )
     if not len(prefixes.items):
         return
     tiles = choose_tiles("deterministic" if deterministic else "prefix", q.dtype, q.shape[2])
@@ -129,7 +131,7 @@ def attend_prefixes(
         contexts_ptr=own.contexts,
         parts_ptr=parts.values,
         part_lses_ptr=parts.lses,
-        slots=parts.slots,
+        slots=parts.values.shape[1],
         heads=q.shape[1],
         SEGMENTED=deterministic,
         **kernel_arguments(

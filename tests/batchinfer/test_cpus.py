@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.cpus import usable_cpus
+from batchinfer.cpus import divided_cores, usable_cpus
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -44,3 +44,25 @@ def test_a_quota_of_the_older_kind_bounds_the_cores(
 
 def test_without_control_groups_affinity_counts(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path, tmp_path / "missing") == CORES
+
+
+def test_cores_are_divided_by_memory_nodes_and_physical_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two cores with two threads each, as Linux numbers them; the first thread may not be used."""
+    written(tmp_path / "node/node0/cpulist", "0-1,4-5")
+    written(tmp_path / "node/node1/cpulist", "2-3,6-7")
+    for core in range(8):
+        pair = f"{core % 4},{core % 4 + 4}"
+        written(tmp_path / f"cpu/cpu{core}/topology/thread_siblings_list", pair)
+
+    def divided(cores: set[int], parts: int) -> list[tuple[int, ...]]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores, raising=False)
+        return divided_cores(parts, tmp_path / "node", tmp_path / "cpu")
+
+    assert divided(set(range(8)), 2) == [(0, 4, 1, 5), (2, 6, 3, 7)]
+    assert divided(set(range(8)), 4) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert divided(set(range(1, 8)), 2) == [(4, 1, 5), (2, 6, 3, 7)]
+    assert divided({0, 1}, 2) == [(0,), (1,)]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert divided_cores(2) == [(), ()]

@@ -13,11 +13,13 @@ import pytest
 from batchinfer import resolve as resolving
 from batchinfer.errors import JobFileError
 from batchinfer.job import Job, load_job
+from batchinfer.launch.messages import EnginePlace, WorkerSpec
+from batchinfer.launch.places import worker_specs
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.report.hardware import Hardware
-from batchinfer.resolve import Setting, resolve
+from batchinfer.report.hardware import Gpu, Hardware, has_bf16_tiles, usable_gpus
+from batchinfer.resolve import Setting, linear_way, resolve
+from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
 from batchinfer_kernels.cost import Peaks
-from batchinfer_kernels.tiles import Grant
 from tests.checkpoints import make_checkpoint
 
 CPU = Hardware("Test CPU", "cpu", 2, None, {"bfloat16": 2e12, "int8": 4e12}, 3e10, "measured")
@@ -50,6 +52,7 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"device": "cuda"}, "030e37391d9b5e5c29566d575879117cb6d986466e74a8726483c0e1503f1d7d"),
     ({"quantization": "int8"}, "7bf3a5a043adab47a5621952d24cd7c00c7185b5f52dec292ef67e38d96a3020"),
+    ({"linear": "onednn"}, "484d9ab343e3acf9da3b0685da998b5917f4de1a0f48897dd2addae4858d6962"),
     ({"block_size": 16}, "030e37391d9b5e5c29566d575879117cb6d986466e74a8726483c0e1503f1d7d"),
     ({"deterministic": True}, "927ad270ac9d15238577fb00ca4edeb3583df9399aac56b16dd1a34173bff8d2"),
     (
@@ -108,34 +111,41 @@ def test_every_arithmetic_has_answers_of_its_own(checkpoint: Checkpoint) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "apart"),
+    ("device", "dtype", "quantization", "deterministic", "tiles", "wanted"),
     [
-        ({"deterministic": True}, True),
-        ({"deterministic": True, "quantization": "int8"}, True),  # attention is in tiles, too
-        ({"deterministic": True, "dtype": "float32"}, False),
-        ({}, False),
-        ({"quantization": "int8"}, False),
+        ("cpu", "bfloat16", "none", False, True, "onednn"),
+        ("cpu", "bfloat16", "none", False, False, "compiled"),
+        ("cpu", "bfloat16", "none", True, True, "compiled"),
+        ("cpu", "bfloat16", "int8", False, True, "compiled"),
+        ("cpu", "float32", "none", False, True, "compiled"),
+        ("cuda", "bfloat16", "none", False, True, "compiled"),
     ],
 )
-def test_the_bits_of_matrix_tiles_are_kept_apart(
-    checkpoint: Checkpoint, changes: dict[str, Any], apart: bool
+def test_who_multiplies_follows_from_the_kind_of_cpu(
+    device: Device,
+    dtype: Dtype,
+    quantization: Quantization,
+    deterministic: bool,
+    tiles: bool,
+    wanted: LinearWay,
 ) -> None:
-    """Where bits are promised, and sums run in another order."""
-    contexts = {
-        replace(SETTING, **changes, tiles=tiles).context(checkpoint, "m", "t") for tiles in (False, True)
-    }
-    assert len(contexts) == (2 if apart else 1)
+    assert linear_way(device, dtype, quantization, deterministic, tiles) == wanted
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_tiles_are_used_where_they_are_granted(
-    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, given: bool
+@pytest.mark.parametrize("flags", ["avx2 amx_tile amx_bf16 amx_int8", "avx512f avx512_bf16"])
+def test_a_cpu_with_tiles_has_answers_of_its_own(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr(resolving, "tile_grant", lambda: Grant(given))
-    setting = resolve(job_of(tmp_path, ("engine.device", "cpu")), checkpoint)
-    assert setting.tiles is given
-    assert setting.engine_config(job_of(tmp_path), 100).tiles is given
-    assert not resolving.runs_in_tiles("cuda")
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: Test CPU\nflags\t\t: {flags}\n\n")
+    monkeypatch.setattr(resolving, "has_bf16_tiles", lambda: has_bf16_tiles(cpuinfo))
+    setting = resolve(job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.device", "cpu")), checkpoint)
+    tiles = "amx_tile" in flags
+    assert setting.linear == ("onednn" if tiles else "compiled")
+    same = setting.context(checkpoint, "m", "t") == replace(
+        SETTING, max_model_len=setting.max_model_len
+    ).context(checkpoint, "m", "t")
+    assert same is not tiles
 
 
 def test_the_size_of_blocks_counts_only_where_bits_do(checkpoint: Checkpoint) -> None:
@@ -254,3 +264,79 @@ def test_what_a_model_cannot_is_refused_with_the_job(tmp_path: Path, checkpoint:
         ("model.quantization", "is not to be had"),
         ("engine.deterministic", "is not to be had"),
     ]
+
+
+GPU = Hardware("NVIDIA H100 80GB HBM3", "cuda", None, 80 << 30, {"bfloat16": 9e14}, 3e12, "datasheet")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Four GPUs, of which the last is of another kind; six cores."""
+    gpus = [Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 3 + [Gpu("NVIDIA T4", 16 << 30)]
+    monkeypatch.setattr("batchinfer.report.hardware.nvidia_gpus", lambda: gpus)
+    monkeypatch.setattr(resolving, "detect", lambda device: GPU if device == "cuda" else CPU)
+    monkeypatch.setattr(resolving, "usable_cpus", lambda: 6)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked", "gpus"),
+    [
+        (None, "auto", ("0", "1", "2")),
+        (None, "2", ("0", "1")),
+        ("3,1", "auto", ("3", "1")),
+        ("GPU-a,GPU-b,-1,GPU-c", "auto", ("GPU-a", "GPU-b")),
+        ("2", "auto", ()),
+        ("", "auto", ()),
+        (None, "1", ()),
+    ],
+)
+def test_one_engine_a_gpu(
+    tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch,
+    visible: str | None, asked: str, gpus: tuple[str, ...],
+) -> None:  # fmt: skip
+    if visible is not None:
+        machine.setattr(resolving, "usable_gpus", lambda: usable_gpus({"CUDA_VISIBLE_DEVICES": visible}))
+    job = job_of(tmp_path, ("engine.device", "cuda"), ("engine.data_parallel", asked))
+    setting = resolve(job, checkpoint)
+    assert (setting.replicas, setting.gpus) == (max(1, len(gpus)), gpus)
+    specs = worker_specs(job, setting, setting.engine_config(job, 64), "a:b")
+    assert [spec.place.gpu for spec in specs] == (list(gpus) or [None])
+    assert setting.peaks == GPU.peaks(setting.dtype)  # of one of them
+    assert specs[0].config.kv_memory is None
+    assert specs[0].config.memory is None
+
+
+def test_more_engines_than_gpus_are_refused(
+    tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, ("engine.device", "cuda"), ("engine.data_parallel", "5"))
+    with pytest.raises(JobFileError, match="5 engines need as many GPUs, and CUDA may use 3"):
+        resolve(job, checkpoint)
+
+
+def test_engines_on_a_cpu_divide_it(
+    tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch
+) -> None:
+    cores = [(0, 1), (2, 3), (4, 5)]
+    machine.setattr("batchinfer.launch.places.divided_cores", lambda parts: cores[:parts])
+    machine.setattr(resolving, "available_memory", lambda: 90 << 30)
+    settings = (("engine.data_parallel", "3"), ("engine.threads", "5"), ("engine.kv_memory", "9GiB"))
+    job = job_of(tmp_path, ("engine.device", "cpu"), ("model.dtype", "bfloat16"), *settings)
+    setting = resolve(job, checkpoint)
+    config = setting.engine_config(job, 64)
+    specs = worker_specs(job, setting, config, "a:b")
+    assert [spec.place for spec in specs] == [EnginePlace(one) for one in cores]
+    assert [spec.config.threads for spec in specs] == [1, 2, 2]
+    assert (config.kv_memory, config.memory) == (3 << 30, 30 << 30)
+    assert setting.peaks == Peaks(2e12 / 3, 1e10)
+    assert resolve(job_of(tmp_path, ("engine.device", "cpu")), checkpoint).replicas == 1
+
+
+def test_a_single_engine_has_the_machine_to_itself(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    job = job_of(tmp_path, ("engine.device", "cpu"))
+    setting = resolve(job, checkpoint)
+    config = setting.engine_config(job, 64)
+    assert worker_specs(job, setting, config, "a:b") == [WorkerSpec(config, job.model.path, "a:b")]
+    assert (config.threads, config.memory) == (None, None)

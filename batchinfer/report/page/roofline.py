@@ -43,7 +43,7 @@ def roofline(run: ReportedRun) -> PageSection:
     if not run.has(STEPS):
         return PageSection("roofline", title, run.lacks(STEPS))
     row = run.row
-    flops, bytes_per_s = row["peak_flops_per_s"], row["peak_bytes_per_s"]
+    flops, bytes_per_s = _peaks(row)
     options = {
         "x": "intensity",
         "y": "reached",
@@ -60,8 +60,15 @@ def roofline(run: ReportedRun) -> PageSection:
     )  # fmt: skip
 
 
+def _peaks(row: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Of one engine, since a step is one engine's."""
+    flops, bytes_per_s = (row[f"peak_{unit}_per_s"] for unit in ("flops", "bytes"))
+    engines = row["replicas"] or 1  # older versions knew of one only
+    return None if flops is None else flops / engines, None if bytes_per_s is None else bytes_per_s / engines
+
+
 def _text(row: dict[str, Any]) -> str:
-    flops, bytes_per_s = row["peak_flops_per_s"], row["peak_bytes_per_s"]
+    flops, bytes_per_s = _peaks(row)
     if flops is None or bytes_per_s is None:
         return (
             "What steps reached. The peaks of this hardware are not known, so that there is no roof to compare with: "

@@ -13,13 +13,16 @@ from batchinfer.report.page.section import Chart, PageSection
 MOST_STRETCHES = 240  # each a pixel or two of a phone's screen
 
 # A stretch is made of whole steps, so that its tokens add up to the run's. It lasts from the end of the stretch before
-# to the end of its last step. An engine that was started again goes on where the one before it ended.
+# to the end of its last step. An engine that was started in place of another goes on where that one ended.
 _STRETCHES = """
 WITH engines AS (
-    SELECT engine, min(started_s) AS first_s, max(started_s + duration_s) AS last_s FROM {steps} GROUP BY engine
+    SELECT engine, coalesce(any_value(replica), 0) AS place, min(started_s) AS first_s,
+        max(started_s + duration_s) AS last_s
+    FROM {steps} GROUP BY engine
 ), placed AS (
     SELECT engine, coalesce(sum(last_s - first_s) OVER (
-        ORDER BY engine ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) - first_s AS moved_s FROM engines
+        PARTITION BY place ORDER BY engine ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) - first_s AS moved_s
+    FROM engines
 ), timed AS (
     SELECT s.*, started_s + duration_s + moved_s AS at_s FROM {steps} AS s JOIN placed USING (engine)
 ), whole AS (

@@ -24,7 +24,7 @@ from batchinfer.launch.replica_pool import ReplicaPool
 from batchinfer.plan.plan import Plan
 from batchinfer.request import Completion, Request, StepSample
 from tests import fake_engine
-from tests.batchinfer.launch.test_backlog import rows
+from tests.batchinfer.plan.test_backlog import rows
 
 CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
 WINDOW = 50

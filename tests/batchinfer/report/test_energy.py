@@ -84,21 +84,25 @@ class FakeNvml(SimpleNamespace):
         return int(self.total)
 
 
-def test_the_gpu_that_computes_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "joules"), [(["GPU-ab"], 1.5), (["GPU-ab", "GPU-cd"], 6.0)])
+def test_the_gpus_that_compute_are_asked(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], joules: float
+) -> None:
+    """All look at one counter, which rises with each look: two see four rises between them."""
     nvml = FakeNvml()
     nvml.__spec__ = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    meter = EnergyMeter((), nvml_counters("GPU-ab"))
-    assert nvml.asked == ["GPU-ab"]
-    assert meter.read() == EnergyUse(None, 1.5)
+    meter = EnergyMeter((), nvml_counters(gpus))
+    assert nvml.asked == gpus
+    assert meter.read() == EnergyUse(None, joules)
     nvml.fails = True
     assert meter.read() == EnergyUse(None, None)
-    assert nvml_counters("GPU-ab") == []
+    assert nvml_counters(["GPU-ab"]) == []
 
 
 def test_without_the_package_a_gpus_energy_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchinfer.report.energy.find_spec", lambda _: None)
-    assert nvml_counters("GPU-ab") == []
+    assert nvml_counters(["GPU-ab"]) == []
 
 
 @pytest.mark.parametrize(("gap_s", "known"), [(99.0, True), (101.0, False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import astuple, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,39 @@ def test_tpot_needs_two_tokens(request_sample: Any) -> None:
 
 
 def test_idle_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any) -> None:
+    """The second one was started in place of the first."""
     steps = [step(0), step(1), step(2, started_s=5.0), step(0, started_s=0.5), step(1, started_s=2.0)]
-    measured = measure(steps, [], tmp_path)
+    with Meter(tmp_path, "r") as meter:
+        for number, one in enumerate(steps):
+            meter.step(one, engine=number // 3)
+        measured = meter.finish()
     assert measured.totals.idle_s == pytest.approx(0.25 + 3.25 + 0.75)
     rows = rows_of(tmp_path, STEPS).to_pylist()
     assert [row["engine"] for row in rows] == [0, 0, 0, 1, 1]
     assert [row["interval_s"] for row in rows] == [None, 1.0, 4.0, None, 1.5]
+
+
+def test_times_of_engines_that_share_the_work_are_their_mean(tmp_path: Path, step: Any) -> None:
+    """The one works for 5.75 s, the other for 2.75 s, in places of their own: the rest is idle."""
+    first = [step(0), step(1), step(2, started_s=5.0)]
+    second = [step(0), step(1, started_s=2.0)]
+    with Meter(tmp_path, "r", Machine(None, Peaks(1000.0, 200.0), 2)) as meter:
+        for one, other in zip_longest(first, second):
+            meter.step(one, 0, 0)
+            if other is not None:
+                meter.step(other, 1, 1)
+        totals = meter.finish().totals
+    assert totals.wall_s == pytest.approx(5.75)
+    steps = [*first, *second]
+    assert totals.steps == 5
+    assert totals.model_s == pytest.approx(sum(one.model_s for one in steps) / 2)
+    assert totals.idle_s == pytest.approx(5.75 - sum(one.duration_s for one in steps) / 2)
+    assert totals.flops == sum(one.flops for one in steps)
+    rows = rows_of(tmp_path, STEPS).to_pylist()
+    assert [(row["engine"], row["replica"]) for row in rows] == [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
+    (phase,) = rows_of(tmp_path, PHASES).to_pylist()
+    assert phase["device_s"] == pytest.approx(totals.model_s)
+    assert phase["mfu"] == pytest.approx(totals.flops / (phase["engine_s"] * 2000.0))
 
 
 def test_without_peaks_nothing_is_claimed(tmp_path: Path, step: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.launch.backlog import DIVIDES_AT, Backlog, cut
+from batchinfer.plan.backlog import DIVIDES_AT, Backlog, cut
 from batchinfer.request import Request, SamplingParams
 
 

@@ -10,6 +10,10 @@ from batchinfer.request import Request
 
 # Both engines run a prefix that rows on both sides of a cut share: it may cost such a part of what is cut off.
 DIVIDES_AT = 8
+MOST_ROWS = 256  # that one of several engines is given at once
+# The fewer rows are left, the fewer are handed out at once: an engine's even share of them divided by this. So engines
+# end together, even if one is several times slower than another.
+PIECES_LEFT = 4
 
 
 class Backlog:
@@ -65,3 +69,28 @@ def _work(requests: Sequence[Request]) -> list[int]:
         for request, common in zip(requests, shared, strict=True)
     )
     return list(accumulate(each))
+
+
+def tokens_of(request: Request) -> int:
+    """Of its prompt, and of its answer, if that is as long as it may be."""
+    return len(request.prompt) + request.params.max_tokens
+
+
+def piece_rows(left: int, engines: int) -> int:
+    """Rows that one of so many engines is given at once, while so many are left."""
+    return max(1, min(MOST_ROWS, left // (PIECES_LEFT * engines)))
+
+
+def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
+    """What the first of so many engines gets of these requests, if all are equally fast."""
+    if engines == 1:
+        return list(requests)
+    backlog, loads = Backlog(), [0] * engines
+    shares: list[list[Request]] = [[] for _ in range(engines)]
+    backlog.append(requests)
+    while len(backlog):
+        piece = backlog.take(piece_rows(len(backlog), engines))
+        least = loads.index(min(loads))
+        shares[least] += piece
+        loads[least] += sum(map(tokens_of, piece))
+    return shares[0]

@@ -1,0 +1,214 @@
+"""Several engines share a job's work: the same rows, nothing lost, nothing twice, whatever dies or is signalled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import BatchInferError, JobFileError
+from batchinfer.pipeline import RunOptions
+from batchinfer.report.summary import PHASES
+from tests.batchinfer.test_pipeline import FAKE, people, run, table, write_job
+from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
+
+TWO = ("engine.data_parallel", "2")
+ROWS = 60
+PATIENCE_S = 60.0
+
+pytestmark = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) < 2,
+    reason="two engines need two cores",
+)
+
+
+def report(path: Path, name: str) -> list[dict[str, Any]]:
+    newest = sorted((path.parent / "out/res-report").glob(f"{name}-*.parquet"))[-1]
+    return list(pq.read_table(newest).to_pylist())
+
+
+@pytest.fixture
+def job(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sixty rows, five a step; what is computed is logged."""
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.06")
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("FAKE_ENGINE_STARTS", str(tmp_path / "starts"))
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    return write_job(tmp_path, model, people(ROWS), input={"path": "in.jsonl", "id": "id"})
+
+
+def computed(job: Path) -> Counter[str]:
+    return Counter((job.parent / "log").read_text().split())
+
+
+def test_two_engines_share_the_work_and_the_report_says_so(job: Path) -> None:
+    row = run(job, FAKE, TWO).row
+    assert len(table(job)) == ROWS
+    assert set(computed(job).values()) == {1}
+    steps, requests = report(job, "steps"), report(job, "requests")
+    assert {(one["engine"], one["replica"]) for one in steps} == {(0, 0), (1, 1)}
+    each = Counter(one["replica"] for one in requests)
+    assert each.total() == ROWS
+    assert min(each.values()) >= ROWS // 4
+    assert (row["replicas"], row["worker_restarts"], row["computed_requests"]) == (2, 0, ROWS)
+    walls = [
+        max(one["ended_s"] for one in steps if one["replica"] == n)
+        - min(one["started_s"] for one in steps if one["replica"] == n)
+        for n in (0, 1)
+    ]
+    assert row["engine_wall_s"] == pytest.approx(max(walls), rel=0.02)
+    assert row["model_s"] == pytest.approx(sum(one["model_s"] for one in steps) / 2)
+    assert row["model_s"] + row["overhead_s"] + row["idle_s"] == pytest.approx(row["engine_wall_s"])
+    assert sum(row[f"{name}_s"] or 0.0 for name in PHASES) == pytest.approx(row["wall_s"], rel=0.01)
+    parts = [row[f"wall_{part}_s"] for part in ("load", "input", "device", "host", "output")]
+    assert sum(parts) == pytest.approx(row["wall_s"], rel=0.01)
+    assert sum(one["engine_s"] for one in report(job, "buckets")) == pytest.approx(row["engine_wall_s"])
+    assert sum(one["device_s"] for one in report(job, "phases")) == pytest.approx(row["model_s"])
+
+
+@pytest.mark.parametrize("step", [0, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_engine_that_is_killed_costs_its_rows_in_work(
+    job: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "1")
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", str(step))
+    monkeypatch.setenv("FAKE_ENGINE_DIES_BY", str(int(signal.SIGKILL)))
+    row = run(job, FAKE, TWO).row
+    assert (row["exit_code"], row["worker_restarts"], row["computed_requests"]) == (0, 1, ROWS)
+    assert [one["custom_id"] for one in table(job)] == [one["id"] for one in people(ROWS)]
+    assert {one["status"] for one in table(job)} == {"ok"}
+    assert len(computed(job)) == ROWS
+    assert max(computed(job).values()) <= 2  # what was finished and not yet sent
+
+
+def test_when_all_engines_are_dead_the_run_fails_and_the_next_one_goes_on(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "99")
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "1")
+    monkeypatch.setenv("FAKE_ENGINE_DIES_BY", str(int(signal.SIGKILL)))
+    with pytest.raises(BatchInferError, match="the same command resumes the job") as caught:
+        run(job, FAKE, TWO)
+    assert caught.value.exit_code == 71
+    assert len((job.parent / "starts").read_bytes()) == 4  # each was started again once
+    (failed,) = report(job, "run")
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    row = run(job, FAKE, TWO).row
+    assert 0 < failed["computed_requests"] == row["reused_requests"]
+    assert len(table(job)) == ROWS
+
+
+def test_a_signal_ends_all_engines_and_the_next_run_goes_on(tmp_path: Path, model: Path) -> None:
+    job = write_job(tmp_path, model, people(400))
+    command = [sys.executable, "-m", "tests.fake_cli", "run", "job.yaml", "--set", "=".join(TWO)]
+    slow = environment(
+        FAKE_ENGINE_DELAY_S="0.3", FAKE_ENGINE_BATCH="10", FAKE_ENGINE_LOG=str(tmp_path / "log")
+    )
+    with subprocess.Popen(
+        command, cwd=tmp_path, text=True, start_new_session=True, env=slow, preexec_fn=hears_signals,
+        stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + PATIENCE_S
+        while not (tmp_path / "log").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        below = list(children(process.pid))
+        began = time.monotonic()
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            _, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 143, err
+    assert time.monotonic() - began < 20
+    assert len(below) >= 2
+    assert not alive(below)
+    again = run(job, FAKE, TWO).row
+    assert again["reused_requests"] > 0
+    assert len(table(job)) == 400
+    assert again["reused_requests"] + again["computed_requests"] == 400
+
+
+def test_more_engines_than_cores_are_refused_before_anything_is_read(job: Path) -> None:
+    with pytest.raises(JobFileError, match=r"200 engines need as many cores, and \d+ may be used"):
+        run(job, FAKE, ("engine.data_parallel", "200"))
+    with pytest.raises(JobFileError, match="2 engines need as many cores, and 1 may be used"):
+        run(job, FAKE, TWO, ("engine.threads", "1"))
+
+
+@pytest.mark.parametrize("deterministic", ["false", "true"])
+def test_real_engines_give_the_same_rows_as_one(tmp_path: Path, model: Path, deterministic: str) -> None:
+    """In float32, greedy; and sampled to the bit where bits are promised."""
+    found, rows = [], people(48)
+    for engines in ("1", "2"):
+        folder = tmp_path / engines
+        folder.mkdir()
+        sampling = {"max_tokens": 12, "ignore_eos": True} | (
+            {"temperature": 1.2, "logprobs": 2} if deterministic == "true" else {}
+        )
+        job = write_job(folder, model, rows, sampling=sampling, engine={"max_num_seqs": 8})
+        settings = (("engine.data_parallel", engines), ("engine.deterministic", deterministic))
+        row = run(job, RunOptions(), ("model.dtype", "float32"), *settings).row
+        assert (row["replicas"], row["rows_ok"]) == (int(engines), 48)
+        found.append(table(job))
+    assert found[0] == found[1]
+
+
+def test_a_real_engine_that_is_killed_changes_no_row(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for engines in ("1", "2"):
+        folder = tmp_path / engines
+        folder.mkdir()
+        job = write_job(
+            folder, model, people(48), sampling={"max_tokens": 12, "ignore_eos": True},
+            engine={"max_num_seqs": 8, "deterministic": True},
+        )  # fmt: skip
+        monkeypatch.setenv("DIED", str(folder / "died"))
+        factory = "tests.batchinfer.test_replicas:mortal" if engines == "2" else RunOptions().engine
+        row = run(job, RunOptions(engine=factory), ("engine.data_parallel", engines)).row
+        assert row["worker_restarts"] == int(engines) - 1
+        found.append(table(job))
+    assert found[0] == found[1]
+
+
+def mortal(*arguments: Any) -> Any:
+    """Builds a real engine; the one that is first to finish rows is killed at its next step."""
+    from batchinfer.engine import build as building
+
+    class Killed:
+        def __init__(self, engine: Any) -> None:
+            self._engine, self._finished = engine, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        def step(self) -> Any:
+            if self._finished and _first():
+                os.kill(os.getpid(), signal.SIGKILL)
+            output = self._engine.step()
+            self._finished += len(output.completions)
+            return output
+
+    built = building.build_engine(*arguments)
+    return building.BuiltEngine(Killed(built.engine), built.info, built.read_loads)  # type: ignore[arg-type]
+
+
+def _first() -> bool:
+    """Whether nobody was killed so far."""
+    try:
+        os.close(os.open(os.environ["DIED"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
