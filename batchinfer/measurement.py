@@ -16,12 +16,10 @@ from batchinfer.report.hardware import (
     Hardware,
     arithmetic_name,
     detect,
-    has_bf16_tiles,
     has_fast_bf16,
     nvidia_gpus,
     remember,
 )
-from batchinfer.resolve import linear_way
 from batchinfer.simulation.step_parts import TimedStep, fitted
 from batchinfer.simulation.step_time import HOST_ROW, HOST_STEP, host_line
 from batchinfer_kernels.arithmetic import Dtype, Quantization
@@ -78,9 +76,7 @@ def _step_times(
     from batchinfer.engine.calibration import calibrate
 
     try:
-        found = calibrate(
-            dtype, quantization, linear_way("cpu", dtype, quantization, False, has_bf16_tiles())
-        )
+        found = calibrate(dtype, quantization)
     except Unavailable:
         return  # without a C compiler there is no int8, for jobs neither
     parts = fitted([TimedStep(*step) for step in found.steps], peaks)

@@ -54,6 +54,7 @@ from batchinfer.job_forecast_text import plan_line
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
+from batchinfer.launch.operators import OperatorsBuild, operators_built
 from batchinfer.launch.places import worker_specs
 from batchinfer.launch.replica_pool import ReplicaPool
 from batchinfer.models.stored import StoredModel
@@ -101,8 +102,8 @@ def run_job(
     state = state_of(job)
     setup = check_setup(job, state, options.replace)
     openai = openai_file(job, options, state, whole)
-    with state.lock():
-        run = _Run(job, options, setup, state, openai, progress, interrupts, notice, watch)
+    with state.lock(), operators_built(setup.setting.device, notice, options.engine == ENGINE) as operators:
+        run = _Run(job, options, setup, state, openai, progress, interrupts, notice, watch, operators)
         with writing(run.report.folder, state.report_lock), run.reported(), interrupts.retold():
             return run.outcome()
 
@@ -140,6 +141,7 @@ class _Run:
     interrupts: Interrupts
     notice: Callable[[str], None]
     watch: Stopwatch
+    operators: OperatorsBuild
     report: RunReport = field(init=False)
     record: ProgressFile = field(init=False)
     message: str | None = None  # why the exit code is not 0
@@ -303,6 +305,7 @@ class _Run:
         return self._unreported(self._judged(manifest, ALREADY_PUBLISHED))
 
     def _ingest(self, context: bytes) -> Index:
+        self.operators.look()
         self.progress.phase("reading", self.job.input.limit)
         with self.report.timed("ingest_s"):
             for line in check_input(self.job, self.setup, self.state).warnings:
@@ -363,14 +366,13 @@ class _Run:
         meter = self.report.open_meter(self.setting.model_cost(self.checkpoint))
         if index.error_rows:
             self.progress.failed(dict(summarise_errors(index.index_parts).codes))
-        columns = self.setup.columns
+        columns, budget = self.setup.columns, budget.starting_at(index.error_rows)
         check = None if columns is None else AnswerCheck(columns, self.tokenizer)
-        collector = Collector(
-            store, meter, self.progress, budget.starting_at(index.error_rows), check, self.deadline
-        )
+        collector = Collector(store, meter, self.progress, budget, check, self.deadline)
         for line in self.checkpoint.notices:
             self.notice(line)
         self.progress.phase("loading model")
+        self.operators.needed()
         with (
             self.interrupts.deferred(),
             self.report.timed("close_s"),
@@ -393,6 +395,7 @@ class _Run:
                     worker_restarts=host.restarts,
                     duplicate_saved_tokens=collector.saved_tokens,
                     duplicate_saved_output_tokens=collector.saved_output_tokens,
+                    **self.operators.facts,
                 )
                 if self.deadline is not None:
                     self.report.note(**self.deadline.facts)
@@ -415,6 +418,7 @@ class _Run:
         while host.info is None and self.interrupts.pending is None:
             host.receive(0.1)
             self.progress.tick()
+            self.operators.look()
 
     def _draining(self, within_s: float) -> None:
         self.notice(

@@ -16,24 +16,18 @@ from batchinfer.job import Job
 from batchinfer.memory import available_memory
 from batchinfer.models.checkpoint import OWN
 from batchinfer.models.stored import StoredModel
-from batchinfer.report.hardware import (
-    Hardware,
-    detect,
-    has_bf16_tiles,
-    has_fast_bf16,
-    nvidia_gpus,
-    usable_gpus,
-)
-from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
+from batchinfer.report.hardware import Hardware, detect, has_fast_bf16, nvidia_gpus, usable_gpus
+from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
+from batchinfer_kernels.tiles import tile_grant
 
 # What the context of a work key says by leaving it out. These never change: a stored key would mean another value.
 _ABSENT: Mapping[str, Any] = {
     "quantization": "none",
-    "linear": "compiled",
     "deterministic": False,
     "block_size": "auto",
     "device": "cpu",
+    "tiles": False,
     "modelling": OWN,
     "columns": 0,
 }
@@ -50,7 +44,7 @@ class Setting:
     quantization: Quantization = "none"
     deterministic: bool = False
     block_size: int | Literal["auto"] = "auto"
-    linear: LinearWay = "compiled"
+    tiles: bool = False  # whether this CPU grants its matrix tiles
     replicas: int = 1  # engines that share the work
     gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
 
@@ -94,15 +88,17 @@ class Setting:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def _options(self) -> dict[str, Any]:
-        """What can change an answer and has a default. Blocks and a device's operators decide in what order is added,
-        which counts only where the bits are promised."""
+        """What can change an answer and has a default. Blocks, a device's operators and matrix tiles decide in what
+        order is added, which counts only where the bits are promised."""
         options: dict[str, Any] = {
             "quantization": self.quantization,
-            "linear": self.linear,
             "deterministic": self.deterministic,
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
+            options["tiles"] = (
+                self.tiles and self.dtype == "bfloat16"
+            )  # in float32 all sums are those of vectors
         return options
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
@@ -127,7 +123,7 @@ class Setting:
             peaks=self.peaks,
             quantization=self.quantization,
             deterministic=self.deterministic,
-            linear=self.linear,
+            tiles=self.tiles,
             logprobs=logprobs,
         )
 
@@ -155,9 +151,9 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         raise JobFileError(str(job.source), mistakes)
     length = job.model.max_model_len or positions
     chosen = job.model.quantization, job.engine.deterministic, job.engine.block_size
-    linear = linear_way(device, dtype, *chosen[:2], has_bf16_tiles())
     replicas, gpus = _replicas(job, device, hardware is None)
-    return Setting(device, dtype, length, hardware or detect(device), *chosen, linear, replicas, gpus)
+    tiles = runs_in_tiles(device)
+    return Setting(device, dtype, length, hardware or detect(device), *chosen, tiles, replicas, gpus)
 
 
 def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
@@ -214,17 +210,9 @@ def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
     return "bfloat16" if fast_bf16 else "float32"
 
 
-def linear_way(
-    device: Device, dtype: Dtype, quantization: Quantization, deterministic: bool, tiles: bool
-) -> LinearWay:
-    """Who multiplies the weights of linear layers on a CPU: a rule, since a stopwatch would give one machine several
-    arithmetics.
-
-    oneDNN has the CPU's matrix tiles (AMX), which the compiled operators lack: 0.5 to 2 TFLOP/s on two cores of a Xeon,
-    where AVX512_BF16 gives 0.45. On CPUs without tiles the compiled operators are as fast or faster at every shape.
-    """
-    wanted = device == "cpu" and dtype == "bfloat16" and quantization == "none" and not deterministic
-    return "onednn" if wanted and tiles else "compiled"
+def runs_in_tiles(device: Device) -> bool:
+    """Whether the operators will compute in the CPU's matrix tiles: where the system grants them."""
+    return device == "cpu" and tile_grant().given
 
 
 def _device() -> Device:

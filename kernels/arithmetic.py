@@ -9,7 +9,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # Of the codes of a byte that a KV cache may keep in place of values; see batchinfer_kernels.rope_store
 CacheDtype = Literal["int8", "float8_e4m3fn"]
 Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
-LinearWay = Literal["compiled", "onednn"]  # who multiplies the weights of linear layers on a CPU
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
 NO_TOKEN = -1  # in place of a token where a row's logits are not numbers
 # Of the clamped SwiGLU of gpt-oss (OpenAI, 2025); see batchinfer_kernels.gated_activation

@@ -29,8 +29,8 @@ from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import SHAPES, shape_config
 from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
-from batchinfer.report.hardware import has_bf16_tiles, has_fast_bf16
-from batchinfer.resolve import auto_dtype, linear_way
+from batchinfer.report.hardware import has_fast_bf16
+from batchinfer.resolve import auto_dtype, runs_in_tiles
 from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -106,7 +106,7 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
         threads=options.threads,
         quantization=quantization,
         deterministic=options.deterministic,
-        linear=linear_way(device, dtype, quantization, options.deterministic, has_bf16_tiles()),
+        tiles=runs_in_tiles(device),
     )
 
 

@@ -94,7 +94,7 @@ def load_model(
     device, dtype = _device(config), getattr(torch, config.dtype)
     threads = _set_threads(config)
     source = source or checkpoint_source(config.model)
-    arithmetic = Arithmetic(dtype, device, config.quantization, config.deterministic, config.linear)
+    arithmetic = Arithmetic(dtype, device, config.quantization, config.deterministic, config.tiles)
     ops = source.choose_ops(arithmetic)
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))

@@ -25,7 +25,7 @@ from batchinfer.models.dummy import DummyWeights
 from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import SHAPES
 from batchinfer.request import Request, SamplingParams
-from batchinfer_kernels.arithmetic import Dtype, LinearWay, Quantization
+from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 LONGEST = 1280  # tokens of a sequence
@@ -72,11 +72,11 @@ class Calibration:
     host: list[tuple[int, float]]
 
 
-def calibrate(dtype: Dtype, quantization: Quantization, linear: LinearWay) -> Calibration:
+def calibrate(dtype: Dtype, quantization: Quantization) -> Calibration:
     """On the CPU. Raises Unavailable where its operators lack this arithmetic."""
     found = Calibration([], [])
     for config in (_WIDE, _NARROW):
-        loaded = _loaded(config, dtype, quantization, linear)
+        loaded = _loaded(config, dtype, quantization)
         with loaded_for_good():
             found.steps.extend(_timed(loaded, parts) for parts in _steps())
             if config is _NARROW:
@@ -97,9 +97,7 @@ _WIDE = _shape(768, 2048, 12, 4, 3, 16_000)
 _NARROW = _shape(256, 640, 4, 2, 4, 2_048)
 
 
-def _loaded(
-    config: dict[str, Any], dtype: Dtype, quantization: Quantization, linear: LinearWay
-) -> LoadedModel:
+def _loaded(config: dict[str, Any], dtype: Dtype, quantization: Quantization) -> LoadedModel:
     spec = parse_config(config, {}, Path("calibration") / "config.json")
     source = ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
     settings = EngineConfig(
@@ -110,7 +108,6 @@ def _loaded(
         longest=LONGEST,
         kv_memory=KV_MEMORY,
         quantization=quantization,
-        linear=linear,
     )
     return load_model(settings, source)
 

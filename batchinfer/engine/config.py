@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
 # More rows share the reading of the weights; a CPU is bound by computing before that. An 8B Llama on an H100, simulated
@@ -47,7 +47,7 @@ class EngineConfig:
     peaks: Peaks | None = None  # of this engine, where several share a CPU
     quantization: Quantization = "none"
     deterministic: bool = False  # a row's numbers depend on nothing but the row
-    linear: LinearWay = "compiled"
+    tiles: bool = False  # whether the bits of a deterministic run on a CPU are those of matrix tiles
     logprobs: int | None = None  # the most log-probabilities a token that a row asks for; None: no row asks
 
 

@@ -24,7 +24,7 @@ from batchinfer.models.spec import Caches, ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
-from batchinfer_kernels.arithmetic import LinearWay, Quantization
+from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cost import ModelCost
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Arithmetic:
     device: torch.device
     quantization: Quantization = "none"
     deterministic: bool = False
-    linear: LinearWay = "compiled"
+    tiles: bool = False  # as in EngineConfig
 
     @property
     def weight_itemsize(self) -> int:
@@ -125,7 +125,7 @@ class ModelSource:
         """See Source."""
         attention, chosen = self.spec.attention, arithmetic
         place = (chosen.device, chosen.dtype, attention.group, attention.head_dim)
-        how = (chosen.quantization, chosen.deterministic, attention.kv_heads, chosen.linear)
+        how = (chosen.quantization, chosen.deterministic, attention.kv_heads, chosen.tiles)
         ops = choose_ops(*place, *how, attention.cache.latent)
         for cache in self.spec.caches:
             if cache is not None and not ops.holds(cache):

@@ -10,18 +10,21 @@ from subprocess import CalledProcessError
 import torch
 
 from batchinfer.errors import Unavailable
-from batchinfer.ops.cpu_linear import onednn_multiplies
 from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer.ops.interface import Ops
 from batchinfer.ops.torch_ops import TorchOps
-from batchinfer_kernels.arithmetic import LinearWay, Quantization
-from batchinfer_kernels.cpu.build import NoCompiler
+from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.compilers import NoCompiler
+from batchinfer_kernels.tiles import Grant, tile_grant
 
 _log = logging.getLogger(__name__)
 
 # What Triton's kernels were compiled for: bfloat16 in tensor cores, copies that do not wait
 LEAST_CAPABILITY = 80
+# What to do about matrix tiles
+_OTHER_KIND = "run it where the planning process runs, or on a CPU of that kind"
+_NEWER = "install gcc 11 or clang 12, or a newer one"
 # It builds its link to the driver when it is first asked
 NEEDS_OF_TRITON = "see that there are a driver, a C compiler (gcc or clang) and Python's headers"
 
@@ -42,22 +45,28 @@ def choose_ops(
     quantization: Quantization = "none",
     deterministic: bool = False,
     kv_heads: int = 1,
-    linear: LinearWay = "compiled",
+    tiles: bool = False,
     latent: bool = False,
 ) -> Ops:
     """Compiled operators on a CPU that has a compiler, Triton's on a GPU, for the dtypes and sizes that they cover;
     else torch's.
 
-    `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `linear` is who
-    multiplies weights on a CPU; `latent`: whether the cache keeps latents, of which `head_dim` is the size. Falling
-    back to torch's operators is logged, and `ops` in the report says it. Raises Unavailable where torch's would have to
-    do, and cannot: they neither quantise nor promise row-invariance.
+    `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `tiles`: whether
+    the bits that are promised are those of a CPU's matrix tiles, which are else used wherever they are granted;
+    `latent`: whether the cache keeps latents, of which `head_dim` is the size. Falling back to torch's operators is
+    logged, and `ops` in the report says it. Raises Unavailable where torch's would have to do, and cannot: they neither
+    quantise nor promise row-invariance.
     """
     wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
     wanted += ["engine.deterministic: true"] if deterministic else []
     sizes, arithmetic = (dtype, group, head_dim), (quantization, deterministic)
     if device.type == "cpu":
-        needed, found = "compiled CPU operators", _compiled(*sizes, quantization, linear, latent)
+        needed, found = (
+            "compiled CPU operators",
+            _compiled(
+                *sizes, quantization, latent, tiles if deterministic and dtype == torch.bfloat16 else None
+            ),
+        )
     else:
         needed, found = "Triton operators", _triton(*sizes, *arithmetic, kv_heads, latent)
     if isinstance(found, Ops):
@@ -74,18 +83,35 @@ def _compiled(
     group: int,
     head_dim: int,
     quantization: Quantization,
-    linear: LinearWay,
     latent: bool,
+    tiles: bool | None,
 ) -> Ops | Lacking:
+    """`tiles`: whether it has to be in matrix tiles; None: wherever they are granted."""
     if not CpuOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
-    if linear == "onednn" and not onednn_multiplies(dtype):
-        _log.warning("this torch has no oneDNN products in %s; compiled operators multiply", dtype)
-        linear = "compiled"
+    grant = tile_grant()
+    if tiles and not grant.given:
+        return Lacking(
+            f"the job's bits are those of matrix tiles; {grant.refusal or 'this CPU has none'}", _OTHER_KIND
+        )
     try:
-        return CpuOps(CompiledOperators(), group, quantization, linear, latent)
+        compiled = CompiledOperators(tiles="none" if tiles is False else None)
     except NoCompiler as error:
         return Lacking(str(error), "install one (apt install gcc)")
+    if tiles and not compiled.has_tiles:
+        return Lacking(
+            "the job's bits are those of matrix tiles, for which the C compiler is too old", _NEWER
+        )
+    _warn_of_tiles(grant, compiled.has_tiles or tiles is False)
+    return CpuOps(compiled, group, quantization, latent, dtype)
+
+
+def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:
+    """Says it where the CPU has tiles that are not used."""
+    if grant.refusal:
+        _log.warning("%s; matrix products are computed in vectors, which are slower", grant.refusal)
+    elif grant.given and not as_chosen:
+        _log.warning("the C compiler knows no matrix tiles (AMX), which would be faster; %s", _NEWER)
 
 
 def _not_covered(dtype: torch.dtype, group: int, head_dim: int) -> Lacking:

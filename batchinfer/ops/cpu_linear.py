@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from batchinfer.ops.interface import Head, Linear
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.packed import PackedWeight
-
-# The batch size that a weight is laid out for in oneDNN's format
-ONEDNN_ROWS = 128
 
 
 class CompiledLinear(Linear):
@@ -30,21 +26,3 @@ class CompiledHead(CompiledLinear, Head):
 
     def argmax(self, x: Tensor) -> Tensor:
         return self._compiled.argmax(x, self.weight)
-
-
-class OneDnnLinear(Linear):
-    """bfloat16, in oneDNN's own layout: torch's plain linear packs the weight anew at every call."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONEDNN_ROWS)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return y
-
-
-def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this torch has oneDNN's products of packed weights in `dtype` on this CPU."""
-    return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,4 +1,4 @@
-"""Operators for the CPU: compiled ones, and oneDNN's matrix products where the caller asks for them."""
+"""Compiled operators for the CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from torch import Tensor
 from batchinfer.models.spec import CacheSpec, LayerSpec
 from batchinfer.ops.cpu_experts import CompiledExperts, CompiledHeads, pack
 from batchinfer.ops.cpu_layer import CompiledLayer, ItemPlan
-from batchinfer.ops.cpu_linear import CompiledHead, CompiledLinear, OneDnnLinear
+from batchinfer.ops.cpu_linear import CompiledHead, CompiledLinear
 from batchinfer.ops.interface import (
     AttentionInputs,
     AttentionPlan,
     DecoderLayer,
     Experts,
     ExpertWeights,
-    GatedLinear,
     Head,
     HeadsLinear,
     LayerCache,
@@ -24,7 +23,7 @@ from batchinfer.ops.interface import (
     RopeTable,
 )
 from batchinfer.ops.torch_ops import TorchOps
-from batchinfer_kernels.arithmetic import LinearWay, Quantization
+from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
@@ -45,9 +44,8 @@ GATES: dict[Activation, Kind] = {
 class CpuOps(TorchOps):
     """`group` is the model's number of query heads a KV head; `latent`: whether what its cache keeps are latents.
 
-    `linear` says who multiplies bfloat16 and float32 weights, but for the head: its logits are float32, which oneDNN
-    would round to bfloat16. Compiled products give a row results that depend on that row alone, bit by bit, and so does
-    every other operator here.
+    Every operator gives a row results that depend on that row alone, bit by bit. `dtype`: what the model is computed
+    in, for the name of what is done.
     """
 
     name = "cpu"
@@ -57,12 +55,12 @@ class CpuOps(TorchOps):
         compiled: CompiledOperators,
         group: int,
         quantization: Quantization = "none",
-        linear: LinearWay = "compiled",
         latent: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._compiled, self._latent = compiled, latent
         self._group = _slice(group) if latent else group
-        self._quantization, self._way = quantization, linear
+        self._quantization, self._dtype = quantization, dtype
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
@@ -72,16 +70,14 @@ class CpuOps(TorchOps):
 
     @property
     def linear(self) -> str:
-        return "int8" if self._quantization == "int8" else self._way
+        way = "int8" if self._quantization == "int8" else "compiled"
+        tiles = self._compiled.has_tiles and (way == "int8" or self._dtype == torch.bfloat16)
+        return f"{way}, in tiles" if tiles else way
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        if self.linear == "onednn":
-            return OneDnnLinear(weight, bias)
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
-        if self.linear == "onednn":
-            return GatedLinear(self, self.pack_linear(weight, bias), activation)
         return CompiledLinear(self._compiled, self._packed(weight, bias, GATES[activation]))
 
     def pack_head(self, weight: Tensor) -> Head:

@@ -63,17 +63,14 @@ class TritonPlan(FixedPlan):
         self.shares = inputs.whole  # whether it was planned what sequences share
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        prefixes = self.plan.prefixes
-        if prefixes is None:
-            return ()
-        return prefixes.slots, len(prefixes.items), len(prefixes.members)
+    def sizes(self) -> tuple[object, ...]:
+        return self.plan.sizes
 
     def refill(self, other: FixedPlan) -> None:
         """The block tables stay where they are: who captures a step keeps them filled."""
         if not isinstance(other, TritonPlan):
             raise TypeError(f"{type(other).__name__} was not made by these operators")
-        self.plan.refill(other.plan)
+        self.plan = self.plan.refilled(other.plan)
 
 
 class LatentPlan(FixedPlan):
@@ -88,7 +85,7 @@ class LatentPlan(FixedPlan):
         self.sequences = rows.to(inputs.block_tables.device)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[object, ...]:
         return ()
 
     def refill(self, other: FixedPlan) -> None:
@@ -204,11 +201,11 @@ class TritonOps(Ops):
         if self._latent:
             return LatentPlan(inputs)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
-            return TritonPlan(beside.plan, inputs)
+            return TritonPlan(beside.plan.with_windows(windows), inputs)
         shared = self._shared(inputs, block_size)
         lens = (inputs.query_lens, inputs.context_lens)
         device = inputs.block_tables.device
-        plan = attention_plan.plan_attention(*lens, self._shape, device, shared)
+        plan = attention_plan.plan_attention(*lens, self._shape, device, shared, windows=windows)
         return TritonPlan(plan, inputs)
 
     def plan_captured(
@@ -224,14 +221,14 @@ class TritonOps(Ops):
         GraphOps."""
         if self._latent:
             return before or LatentPlan(inputs)
-        if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
-            return TritonPlan(beside.plan, inputs)
-        lens, device = (inputs.query_lens, inputs.context_lens), inputs.block_tables.device
+        alike = beside.plan if isinstance(beside, TritonPlan) else None
         if isinstance(before, TritonPlan):
-            return TritonPlan(before.plan.grown(inputs.context_lens), inputs)
-        shared = self._shared(inputs, block_size)
-        room = Room(longest, len(inputs.query_lens) * longest // 2, sharing=None)
-        plan = attention_plan.plan_attention(*lens, self._shape, device, shared, room)
+            return TritonPlan(before.plan.grown(inputs.context_lens, alike), inputs)
+        if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
+            return TritonPlan(beside.plan.with_windows(windows), inputs)
+        lens, device = (inputs.query_lens, inputs.context_lens), inputs.block_tables.device
+        shared, room = self._shared(inputs, block_size), Room(longest, sharing=None)
+        plan = attention_plan.plan_attention(*lens, self._shape, device, shared, room, windows)
         return TritonPlan(plan, inputs)
 
     def _shared(self, inputs: AttentionInputs, block_size: int) -> list[attention_plan.SharedPrefix]:

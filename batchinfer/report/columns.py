@@ -154,6 +154,11 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _seconds("ingest_s", "reading, rendering and tokenising"),
     _seconds("plan_s", "looking through what is stored, and planning"),
     _seconds("load_s", "starting the worker and loading the model"),
+    _seconds(
+        "operators_build_s",
+        "compiling the CPU operators, beside everything until the model is loaded; null where they were there",
+    ),
+    _seconds("operators_wait_s", "of `load_s`: while the operators were still being compiled"),
     _seconds("engine_s", "computing, as the parent process saw it"),
     _seconds("publish_s", "counting errors, joining and publishing the results"),
     _seconds("close_s", "storing the last answers, ending the worker, writing these tables"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from batchinfer.report import hardware
 from batchinfer.report.hardware import Hardware
 from batchinfer.sizes import size
+from batchinfer_kernels.tiles import Grant, tile_grant
 
 PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyarrow", "numpy", "triton")
 _FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
@@ -51,6 +52,7 @@ def _cpu(cache: Path) -> list[Fact]:
         Fact("cores", str(here.cores)),
         Fact("cpu flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none that matter"),
         Fact("fast bfloat16", "yes" if fast else "no: `dtype: auto` means float32 on this CPU"),
+        Fact("matrix tiles", tiles_text(tile_grant())),
         Fact("memory", _size(here.memory_bytes)),
         Fact("cpu peaks", peaks_text(here)),
         Fact("cpu steps", steps_text(here)),
@@ -82,6 +84,13 @@ def peaks_text(here: Hardware) -> str:
         return "unknown: run `batchinfer doctor --measure`"
     flops = ", ".join(f"{dtype} {_rate(value)}FLOP/s" for dtype, value in sorted(here.peak_flops.items()))
     return f"{flops}, memory {_rate(here.bandwidth)}B/s ({here.source})"
+
+
+def tiles_text(grant: Grant) -> str:
+    """One line: whether operators compute in the CPU's matrix tiles, or why they do not."""
+    if grant.given:
+        return "AMX, granted by the system"
+    return f"not used: {grant.refusal}" if grant.refusal else "none that are known"
 
 
 def steps_text(here: Hardware) -> str:

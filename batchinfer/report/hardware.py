@@ -262,11 +262,6 @@ def has_fast_bf16(cpuinfo: Path = _CPUINFO) -> bool:
     return not FAST_BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
-def has_bf16_tiles(cpuinfo: Path = _CPUINFO) -> bool:
-    """Whether the CPU multiplies bfloat16 in tiles (Intel's AMX)."""
-    return cpu_flags(cpuinfo) >= {"amx_tile", "amx_bf16"}
-
-
 def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
     if not cpuinfo.exists():
         return ""

@@ -65,6 +65,8 @@ class RunFacts:
     ingest_s: float | None = None
     plan_s: float | None = None
     load_s: float | None = None
+    operators_build_s: float | None = None
+    operators_wait_s: float | None = None
     engine_s: float | None = None
     publish_s: float | None = None
     close_s: float | None = None

@@ -17,17 +17,6 @@ typedef struct {
 } NAME(Job);
 
 typedef struct {
-    const REAL *q, *k_cache, *v_cache; /* q, out: (tokens, q_heads, dim) */
-    const Plan *plan;
-    float *state; /* (tokens, q_heads, dim_pad + LANES + 1); read and written where an item neither starts nor ends its rows */
-    REAL *out;
-    int64_t q_heads, kv_heads, dim, dim_pad, block_size, block_pad, window;
-    float scale;        /* of scores, times log2(e): exponentials are powers of 2 here */
-    float cap, within;  /* cap > 0: a product p of q and k becomes the score cap * tanh(p * within) before that */
-    const float *sinks; /* (q_heads,) scores without a value, or NULL */
-} NAME(Attention);
-
-typedef struct {
     float sum[MOST_ROWS * MAX_DIM] /* rows of dim_pad: no two at a stride that shares cache sets */, most[MOST_ROWS];
     float mass[MOST_ROWS * LANES]; /* lane by lane: they are added up at the end */
     REAL p[ROWS][PANEL];
@@ -315,11 +304,6 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
     NAME(put_down)(s, item, job->head, &work);
 }
 
-/* Jobs of a level, which threads take some at a time. */
-typedef struct {
-    int64_t taken, end, chunk;
-} NAME(Queue);
-
 INLINE NAME(Job) NAME(job_at)(const NAME(Attention) *s, int64_t at) {
     const Item *item = s->plan->items + at / s->kv_heads;
     return (NAME(Job)){item, s->plan->tables + item->sequence * s->plan->table_width, at % s->kv_heads};
@@ -345,7 +329,7 @@ static void NAME(work_64)(const NAME(Attention) *s, NAME(Queue) *queue) { NAME(w
 static void NAME(work_any)(const NAME(Attention) *s, NAME(Queue) *queue) { NAME(work)(s, queue, s->dim); }
 
 /* `queue` is the team's, empty. */
-TEAM void NAME(team_attention)(const NAME(Attention) *s, NAME(Queue) *queue) {
+TEAM_OF_UNITS void NAME(team_attention)(const NAME(Attention) *s, NAME(Queue) *queue) {
     for (int64_t level = 0; level < s->plan->levels; level++) {
 #pragma omp single
         {

@@ -1,21 +1,11 @@
-/* The operators of a decoder for bfloat16. */
-#include "operators.h"
+/* The operators of a decoder for bfloat16, but for attention. */
+#include "bfloat16.h"
 
-#define REAL bf16
-#define PAIR 2
-#define LOAD bf16_load
-#define STORE bf16_store
-#define LOADV load_bf16
-#define STOREV store_bf16
-#define ROUNDV round_bf16
-#define DOT dot_bf16
-#define EXP2 exp2_coarse
-#define NAME(base) base##_bf16
 #include "pointwise.h"
 #include "parts.h"
 #include "linear.h"
 #include "quantized_linear.h"
 #include "experts.h"
-#include "attention.h"
+#include "attention_types.h"
 #include "latent.h"
 #include "layer.h"

@@ -1,20 +1,32 @@
-"""Compiles the C operators for this very CPU, once, with the system's compiler: a process for each source file."""
+"""Compiles the C operators for this very CPU, once, with the system's compiler: as many source files at a time as there
+are cores."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
+from batchinfer_kernels.tiles import OPTIONS, TileWay, tile_grant
 
 FOLDER = Path(__file__).parent
-# The two dtypes take the same time: together, on two cores, half of what one file with both takes.
-SOURCES = tuple(FOLDER / name for name in ("float32.c", "bfloat16.c", "shared.c"))
+# The longest first, so that none is left to run alone at the end.
+SOURCES = tuple(
+    FOLDER / name
+    for name in ("attention_float32.c", "attention_bfloat16.c", "float32.c", "bfloat16.c", "shared.c")
+)
 # Not -ffast-math: it would assume that no NaN exists, which is how broken weights show, older compilers would make the
 # whole process flush denormals, and sums in another order for other numbers of rows would make a row's bits depend on
 # its neighbours. No contraction but where the code says so (`fused` in vector.h), for the same reason.
@@ -28,30 +40,39 @@ FLAGS = (
     "-std=gnu11",
     "-fPIC",
 )
-TIMEOUT_S = 300  # it takes half a minute on two idle cores, and several processes may build at once
+LOOK_S = 0.05  # how often to look whether another process has done building
 
 
-class NoCompiler(RuntimeError):
-    """There is no C compiler here, or it cannot build the operators; says which and why."""
-
-
-def load_library(cache: Path | None = None, options: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source. `options` are
-    flags beside those above.
+def load_library(cache: Path | None = None, tiles: TileWay | None = None) -> ctypes.CDLL:
+    """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source. `tiles`: what
+    products are computed in; None: the CPU's matrix tiles, if the system grants them.
 
     torch must have been imported: then both share one OpenMP runtime. Raises NoCompiler.
     """
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise NoCompiler("no C compiler (cc, gcc or clang) is installed")
-    folder = cache or cache_folder()
-    library = folder / f"ops-{_fingerprint(compiler, options)}.so"
-    if not library.exists():
-        _compile(compiler, library, options)
+    library = build_library(cache, tiles=tiles)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NoCompiler(f"{library} was built and cannot be loaded: {error}") from error
+
+
+def build_library(
+    cache: Path | None = None, compilers: Compilers | None = None, tiles: TileWay | None = None
+) -> Path:
+    """The file of the library, compiled if it is not there. Processes that build it at once wait for the first of them.
+    Raises NoCompiler."""
+    library = library_path(cache, tiles)
+    if not library.exists():
+        compilers = compilers or Compilers()
+        with _alone(library, compilers):
+            if not library.exists():
+                _compile(library, compilers, _flags(tiles))
+    return library
+
+
+def library_path(cache: Path | None = None, tiles: TileWay | None = None) -> Path:
+    """Where the library is kept, whether it is there or not. Raises NoCompiler."""
+    return (cache or cache_folder()) / f"ops-{_fingerprint(_compiler(), _flags(tiles))}.so"
 
 
 def cache_folder() -> Path:
@@ -60,45 +81,65 @@ def cache_folder() -> Path:
     return Path(base) / "batchinfer" / "kernels"
 
 
-def _compile(compiler: str, library: Path, options: tuple[str, ...]) -> None:
-    """Build aside, then rename: a build that was cut short is never loaded."""
+def _flags(tiles: TileWay | None) -> tuple[str, ...]:
+    return *FLAGS, *OPTIONS[tiles or tile_grant().way]
+
+
+def _compiler() -> str:
+    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        raise NoCompiler("no C compiler (cc, gcc or clang) is installed")
+    return found
+
+
+@contextmanager
+def _alone(library: Path, compilers: Compilers) -> Iterator[None]:
+    """While it lasts, no other process compiles this library. Raises NoCompiler."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
-            units = [
-                (compiler, *options, "-c", str(s), "-o", str(o))
-                for s, o in zip(SOURCES, objects, strict=True)
-            ]
-            with ThreadPoolExecutor(len(units)) as pool:
-                list(pool.map(_call, units))
-            built = Path(folder) / library.name
-            _call((compiler, "-shared", *map(str, objects), "-o", str(built), "-lm"))
-            os.replace(built, library)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoCompiler(f"{compiler} cannot build the operators: {error}") from error
+        with library.with_suffix(".lock").open("w") as lock:
+            while not _locked(lock):
+                compilers.check()
+                time.sleep(LOOK_S)
+            yield
+    except OSError as error:
+        raise NoCompiler(f"{library} cannot be built: {error}") from error
 
 
-def _call(command: tuple[str, ...]) -> None:
-    """Run the compiler with our flags and these arguments."""
-    compiler, *arguments = command
-    done = subprocess.run(
-        [compiler, *FLAGS, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    if done.returncode != 0:
-        raise NoCompiler(f"{compiler} cannot build the operators: {done.stderr.strip()[:500]}")
-
-
-def _fingerprint(compiler: str, options: tuple[str, ...]) -> str:
-    """What the library depends on: `-march=native` makes it good for this kind of CPU alone."""
+def _locked(lock: IO[str]) -> bool:
+    """Whether nobody else holds it; also where the file system has no locks: then each process builds for itself."""
     try:
-        version = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoCompiler(f"{compiler} does not run: {error}") from error
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
+    return True
+
+
+def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...]) -> None:
+    """Build aside, then rename: a build that was cut short is never loaded."""
+    command = (_compiler(), *flags)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
+        units = [(*command, "-c", str(s), "-o", str(o)) for s, o in zip(SOURCES, objects, strict=True)]
+        with ThreadPoolExecutor(_cores()) as pool:
+            list(pool.map(compilers.call, units))
+        built = Path(folder) / library.name
+        compilers.call((*command, "-shared", *map(str, objects), "-o", str(built), "-lm"))
+        os.replace(built, library)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+    """What the library depends on: `-march=native` makes it good for this kind of CPU alone."""
+    version = Compilers().call((compiler, "--version"))
     sources = [path.read_text() for path in (*SOURCES, *sorted(FOLDER.glob("*.h")))]
-    parts = (*sources, *FLAGS, *options, compiler, version, platform.machine(), _cpu())
+    parts = (*sources, *flags, compiler, version, platform.machine(), _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -30,13 +30,13 @@ from batchinfer_kernels.cpu.structures import (
     address,
     scoring,
 )
-from batchinfer_kernels.cpu.tiles import OPTIONS, TileWay, tile_grant
 from batchinfer_kernels.experts import Choice, check_choice
 from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.mask import check_mask
 from batchinfer_kernels.paged_attention import check_attention_extras
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.rope_store import check_pairs, check_rotary
+from batchinfer_kernels.tiles import TileWay
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 WORD_BYTES = 4
@@ -68,7 +68,7 @@ class CompiledOperators:
     knows them, or as `tiles` says. Raises NoCompiler."""
 
     def __init__(self, cache: Path | None = None, tiles: TileWay | None = None) -> None:
-        library = load_library(cache, OPTIONS[tiles or tile_grant().way])
+        library = load_library(cache, tiles)
         self.has_tiles = bool(_function(library, "has_tiles", [], _LONG)())
         self._pages = HugePages()
         self._columns = _function(library, "packed_columns", [_LONG, _LONG], _LONG)

@@ -1,22 +1,12 @@
-/* The operators of a decoder for float32. */
-#include "operators.h"
+/* The operators of a decoder for float32, but for attention. */
+#include "float32.h"
 
-#define REAL float
-#define PAIR 1 /* values a word */
-#define LOAD(x) (x)
-#define STORE(x) (x)
-#define LOADV load_f32
-#define STOREV store_f32
-#define ROUNDV round_f32
-#define DOT dot_f32
-#define EXP2 exp2_bounded
-#define NAME(base) base##_f32
 #include "pointwise.h"
 #include "parts.h"
 #include "linear.h"
 #include "quantized_linear.h"
 #include "experts.h"
-#include "attention.h"
+#include "attention_types.h"
 #include "latent.h"
 #include "layer.h"
 

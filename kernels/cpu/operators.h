@@ -1,5 +1,5 @@
-/* What every unit of the operators includes. Each dtype is a unit of its own, so that two compilers work side by side;
- * shared.c has what knows no dtype. Everything is computed in float. Semantics are those of the torch references beside
+/* What every unit of the operators includes. Each dtype has units of its own, of which the compilers work on as many side
+ * by side as there are cores; shared.c has what knows no dtype. Everything is computed in float. Semantics are those of the torch references beside
  * this folder. */
 #include "vector.h"
 #include "tiles.h"
@@ -11,5 +11,6 @@
 #define MOST_ROWS 48 /* queries of one KV head that pass over a tile of keys together: with it they fit an L1 of 32 KiB */
 #define PASSED INT32_MAX
 #define AHEAD 4 /* tokens between fetching the places of K and V and writing them */
+#define LEAST_TURNED 4 /* tokens whose keys are turned into the cache's order as a square */
 #define LOG2_E 1.44269504f
 #define SLACK 8.0f /* powers of two by which a weight of attention may exceed 1 */

@@ -9,29 +9,50 @@ INLINE vf NAME(add_lanes)(const REAL *x, const REAL *other, REAL *total) {
     return v;
 }
 
+INLINE Twin NAME(add_twin)(const REAL *x, const REAL *other, REAL *total) {
+    Twin v = NAME(load_twin)(x);
+    if (!other) return v;
+    Twin w = NAME(load_twin)(other);
+    NAME(store_twin)(total, (Twin){v.a + w.a, v.b + w.b});
+    return NAME(load_twin)(total);
+}
+
 /* The sum of the squares of x + other, which `total` receives; without `other`, of x. */
 INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_t width) {
-    vf squares[COLUMNS]; /* several, so that additions need not wait for one another */
+    Twin squares[COLUMNS / 2]; /* several, so that additions need not wait for one another */
     float rest = 0;
     int64_t i = 0;
-    for (int c = 0; c < COLUMNS; c++) squares[c] = splat(0.0f);
+    for (int c = 0; c < COLUMNS / 2; c++) squares[c] = (Twin){splat(0.0f), splat(0.0f)};
     for (; i + PANEL <= width; i += PANEL)
-        for (int c = 0; c < COLUMNS; c++) {
-            int64_t at = i + c * LANES;
-            vf v = NAME(add_lanes)(x + at, other ? other + at : NULL, total + at);
-            squares[c] = fused(v, v, squares[c]);
+        for (int c = 0; c < COLUMNS / 2; c++) {
+            int64_t at = i + c * 2 * LANES;
+            Twin v = NAME(add_twin)(x + at, other ? other + at : NULL, total + at);
+            squares[c] = (Twin){fused(v.a, v.a, squares[c].a), fused(v.b, v.b, squares[c].b)};
         }
+    for (int c = 0; c < COLUMNS / 2; c++) squares[c] = NAME(ordered_twin)(squares[c]);
     for (; i + LANES <= width; i += LANES) {
         vf v = NAME(add_lanes)(x + i, other ? other + i : NULL, total + i);
-        squares[0] = fused(v, v, squares[0]);
+        squares[0].a = fused(v, v, squares[0].a);
     }
     for (; i < width; i++) {
         REAL v = other ? STORE(LOAD(x[i]) + LOAD(other[i])) : x[i];
         if (other) total[i] = v;
         rest = fused_one(LOAD(v), LOAD(v), rest);
     }
-    for (int c = 1; c < COLUMNS; c++) squares[0] += squares[c];
-    return lane_sum(squares[0]) + rest;
+    vf all = squares[0].a + squares[0].b;
+    for (int c = 1; c < COLUMNS / 2; c++) all = all + squares[c].a + squares[c].b;
+    return lane_sum(all) + rest;
+}
+
+/* (offset + weight) * x * scale, rounded once. y may be x. */
+INLINE void NAME(scale_shifted)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float scale, float offset) {
+    int64_t i = 0;
+    for (; i + 2 * LANES <= width; i += 2 * LANES) {
+        Twin v = NAME(load_twin)(x + i), w = NAME(load_twin)(weight + i);
+        NAME(store_twin)(y + i, (Twin){v.a * scale * (offset + w.a), v.b * scale * (offset + w.b)});
+    }
+    for (; i + LANES <= width; i += LANES) STOREV(y + i, LOADV(x + i) * scale * (offset + LOADV(weight + i)));
+    for (; i < width; i++) y[i] = STORE(LOAD(x[i]) * scale * (offset + LOAD(weight[i])));
 }
 
 /* y = weight * round(x / rms(x)) for one row of values that were rounded already; with an offset,
@@ -41,9 +62,13 @@ INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t w
     float scale = 1.0f / sqrtf(squares / width + eps);
     int64_t i = 0;
     if (offset != 0) {
-        for (; i + LANES <= width; i += LANES) STOREV(y + i, LOADV(x + i) * scale * (offset + LOADV(weight + i)));
-        for (; i < width; i++) y[i] = STORE(LOAD(x[i]) * scale * (offset + LOAD(weight[i])));
+        NAME(scale_shifted)(x, weight, y, width, scale, offset);
         return;
+    }
+    for (; i + 2 * LANES <= width; i += 2 * LANES) {
+        Twin v = NAME(load_twin)(x + i), w = NAME(load_twin)(weight + i);
+        v = NAME(round_twin)((Twin){v.a * scale, v.b * scale});
+        NAME(store_twin)(y + i, (Twin){w.a * v.a, w.b * v.b});
     }
     for (; i + LANES <= width; i += LANES) STOREV(y + i, LOADV(weight + i) * ROUNDV(LOADV(x + i) * scale));
     for (; i < width; i++) y[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(x[i]) * scale)));
@@ -70,35 +95,63 @@ void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REA
     NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, eps, offset);
 }
 
+/* `kind` is a constant. */
+INLINE Twin NAME(gated)(Twin gate, Twin up, const int kind) {
+    Twin g = NAME(round_twin)((Twin){gate_factor(gate.a, kind), gate_factor(gate.b, kind)});
+    Twin u = NAME(round_twin)((Twin){up_factor(up.a, kind), up_factor(up.b, kind)});
+    return (Twin){g.a * u.a, g.b * u.b};
+}
+
+INLINE void NAME(gate_row)(const REAL *gate, const REAL *up, REAL *out, int64_t width, const int kind) {
+    int64_t i = 0, rest = width % (2 * LANES);
+    REAL some[2 * LANES] = {0}, others[2 * LANES] = {0};
+    for (; i + 2 * LANES <= width; i += 2 * LANES)
+        NAME(store_twin)(out + i, NAME(gated)(NAME(load_twin)(gate + i), NAME(load_twin)(up + i), kind));
+    if (!rest) return;
+    memcpy(some, gate + i, rest * sizeof(REAL)), memcpy(others, up + i, rest * sizeof(REAL));
+    NAME(store_twin)(some, NAME(gated)(NAME(load_twin)(some), NAME(load_twin)(others), kind));
+    memcpy(out + i, some, rest * sizeof(REAL));
+}
+
+INLINE void NAME(activate_row)(const REAL *x, REAL *out, int64_t width, const int kind) {
+    int64_t i = 0, rest = width % (2 * LANES);
+    REAL some[2 * LANES] = {0};
+    for (; i + 2 * LANES <= width; i += 2 * LANES) {
+        Twin v = NAME(load_twin)(x + i);
+        NAME(store_twin)(out + i, (Twin){gate_factor(v.a, kind), gate_factor(v.b, kind)});
+    }
+    if (!rest) return;
+    memcpy(some, x + i, rest * sizeof(REAL));
+    Twin v = NAME(load_twin)(some);
+    NAME(store_twin)(some, (Twin){gate_factor(v.a, kind), gate_factor(v.b, kind)});
+    memcpy(out + i, some, rest * sizeof(REAL));
+}
+
+/* A loop for each kind: a choice within it would cost more than what it chooses. */
+#define FOR_EACH_KIND(kind, call) \
+    switch (kind) { \
+        case GATED: call(GATED); break; \
+        case GELU_GATED: call(GELU_GATED); break; \
+        case CLAMPED_GATED: call(CLAMPED_GATED); break; \
+        default: call(EXACT_GELU_GATED); \
+    }
+
 /* y = gate_factor(gate) * up_factor(up); gate_up: (rows, 2 * width) */
 void NAME(gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width, int64_t kind) {
+#define GATE(kind) NAME(gate_row)(gate_up + row * 2 * width, gate_up + (row * 2 + 1) * width, y + row * width, width, kind)
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        const REAL *gate = gate_up + row * 2 * width, *up = gate + width;
-        REAL *out = y + row * width, some[LANES] = {0}, others[LANES] = {0};
-        for (int64_t i = 0; i < width; i += LANES) {
-            int64_t count = width - i < LANES ? width - i : LANES;
-            memcpy(some, gate + i, count * sizeof(REAL));
-            memcpy(others, up + i, count * sizeof(REAL));
-            STOREV(some, ROUNDV(gate_factor(LOADV(some), kind)) * ROUNDV(up_factor(LOADV(others), kind)));
-            memcpy(out + i, some, count * sizeof(REAL));
-        }
-    }
+    for (int64_t row = 0; row < rows; row++) FOR_EACH_KIND(kind, GATE)
+#undef GATE
 }
 
 /* y = the gate's factor of that kind, of (rows, width) values that have no up */
 void NAME(activate)(const REAL *x, REAL *y, int64_t rows, int64_t width, int64_t kind) {
+#define ACTIVATE(kind) NAME(activate_row)(x + row * width, y + row * width, width, kind)
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        REAL some[LANES] = {0};
-        for (int64_t i = 0; i < width; i += LANES) {
-            int64_t at = row * width + i, count = width - i < LANES ? width - i : LANES;
-            memcpy(some, x + at, count * sizeof(REAL));
-            STOREV(some, gate_factor(LOADV(some), kind));
-            memcpy(y + at, some, count * sizeof(REAL));
-        }
-    }
+    for (int64_t row = 0; row < rows; row++) FOR_EACH_KIND(kind, ACTIVATE)
+#undef ACTIVATE
 }
+#undef FOR_EACH_KIND
 
 /* How heads are normed and rotated. */
 typedef struct {
@@ -109,7 +162,13 @@ typedef struct {
 } NAME(Rotation);
 
 INLINE void NAME(rotate_adjacent)(const REAL *head, const float *cosine, const float *sine, REAL *out, int64_t pairs) {
-    for (int64_t i = 0; i < pairs; i++) {
+    int64_t i = 0;
+    for (; i + LANES <= pairs; i += LANES) {
+        Twin v = NAME(load_apart)(head + 2 * i);
+        vf c = load_f32(cosine + i), s = load_f32(sine + i);
+        NAME(store_apart)(out + 2 * i, (Twin){rotated_a(v.a, v.b, c, s), rotated_b(v.a, v.b, c, s)});
+    }
+    for (; i < pairs; i++) {
         float a = LOAD(head[2 * i]), b = LOAD(head[2 * i + 1]);
         out[2 * i] = STORE(fused_one(a, cosine[i], -(b * sine[i])));
         out[2 * i + 1] = STORE(fused_one(b, cosine[i], a * sine[i]));
@@ -120,8 +179,8 @@ INLINE void NAME(rotate_halves)(const REAL *head, const float *cosine, const flo
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
         vf a = LOADV(head + i), b = LOADV(head + i + half), c = load_f32(cosine + i), s = load_f32(sine + i);
-        STOREV(out + i, fused(a, c, -(b * s)));
-        STOREV(out + i + half, fused(b, c, a * s));
+        STOREV(out + i, rotated_a(a, b, c, s));
+        STOREV(out + i + half, rotated_b(a, b, c, s));
     }
     for (; i < half; i++) {
         float a = LOAD(head[i]), b = LOAD(head[i + half]);
@@ -147,15 +206,56 @@ INLINE void NAME(rotate)(const NAME(Rotation) *by, const REAL *head, const REAL 
     if (turned < dim) memcpy(out + turned, head + turned, (dim - turned) * sizeof(REAL));
 }
 
-/* K and V of one token and head into a block of the cache, laid out as attention.h says. */
+/* K and V of one token into a block of the cache. Of its words of V another thread may be writing the other halves. */
 INLINE void NAME(store_token)(const REAL *k, const REAL *v, REAL *k_block, REAL *v_block, int64_t place, int64_t dim,
-                        int64_t dim_pad, int64_t block_pad) {
+                              int64_t dim_pad, int64_t block_pad) {
     REAL *to = v_block + place / PAIR * dim_pad * PAIR + place % PAIR;
     for (int64_t w = 0; w < dim / PAIR; w++) memcpy(k_block + (w * block_pad + place) * PAIR, k + w * PAIR, 4);
     for (int64_t d = 0; d < dim; d++) to[d * PAIR] = v[d];
 }
 
-/* Fetches the lines that `store_token` will write for one head: each word of K lies in a line of its own. */
+/* K of `count` tokens, which are at consecutive places of one unit, into a block of the cache: LANES words of the head at
+ * once where that is worth it, each for all the tokens. `k` has LANES readable rows of MAX_DIM. */
+ONCE void NAME(store_keys)(const REAL *k, int64_t count, REAL *block, int64_t place, int64_t dim, int64_t block_pad) {
+    const int64_t stride = MAX_DIM / PAIR;
+    const int32_t *words = (const int32_t *)k;
+    int32_t *to = (int32_t *)block + place;
+    int64_t w = 0;
+    if (count >= LEAST_TURNED)
+        for (; w + LANES <= dim / PAIR; w += LANES) {
+            vi columns[LANES];
+            transpose(words + w, stride, columns);
+            for (int i = 0; i < LANES; i++) store_words(to + (w + i) * block_pad, columns[i], count);
+        }
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t at = w; at < dim / PAIR; at++) memcpy(to + at * block_pad + i, words + i * stride + at, 4);
+}
+
+/* V of two tokens that share words. */
+INLINE void NAME(store_pair)(const REAL *v, const REAL *other, REAL *to, int64_t dim) {
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        *(vi *)(to + d * PAIR) = paired((const uint16_t *)v + d, (const uint16_t *)other + d);
+    for (; d < dim; d++) to[d * PAIR] = v[d], to[d * PAIR + 1] = other[d];
+}
+
+/* V of those tokens, whose rows are `stride` values apart. Of words that one of them has alone, another thread may be
+ * writing the other halves. */
+ONCE void NAME(store_values)(const REAL *v, int64_t stride, int64_t count, REAL *block, int64_t place, int64_t dim,
+                             int64_t dim_pad) {
+    for (int64_t i = 0; i < count;) {
+        int both = PAIR == 2 && (place + i) % PAIR == 0 && i + 1 < count;
+        const REAL *row = v + i * stride;
+        REAL *to = block + (place + i) / PAIR * dim_pad * PAIR + (place + i) % PAIR;
+        if (both)
+            NAME(store_pair)(row, row + stride, to, dim);
+        else
+            for (int64_t d = 0; d < dim; d++) to[d * PAIR] = row[d];
+        i += 1 + both;
+    }
+}
+
+/* Fetches the lines that one token's K and V of one head will be written to: each word of K lies in a line of its own. */
 INLINE void NAME(fetch_token)(const REAL *k_block, const REAL *v_block, int64_t place, int64_t dim, int64_t dim_pad,
                               int64_t block_pad) {
     const REAL *v = v_block + place / PAIR * dim_pad * PAIR;
@@ -174,31 +274,55 @@ typedef struct {
     int64_t tokens, q_heads, kv_heads, dim, dim_pad, block_size, block_pad;
 } NAME(Heads);
 
-/* K and V of token t into the cache; lines of a token to come are fetched. */
-INLINE void NAME(store_heads)(const NAME(Heads) *a, int64_t t) {
+/* Fetches where K and V of a token to come will be stored, unless the token before it is stored there. */
+INLINE void NAME(fetch_ahead)(const NAME(Heads) *a, int64_t later, int64_t h) {
+    if (later >= a->tokens || a->slots[later] / LANES == a->slots[later - 1] / LANES) return;
+    int64_t block = a->slots[later] / a->block_size, place = a->slots[later] % a->block_size;
+    int64_t at = (block * a->kv_heads + h) * a->block_pad * a->dim_pad;
+    NAME(fetch_token)(a->k_cache + at, a->v_cache + at, place, a->dim, a->dim_pad, a->block_pad);
+}
+
+/* How many tokens from t on, before `end`, are stored at consecutive places of one unit. */
+INLINE int64_t NAME(run_from)(const NAME(Heads) *a, int64_t t, int64_t end) {
+    int64_t n = 1;
+    if (!a->kv_heads) return 1;
+    while (t + n < end && a->slots[t + n] == a->slots[t] + n && (a->slots[t + n] % a->block_size) % LANES) n++;
+    return n;
+}
+
+INLINE void NAME(store_run)(const NAME(Heads) *a, int64_t t, int64_t count) {
     int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size, size = a->block_pad * a->dim_pad;
-    int64_t later = t + AHEAD < a->tokens ? t + AHEAD : t, coming = a->slots[later];
-    int fetched = later > t && coming / LANES == a->slots[later - 1] / LANES; /* by the token before it */
+    REAL rotated[LANES * MAX_DIM] __attribute__((aligned(LINE)));
     for (int64_t h = 0; h < a->kv_heads; h++) {
-        int64_t at = (block * a->kv_heads + h) * size, there = (coming / a->block_size * a->kv_heads + h) * size;
-        REAL rotated[MAX_DIM];
-        if (!fetched)
-            NAME(fetch_token)(a->k_cache + there, a->v_cache + there, coming % a->block_size, a->dim, a->dim_pad,
-                              a->block_pad);
-        NAME(rotate)(&a->rotation, a->k + t * a->stride + h * a->dim, a->rotation.k_norm, a->positions[t], rotated, a->dim);
-        NAME(store_token)(rotated, a->v + t * a->stride + h * a->dim, a->k_cache + at, a->v_cache + at, place, a->dim,
-                          a->dim_pad, a->block_pad);
+        const REAL *k = a->k + t * a->stride + h * a->dim, *v = a->v + t * a->stride + h * a->dim;
+        int64_t at = (block * a->kv_heads + h) * size;
+        for (int64_t i = 0; i < count; i++) NAME(fetch_ahead)(a, t + i + AHEAD, h);
+        for (int64_t i = 0; i < count; i++)
+            NAME(rotate)(&a->rotation, k + i * a->stride, a->rotation.k_norm, a->positions[t + i], rotated + i * MAX_DIM,
+                         a->dim);
+        if (count == 1) {
+            NAME(store_token)(rotated, v, a->k_cache + at, a->v_cache + at, place, a->dim, a->dim_pad, a->block_pad);
+            continue;
+        }
+        NAME(store_keys)(rotated, count, a->k_cache + at, place, a->dim, a->block_pad);
+        NAME(store_values)(v, a->stride, count, a->v_cache + at, place, a->dim, a->dim_pad);
     }
 }
 
+/* Every thread takes a stretch of the tokens, run after run. */
 TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < a->tokens; t++) {
-        for (int64_t h = 0; h < a->q_heads; h++)
-            NAME(rotate)(&a->rotation, a->q + t * a->stride + h * a->dim, a->rotation.q_norm, a->positions[t],
-                         a->q_out + (t * a->q_heads + h) * a->dim, a->dim);
-        if (a->kv_heads) NAME(store_heads)(a, t);
+    int64_t me = omp_get_thread_num(), all = omp_get_num_threads(), end = a->tokens * (me + 1) / all, count;
+    for (int64_t t = a->tokens * me / all; t < end; t += count) {
+        count = NAME(run_from)(a, t, end);
+        for (int64_t i = 0; i < count; i++) {
+            const REAL *q = a->q + (t + i) * a->stride;
+            for (int64_t h = 0; h < a->q_heads; h++)
+                NAME(rotate)(&a->rotation, q + h * a->dim, a->rotation.q_norm, a->positions[t + i],
+                             a->q_out + ((t + i) * a->q_heads + h) * a->dim, a->dim);
+        }
+        if (a->kv_heads) NAME(store_run)(a, t, count);
     }
+#pragma omp barrier
 }
 
 void NAME(rope_store)(const NAME(Heads) *heads) {

@@ -2,34 +2,45 @@
  * dtype. Sums are exact integers, so a row's result depends on nothing but the row. Panels as in linear.h, four values
  * a word. Since sum((x + 128) w) = sum(x w) + 128 sum(w), each sum starts at -128 times its output's weights. */
 
-/* Codes of one row, its scale in return. A value that is not a number makes the scale one. */
+/* The greatest of a row's values without their signs: infinite, or no number, where one of them is. As integers, which
+ * have the order of the numbers. */
+INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs) {
+    vi tops = splat_word(0);
+    int64_t i = 0;
+    for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
+        Twin v = NAME(load_twin)(x + i);
+        tops = larger_word(larger_word(tops, (vi)v.a & 0x7fffffff), (vi)v.b & 0x7fffffff);
+    }
+    int32_t most = largest_word(tops), bits;
+    for (; i < inputs; i++) {
+        float size = fabsf(LOAD(x[i]));
+        memcpy(&bits, &size, 4);
+        most = bits > most ? bits : most;
+    }
+    float found;
+    memcpy(&found, &most, 4);
+    return found;
+}
+
+/* Codes of one row, its scale in return: no number where a value is none or infinite, and then codes mean nothing. */
 INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
-    float most = 0, bad = 0;
-    int64_t whole = inputs / LANES * LANES;
-    vf tops = splat(0.0f), strange = splat(0.0f);
-    for (int64_t i = 0; i < whole; i += LANES) {
-        vf v = LOADV(x + i), a = pick(v < 0.0f, -v, v);
-        tops = pick(a > tops, a, tops);
-        strange = fused(v, splat(0.0f), strange);
+    float most = NAME(greatest_size)(x, inputs), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
+    float shift = 12582912.0f + 128.0f; /* rounds to nearest, ties to even, and adds the zero point: the lowest byte */
+    int64_t i = 0;
+    for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
+        Twin v = NAME(load_twin)(x + i);
+        vi a = (vi)fused(v.a, splat(inverse), splat(shift)), b = (vi)fused(v.b, splat(inverse), splat(shift));
+        if (PAIR == 2)
+            store_halves((uint16_t *)(codes + i), (a & 0xff) | (b << 8)); /* a has the even values */
+        else
+            store_bytes(codes + i, a), store_bytes(codes + i + LANES, b);
     }
-    most = lane_max(tops), bad = lane_sum(strange);
-    for (int64_t i = whole; i < inputs; i++) {
-        float v = LOAD(x[i]), a = fabsf(v);
-        most = a > most ? a : most, bad += v * 0.0f;
-    }
-    float scale = most / 127.0f, inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        vf shifted = fused(LOADV(x + i), splat(inverse), splat(12582912.0f)); /* rounds to nearest, ties to even */
-        store_bytes(codes + i, ((vi)shifted & 0xff) ^ 0x80);
-    }
-    for (int64_t i = whole; i < inputs; i++) {
-        float shifted = fused_one(LOAD(x[i]), inverse, 12582912.0f);
-        int32_t bits;
-        memcpy(&bits, &shifted, 4);
-        codes[i] = (bits & 0xff) ^ 0x80;
+    for (; i < inputs; i++) {
+        float shifted = fused_one(LOAD(x[i]), inverse, shift);
+        memcpy(codes + i, &shifted, 1);
     }
     memset(codes + inputs, 0x80, padded(inputs) - inputs);
-    return scale + bad;
+    return most < INFINITY ? most / 127.0f : NAN;
 }
 
 /* Exact sums of `rows` (a constant) rows with one panel, scaled. */

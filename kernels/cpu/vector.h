@@ -33,7 +33,15 @@
 #define LINE 64 /* bytes of a cache line */
 #define TO_L2 2 /* the cache that a prefetch is for */
 #define INLINE static inline __attribute__((always_inline))
-#define TEAM static __attribute__((noinline)) /* what all threads of a team call together: compiled once for all callers */
+/* What all threads of a team call together: compiled once for all callers, those in other units where it is OF_UNITS. */
+#if defined(__clang__)
+#define APART __attribute__((noinline))
+#else
+#define APART __attribute__((noinline, noclone)) /* a copy for each constant argument is 7% of the compiler's time */
+#endif
+#define ONCE static APART /* its callers are then read faster */
+#define TEAM static APART
+#define TEAM_OF_UNITS APART __attribute__((visibility("hidden")))
 
 typedef uint16_t bf16;
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -66,6 +74,10 @@ INLINE float fused_one(float a, float b, float c) {
     return a * b + c;
 #endif
 }
+
+/* (a, b) turned by an angle. */
+INLINE vf rotated_a(vf a, vf b, vf cosine, vf sine) { return fused(a, cosine, -(b * sine)); }
+INLINE vf rotated_b(vf a, vf b, vf cosine, vf sine) { return fused(b, cosine, a * sine); }
 
 INLINE float bf16_load(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -110,6 +122,96 @@ INLINE void store_bytes(uint8_t *to, vi value) { /* each lane's lowest */
     *(vb *)to = __builtin_convertvector(value, vb);
 #endif
 }
+
+INLINE void store_halves(uint16_t *to, vi value) { /* each lane's lower one */
+#if LANES == 16
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)value));
+#else
+    *(vh *)to = __builtin_convertvector(value, vh);
+#endif
+}
+
+/* Twice LANES adjacent values of a row as two vectors, in the order that is cheapest to load: float32 one after the
+ * other, bfloat16 the even ones, which are the words' lower halves, and the odd ones. */
+typedef struct {
+    vf a, b;
+} Twin;
+
+/* Twice LANES values in order: the even ones, and the odd ones. */
+INLINE Twin apart(Twin t) {
+#if LANES == 16
+    __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    return (Twin){(vf)_mm512_permutex2var_ps((__m512)t.a, even, (__m512)t.b),
+                  (vf)_mm512_permutex2var_ps((__m512)t.a, odd, (__m512)t.b)};
+#else
+    float values[2 * LANES], halves[2][LANES];
+    memcpy(values, &t, sizeof t);
+    for (int i = 0; i < LANES; i++) halves[0][i] = values[2 * i], halves[1][i] = values[2 * i + 1];
+    memcpy(&t, halves, sizeof t);
+    return t;
+#endif
+}
+
+/* And back. */
+INLINE Twin in_order(Twin t) {
+#if LANES == 16
+    __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    return (Twin){(vf)_mm512_permutex2var_ps((__m512)t.a, low, (__m512)t.b),
+                  (vf)_mm512_permutex2var_ps((__m512)t.a, high, (__m512)t.b)};
+#else
+    float values[2 * LANES];
+    for (int i = 0; i < LANES; i++) values[2 * i] = t.a[i], values[2 * i + 1] = t.b[i];
+    memcpy(&t, values, sizeof t);
+    return t;
+#endif
+}
+
+INLINE Twin twin_of_words(vi words) { return (Twin){(vf)(words << 16), (vf)(words & (int32_t)0xffff0000)}; }
+
+/* To the nearest bfloat16, two a word. */
+INLINE vi words_of_twin(Twin t) {
+#if defined(__AVX512BF16__) && LANES == 16
+    static const int16_t halves[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)t.b, (__m512)t.a);
+    return (vi)_mm512_permutexvar_epi16(_mm512_loadu_si512(halves), rounded);
+#else
+    vi low = (vi)t.a, high = (vi)t.b, low_nan = (low & 0x7fffffff) > 0x7f800000, high_nan = (high & 0x7fffffff) > 0x7f800000;
+    low = (low + 0x7fff + ((low >> 16) & 1)) >> 16, high = high + 0x7fff + ((high >> 16) & 1);
+    low = (low_nan & 0x7fc0) | (~low_nan & low & 0xffff);
+    return low | (high_nan & 0x7fc00000) | (~high_nan & high & (int32_t)0xffff0000);
+#endif
+}
+
+/* Words of the values of two rows. */
+INLINE vi paired(const uint16_t *first, const uint16_t *second) {
+#if LANES == 16
+    __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)first));
+    __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)second));
+    return (vi)_mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+#else
+    return __builtin_convertvector(*(const vh *)first, vi) | __builtin_convertvector(*(const vh *)second, vi) << 16;
+#endif
+}
+
+INLINE Twin load_twin_f32(const float *from) { return (Twin){load_f32(from), load_f32(from + LANES)}; }
+INLINE Twin load_twin_bf16(const bf16 *from) { return twin_of_words(*(const vi *)from); }
+INLINE void store_twin_f32(float *to, Twin t) { store_f32(to, t.a), store_f32(to + LANES, t.b); }
+INLINE void store_twin_bf16(bf16 *to, Twin t) { *(vi *)to = words_of_twin(t); }
+INLINE Twin round_twin_f32(Twin t) { return t; }
+INLINE Twin round_twin_bf16(Twin t) { return twin_of_words(words_of_twin(t)); }
+
+/* A twin of that type as values in order. */
+INLINE Twin ordered_twin_f32(Twin t) { return t; }
+INLINE Twin ordered_twin_bf16(Twin t) { return in_order(t); }
+
+/* The even values, and the odd ones. */
+INLINE Twin load_apart_f32(const float *from) { return apart(load_twin_f32(from)); }
+INLINE Twin load_apart_bf16(const bf16 *from) { return load_twin_bf16(from); }
+INLINE void store_apart_f32(float *to, Twin t) { store_twin_f32(to, in_order(t)); }
+INLINE void store_apart_bf16(bf16 *to, Twin t) { store_twin_bf16(to, t); }
 
 INLINE vf round_f32(vf value) { return value; }
 
@@ -223,7 +325,52 @@ INLINE vf clamped_up(vf u) { return 1.0f + pick(u > 7.0f, splat(7.0f), pick(u < 
 /* tanh(x), off by less than 2e-7. */
 INLINE vf tanh_vector(vf x) { return 1.0f - 2.0f * reciprocal(1.0f + exp2_bounded(x * (2.0f * 1.44269504f))); }
 
+/* Words of LANES rows, which are `stride` words apart, column by column: the rows' first words, then their second. */
+INLINE void transpose(const int32_t *rows, int64_t stride, vi columns[LANES]) {
+#if LANES == 16
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows + i * stride);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++) { /* a[4 r + i]: in each quarter q the column 4 q + i of the rows 4 r to 4 r + 3 */
+        __m512i one = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), two = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+        __m512i three = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+        __m512i four = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+        columns[i] = (vi)_mm512_shuffle_i32x4(one, three, 0x88);
+        columns[8 + i] = (vi)_mm512_shuffle_i32x4(one, three, 0xdd);
+        columns[4 + i] = (vi)_mm512_shuffle_i32x4(two, four, 0x88);
+        columns[12 + i] = (vi)_mm512_shuffle_i32x4(two, four, 0xdd);
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) columns[j][i] = rows[i * stride + j];
+#endif
+}
+
+/* The first `count` lanes; no byte beyond them is written. */
+INLINE void store_words(int32_t *to, vi words, int64_t count) {
+#if LANES == 16
+    _mm512_mask_storeu_epi32(to, (__mmask16)((1u << count) - 1), (__m512i)words);
+#else
+    memcpy(to, &words, count * sizeof *to);
+#endif
+}
+
 INLINE float lane_sum(vf v) {
+#if LANES == 16 /* the same additions; GCC makes them of memory */
+    __m256 eight = _mm512_castps512_ps256((__m512)v);
+    eight = _mm256_add_ps(eight, _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v), 1)));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#endif
     float part[LANES];
     memcpy(part, &v, sizeof part);
     for (int step = LANES / 2; step; step /= 2)
@@ -238,6 +385,21 @@ INLINE vf larger(vf a, vf b) {
 #else
     return pick(a > b, a, b);
 #endif
+}
+
+INLINE vi larger_word(vi a, vi b) {
+#if LANES == 16
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    vi greater = a > b;
+    return (greater & a) | (~greater & b);
+#endif
+}
+
+INLINE int32_t largest_word(vi v) {
+    int32_t top = v[0];
+    for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
+    return top;
 }
 
 /* Whether any lane is greater than the bound, or no number. */

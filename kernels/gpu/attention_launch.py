@@ -99,14 +99,14 @@ def padded_dim(head_dim: int) -> int:
     return max(64, triton.next_power_of_2(head_dim))
 
 
-def choose_segment(total_context: int, kv_heads: int, device: torch.device) -> int:
+def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
     """How many keys one program should pass over, so that all programs together fill the GPU evenly.
 
-    `total_context`: keys of all sequences. A sequence longer than this is split. Rounded to a power of 2, so that few
-    steps differ in it.
+    `total_keys`: of all rows. A row with more than this is split: into segments of at most so many keys there are no
+    more of them than rows, and PROGRAMS_PER_PROCESSOR × processors / kv_heads.
     """
     programs = PROGRAMS_PER_PROCESSOR * processors(device)
-    return max(LEAST_SEGMENT, triton.next_power_of_2(-(-total_context * kv_heads // programs)))
+    return max(LEAST_SEGMENT, -(-total_keys * kv_heads // programs))
 
 
 def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:

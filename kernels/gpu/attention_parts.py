@@ -1,4 +1,4 @@
-"""Parts of attention kept until they are put together: which sequence has which, and where they lie."""
+"""Parts of attention kept until they are put together: which row has which, and where they lie."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from batchinfer_kernels.gpu.attention_launch import KVTiles, padded_dim, per_head
+from batchinfer_kernels.gpu.attention_launch import padded_dim, per_head
+from batchinfer_kernels.gpu.attention_splits import Splits
 from batchinfer_kernels.gpu.merge_state import merge_state_kernel
 
 
@@ -17,26 +18,14 @@ class Own:
     """What each of n rows passes over by itself, and how it is cut. A row is one query of one sequence."""
 
     contexts: Tensor  # (S,) int32: cached tokens of each sequence
-    longest: int  # a bound of them
-    window: int | None
-    segment: int  # keys
-    align: int  # a window's first key is rounded down to it
+    splits: Splits
     rows: Tensor | None = None  # (n, 2) int32: row of q, sequence; None: row i is the query of sequence i
     starts: Tensor | None = None  # (n,) int32: keys before it are shared with other rows; None: 0
     shared: Tensor | None = None  # (n,) int32: how many parts hold these; with `starts`
 
-    @property
-    def splits(self) -> int:
-        """The most segments that a row has."""
-        keys = self.longest if self.window is None else min(self.longest, self.window + self.align)
-        return max(1, -(-keys // self.segment))
-
-    def count(self, q: Tensor) -> int:
-        return len(q) if self.rows is None else len(self.rows)
-
-    def check(self, q: Tensor, block_tables: Tensor, tiles: KVTiles) -> None:
-        """Raises ValueError when lengths or segments do not fit."""
-        count = self.count(q)
+    def check(self, q: Tensor, block_tables: Tensor, window: int | None) -> None:
+        """Raises ValueError when lengths or splits do not fit."""
+        count = len(q) if self.rows is None else len(self.rows)
         sequences = count if self.rows is None else block_tables.shape[0]
         if self.contexts.dtype != torch.int32 or self.contexts.dim() != 1 or len(self.contexts) < sequences:
             lengths = f"{tuple(self.contexts.shape)} {self.contexts.dtype}"
@@ -49,24 +38,27 @@ class Own:
                 raise ValueError(f"{name} are {tuple(tensor.shape)} {tensor.dtype}, expected {shape} int32")
         if (self.starts is None) != (self.shared is None):
             raise ValueError("starts and shared come together")
-        if self.segment % tiles.keys or self.segment < 1:
-            raise ValueError(f"a segment of {self.segment} keys is not made of tiles of {tiles.keys}")
+        if len(self.splits.keys) != count or self.splits.window != window:
+            made = f"{len(self.splits.keys)} rows with a window of {self.splits.window}"
+            raise ValueError(f"splits are of {made}, for {count} with {window}")
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Attention of rows over parts of their keys, and the log2 of the softmaxes' sums."""
+    """Attention of rows over parts of their keys, and the log2 of the softmaxes' sums: first what rows share with
+    others, `slots` of each row, then their own, where `Splits.places` says."""
 
-    values: Tensor  # (n, slots, q_heads, D) float32
-    lses: Tensor  # (n, slots, q_heads) float32
-    first_own: int  # slots before it are shared with other rows
+    values: Tensor  # (n × slots + m, q_heads, D) float32
+    lses: Tensor  # (n × slots + m, q_heads) float32
+    slots: int
+    first_own: int  # n × slots
 
     @staticmethod
-    def of(q: Tensor, rows: int, shared: int, own: int) -> Parts:
+    def of(q: Tensor, rows: int, slots: int, own: int) -> Parts:
         """Room for them, not filled."""
-        shape = (rows, shared + own, q.shape[1])
+        shape = (rows * slots + own, q.shape[1])
         values = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
-        return Parts(values, torch.empty(shape, dtype=torch.float32, device=q.device), shared)
+        return Parts(values, torch.empty(shape, dtype=torch.float32, device=q.device), slots, rows * slots)
 
 
 def merge_parts(
@@ -79,9 +71,9 @@ def merge_parts(
     v_scale: Tensor | None,
 ) -> None:
     """Every row's shared parts, then its own, folded in this order into its row of `out` and `lse`."""
-    rows, _, heads, dim = parts.values.shape
+    heads, dim = parts.values.shape[1:]
     group = heads // kv_heads
-    merge_state_kernel[(rows, kv_heads)](
+    merge_state_kernel[(len(own.splits.keys), kv_heads)](
         parts_ptr=parts.values,
         lses_ptr=parts.lses,
         sinks_ptr=sinks,
@@ -90,28 +82,23 @@ def merge_parts(
         lse_ptr=lse,
         rows_ptr=own.rows,
         shared_ptr=own.shared,
-        contexts_ptr=own.contexts,
-        starts_ptr=own.starts,
-        stride_part=parts.values.stride(1),
-        stride_token=parts.values.stride(0),
+        places_ptr=own.splits.places,
+        stride_part=parts.values.stride(0),
+        stride_token=parts.slots * parts.values.stride(0),
         stride_head=dim,
-        lse_stride_part=parts.lses.stride(1),
-        lse_stride_token=parts.lses.stride(0),
+        lse_stride_part=heads,
+        lse_stride_token=parts.slots * heads,
         out_stride_token=out.stride(0),
         out_stride_head=out.stride(1),
         heads=heads,
         parts=0,
         first_own=parts.first_own,
-        segment=own.segment,
-        window=own.window or 0,
-        align=own.align,
         unit=1.0,
         D=dim,
         D_PAD=padded_dim(dim),
         GROUP=group,
         ROWS=triton.next_power_of_2(group),
         V_PER_HEAD=per_head(v_scale),
-        WINDOW=own.window is not None,
         num_warps=4,
         enable_fp_fusion=False,
     )

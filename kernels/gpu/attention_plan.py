@@ -6,8 +6,8 @@ pass over these together first, level after level (`SharedPrefix`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, moved, prefix_segment
+from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
 from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
@@ -64,33 +65,65 @@ class Room:
     """
 
     longest: int  # keys of a sequence
-    total_context: int  # about how many keys a step reads; how it is split depends on it
     sharing: tuple[int, int, int] | None = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """One step; see `plan_attention`. Sizes are plain ints: on them alone depends what is launched."""
+    """One step; see `plan_attention`. What is launched depends on sizes alone: `sizes`, and the room's."""
 
     items: Tensor | None  # of prefill; None: no chunks
     rows: Tensor | None  # (n, 2) int32: row of q, sequence of each single query; None: sequence i has row i
-    singles: int  # n
     contexts: Tensor  # (S,) int32
-    longest: int
-    own_context: int  # keys that single queries do not share
+    lengths: Ints = field(repr=False)  # (n,): contexts of the single queries
+    starts: Ints = field(repr=False)  # (n,): how many of these keys are shared
+    longest: int | None  # the room's; None: there is none
     prefixes: Prefixes | None
-    deterministic: bool
+    splitter: Splitter
+    splits: Mapping[int | None, Splits]  # of single queries, by window
 
-    def grown(self, context_lens: Sequence[int]) -> LaunchPlan:
+    @property
+    def singles(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def deterministic(self) -> bool:
+        return self.splitter.deterministic
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """What of a step in a room its launches depend on, beside the number of rows."""
+        p = self.prefixes
+        shared = () if p is None else (p.slots, len(p.items), len(p.members))
+        return (*shared, *[splits.sizes for splits in self.splits.values()])
+
+    def splits_of(self, window: int | None) -> Splits:
+        """Raises ValueError for a window that was not planned for."""
+        if window not in self.splits:
+            raise ValueError(f"the plan is for windows of {list(self.splits)}, not {window}")
+        return self.splits[window]
+
+    def with_windows(self, windows: Collection[int | None]) -> LaunchPlan:
+        """The plan of the same step for layers of these windows."""
+        if windows == self.splits.keys():
+            return self
+        known, whole = self.splits, (self.lengths, self.starts)
+        return replace(self, splits={w: known.get(w) or self.splitter.split(*whole, w) for w in windows})
+
+    def grown(self, context_lens: Sequence[int], beside: LaunchPlan | None = None) -> LaunchPlan:
         """The plan of a later step of the same sequences in the same Room: with other contexts, which still begin with
-        what they shared. It has the other tensors in common with this one."""
-        longest = max(context_lens)
-        if self.items is not None or longest > self.longest or len(context_lens) != len(self.contexts):
-            raise ValueError(f"contexts of up to {longest} do not grow out of {self._fixed()}")
-        return replace(self, contexts=moved(np.array(context_lens), self.contexts.device))
+        what they shared. It has the other tensors in common with this one, and the contexts with `beside`, another plan
+        of that step; its splits, too, as long as they serve."""
+        lengths = np.array(context_lens, np.int64)
+        fits = self.longest is not None and len(lengths) == len(self.lengths)
+        if not fits or lengths.max() > (self.longest or 0):
+            raise ValueError(f"contexts of up to {lengths.max()} do not grow out of {self._fixed()}")
+        contexts = moved(lengths, self.contexts.device) if beside is None else beside.contexts
+        splits = {w: self.splitter.grown(own, lengths, self.starts) for w, own in self.splits.items()}
+        return replace(self, contexts=contexts, lengths=lengths, splits=splits)
 
-    def refill(self, other: LaunchPlan) -> None:
-        """Copies another plan's tensors into this one's, which a captured graph reads.
+    def refilled(self, other: LaunchPlan) -> LaunchPlan:
+        """The other plan on this one's tensors, which a captured graph reads and which are overwritten.
 
         Raises ValueError where the graph would launch something else for the other plan: give both the same Room.
         """
@@ -99,16 +132,25 @@ class LaunchPlan:
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             if mine is not theirs:
                 mine.copy_(theirs, non_blocking=True)
+        splits = {w: replace(own, flat=self.splits[w].flat) for w, own in other.splits.items()}
+        return replace(
+            other,
+            items=self.items,
+            rows=self.rows,
+            contexts=self.contexts,
+            prefixes=self.prefixes,
+            splits=splits,
+        )
 
     def _fixed(self) -> tuple[object, ...]:
-        slots = None if self.prefixes is None else self.prefixes.slots
-        sizes = (self.singles, self.longest, self.own_context, slots, self.deterministic)
+        sizes = (self.singles, self.longest, self.deterministic, self.sizes)
         return (*sizes, self.items is None, *[tuple(t.shape) for t in self._tensors()])
 
     def _tensors(self) -> list[Tensor]:
         p = self.prefixes
         shared = () if p is None else (p.items, p.members, p.starts, p.shared)
-        return [t for t in (self.items, self.rows, self.contexts, *shared) if t is not None]
+        own = [splits.flat for splits in self.splits.values()]
+        return [t for t in (self.items, self.rows, self.contexts, *shared, *own) if t is not None]
 
 
 def plan_attention(
@@ -118,12 +160,14 @@ def plan_attention(
     device: torch.device | str,
     shared: Sequence[SharedPrefix] = (),
     room: Room | None = None,
+    windows: Collection[int | None] = (None,),
 ) -> LaunchPlan:
     """The plan of a step of S sequences, one chunk each, in order; context lengths count the chunk too.
 
     `shared`: of `find_shared`, or as the planner of the job knows it. Rounded down to `shape.unit`; of their sequences
-    those with a single query take part. `room`: the step is to be captured into a graph or replayed (`refill`); it then
-    has one query a sequence, and pads a batch with sequences of context 0. Copies to the device do not wait for it.
+    those with a single query take part. `room`: the step is to be captured into a graph or replayed (`refilled`); it
+    then has one query a sequence, and pads a batch with sequences of context 0. `windows`: of the layers that read the
+    plan. Copies to the device do not wait for it.
     Raises ValueError where shared prefixes do not nest, or do not fit their sequences or the room.
     """
     device = torch.device(device)
@@ -132,25 +176,30 @@ def plan_attention(
     longest = int(contexts[single].max(initial=0))
     if room is not None and (len(single) < len(lens) or longest > room.longest):
         raise ValueError(f"chunks of up to {lens.max()} and contexts of up to {longest} are not in {room}")
-    chunks = np.where(lens == 1, 0, lens)
-    items = None
-    if chunks.any():
-        starts = np.cumsum(lens) - lens
-        most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
-        items = prefill_items(chunks, contexts, most, device, starts)
     rows = None if len(single) == len(lens) else np.stack((np.cumsum(lens)[single] - 1, single), 1)
-    prefixes = _plan_prefixes(shared, lens, contexts, single, shape, device, room)
-    own_context = int(contexts[single].sum()) - prefixes[1]
+    prefixes, starts = _plan_prefixes(shared, lens, contexts, single, shape, device, room)
+    most = None if room is None else room.longest
+    splitter = Splitter(shape.kv_heads, device, shape.deterministic, most)
     return LaunchPlan(
-        items=items,
+        items=_chunks(lens, contexts, shape, device),
         rows=None if rows is None else moved(rows, device),
-        singles=len(single),
         contexts=moved(contexts, device),
-        longest=longest if room is None else room.longest,
-        own_context=own_context if room is None else room.total_context,
-        prefixes=prefixes[0],
-        deterministic=shape.deterministic,
+        lengths=contexts[single],
+        starts=starts,
+        longest=most,
+        prefixes=prefixes,
+        splitter=splitter,
+        splits={window: splitter.split(contexts[single], starts, window) for window in windows},
     )
+
+
+def _chunks(lens: Ints, contexts: Ints, shape: AttentionShape, device: torch.device) -> Tensor | None:
+    """Prefill's items, if there are chunks of several queries."""
+    chunks = np.where(lens == 1, 0, lens)
+    if not chunks.any():
+        return None
+    most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
+    return prefill_items(chunks, contexts, most, device, np.cumsum(lens) - lens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +221,8 @@ def _plan_prefixes(
     shape: AttentionShape,
     device: torch.device,
     room: Room | None,
-) -> tuple[Prefixes | None, int]:
-    """Prefixes, and how many keys rows share with others, a row at a time."""
+) -> tuple[Prefixes | None, Ints]:
+    """Prefixes, and how many keys each row shares with others."""
     starts, parts = np.zeros(len(single), np.int64), np.zeros(len(single), np.int64)
     spans = list(_spans(shared, lens, contexts, single, shape.unit))
     most = prefix_members(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
@@ -185,7 +234,7 @@ def _plan_prefixes(
         starts[rows], parts[rows] = end, parts[rows] + -(-(end - first) // segment)
     slots = int(parts.max(initial=0))
     if not levels and (room is None or not room.sharing or not room.sharing[0]):
-        return None, 0
+        return None, starts
     items, members = _items(levels, segment, most)
     if room is not None:
         needed = (slots, len(items), len(members))
@@ -195,7 +244,7 @@ def _plan_prefixes(
         items = np.concatenate([items, np.zeros((sizes[0] - len(items), 6), np.int64)])
         members = np.concatenate([members, np.zeros(sizes[1] - len(members), np.int64)])
     item, member, start, part = (moved(values, device) for values in (items, members, starts, parts))
-    return Prefixes(item, member, start, part, slots), int(starts.sum())
+    return Prefixes(item, member, start, part, slots), starts
 
 
 def _spans(

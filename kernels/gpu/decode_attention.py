@@ -1,8 +1,8 @@
 """Attention of one query a sequence over a paged KV cache, of any lengths in one launch.
 
-The query heads of a KV head are the rows of one tensor-core tile, padded to 16. A sequence longer than a segment is
-split among programs and put together by log-sum-exp (Flash-Decoding, Dao et al., 2023). Segments have a number of keys,
-not a share of the sequence: how one sequence is split does not depend on the others.
+The query heads of a KV head are the rows of one tensor-core tile, padded to 16. A program has a stretch of one
+sequence's keys, as a list on the device says (`attention_splits`); what a sequence has of several is put together by
+log-sum-exp (Flash-Decoding, Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from batchinfer_kernels.gpu.attention_core import (
     times,
 )
 from batchinfer_kernels.gpu.attention_launch import (
-    SEGMENT,
     Work,
     check_attention,
-    choose_segment,
     choose_tiles,
     kernel_arguments,
     per_head,
 )
 from batchinfer_kernels.gpu.attention_parts import Own, Parts, merge_parts
+from batchinfer_kernels.gpu.attention_splits import Splits
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, attend_prefixes
 
 
 @triton.jit
 def _decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
-    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the program
+    items_ptr,  # (m, 4) int32, of `Splits`
+    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
     contexts_ptr, starts_ptr,  # (S,), (n,) int32: keys [start, context) are passed over; starts None: from 0 on
     out_ptr, lse_ptr,
-    parts_ptr, part_lses_ptr,  # None: every sequence is one segment, and goes to out
+    parts_ptr, part_lses_ptr,  # None: every row is one item, and goes to out
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_table, out_stride_token,
-    out_stride_head, lse_stride_token, slots, first_own, heads,
-    scale, cap, window, segment, align,
+    out_stride_head, lse_stride_token, first_own, heads,
+    scale, cap, window, align,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
@@ -54,22 +54,21 @@ def _decode_attention_kernel(
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
         UNIT, q_stride_token, q_stride_head, stride_block, stride_head, stride_key
     )
-    index = tl.program_id(0).to(tl.int64)
+    item = items_ptr + tl.program_id(0).to(tl.int64) * 4
+    index = tl.load(item).to(tl.int64)
+    if index < 0:
+        return
     token, sequence = index, index
     if rows_ptr is not None:
         token = tl.load(rows_ptr + index * 2).to(tl.int64)
         sequence = tl.load(rows_ptr + index * 2 + 1).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     context = tl.load(contexts_ptr + sequence)
     start = 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + index)
-    first = own_begin(context, start, window, align, WINDOW) + split * segment
-    end = tl.minimum(first + segment, context)
-    if parts_ptr is not None:  # noqa: SIM102  known when compiled, the other is not
-        if first >= context:  # a shorter sequence has fewer segments
-            return
+    first = own_begin(context, start, window, align, WINDOW) + tl.load(item + 1)
+    end = tl.minimum(first + tl.load(item + 2), context)
     least = 0
     if WINDOW:
         least = tl.maximum(context - window, 0)
@@ -96,7 +95,7 @@ def _decode_attention_kernel(
     )  # fmt: skip
     part, lse = as_part(total, top, mass)
     if parts_ptr is not None:
-        slot = (index * slots + first_own + split) * heads + head
+        slot = (first_own + tl.load(item + 3).to(tl.int64)) * heads + head
         tl.store(parts_ptr + slot[:, None] * D + dim[None, :], part, mask=cells)
         tl.store(part_lses_ptr + slot, lse, mask=real)
     else:
@@ -117,7 +116,7 @@ def decode_attention(
     v_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    longest: int,
+    splits: Splits,
     scale: float,
     window: int | None = None,
     *,
@@ -127,9 +126,7 @@ def decode_attention(
     v_scale: Tensor | None = None,
     rows: Tensor | None = None,
     prefixes: Prefixes | None = None,
-    total_context: int | None = None,
     deterministic: bool = False,
-    segment: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -138,33 +135,27 @@ def decode_attention(
     q: (S, q_heads, D); block_tables: (S, max blocks) int32; context_lens: (S,) int32. A context of 0 gives zeros.
     Prepared once a step, and read in every layer: the two tensors, and
 
-    - `longest`: a bound of the contexts, and `total_context`, about their sum (S × longest if not given). What is
-      launched depends on these two alone, never on a length: captured into a graph with the longest context that it
-      will meet, the launch stays right while contexts grow; programs behind a sequence's end return at once.
+    - `splits`: how keys are split among programs, made for this window. What is launched depends on its sizes alone,
+      never on a length.
     - `rows`: (n, 2) int32, row of q and sequence of each query, where q holds more than one query a sequence, or other
       sequences' chunks. Other rows of `out` are left alone.
     - `prefixes`: keys that rows share (of `plan_attention`): read once for all; each row then starts behind them.
 
-    `segment`: keys that one program passes over, chosen from the sums if not given; constant where `deterministic`, in
-    which a row's bits depend on its own keys alone. `out`: like q; `lse`: (T, q_heads) float32; written if given.
+    `deterministic`: a row's bits depend on its own keys alone, with splits that are. `out`: like q; `lse`: (T, q_heads)
+    float32; written if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
     tiles = choose_tiles("deterministic" if deterministic else fast, q.dtype, q.shape[2])
-    count = len(q) if rows is None else len(rows)
-    if segment is None:
-        keys = count * min(longest, window or longest)
-        keys = keys if total_context is None else min(keys, total_context)
-        segment = SEGMENT if deterministic else choose_segment(keys, k_cache.shape[1], q.device)
-    align = segment if deterministic else tiles.keys
     shares = (None, None) if prefixes is None else (prefixes.starts, prefixes.shared)
-    own = Own(context_lens, longest, window, segment, align, rows, *shares)
-    own.check(q, block_tables, tiles)
+    own = Own(context_lens, splits, rows, *shares)
+    own.check(q, block_tables, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    count = len(splits.keys)
     if count == 0:
         return out
     slots = 0 if prefixes is None else prefixes.slots
-    parts = Parts.of(q, count, slots, own.splits) if slots or own.splits > 1 else None
+    parts = Parts.of(q, count, slots, splits.count) if slots or not splits.whole else None
     common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale)
     if prefixes is not None and parts is not None:
         attend_prefixes(prefixes, own, parts, *common, deterministic)
@@ -188,10 +179,11 @@ def attend_own(
 ) -> None:
     """Every row's own keys, to `parts`, or to `out` and `lse` where there are none."""
     heads = out.shape[1]
-    grid = (own.count(out), heads // arguments["GROUP"], own.splits)
+    grid = (own.splits.count, heads // arguments["GROUP"])
     _decode_attention_kernel[grid](
         v_scale_ptr=v_scale,
         sinks_ptr=sinks,
+        items_ptr=own.splits.items,
         rows_ptr=own.rows,
         contexts_ptr=own.contexts,
         starts_ptr=own.starts,
@@ -202,11 +194,9 @@ def attend_own(
         out_stride_token=out.stride(0),
         out_stride_head=out.stride(1),
         lse_stride_token=heads,
-        slots=1 if parts is None else parts.values.shape[1],
         first_own=0 if parts is None else parts.first_own,
         heads=heads,
-        segment=own.segment,
-        align=own.align,
+        align=own.splits.align,
         V_PER_HEAD=per_head(v_scale),
         SEGMENTED=deterministic,
         **arguments,

@@ -17,7 +17,6 @@ from batchinfer_kernels.gpu.attention_core import (
     fold,
     head_scale,
     initial_state,
-    own_begin,
 )
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, padded_dim
 from batchinfer_kernels.merge_state import check_merge_state
@@ -29,15 +28,13 @@ LOG2E = 1.4426950408889634
 def merge_state_kernel(
     parts_ptr, lses_ptr, sinks_ptr, v_scale_ptr, out_ptr, lse_ptr,
     rows_ptr,  # (T, 2) int32: row of out, sequence; None: both are the number of the token
-    shared_ptr, starts_ptr,  # (T,) int32: how many parts a token shares with others, and the keys that they hold
-    contexts_ptr,  # (sequences,) int32, which says how many own parts there are; None: every part is there
+    shared_ptr,  # (T,) int32: how many parts a token shares with others: its first ones; None: none
+    places_ptr,  # (T + 1,) int32: where its own lie, behind `first_own`; None: all are its own, and its first ones
     stride_part, stride_token, stride_head, lse_stride_part, lse_stride_token, out_stride_token, out_stride_head,
-    heads, parts,
-    first_own,  # parts before it are shared
-    segment, window, align,
+    heads,
+    parts, first_own,  # how many there are where there are no places; and where these count from
     unit,  # what makes the parts' log-sum-exps logarithms to base 2
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, V_PER_HEAD: tl.constexpr,
-    WINDOW: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -46,27 +43,26 @@ def merge_state_kernel(
     head = kv_head * GROUP + row
     real = (row < GROUP) & (head < heads)
     cells = real[:, None] & (dim < D)[None, :]
-    parts_ptr += token * stride_token
-    lses_ptr += token * lse_stride_token
     at = head[:, None] * stride_head + dim[None, :]
     total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
-    shared = 0
-    own = parts
-    sequence = token
-    if rows_ptr is not None:
-        sequence = tl.load(rows_ptr + token * 2 + 1).to(tl.int64)
-    if contexts_ptr is not None:
-        context = tl.load(contexts_ptr + sequence)
-        start = 0
-        if starts_ptr is not None:
-            start = tl.load(starts_ptr + token)
-            shared = tl.load(shared_ptr + token)
-        own = tl.cdiv(context - own_begin(context, start, window, align, WINDOW), segment)
+    shared = parts
+    own = 0
+    first_own = tl.cast(first_own, tl.int64)
+    if places_ptr is not None:
+        shared = 0
+        place = tl.load(places_ptr + token)
+        own = tl.load(places_ptr + token + 1) - place
+        first_own += place
+    if shared_ptr is not None:
+        shared = tl.load(shared_ptr + token)
     for index in range(0, shared + own):
-        slot = tl.where(index < shared, index, first_own + index - shared).to(tl.int64)
-        lse = tl.load(lses_ptr + slot * lse_stride_part + head, mask=real, other=float("-inf")) * unit
+        nth = tl.where(index < shared, index, index - shared + first_own)
+        row_of = tl.where(index < shared, token, 0)
+        lse_at = nth * lse_stride_part + row_of * lse_stride_token
+        lse = tl.load(lses_ptr + lse_at + head, mask=real, other=float("-inf")) * unit
         filled = cells & (lse != float("-inf"))[:, None]
-        part = tl.load(parts_ptr + slot * stride_part + at, mask=filled, other=0.0).to(tl.float32)
+        part_at = nth * stride_part + row_of * stride_token
+        part = tl.load(parts_ptr + part_at + at, mask=filled, other=0.0).to(tl.float32)
         total, top, mass = fold(total, top, mass, part, lse)
     out, lse = as_part(total, top, mass)
     out *= head_scale(v_scale_ptr, kv_head, V_PER_HEAD)
@@ -97,8 +93,7 @@ def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tupl
             lse_ptr=lse,
             rows_ptr=None,
             shared_ptr=None,
-            contexts_ptr=None,
-            starts_ptr=None,
+            places_ptr=None,
             stride_part=outs.stride(0),
             stride_token=outs.stride(1),
             stride_head=outs.stride(2),
@@ -109,16 +104,12 @@ def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tupl
             heads=heads,
             parts=parts,
             first_own=0,
-            segment=0,
-            window=0,
-            align=0,
             unit=LOG2E,
             D=dim,
             D_PAD=padded_dim(dim),
             GROUP=together,
             ROWS=triton.next_power_of_2(together),
             V_PER_HEAD=False,
-            WINDOW=False,
             num_warps=4,
             enable_fp_fusion=False,
         )

@@ -31,7 +31,8 @@ def paged_attention(
 ) -> Tensor:
     """As `paged_attention_reference`, with the lengths in `plan`, which `plan_attention` makes once a step.
 
-    Every layer of the step calls this with the same plan and block tables (S, max blocks) int32, whatever its window.
+    Every layer of the step calls this with the same plan, made for its window among others, and block tables (S, max
+    blocks) int32.
     Where the plan has no chunks it can be captured into a graph; give plan_attention a Room, keep the plan and the
     block tables where they are, and before each replay `refill` the one and copy into the other.
     `out`: like q; `lse`: (T, q_heads) float32; written if given. Raises ValueError for what the kernels do not cover.
@@ -58,7 +59,7 @@ def paged_attention(
         decode_attention(
             *places,
             plan.contexts,
-            plan.longest,
+            plan.splits_of(window),
             scale,
             window,
             soft_cap=soft_cap,
@@ -67,7 +68,6 @@ def paged_attention(
             v_scale=v_scale,
             rows=plan.rows,
             prefixes=plan.prefixes,
-            total_context=plan.own_context,
             deterministic=plan.deterministic,
             out=out,
             lse=lse,

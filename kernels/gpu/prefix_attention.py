@@ -115,12 +115,10 @@ def attend_prefixes(
 ) -> None:
     """Every group's queries over what they share, to `parts`. The grid has an item a program, padding included.
 
-    Raises ValueError when there are more items' columns than the kernel knows, or too few slots.
+    Raises ValueError when items have other columns than the kernel knows, or there are too few slots.
     """
-    if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.slots > parts.first_own:
-        raise ValueError(
-            f"items are {tuple(prefixes.items.shape)}, slots {prefixes.slots} > {parts.first_own}"
-        )
+    if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.slots > parts.slots:
+        raise ValueError(f"items are {tuple(prefixes.items.shape)}, slots {prefixes.slots} > {parts.slots}")
     if not len(prefixes.items):
         return
     tiles = choose_tiles("deterministic" if deterministic else "prefix", q.dtype, q.shape[2])
@@ -131,7 +129,7 @@ def attend_prefixes(
         contexts_ptr=own.contexts,
         parts_ptr=parts.values,
         part_lses_ptr=parts.lses,
-        slots=parts.values.shape[1],
+        slots=parts.slots,
         heads=q.shape[1],
         SEGMENTED=deterministic,
         **kernel_arguments(

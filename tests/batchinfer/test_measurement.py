@@ -22,7 +22,7 @@ from tests.batchinfer.engine.simulation import LLAMA_135M
 FOUND = MeasuredPeaks(None, {"float32": 1e9}, 1e9, 1e9, 0.0)
 
 
-def calibrated(dtype: str, quantization: str, linear: str) -> Calibration:
+def calibrated(dtype: str, quantization: str) -> Calibration:
     """Steps that take twice the time of their parts, and 1 ms of the host each."""
     if quantization == "int8":
         raise Unavailable("no compiler")

@@ -16,10 +16,10 @@ from batchinfer.job import Job, load_job
 from batchinfer.launch.messages import EnginePlace, WorkerSpec
 from batchinfer.launch.places import worker_specs
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.report.hardware import Gpu, Hardware, has_bf16_tiles, usable_gpus
-from batchinfer.resolve import Setting, linear_way, resolve
-from batchinfer_kernels.arithmetic import Device, Dtype, LinearWay, Quantization
+from batchinfer.report.hardware import Gpu, Hardware, usable_gpus
+from batchinfer.resolve import Setting, resolve
 from batchinfer_kernels.cost import Peaks
+from batchinfer_kernels.tiles import Grant
 from tests.checkpoints import make_checkpoint
 
 CPU = Hardware("Test CPU", "cpu", 2, None, {"bfloat16": 2e12, "int8": 4e12}, 3e10, "measured")
@@ -52,7 +52,6 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"device": "cuda"}, "030e37391d9b5e5c29566d575879117cb6d986466e74a8726483c0e1503f1d7d"),
     ({"quantization": "int8"}, "7bf3a5a043adab47a5621952d24cd7c00c7185b5f52dec292ef67e38d96a3020"),
-    ({"linear": "onednn"}, "484d9ab343e3acf9da3b0685da998b5917f4de1a0f48897dd2addae4858d6962"),
     ({"block_size": 16}, "030e37391d9b5e5c29566d575879117cb6d986466e74a8726483c0e1503f1d7d"),
     ({"deterministic": True}, "927ad270ac9d15238577fb00ca4edeb3583df9399aac56b16dd1a34173bff8d2"),
     (
@@ -111,41 +110,34 @@ def test_every_arithmetic_has_answers_of_its_own(checkpoint: Checkpoint) -> None
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "quantization", "deterministic", "tiles", "wanted"),
+    ("changes", "apart"),
     [
-        ("cpu", "bfloat16", "none", False, True, "onednn"),
-        ("cpu", "bfloat16", "none", False, False, "compiled"),
-        ("cpu", "bfloat16", "none", True, True, "compiled"),
-        ("cpu", "bfloat16", "int8", False, True, "compiled"),
-        ("cpu", "float32", "none", False, True, "compiled"),
-        ("cuda", "bfloat16", "none", False, True, "compiled"),
+        ({"deterministic": True}, True),
+        ({"deterministic": True, "quantization": "int8"}, True),  # attention is in tiles, too
+        ({"deterministic": True, "dtype": "float32"}, False),
+        ({}, False),
+        ({"quantization": "int8"}, False),
     ],
 )
-def test_who_multiplies_follows_from_the_kind_of_cpu(
-    device: Device,
-    dtype: Dtype,
-    quantization: Quantization,
-    deterministic: bool,
-    tiles: bool,
-    wanted: LinearWay,
+def test_the_bits_of_matrix_tiles_are_kept_apart(
+    checkpoint: Checkpoint, changes: dict[str, Any], apart: bool
 ) -> None:
-    assert linear_way(device, dtype, quantization, deterministic, tiles) == wanted
+    """Where bits are promised, and sums run in another order."""
+    contexts = {
+        replace(SETTING, **changes, tiles=tiles).context(checkpoint, "m", "t") for tiles in (False, True)
+    }
+    assert len(contexts) == (2 if apart else 1)
 
 
-@pytest.mark.parametrize("flags", ["avx2 amx_tile amx_bf16 amx_int8", "avx512f avx512_bf16"])
-def test_a_cpu_with_tiles_has_answers_of_its_own(
-    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, flags: str
+@pytest.mark.parametrize("given", [False, True])
+def test_tiles_are_used_where_they_are_granted(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, given: bool
 ) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"model name\t: Test CPU\nflags\t\t: {flags}\n\n")
-    monkeypatch.setattr(resolving, "has_bf16_tiles", lambda: has_bf16_tiles(cpuinfo))
-    setting = resolve(job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.device", "cpu")), checkpoint)
-    tiles = "amx_tile" in flags
-    assert setting.linear == ("onednn" if tiles else "compiled")
-    same = setting.context(checkpoint, "m", "t") == replace(
-        SETTING, max_model_len=setting.max_model_len
-    ).context(checkpoint, "m", "t")
-    assert same is not tiles
+    monkeypatch.setattr(resolving, "tile_grant", lambda: Grant(given))
+    setting = resolve(job_of(tmp_path, ("engine.device", "cpu")), checkpoint)
+    assert setting.tiles is given
+    assert setting.engine_config(job_of(tmp_path), 100).tiles is given
+    assert not resolving.runs_in_tiles("cuda")
 
 
 def test_the_size_of_blocks_counts_only_where_bits_do(checkpoint: Checkpoint) -> None:

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.cpu.tiles import TileWay
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
+from batchinfer_kernels.tiles import TileWay
 from tests.kernels.test_cpu_operators import DTYPES
 
 # Sums of a few hundred products of unit normals in float32, then one rounding to the stored type

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import accumulate
 
 import pytest
 import torch
+from torch import Tensor
 
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
+from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.cpu.structures import (
     Attention,
     ExpertsStructure,
@@ -182,6 +185,32 @@ def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
     assert torch.equal(compiled.rope(q.contiguous(), cos, sin, positions, norms[0], **how), got)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [20, 64, 80, 256])
+@pytest.mark.parametrize(("block_size", "first"), [(16, 0), (16, 13), (21, 5), (48, 31), (4, 1)])
+def test_tokens_at_consecutive_places_are_stored_as_they_are_one_by_one(
+    compiled, dtype, dim, block_size, first
+):
+    torch.manual_seed(dim + first)
+    tokens, heads, kv_heads = 37, 3, 2
+    fused = torch.randn(tokens, heads + 2 * kv_heads, dim).to(dtype)
+    slots, positions = torch.arange(first, first + tokens), torch.arange(tokens)
+    angles = torch.rand(tokens, dim // 2) * 6
+
+    def stored(steps: list[int]) -> list[Tensor]:
+        """Q, and the caches, of steps of so many tokens."""
+        shape = (-(-(first + tokens) // block_size), *compiled.cache_shape(kv_heads, block_size, dim))
+        caches, rotated = [torch.full(shape, 7.0).to(dtype) for _ in range(2)], []
+        for at in (slice(end - n, end) for n, end in zip(steps, accumulate(steps), strict=True)):
+            q, k, v = fused[at].split((heads, kv_heads, kv_heads), 1)
+            places = (*caches, block_size, slots[at])
+            rotated.append(compiled.rope_store(q, k, v, angles.cos(), angles.sin(), positions[at], *places))
+        return [torch.cat(rotated), *caches]
+
+    for one_by_one, together in zip(stored([1] * tokens), stored([3, 20, 14]), strict=True):
+        assert torch.equal(one_by_one, together)
+
+
 def test_rotating_what_does_not_fit_is_refused(compiled):
     cos, positions = torch.ones(4, 3), torch.zeros(2).long()
     for q in (
@@ -233,11 +262,11 @@ def test_what_does_not_fit_is_refused(compiled):
 
 def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "/nonexistent/cc")
-    with pytest.raises(build.NoCompiler, match="does not run"):
+    with pytest.raises(NoCompiler, match="does not run"):
         build.load_library(tmp_path)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(build.NoCompiler, match="no C compiler"):
+    with pytest.raises(NoCompiler, match="no C compiler"):
         build.load_library(tmp_path)
 
 
@@ -250,6 +279,6 @@ def test_a_build_is_kept_and_a_failed_one_is_not(monkeypatch, tmp_path):
     build.load_library(tmp_path)
     assert built.stat().st_mtime_ns == before
     monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
-    with pytest.raises(build.NoCompiler, match="cannot build"):
+    with pytest.raises(NoCompiler, match="cannot build"):
         build.load_library(tmp_path / "other")
     assert not list((tmp_path / "other").rglob("*.so"))

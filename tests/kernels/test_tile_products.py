@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.cpu.tiles import FLAGS, Grant, ask
 from batchinfer_kernels.quantized_linear import quantize_weight
+from batchinfer_kernels.tiles import FLAGS, Grant, ask
 from tests.kernels.c_units import assembled
 from tests.kernels.test_cpu_linear import GATES, operators
 from tests.kernels.test_cpu_operators import DTYPES

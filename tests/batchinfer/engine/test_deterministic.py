@@ -20,7 +20,7 @@ from batchinfer.engine.build import LoadedModel
 from batchinfer.errors import Unavailable
 from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer_kernels.arithmetic import Dtype, Quantization
-from batchinfer_kernels.cpu.build import NoCompiler
+from batchinfer_kernels.cpu.compilers import NoCompiler
 from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, different, load, run_alone
 from tests.checkpoints import kept_folder, make_checkpoint
 from tests.examples import examples

@@ -18,6 +18,7 @@ from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer.ops.interface import AttentionInputs, RopeTable
 from batchinfer.ops.torch_ops import TorchLinear, TorchOps
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from tests.kernels.test_cpu_linear import WAYS, operators
 
 HIDDEN, INNER, KV_HEADS, BLOCK, SHARED = 52, 70, 2, 16, 9
 
@@ -108,13 +109,14 @@ def run(layers, ops, inputs, blocks, spec, x):
     ),
     threads=st.integers(1, 2),
     copied=st.integers(0, BLOCK),
+    tiles=st.sampled_from(WAYS),
 )
 @settings(max_examples=60, deadline=None)
 def test_equals_the_operators_one_by_one(
-    seed, dtype, quantization, group, dim, biased, normed, window, gemma, lengths, threads, copied
+    seed, dtype, quantization, group, dim, biased, normed, window, gemma, lengths, threads, copied, tiles
 ):
     torch.manual_seed(seed)
-    ops = CpuOps(CompiledOperators(), group, quantization)
+    ops = CpuOps(operators(tiles), group, quantization)
     spec = layer_spec(group, dim, biased, normed, window, gemma=gemma)
     parts = [layer_parts(ops, spec, dtype) for _ in range(3)]
     inputs, blocks = step_inputs(lengths)

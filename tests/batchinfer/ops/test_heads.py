@@ -9,8 +9,8 @@ from batchinfer.ops import torch_ops
 from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer.ops.interface import Ops
 from batchinfer.ops.torch_ops import TorchOps
-from batchinfer_kernels.arithmetic import LinearWay
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.tiles import TileWay
 
 HIDDEN, VOCAB = 64, 300
 
@@ -23,11 +23,11 @@ def triton_ops() -> Ops:
     return TritonOps(AttentionShape(torch.bfloat16, 4, 2, 16))
 
 
-def compiled_ops(way: LinearWay) -> Ops:
-    return CpuOps(CompiledOperators(), 2, linear=way)
+def compiled_ops(tiles: TileWay | None = None) -> Ops:
+    return CpuOps(CompiledOperators(tiles=tiles), 2)
 
 
-@pytest.mark.parametrize("kind", ["torch", "compiled", "onednn", "triton"])
+@pytest.mark.parametrize("kind", ["torch", "compiled", "tiles", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_near_logits_of_great_magnitude_are_told_apart(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -36,8 +36,8 @@ def test_near_logits_of_great_magnitude_are_told_apart(
     monkeypatch.setattr(torch_ops, "WIDENED_VALUES", 7 * HIDDEN)
     ops = {
         "torch": TorchOps,
-        "compiled": lambda: compiled_ops("compiled"),
-        "onednn": lambda: compiled_ops("onednn"),
+        "compiled": compiled_ops,
+        "tiles": lambda: compiled_ops("emulated"),
     }
     head = (ops.get(kind) or triton_ops)().pack_head(weight := special_weight(dtype))
     x = torch.ones(9, HIDDEN, dtype=dtype)

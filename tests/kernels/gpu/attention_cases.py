@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.paged_attention import paged_attention_lse_reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -117,6 +119,13 @@ def coded(cache: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(dtype)
 
 
+def splits_of(contexts, case: Case, window=None, segment=None, deterministic=False, longest=None) -> Splits:
+    """Of single queries that share nothing. `longest`: of a graph."""
+    lengths = np.array(contexts, np.int64)
+    splitter = Splitter(case.k.shape[1], case.q.device, deterministic, longest)
+    return splitter.split(lengths, np.zeros_like(lengths), window, segment)
+
+
 def poisoned_like(q: Tensor) -> Tensor:
     return torch.full_like(q, float("nan"))
 
@@ -139,14 +148,15 @@ def launch_prefill(dtype, dim, group, block_size, window, soft_cap, codes, deter
     )
 
 
-def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, deterministic, longest) -> None:
+def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
+    """With one item a row, and with several."""
     from batchinfer_kernels.gpu.decode_attention import decode_attention
 
     case, extras = compiled_case(((1, 300),) * 2, dtype, dim, group, block_size, soft_cap, codes)
     lengths = torch.full((2,), 300, dtype=torch.int32)
-    decode_attention(
-        *case.tensors, lengths, longest, 0.1, window, **extras, deterministic=deterministic, segment=1024
-    )
+    for planned in (300, 3000):
+        splits = splits_of([planned] * 2, case, window, 512, deterministic)
+        decode_attention(*case.tensors, lengths, splits, 0.1, window, **extras, deterministic=deterministic)
 
 
 def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
@@ -155,7 +165,8 @@ def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, determ
 
     case, extras = compiled_case(((1, 1100), (1, 1100)), dtype, dim, group, block_size, soft_cap, codes)
     shape = AttentionShape(getattr(torch, dtype), 2 * group, 2, dim, deterministic)
-    plan = plan_attention(case.queries, case.contexts, shape, "cpu", [SharedPrefix([0, 1], 1024)])
+    prefixes = [SharedPrefix([0, 1], 1024)]
+    plan = plan_attention(case.queries, case.contexts, shape, "cpu", prefixes, windows=[window])
     paged_attention(*case.tensors, plan, 0.1, window, **extras)
 
 

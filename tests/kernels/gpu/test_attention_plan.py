@@ -27,7 +27,7 @@ def plan(query_lens, context_lens, shared=(), room=None, shape=SHAPE):
 def test_a_step_of_single_queries_needs_no_rows() -> None:
     found = plan([1, 1, 1], [5, 0, 9])
     assert (found.items, found.rows, found.prefixes) == (None, None, None)
-    assert (found.singles, found.longest, found.own_context) == (3, 9, 14)
+    assert (found.singles, found.lengths.tolist(), found.starts.tolist()) == (3, [5, 0, 9], [0, 0, 0])
     assert found.contexts.tolist() == [5, 0, 9]
     assert found.contexts.dtype == torch.int32
 
@@ -38,7 +38,7 @@ def test_chunks_and_single_queries_go_different_ways() -> None:
     assert found.items.tolist() == [[3, 36, 8, 82], [3, 4, 32, 50], [0, 0, 3, 0]]
     assert found.rows is not None
     assert found.rows.tolist() == [[3, 1], [44, 4]]
-    assert (found.singles, found.longest, found.own_context) == (2, 50, 51)
+    assert (found.singles, found.lengths.tolist()) == (2, [50, 1])
 
 
 def test_levels_are_cut_into_items_of_rows_and_keys(monkeypatch) -> None:
@@ -64,7 +64,8 @@ def test_levels_are_cut_into_items_of_rows_and_keys(monkeypatch) -> None:
 
 
 def test_own_keys_are_what_is_not_shared() -> None:
-    assert plan([1] * 5, [700] * 5, [SharedPrefix([0, 1, 2, 3], 300)]).own_context == 5 * 700 - 4 * 256
+    found = plan([1] * 5, [700] * 5, [SharedPrefix([0, 1, 2, 3], 300)])
+    assert found.splits_of(None).keys.tolist() == [444] * 4 + [700]
 
 
 def test_less_than_a_tile_or_one_query_is_not_shared() -> None:
@@ -91,22 +92,23 @@ def test_what_does_not_nest_is_refused() -> None:
 def test_what_does_not_fit_into_a_room_is_refused() -> None:
     shared = [SharedPrefix([0, 1], 256)]
     with pytest.raises(ValueError, match="chunks of up to 2"):
-        plan([1, 2], [9, 9], room=Room(100, 100))
+        plan([1, 2], [9, 9], room=Room(100))
     with pytest.raises(ValueError, match="contexts of up to 101"):
-        plan([1, 1], [9, 101], room=Room(100, 100))
+        plan([1, 1], [9, 101], room=Room(100))
     with pytest.raises(ValueError, match="are not in Room"):
-        plan([1, 1], [300, 300], shared, room=Room(300, 600, sharing=(1, 1, 1)))
+        plan([1, 1], [300, 300], shared, room=Room(300, sharing=(1, 1, 1)))
     with pytest.raises(ValueError, match="are not in Room"):
-        plan([1, 1], [300, 300], shared, room=Room(300, 600))
+        plan([1, 1], [300, 300], shared, room=Room(300))
 
 
 def test_only_a_plan_of_the_same_sizes_is_refilled() -> None:
-    found = plan([1, 1], [9, 5], room=Room(20, 40))
-    found.refill(plan([1, 1], [10, 20], room=Room(20, 40)))
-    assert found.contexts.tolist() == [10, 20]
-    for other in (plan([1, 1], [9, 9]), plan([1] * 3, [9] * 3, room=Room(20, 40)), plan([1, 3], [9, 9])):
+    found = plan([1, 1], [9, 5], room=Room(20))
+    later = found.refilled(plan([1, 1], [10, 20], room=Room(20)))
+    assert later.contexts is found.contexts
+    assert (found.contexts.tolist(), later.lengths.tolist()) == ([10, 20], [10, 20])
+    for other in (plan([1, 1], [9, 9]), plan([1] * 3, [9] * 3, room=Room(20)), plan([1, 3], [9, 9])):
         with pytest.raises(ValueError, match="does not run"):
-            found.refill(other)
+            found.refilled(other)
 
 
 def tables_of(*rows) -> np.ndarray:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchinfer_kernels.gpu import attention_launch, attention_splits
 from batchinfer_kernels.gpu.decode_attention import decode_attention
-from tests.kernels.gpu.attention_cases import DTYPES, assert_near, left_behind, paged_case, poisoned_like
+from tests.kernels.gpu.attention_cases import (
+    DTYPES,
+    assert_near,
+    left_behind,
+    paged_case,
+    poisoned_like,
+    splits_of,
+)
 
 LENGTHS = (0, 1, 15, 16, 17, 64, 129, 300)
 
@@ -15,14 +23,14 @@ def case_of(lengths=LENGTHS, *arguments, **options):
     return paged_case([(1, n) for n in lengths], *arguments, **options)
 
 
-def check(case, scale=0.2, window=None, longest=None, **extras) -> None:
-    device = case.q.device
+def check(case, scale=0.2, window=None, segment=None, longest=None, planned=None, **extras) -> None:
+    """`longest`: as a graph for contexts of up to so many keys has it; `planned`: contexts before they grew."""
+    device, contexts = case.q.device, planned or case.contexts
     out, lse = poisoned_like(case.q), torch.full(case.q.shape[:2], float("nan"), device=device)
     lengths = torch.tensor(case.contexts, dtype=torch.int32, device=device)
-    longest = max(case.contexts) if longest is None else longest
-    decode_attention(
-        *case.tensors, lengths, longest, scale, window, out=out, lse=lse, **case.scales, **extras
-    )
+    deterministic = extras.get("deterministic", False)
+    splits = splits_of(contexts, case, window, segment, deterministic, longest)
+    decode_attention(*case.tensors, lengths, splits, scale, window, out=out, lse=lse, **case.scales, **extras)
     known = {k: v for k, v in extras.items() if k in ("soft_cap", "sinks")}
     wanted, wanted_lse = reference(case, scale, window, **known)
     assert_near(out, wanted, case.q.dtype)
@@ -51,10 +59,20 @@ def test_lengths_of_all_kinds_share_a_launch(dtype, segment, device) -> None:
     check(case_of(dtype=dtype, device=device), segment=segment)
 
 
-def test_programs_behind_the_longest_sequence_do_nothing(device) -> None:
-    """So that what was captured for a long context runs short ones: the tables end long before."""
-    check(case_of(device=device), longest=1000, segment=64)
-    check(case_of((0, 1, 3), device=device), longest=1000, segment=256)
+def test_items_that_a_graph_has_too_many_do_nothing(device, monkeypatch) -> None:
+    for module in (attention_launch, attention_splits):
+        monkeypatch.setattr(module, "PROGRAMS_PER_PROCESSOR", 24)
+    monkeypatch.setattr(attention_launch, "LEAST_SEGMENT", 64)
+    case = case_of(device=device)
+    splits = splits_of(case.contexts, case, longest=1000)
+    assert sorted(splits.items[:, 0].tolist()) == [*[-1] * 7, 1, 2, 3, 4, 5, *[6] * 3, *[7] * 5]
+    check(case, longest=1000)
+    check(case_of((0, 1, 3), device=device), longest=1000)
+
+
+def test_a_row_that_has_grown_is_read_to_its_end(device) -> None:
+    for window in (None, 70):
+        check(case_of((0, 3, 70, 300), device=device), window=window, segment=64, planned=(0, 1, 65, 129))
 
 
 @pytest.mark.parametrize("window", [1, 16, 40, 200])
@@ -106,8 +124,9 @@ def test_rows_choose_queries_and_sequences(device) -> None:
     lengths = torch.tensor(case.contexts, dtype=torch.int32, device=device)
     wanted, wanted_lse = case.reference(0.2)
     for segment in (64, 256):
+        splits = splits_of((100, 30), case, segment=segment)
         out, lse = poisoned_like(case.q), torch.full(case.q.shape[:2], float("nan"), device=device)
-        decode_attention(*case.tensors, lengths, 100, 0.2, rows=rows, segment=segment, out=out, lse=lse)
+        decode_attention(*case.tensors, lengths, splits, 0.2, rows=rows, out=out, lse=lse)
         assert_near(out[[3, 6]], wanted[[3, 6]], torch.float32)
         assert_near(lse[[3, 6]], wanted_lse[[3, 6]], torch.float32)
         assert out[[0, 1, 2, 4, 5]].isnan().all()
@@ -116,22 +135,25 @@ def test_rows_choose_queries_and_sequences(device) -> None:
 def test_no_sequences(device) -> None:
     case = paged_case(((0, 4),), device=device)
     lengths = torch.zeros(0, dtype=torch.int32, device=device)
-    assert decode_attention(*case.tensors, lengths, 0, 1.0).shape == (0, 4, 64)
+    assert decode_attention(*case.tensors, lengths, splits_of((), case), 1.0).shape == (0, 4, 64)
 
 
 def test_what_does_not_fit_is_refused(device) -> None:
     case = case_of((9, 20), device=device)
     lengths = torch.tensor(case.contexts, dtype=torch.int32, device=device)
+    splits = splits_of(case.contexts, case)
     for wrong in (lengths.long(), lengths[:1]):
         with pytest.raises(ValueError, match="lengths are"):
-            decode_attention(*case.tensors, wrong, 20, 1.0)
+            decode_attention(*case.tensors, wrong, splits, 1.0)
     with pytest.raises(ValueError, match="rows are"):
-        decode_attention(*case.tensors, lengths, 20, 1.0, rows=lengths[:, None])
-    with pytest.raises(ValueError, match="tiles of"):
-        decode_attention(*case.tensors, lengths, 20, 1.0, segment=33)
+        decode_attention(*case.tensors, lengths, splits, 1.0, rows=lengths[:, None])
+    with pytest.raises(ValueError, match="window of None, for 2 with 7"):
+        decode_attention(*case.tensors, lengths, splits, 1.0, 7)
+    with pytest.raises(ValueError, match="1 rows"):
+        decode_attention(*case.tensors, lengths, splits_of((9,), case), 1.0)
     case.table = case.table[:1]
     with pytest.raises(ValueError, match="1 block tables"):
-        decode_attention(*case.tensors, lengths, 20, 1.0)
+        decode_attention(*case.tensors, lengths, splits, 1.0)
 
 
 @pytest.mark.slow

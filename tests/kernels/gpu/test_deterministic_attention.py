@@ -14,7 +14,7 @@ from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, 
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
-from tests.kernels.gpu.attention_cases import Case, assert_near, paged_case, sharing
+from tests.kernels.gpu.attention_cases import Case, assert_near, paged_case, sharing, splits_of
 
 BLOCK = 16
 SEGMENT = 128  # so that short sequences have several
@@ -22,7 +22,7 @@ SEGMENT = 128  # so that short sequences have several
 
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("attention_launch", "attention_plan", "decode_attention"):
+    for module in ("attention_launch", "attention_plan", "attention_splits"):
         monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", SEGMENT)
     monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", _prefill)
     assert attention_launch.SEGMENT == SEGMENT
@@ -35,7 +35,8 @@ def _prefill(*arguments, **options) -> Tensor:
 def step(case: Case, chunks, rows, q, shared=(), window=None, **extras) -> Tensor:
     """The tokens of `chunks` (queries, context) of the case's sequences `rows`."""
     shape = AttentionShape(q.dtype, q.shape[1], case.k.shape[1], q.shape[2], deterministic=True)
-    plan = plan_attention([n for n, _ in chunks], [c for _, c in chunks], shape, q.device, shared)
+    lens = ([n for n, _ in chunks], [c for _, c in chunks])
+    plan = plan_attention(*lens, shape, q.device, shared, windows=[window])
     table = case.table[rows].contiguous()
     return paged_attention(q, case.k, case.v, table, plan, 0.2, window, **case.scales, **extras)
 
@@ -97,10 +98,14 @@ def test_room_for_longer_contexts_changes_nothing(device) -> None:
     """As a graph captured with longer ones in mind does it; one segment is not folded differently from several."""
     case = paged_case([(1, 100), (1, 128), (1, 129)], device=device)
     lengths = torch.tensor(case.contexts, dtype=torch.int32, device=device)
-    options = {"deterministic": True, "segment": SEGMENT}
-    found = decode_attention(*case.tensors, lengths, 1000, 0.2, **options)
-    assert torch.equal(found, decode_attention(*case.tensors, lengths, 129, 0.2, **options))
-    short = decode_attention(case.q[:2], case.k, case.v, case.table[:2], lengths[:2], 128, 0.2, **options)
+    found, short, graph = (
+        decode_attention(
+            case.q[:n], case.k, case.v, case.table[:n], lengths[:n],
+            splits_of(case.contexts[:n], case, deterministic=True, longest=longest), 0.2, deterministic=True,
+        )
+        for n, longest in ((3, None), (2, None), (3, 1000))
+    )  # fmt: skip
+    assert torch.equal(found, graph)
     assert torch.equal(short, found[:2])
 
 
@@ -109,6 +114,7 @@ def test_the_default_mode_is_not_row_invariant(device) -> None:
     case = paged_case([(290, 290)], device=device)
     prompt = prefill_attention(*case.tensors, [290], [290], 0.2)
     lengths = torch.tensor([290], dtype=torch.int32, device=device)
-    last = decode_attention(case.q[-1:], case.k, case.v, case.table, lengths, 290, 0.2, segment=64)
+    splits = splits_of([290], case, segment=64)
+    last = decode_attention(case.q[-1:], case.k, case.v, case.table, lengths, splits, 0.2)
     assert_near(last[0], prompt[-1], torch.float32)
     assert not torch.equal(last[0], prompt[-1])

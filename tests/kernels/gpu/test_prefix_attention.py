@@ -28,7 +28,8 @@ def shape_of(case, deterministic=False) -> AttentionShape:
 
 
 def attend(case, shared, window=None, room=None, **extras):
-    plan = plan_attention(case.queries, case.contexts, shape_of(case), case.q.device, shared, room)
+    places = (shape_of(case), case.q.device, shared, room)
+    plan = plan_attention(case.queries, case.contexts, *places, windows=[window])
     out, lse = poisoned_like(case.q), torch.full(case.q.shape[:2], float("nan"), device=case.q.device)
     paged_attention(*case.tensors, plan, 0.2, window, out=out, lse=lse, **case.scales, **extras)
     return out, lse
@@ -83,25 +84,26 @@ def test_shared_parts_by_themselves(device) -> None:
     case = shared_case(device=device)
     plan = plan_attention(case.queries, case.contexts, shape_of(case), device, SHARED)
     assert plan.prefixes is not None
-    own = Own(plan.contexts, 513, None, 64, 64, None, plan.prefixes.starts, plan.prefixes.shared)
+    own = Own(plan.contexts, plan.splits_of(None), None, plan.prefixes.starts, plan.prefixes.shared)
     parts = Parts.of(case.q, len(CONTEXTS), plan.prefixes.slots, 0)
     for tensor in (parts.values, parts.lses):
         tensor.fill_(float("nan"))
     attend_prefixes(plan.prefixes, own, parts, *case.tensors, 0.2, None, None, None, False)
+    values, lses = (t.unflatten(0, (len(CONTEXTS), -1)) for t in (parts.values, parts.lses))
     level = torch.tensor([128] * 5 + [128, 128, 0, 128])
     first = torch.tensor([i for i, n in enumerate(level.tolist()) if n])
     wanted, lse = paged_attention_lse_reference(
         case.q[first], case.k, case.v, case.table[first], [1] * len(first), level[first].tolist(), 0.2
     )
-    assert_near(parts.values[first, 0], wanted, torch.float32)
-    assert_near(parts.lses[first, 0] * 0.6931471805599453, lse, torch.float32)
-    assert parts.values[7].isnan().all(), "a row that shares nothing"
-    assert parts.values[0, 1:].isnan().all(), "levels that a row is not in"
+    assert_near(values[first, 0], wanted, torch.float32)
+    assert_near(lses[first, 0] * 0.6931471805599453, lse, torch.float32)
+    assert values[7].isnan().all(), "a row that shares nothing"
+    assert values[0, 1:].isnan().all(), "levels that a row is not in"
 
 
 def test_a_room_pads_and_a_plan_is_refilled(device) -> None:
     """As a captured graph is replayed: the launches of one plan, the lengths and groups of another."""
-    room = Room(longest=600, total_context=2000, sharing=(4, 12, 30))
+    room = Room(longest=600, sharing=(4, 12, 30))
     first = shared_case(device=device)
     plan = plan_attention(first.queries, first.contexts, shape_of(first), device, SHARED, room)
     chunks = [(1, c) for c in (129, 128, 500, 0, 0, 7, 300, 301, 599)]
@@ -109,7 +111,8 @@ def test_a_room_pads_and_a_plan_is_refilled(device) -> None:
     second = sharing(paged_case([(min(n, c), c) for n, c in chunks], device=device), 16, prefixes)
     shared = [SharedPrefix(*p) for p in prefixes]
     for others in (shared, [], shared):
-        plan.refill(plan_attention([1] * 9, [c for _, c in chunks], shape_of(first), device, others, room))
+        later = plan_attention([1] * 9, [c for _, c in chunks], shape_of(first), device, others, room)
+        plan = plan.refilled(later)
         q = torch.full_like(first.q, float("nan"))
         real = [i for i, (_, c) in enumerate(chunks) if c]
         q[real] = second.q

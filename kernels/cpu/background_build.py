@@ -1,0 +1,39 @@
+"""The operators compiled while the process does something else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from batchinfer_kernels.cpu.build import build_library, library_path
+from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
+
+
+class BackgroundBuild:
+    """A thread that compiles the operators. Whoever loads them meanwhile, in whichever process, waits for it."""
+
+    def __init__(self, cache: Path | None = None) -> None:
+        self._cache, self._compilers = cache, Compilers()
+        self.began = time.monotonic()
+        self.ended: float | None = None  # when the library was there, on the clock of `began`
+        self.error: NoCompiler | None = None  # why it will not be there
+        self._thread = threading.Thread(target=self._build, daemon=True, name="compiling operators")
+        self._thread.start()
+
+    @classmethod
+    def needed(cls, cache: Path | None = None) -> BackgroundBuild | None:
+        """None where the library is there. Raises NoCompiler."""
+        return None if library_path(cache).exists() else cls(cache)
+
+    def stop(self) -> None:
+        """End it, done or not."""
+        self._compilers.stop()
+        self._thread.join()
+
+    def _build(self) -> None:
+        try:
+            build_library(self._cache, self._compilers)
+            self.ended = time.monotonic()
+        except NoCompiler as error:
+            self.error = error

@@ -1,0 +1,13 @@
+/* What the headers that are included once a dtype take bfloat16 for. */
+#include "operators.h"
+
+#define REAL bf16
+#define PAIR 2
+#define LOAD bf16_load
+#define STORE bf16_store
+#define LOADV load_bf16
+#define STOREV store_bf16
+#define ROUNDV round_bf16
+#define DOT dot_bf16
+#define EXP2 exp2_coarse
+#define NAME(base) base##_bf16

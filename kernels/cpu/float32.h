@@ -1,0 +1,13 @@
+/* What the headers that are included once a dtype take float32 for. */
+#include "operators.h"
+
+#define REAL float
+#define PAIR 1 /* values a word */
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define LOADV load_f32
+#define STOREV store_f32
+#define ROUNDV round_f32
+#define DOT dot_f32
+#define EXP2 exp2_bounded
+#define NAME(base) base##_f32

@@ -1,0 +1,148 @@
+"""How single queries' keys are split among programs: a list of work items on the device, which a graph's launch reads.
+
+How many programs are launched depends on the list's length alone. What each of them passes over stands in the list, so
+that a graph with a fixed number of items serves any lengths: a long row among short ones gets as many items as it needs
+(split-KV: Flash-Decoding, Dao et al., 2023; work items: FlashInfer, Ye et al., 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer_kernels.gpu.attention_launch import (
+    LEAST_SEGMENT,
+    PROGRAMS_PER_PROCESSOR,
+    SEGMENT,
+    choose_segment,
+    moved,
+)
+from batchinfer_kernels.gpu.target import processors
+
+Ints = NDArray[np.int64]
+# Splits begin at its multiples: whole cache lines, whole tiles of most kernels
+UNIT = 64
+ENDLESS = 1 << 30  # keys of a row's last item: to the end of its context, however far that has grown
+COLUMNS = 4  # of an item: 16 bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Splits:
+    """n rows' own keys as m items; made by a `Splitter`. A row is one query of one sequence."""
+
+    flat: Tensor  # int32: items, then places
+    count: int  # m
+    whole: bool  # every row is one item, and no part is to be merged
+    window: int | None
+    align: int  # a window's first key is rounded down to it
+    keys: Ints = field(repr=False)  # (n,): own keys of each row when the items were made
+
+    @property
+    def items(self) -> Tensor:
+        """(m, 4) int32: row (-1: padding), keys between the row's first and the item's, keys, place of the part. Keys
+        count from `own_begin`."""
+        return self.flat[: COLUMNS * self.count].view(self.count, COLUMNS)
+
+    @property
+    def places(self) -> Tensor:
+        """(n + 1,) int32: row i's parts lie at places[i] to places[i + 1]."""
+        return self.flat[COLUMNS * self.count :]
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """What launches depend on."""
+        return self.count, self.whole, self.window, self.align, len(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """Cuts rows so that all programs together fill the GPU evenly, or, where `deterministic`, at fixed positions.
+
+    `longest`: a bound of the contexts where a graph is to run the list. Then there are few lengths of a list: with
+    padding, so that a graph serves what rows have; None: it is as long as it has to be.
+    """
+
+    kv_heads: int
+    device: torch.device
+    deterministic: bool = False
+    longest: int | None = None
+
+    @property
+    def align(self) -> int:
+        return SEGMENT if self.deterministic else UNIT
+
+    def split(
+        self, contexts: Ints, starts: Ints, window: int | None = None, segment: int | None = None
+    ) -> Splits:
+        """contexts, starts: (n,): row i passes over keys [starts[i], contexts[i]). `segment`: about how many an item
+        has, for the default mode; chosen from the sum if not given."""
+        keys = self._own(contexts, starts, window)
+        counts, lengths = self._cut(keys, segment)
+        whole = bool(counts.max(initial=0) <= 1) and not self._splits_anyway(len(keys))
+        counts = np.ones_like(counts) if whole else counts
+        row = np.repeat(np.arange(len(keys)), counts)
+        places = np.concatenate([[0], np.cumsum(counts)])
+        items = np.empty((len(row), COLUMNS), np.int64)
+        items[:, 0], items[:, 3] = row, np.arange(len(row))
+        items[:, 1], items[:, 2] = (items[:, 3] - places[row]) * lengths[row], lengths[row]
+        if not self.deterministic:
+            longest_first = np.argsort(items[:, 1] - np.minimum(keys[row], items[:, 1] + items[:, 2]))
+            items[places[1:][counts > 0] - 1, 2] = ENDLESS
+            items = items[longest_first]
+        count = len(row) if whole else self._room(len(keys), len(row))
+        padding = np.tile([-1, 0, 0, 0], count - len(row))
+        flat = moved(np.concatenate([items.ravel(), padding, places]), self.device)
+        return Splits(flat, count, whole, window, self.align, keys)
+
+    def grown(self, splits: Splits, contexts: Ints, starts: Ints) -> Splits:
+        """The splits of the same rows with longer contexts: the same ones as long as they serve.
+
+        By default a row's last item has what came since, up to what is worth an item. Where cuts are at fixed
+        positions, they serve until a row has one more.
+        """
+        keys = self._own(contexts, starts, splits.window)
+        if self.deterministic:
+            serve = np.array_equal(-(-keys // SEGMENT), -(-splits.keys // SEGMENT))
+        else:
+            begun = keys[splits.keys == 0].any()  # a row without keys has no item
+            serve = not begun and bool((keys - splits.keys).max(initial=0) < LEAST_SEGMENT)
+        return splits if serve else self.split(contexts, starts, splits.window)
+
+    def _own(self, contexts: Ints, starts: Ints, window: int | None) -> Ints:
+        """Keys from `own_begin` to the end."""
+        if window is None:
+            return contexts - starts
+        behind = np.maximum(contexts - window - starts, 0)
+        return contexts - starts - behind // self.align * self.align
+
+    def _cut(self, keys: Ints, segment: int | None) -> tuple[Ints, Ints]:
+        """(items of each row, keys of each item but the last)"""
+        if self.deterministic:
+            return -(-keys // SEGMENT), np.full(len(keys), SEGMENT)
+        segment = segment or choose_segment(int(keys.sum()), self.kv_heads, self.device)
+        evenly = -(-keys // np.maximum(-(-keys // segment), 1))
+        lengths = np.maximum(-(-evenly // UNIT) * UNIT, UNIT)
+        return -(-keys // lengths), lengths
+
+    @property
+    def _programs(self) -> int:
+        """Items that fill the GPU."""
+        return -(-PROGRAMS_PER_PROCESSOR * processors(self.device) // self.kv_heads)
+
+    def _splits_anyway(self, rows: int) -> bool:
+        """Whether a graph has parts although no row needs them now: with so few rows any that is not short does, and
+        one graph serves both."""
+        return self.longest is not None and not self.deterministic and rows < self._programs
+
+    def _room(self, rows: int, items: int) -> int:
+        """How many items a list has where rows are split. By `choose_segment` they are no more than the rows and
+        `_programs` together; at fixed positions they are as many as the contexts ask for."""
+        if self.longest is None:
+            return items
+        if not self.deterministic:
+            return rows + self._programs
+        return min(1 << (items - 1).bit_length(), rows * -(-self.longest // SEGMENT))

@@ -1,0 +1,103 @@
+"""The first run on a machine: the operators are compiled while the input is read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from batchinfer.launch.operators import COMPILING, operators_built
+from batchinfer_kernels.cpu.background_build import BackgroundBuild
+from tests.batchinfer.test_pipeline import people, write_job
+from tests.kernels.fake_compiler import fake_compiler
+
+
+def batchinfer(cache: Path, compiler: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"XDG_CACHE_HOME": str(cache), "CC": str(compiler)}
+    command = [sys.executable, "-m", "batchinfer", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Path:
+    """A compiler that takes little time: it does not optimise."""
+    path = tmp_path / "quick-cc"
+    path.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_the_first_run_compiles_for_all(tmp_path, model, quick, monkeypatch):
+    job = write_job(tmp_path, model, people(3))
+    first = batchinfer(tmp_path / "cache", quick, "run", str(job))
+    assert first.returncode == 0, first.stderr
+    assert COMPILING in first.stderr
+    assert "the CPU operators are compiled: it took" in first.stderr
+    ((build_s, wait_s, load_s),) = duckdb.sql(
+        "SELECT operators_build_s, operators_wait_s, load_s FROM read_parquet("
+        f"'{tmp_path}/out/res-report/run-*.parquet')"
+    ).fetchall()
+    assert build_s > 0
+    assert 0 <= wait_s <= load_s + 0.5
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(quick))
+    assert BackgroundBuild.needed() is None
+
+
+def test_what_computes_nothing_compiles_nothing(tmp_path, model):
+    compiler, log = fake_compiler(tmp_path)
+    job = write_job(tmp_path, model, people(3))
+    for words in (("plan", str(job)), ("run", "--help"), ("doctor",)):
+        assert batchinfer(tmp_path / "cache", compiler, *words).returncode == 0
+    assert not log.exists()
+
+
+def test_a_run_that_ends_early_ends_the_compiler(tmp_path, model):
+    """Every row is bad, so that no engine is needed."""
+    compiler, log = fake_compiler(tmp_path, 60)
+    job = write_job(tmp_path, model, ["{broken"] * 3)
+    ended = batchinfer(tmp_path / "cache", compiler, "run", str(job))
+    assert ended.returncode == 65, ended.stderr
+    assert COMPILING in ended.stderr
+    assert not log.exists() or "end" not in log.read_text()
+
+
+def test_without_a_compiler_the_engine_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    notices: list[str] = []
+    with operators_built("cpu", notices.append) as operators:
+        operators.needed()
+        operators.look()
+    assert not notices
+    assert operators.facts == {}
+
+
+def test_nothing_is_compiled_for_a_gpu(monkeypatch, tmp_path):
+    compiler, log = fake_compiler(tmp_path)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    notices: list[str] = []
+    with operators_built("cuda", notices.append) as operators:
+        operators.needed()
+    assert not notices
+    assert not log.exists()
+
+
+def test_what_was_compiled_before_the_engine_needed_it_took_none_of_its_time(monkeypatch, tmp_path):
+    compiler, _ = fake_compiler(tmp_path)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    notices: list[str] = []
+    with operators_built("cpu", notices.append) as operators:
+        operators.look()
+        assert operators._build is not None
+        operators._build._thread.join()
+        operators.needed()
+        operators.look()
+    assert operators.facts["operators_wait_s"] == 0 < operators.facts["operators_build_s"]
+    assert notices[0] == COMPILING
+    assert len(notices) == 2

@@ -1,0 +1,103 @@
+"""The operators as they are compiled for a CPU with matrix tiles, with the bits of those in C.
+
+Where the CPU has none, each instruction on a tile is executed in software when the CPU refuses it (tile_traps.c): so it
+is shown that the compiler made the right ones, with the right tiles and addresses, in the right order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from batchinfer_kernels import tiles
+from batchinfer_kernels.cpu import build
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.quantized_linear import quantize_weight
+from tests.kernels.c_units import compiled_unit
+from tests.kernels.test_cpu_linear import GATES, operators, threads_of
+
+LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not LINUX, reason="the instructions are those of x86-64, caught as Linux does it"),
+]
+TARGET = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
+KINDS = ("configure", "release", "zero", "load", "store", "bfloat16", "int8")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> CompiledOperators:
+    """Built for tiles, whatever this CPU has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*build.FLAGS, *TARGET))
+        found = CompiledOperators(tiles="granted")
+    assert found.has_tiles, "the compiler is too old to know the instructions"
+    return found
+
+
+@pytest.fixture(scope="module")
+def traps(tmp_path_factory) -> ctypes.CDLL:
+    library = ctypes.CDLL(
+        str(compiled_unit("tile_traps.c", tmp_path_factory.mktemp("traps"), "-DEMULATED_TILES"))
+    )
+    library.executed_of.restype = ctypes.c_int64
+    return library
+
+
+@contextmanager
+def executed(traps: ctypes.CDLL) -> Iterator[dict[str, int]]:
+    """How many instructions of each kind were executed in software; none where the CPU has tiles of its own."""
+    counts: dict[str, int] = {}
+    if tiles.tile_grant().given:
+        yield counts
+        return
+    traps.catch_tiles()
+    try:
+        yield counts
+    finally:
+        traps.let_tiles_go()
+    counts.update({kind: traps.executed_of(ctypes.c_int64(at)) for at, kind in enumerate(KINDS)})
+
+
+@pytest.mark.parametrize("inputs", [1, 31, 64, 97])
+@pytest.mark.parametrize("rows", [1, 3, 17, 33])
+@pytest.mark.parametrize("int8", [False, True])
+def test_linear_layers_have_the_bits_of_tiles_in_c(real, traps, rows, inputs, int8):
+    torch.manual_seed(rows)
+    x, weight, bias = (torch.randn(*size).bfloat16() for size in ((rows, inputs), (130, inputs), (130,)))
+
+    def run(compiled: CompiledOperators, kind: str) -> torch.Tensor:
+        if int8:
+            return compiled.linear(x, compiled.pack_codes(*quantize_weight(weight), bias, kind))
+        return compiled.linear(x, compiled.pack_linear(weight, bias, kind))
+
+    for kind in ("plain", "float", *GATES):
+        with executed(traps) as counts, threads_of(2):
+            got = run(real, kind)
+        assert got.view(torch.uint8).equal(run(operators("emulated"), kind).view(torch.uint8))
+        assert not counts or counts["int8" if int8 else "bfloat16"] > 0
+        assert not counts or counts["configure"] == counts["release"] > 0
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_experts_have_the_bits_of_tiles_in_c(real, traps, int8):
+    torch.manual_seed(5)
+    counts_of, starts = [0, 40, 1, 17, 3], torch.tensor([0, 0, 40, 41, 58, 61])
+    x, weight = torch.randn(61, 70).bfloat16(), torch.randn(len(counts_of), 66, 70).bfloat16()
+    codes, scales = quantize_weight(weight.flatten(0, 1))
+
+    def run(compiled: CompiledOperators) -> torch.Tensor:
+        if int8:
+            shaped = codes.view(weight.shape), scales.view(weight.shape[:2])
+            return compiled.grouped_linear(x, compiled.pack_expert_codes(*shaped, None, "gated"), starts)
+        return compiled.grouped_linear(x, compiled.pack_experts(weight, None, "gated"), starts)
+
+    with executed(traps), threads_of(2):
+        got = run(real)
+    assert got.view(torch.uint8).equal(run(operators("emulated")).view(torch.uint8))
