@@ -48,11 +48,13 @@ def measure_hardware(although_busy: bool = False) -> Path:
     times = dict(measured_step_times(here))
     if not although_busy:
         refuse_busy(load)
-    path = remember(here.measured(found.peak_flops, found.bandwidth, times))
+    path = remember(here.measured(found.peak_flops, found.bandwidth, times, found.peak_by))
     if nvidia_gpus() and torch.cuda.is_available():
         found = measure_peaks("cuda")
         gpu = Gpu(found.name or "unknown GPU", None)
-        path = remember(detect("cuda", gpu=gpu).measured(found.peak_flops, found.bandwidth))
+        path = remember(
+            detect("cuda", gpu=gpu).measured(found.peak_flops, found.bandwidth, peak_by=found.peak_by)
+        )
     return path
 
 

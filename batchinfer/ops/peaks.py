@@ -1,19 +1,20 @@
-"""What this machine reaches: the best of 20 packed GEMMs in each dtype, and of large reads and copies.
+"""What this machine reaches: in each dtype the best of 20 packed GEMMs, by torch's libraries and by the compiled
+operators, whichever is faster; and of large reads and copies.
 
 A few seconds per device; on a busy machine the peaks come out low, so measure beside the run they are for.
 """
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from batchinfer.errors import Unavailable
+from batchinfer.ops.products import Multiplier, compiled_operators, onednn_has_int8, products
 
 GEMM_TRIES = 20
 STREAM_TRIES = 10
@@ -32,6 +33,7 @@ class MeasuredPeaks:
     read_bytes_per_s: float
     copy_bytes_per_s: float  # bytes read plus bytes written
     seconds: float
+    peak_by: dict[str, Multiplier] = field(default_factory=dict)  # who reached it, by dtype name
 
     @property
     def bandwidth(self) -> float:
@@ -42,7 +44,7 @@ def dtypes_of(device: str) -> tuple[str, ...]:
     """The dtypes whose GEMM is measured on a device. int8 is for quantised linear layers."""
     if torch.device(device).type == "cuda":
         return ("bfloat16", "float16", "float32", "int8")
-    if platform.machine().lower() in ("x86_64", "amd64"):  # elsewhere oneDNN may not have it
+    if onednn_has_int8() or compiled_operators() is not None:
         return ("bfloat16", "float32", "int8")
     return ("bfloat16", "float32")
 
@@ -63,10 +65,11 @@ def measure_peaks(
     began = time.perf_counter()
     m = size or GEMM_SIZE[where.type]
     with torch.inference_mode():
-        flops = {name: _gemm_peak(where, name, m) for name in dtypes or dtypes_of(device)}
+        found = {name: _gemm_peak(where, name, m) for name in dtypes or dtypes_of(device)}
         read, copy = _stream_peaks(where, stream_bytes or STREAM_BYTES[where.type])
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else None
-    return MeasuredPeaks(name, flops, read, copy, time.perf_counter() - began)
+    flops, by = {n: peak for n, (peak, _) in found.items()}, {n: by for n, (_, by) in found.items()}
+    return MeasuredPeaks(name, flops, read, copy, time.perf_counter() - began, by)
 
 
 def _reachable(device: str) -> torch.device:
@@ -80,41 +83,21 @@ def _reachable(device: str) -> torch.device:
     return where
 
 
-def _gemm_peak(where: torch.device, dtype: str, size: int) -> float:
-    """Random data: zeros would let a GPU clock higher than it does in a run."""
+def _gemm_peak(where: torch.device, dtype: str, size: int) -> tuple[float, Multiplier]:
+    """Of the fastest, and who that is. Random data: zeros would let a GPU clock higher than it does in a run."""
     generator = torch.Generator(device=where).manual_seed(0)
     if dtype == "int8":
         x, weight = (
             torch.randint(-127, 128, (size, size), generator=generator, device=where, dtype=torch.int8)
             for _ in range(2)
         )
-        call = _quantized_linear(x, weight) if where.type == "cpu" else _integer_product(x, weight)
     else:
-        x, weight = (torch.randn(size, size, generator=generator, device=where) for _ in range(2))
-        call = _linear(x.to(getattr(torch, dtype)), weight.to(getattr(torch, dtype)))
-    return 2 * size**3 / _best(call, where, GEMM_TRIES)
-
-
-def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ of int8 codes, in float32. oneDNN is fast on unsigned activations only: theirs stand 128 higher."""
-    packed = torch.ops.onednn.qlinear_prepack(weight.t(), list(x.shape))
-    raised = (x.to(torch.int16) + 128).to(torch.uint8)
-    scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
-    operands = (raised, 1.0, 128, packed, scales, zeros, None)
-    return lambda: torch.ops.onednn.qlinear_pointwise(*operands, 1.0, 0, torch.float32, "none", [], "")
-
-
-def _integer_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ of int8 codes by the GPU vendor's library, in int32."""
-    return lambda: torch._int_mm(x, weight.T)
-
-
-def _linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ as a run does it: on the CPU in bfloat16 with the weight packed once, where oneDNN can."""
-    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0])
-        return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    return lambda: torch.nn.functional.linear(x, weight)
+        x, weight = (
+            torch.randn(size, size, generator=generator, device=where).to(getattr(torch, dtype))
+            for _ in range(2)
+        )
+    best, by = min((_best(call, where, GEMM_TRIES), by) for by, call in products(x, weight))
+    return 2 * size**3 / best, by
 
 
 def _stream_peaks(where: torch.device, size: int) -> tuple[float, float]:

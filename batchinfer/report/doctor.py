@@ -82,7 +82,7 @@ def peaks_text(here: Hardware) -> str:
     """One line: the peaks of a device and where they come from, or how to find them."""
     if here.source == "unknown" or here.bandwidth is None:
         return "unknown: run `batchinfer doctor --measure`"
-    flops = ", ".join(f"{dtype} {_rate(value)}FLOP/s" for dtype, value in sorted(here.peak_flops.items()))
+    flops = ", ".join(_peak_text(here, dtype) for dtype in sorted(here.peak_flops))
     return f"{flops}, memory {_rate(here.bandwidth)}B/s ({here.source})"
 
 
@@ -91,6 +91,11 @@ def tiles_text(grant: Grant) -> str:
     if grant.given:
         return "AMX, granted by the system"
     return f"not used: {grant.refusal}" if grant.refusal else "none that are known"
+
+
+def _peak_text(here: Hardware, dtype: str) -> str:
+    by = here.peak_by.get(dtype)
+    return f"{dtype} {_rate(here.peak_flops[dtype])}FLOP/s" + (f" by {by}" if by else "")
 
 
 def steps_text(here: Hardware) -> str:

@@ -55,6 +55,8 @@ class Hardware:
     source: Source = "unknown"
     # What parts of a step take, by arithmetic, as it was measured here; see batchinfer.simulation.step_parts
     step_times: PartTimes = field(default_factory=dict)
+    # Who reached a measured peak, by dtype: `torch` (its libraries) or `compiled` (the CPU operators); may lack dtypes
+    peak_by: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -62,7 +64,11 @@ class Hardware:
         return f"{self.device}:{self.name}" + (f":{self.cores}" if self.device == "cpu" else "")
 
     def measured(
-        self, peak_flops: Mapping[str, float], bandwidth: float, step_times: PartTimes | None = None
+        self,
+        peak_flops: Mapping[str, float],
+        bandwidth: float,
+        step_times: PartTimes | None = None,
+        peak_by: Mapping[str, str] | None = None,
     ) -> Hardware:
         """The same device with what was measured on it."""
         return replace(
@@ -71,6 +77,7 @@ class Hardware:
             bandwidth=bandwidth,
             source="measured",
             step_times=dict(step_times or {}),
+            peak_by=dict(peak_by or {}),
         )
 
     def step_time(self, dtype: str, quantization: str = "none") -> Mapping[str, float] | None:
@@ -138,7 +145,7 @@ def _bare_gpu(gpu: Gpu | None) -> Hardware:
 def _with_peaks(bare: Hardware, cache: Path) -> Hardware:
     measured = read_cache(cache).get(bare.key)
     if measured is not None:
-        return bare.measured(measured.peak_flops, measured.bandwidth, measured.step_times)
+        return bare.measured(measured.peak_flops, measured.bandwidth, measured.step_times, measured.peak_by)
     stated = datasheet(bare.name)
     if stated is not None:
         return replace(
@@ -163,12 +170,14 @@ class KeptPeaks:
     peak_flops: dict[str, float]  # FLOP/s by dtype
     bandwidth: float  # bytes/s
     step_times: dict[str, dict[str, float]]  # by arithmetic; empty where they were not measured
+    peak_by: dict[str, str]  # who reached the peak, by dtype; empty in a file from before that was kept
 
     def to_json(self) -> dict[str, object]:
         return {
             "peak_flops": self.peak_flops,
             "bandwidth": self.bandwidth,
             "step_times": self.step_times,
+            "peak_by": self.peak_by,
         }
 
 
@@ -202,10 +211,13 @@ def _parse_peaks(key: str, entry: Any) -> KeptPeaks:
     times = entry.get("step_times", {})  # a file that was written before they were measured has none
     if not isinstance(times, dict) or not all(isinstance(parts, dict) for parts in times.values()):
         raise ValueError(f"{key}: `step_times` is no object of objects")
+    by = entry.get("peak_by", {})  # likewise
+    if not isinstance(by, dict) or not all(isinstance(who, str) for who in by.values()):
+        raise ValueError(f"{key}: `peak_by` is no object of names")
     parsed = {
         name: {part: _number(key, value) for part, value in parts.items()} for name, parts in times.items()
     }
-    return KeptPeaks(flops, _positive(key, entry.get("bandwidth")), parsed)
+    return KeptPeaks(flops, _positive(key, entry.get("bandwidth")), parsed, by)
 
 
 def _number(key: str, value: Any) -> float:
@@ -230,7 +242,7 @@ def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | No
     target = path or cache_path()
     entries = {key: kept.to_json() for key, kept in read_cache(target).items()}
     times = {name: dict(parts) for name, parts in hardware.step_times.items()}
-    entry = KeptPeaks(dict(hardware.peak_flops), hardware.bandwidth, times).to_json()
+    entry = KeptPeaks(dict(hardware.peak_flops), hardware.bandwidth, times, dict(hardware.peak_by)).to_json()
     entries[hardware.key] = entry | {"measured_at": (now or datetime.now(UTC)).isoformat(timespec="seconds")}
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from batchinfer.errors import Unavailable
-from batchinfer.ops import peaks
+from batchinfer.ops import peaks, products
 
 
 def test_every_dtype_and_both_streams_are_measured() -> None:
     found = peaks.measure_peaks("cpu", size=64, stream_bytes=2**20)
     assert {"bfloat16", "float32"} <= set(found.peak_flops) == set(peaks.dtypes_of("cpu"))
     assert all(value > 0 for value in found.peak_flops.values())
+    assert found.peak_by.keys() == found.peak_flops.keys()
     assert found.bandwidth == max(found.read_bytes_per_s, found.copy_bytes_per_s) > 0
     assert found.name is None
     assert found.seconds > 0
@@ -24,25 +27,48 @@ def test_what_is_timed_is_a_matrix_product(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(32, 64).to(dtype), torch.randn(48, 64).to(dtype)
     with torch.inference_mode():
-        product = peaks._linear(x, weight)()
-    torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
+        found = {by: call() for by, call in products.products(x, weight)}
+    assert set(found) == {"torch", "compiled"}
+    for product in found.values():
+        torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
 
 
-@pytest.mark.skipif("int8" not in peaks.dtypes_of("cpu"), reason="needs oneDNN's int8")
 def test_what_is_timed_in_int8_is_a_matrix_product_too() -> None:
     torch.manual_seed(0)
     x = torch.randint(-127, 128, (32, 64), dtype=torch.int8)
+    x[:, 0] = 127  # the scale of each row is 1
     # CPUs without VNNI add two products in 16 bits, which larger weights would overflow: oneDNN documents it
     weight = torch.randint(-64, 65, (64, 64), dtype=torch.int8)
     with torch.inference_mode():
-        product = peaks._quantized_linear(x, weight)()
-    assert torch.equal(product, x.float() @ weight.float().T)
+        found = {by: call() for by, call in products.products(x, weight)}
+    assert "compiled" in found
+    for product in found.values():
+        assert torch.equal(product, x.float() @ weight.float().T)
+
+
+def test_a_peak_is_that_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow() -> torch.Tensor:
+        time.sleep(0.01)
+        return torch.ones(1)
+
+    for slowest, fastest in (("torch", "compiled"), ("compiled", "torch")):
+        calls = [(slowest, slow), (fastest, lambda: torch.ones(1))]
+        monkeypatch.setattr(peaks, "products", lambda *_, calls=calls: iter(calls))
+        found = peaks.measure_peaks("cpu", ("float32",), size=64, stream_bytes=2**20)
+        assert found.peak_by == {"float32": fastest}
+        assert found.peak_flops["float32"] > 2 * 64**3 / 0.01
+
+
+def test_without_a_compiler_the_peaks_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "compiled_operators", lambda: None)
+    found = peaks.measure_peaks("cpu", ("bfloat16", "float32"), size=64, stream_bytes=2**20)
+    assert set(found.peak_by.values()) == {"torch"}
 
 
 def test_what_a_gpu_is_timed_with_in_int8_is_a_matrix_product_too() -> None:
     torch.manual_seed(0)
     x, weight = (torch.randint(-127, 128, (rows, 64), dtype=torch.int8) for rows in (32, 64))
-    assert torch.equal(peaks._integer_product(x, weight)(), (x.long() @ weight.long().T).int())
+    assert torch.equal(products._integer_product(x, weight)(), (x.long() @ weight.long().T).int())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

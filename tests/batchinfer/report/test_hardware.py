@@ -31,7 +31,9 @@ def test_the_cpu_is_named_and_unknown_before_it_is_measured(tmp_path: Path) -> N
 
 def test_measured_peaks_come_back_for_the_same_machine_only(tmp_path: Path) -> None:
     cache = tmp_path / "deep" / "hardware.json"
-    here = detect("cpu", cache=cache).measured({"float32": 1.5e11}, 4e10, {"float32+int8": {"rows": 1e-5}})
+    here = detect("cpu", cache=cache).measured(
+        {"float32": 1.5e11}, 4e10, {"float32+int8": {"rows": 1e-5}}, {"float32": "compiled"}
+    )
     gpu = detect("cuda", gpu=H100, cache=cache).measured({"bfloat16": 7e14}, 3e12)
     assert remember(here, cache) == cache
     remember(gpu, cache)
@@ -45,6 +47,8 @@ def test_measured_peaks_come_back_for_the_same_machine_only(tmp_path: Path) -> N
         "kept though another device was measured later"
     )
     assert found.step_time("float32") is None
+    assert found.peak_by == {"float32": "compiled"}
+    assert "float32 150 GFLOP/s by compiled" in peaks_text(found)
     assert detect("cuda", gpu=H100, cache=cache).peak_flops == {"bfloat16": 7e14}
     assert replace(here, cores=999).key not in read_cache(cache)
 

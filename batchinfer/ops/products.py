@@ -1,0 +1,76 @@
+"""Matrix products as a run may do them, by whoever can: what peaks are measured with."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.compilers import NoCompiler
+
+# torch: its libraries, such as oneDNN, MKL and cuBLAS. compiled: the C operators
+Multiplier = Literal["torch", "compiled"]
+
+
+def products(x: Tensor, weight: Tensor) -> Iterator[tuple[Multiplier, Callable[[], Tensor]]]:
+    """x Wᵀ by everybody who can on the device of x, weights packed already. int8 stands for codes of both."""
+    codes, on_cpu = x.dtype == torch.int8, x.device.type == "cpu"
+    if not codes:
+        yield "torch", _linear(x, weight)
+    elif not on_cpu:
+        yield "torch", _integer_product(x, weight)
+    elif onednn_has_int8():
+        yield "torch", _quantized_linear(x, weight)
+    compiled = compiled_operators() if on_cpu else None
+    if compiled is not None:
+        yield "compiled", _compiled_codes(compiled, x, weight) if codes else _compiled(compiled, x, weight)
+
+
+def compiled_operators() -> CompiledOperators | None:
+    """None where there is no compiler; such a machine computes with torch's operators."""
+    try:
+        return CompiledOperators()
+    except NoCompiler:
+        return None
+
+
+def onednn_has_int8() -> bool:
+    """On other CPUs than these it may not have it."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _compiled(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    packed = compiled.pack_linear(weight, None)
+    return lambda: compiled.linear(x, packed)
+
+
+def _compiled_codes(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """In float32, of rows that it turns into codes itself, as in a run."""
+    packed, values = compiled.pack_codes(weight, torch.ones(len(weight)), None), x.float()
+    return lambda: compiled.linear(values, packed)
+
+
+def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """x Wᵀ of int8 codes, in float32. oneDNN is fast on unsigned activations only: theirs stand 128 higher."""
+    packed = torch.ops.onednn.qlinear_prepack(weight.t(), list(x.shape))
+    raised = (x.to(torch.int16) + 128).to(torch.uint8)
+    scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
+    operands = (raised, 1.0, 128, packed, scales, zeros, None)
+    return lambda: torch.ops.onednn.qlinear_pointwise(*operands, 1.0, 0, torch.float32, "none", [], "")
+
+
+def _integer_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """x Wᵀ of int8 codes by the GPU vendor's library, in int32."""
+    return lambda: torch._int_mm(x, weight.T)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """x Wᵀ as a run does it: on the CPU in bfloat16 with the weight packed once, where oneDNN can."""
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0])
+        return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return lambda: torch.nn.functional.linear(x, weight)
