@@ -10,6 +10,8 @@ import torch
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.quantized_linear import quantize_weight
+from batchinfer_kernels.tiles import OPTIONS
 from tests.kernels.test_cpu_attention import attend, tree_case
 from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
 
@@ -19,8 +21,9 @@ NARROWER = {
     "8 lanes": ("-mno-avx512f",),
     "4 lanes": ("-mno-avx2", "-mno-avx512f"),
     "4 lanes, no fused multiply-add": ("-mno-avx2", "-mno-avx512f", "-mno-fma"),
+    "8 lanes, matrix tiles": ("-mno-avx512f", *OPTIONS["emulated"]),
+    "4 lanes, matrix tiles": ("-mno-avx2", "-mno-avx512f", "-mno-fma", *OPTIONS["emulated"]),
 }
-LANES = {"8 lanes": 8, "4 lanes": 4, "4 lanes, no fused multiply-add": 4}
 ALWAYS = "native"
 X86 = platform.machine() == "x86_64"
 
@@ -38,7 +41,7 @@ def operators(request, tmp_path_factory) -> CompiledOperators:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "FLAGS", (*build.FLAGS, *NARROWER[name]))
         found = CompiledOperators(tmp_path_factory.mktemp("kernels"))
-    if found.lanes > LANES[name]:
+    if found.lanes > int(name[0]):
         pytest.fail(f"{found.lanes} lanes in spite of {NARROWER[name]}")
     return found
 
@@ -65,11 +68,12 @@ def test_shared_prefixes_change_no_bit(operators, dtype, dim, group):
 @pytest.mark.parametrize("inputs", [3, 33, 200])
 def test_a_row_of_a_product_does_not_depend_on_the_others(operators, dtype, inputs):
     torch.manual_seed(inputs)
-    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((7, inputs), (70, inputs), (70,)))
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((18, inputs), (70, inputs), (70,)))
+    codes = quantize_weight(weight)
     for kind in ("plain", "gated"):
-        packed = operators.pack_linear(weight, bias, kind)
-        together = operators.linear(x, packed)
-        for rows in range(1, 7):
-            assert torch.equal(operators.linear(x[:rows].contiguous(), packed), together[:rows])
+        for packed in (operators.pack_linear(weight, bias, kind), operators.pack_codes(*codes, bias, kind)):
+            together = operators.linear(x, packed)
+            for rows in (*range(1, 7), 17):
+                assert torch.equal(operators.linear(x[:rows].contiguous(), packed), together[:rows])
     plain = operators.linear(x, operators.pack_linear(weight, bias))
     torch.testing.assert_close(plain, torch.nn.functional.linear(x, weight, bias), **TOLERANCE[dtype])

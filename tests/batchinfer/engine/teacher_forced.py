@@ -90,6 +90,7 @@ def load(
     max_model_len: int = 512,
     block_size: int = 16,
     blocks: int = 400,
+    tiles: bool = False,
 ) -> LoadedModel:
     """As a job with these options has it built; what the cache never held is poisoned."""
     loaded = load_model(
@@ -105,6 +106,7 @@ def load(
             threads=1,
             quantization=quantization,
             deterministic=deterministic,
+            tiles=tiles,
         )
     )
     for cache in loaded.runner.caches:

@@ -18,9 +18,12 @@ from torch import Tensor
 
 from batchinfer.engine.build import LoadedModel
 from batchinfer.errors import Unavailable
+from batchinfer.ops import choose
 from batchinfer.ops.cpu_ops import CpuOps
 from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
+from batchinfer_kernels.tiles import Grant
 from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, different, load, run_alone
 from tests.checkpoints import kept_folder, make_checkpoint
 from tests.examples import examples
@@ -106,6 +109,26 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantizati
     assert (sum(s.cached_tokens for s in forced.steps) > 0) == way.caching
     assert (sum(s.preemptions for s in forced.steps) > 0) == (way.blocks is not None)
     assert any(s.decode_tokens > 1 for s in forced.steps) or way.budget == 1
+
+
+@cache
+def in_tiles(name: str, quantization: Quantization) -> tuple[LoadedModel, dict]:
+    """As `yardstick`, in bfloat16 and matrix tiles in C."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "tile_grant", lambda: Grant(True))
+        patch.setattr(choose, "CompiledOperators", lambda tiles: CompiledOperators(tiles="emulated"))
+        loaded = load(checkpoint(name), "bfloat16", quantization, tiles=True)
+    assert loaded.info.linear.endswith("in tiles")
+    return loaded, run_alone(loaded, rows())
+
+
+@pytest.mark.parametrize("name", ["llama-wide", "qwen2-moe"])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("way", [Way(64), pytest.param(Way(4096, threads=2), marks=pytest.mark.slow)])
+def test_matrix_tiles_keep_the_promise(name, quantization, way):
+    """Tiles of one row in decoding, of sixteen in prefill."""
+    loaded, wanted = in_tiles(name, quantization)
+    assert different(Forced(loaded, rows(), way).run(), wanted) == []
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), ARITHMETICS)
