@@ -82,7 +82,7 @@ def piece_rows(left: int, engines: int) -> int:
 
 
 def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
-    """What the first of so many engines gets of these requests, if all are equally fast."""
+    """What the busiest of so many engines gets of these requests, if all are equally fast."""
     if engines == 1:
         return list(requests)
     backlog, loads = Backlog(), [0] * engines
@@ -93,4 +93,4 @@ def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
         least = loads.index(min(loads))
         shares[least] += piece
         loads[least] += sum(map(tokens_of, piece))
-    return shares[0]
+    return shares[loads.index(max(loads))]
