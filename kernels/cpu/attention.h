@@ -10,6 +10,8 @@
  * taken in one go or level after level of a tree of shared prefixes with the state kept in between.
  */
 
+#define ATTENTION_TILES (TILES && PAIR == 2)
+
 typedef struct {
     const Item *item;
     const int32_t *table;
@@ -263,13 +265,24 @@ INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int3
     return seen > item->first_tile ? seen : item->first_tile;
 }
 
-/* One item for one KV head; the first tile of the next job is fetched on the way. */
-INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
+#if ATTENTION_TILES
+#include "attention_tiles.h"
+#endif
+
+/* One item for one KV head; the first tile of the next job is fetched on the way. `shaped`: see `shape_rows`. */
+INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim,
+                         int64_t *shaped) {
     NAME(Work) work;
     NAME(Tile) tile, ahead;
     const Item *item = job->item;
     int64_t rows = item->rows * (s->q_heads / s->kv_heads);
     NAME(take_up)(s, item, job->head, &work);
+#if ATTENTION_TILES
+    NAME(Room) room;
+    NAME(take_room)(s, &work, rows, dim, &room, shaped);
+#else
+    (void)shaped;
+#endif
     int32_t first_position = PASSED, last = 0;
     for (int64_t r = 0; r < rows; r++) {
         last = work.position[r] > last ? work.position[r] : last;
@@ -290,6 +303,9 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
             walk = NAME(walk_from)(s, next, NAME(first_tile)(s, next->item, seen));
             NAME(next_tile)(s, &walk, seen, position, &ahead);
         }
+#if ATTENTION_TILES
+        NAME(attend_tiles)(s, &tile, &ahead, &work, &room, rows, dim);
+#else
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n) \
     case n: NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, n, 1); break;
@@ -298,6 +314,7 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
             else /* what is left at the end fetches once more: for a loop of its own each the compiler takes 40% longer */
                 switch (rows - first < ROWS ? rows - first : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
+#endif
     }
     NAME(put_down)(s, item, job->head, &work);
 }
@@ -310,6 +327,7 @@ INLINE NAME(Job) NAME(job_at)(const NAME(Attention) *s, int64_t at) {
 /* Takes jobs until there are none; always one ahead, to fetch the next one's keys in time. */
 INLINE void NAME(work)(const NAME(Attention) *s, NAME(Queue) *queue, int64_t dim) {
     int64_t at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
+    int64_t shaped = 0;
     if (at >= queue->end) return;
     NAME(Job) job = NAME(job_at)(s, at), next;
     for (int more = 1; more; job = next) {
@@ -319,8 +337,11 @@ INLINE void NAME(work)(const NAME(Attention) *s, NAME(Queue) *queue, int64_t dim
             at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
         more = at < queue->end;
         next = more ? NAME(job_at)(s, at) : job;
-        NAME(attend)(s, &job, &next, dim);
+        NAME(attend)(s, &job, &next, dim, &shaped);
     }
+#if ATTENTION_TILES
+    tiles_release();
+#endif
 }
 
 static void NAME(work_64)(const NAME(Attention) *s, NAME(Queue) *queue) { NAME(work)(s, queue, 64); }
