@@ -16,7 +16,7 @@ from batchinfer.job import Job
 from batchinfer.memory import available_memory
 from batchinfer.models.checkpoint import OWN
 from batchinfer.models.stored import StoredModel
-from batchinfer.report.hardware import Hardware, detect, has_fast_bf16, nvidia_gpus, usable_gpus
+from batchinfer.report.hardware import Hardware, arm_sums, detect, has_fast_bf16, nvidia_gpus, usable_gpus
 from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.tiles import tile_grant
@@ -28,6 +28,7 @@ _ABSENT: Mapping[str, Any] = {
     "block_size": "auto",
     "device": "cpu",
     "tiles": False,
+    "arm": "",
     "modelling": OWN,
     "columns": 0,
 }
@@ -47,6 +48,7 @@ class Setting:
     tiles: bool = False  # whether this CPU grants its matrix tiles
     replicas: int = 1  # engines that share the work
     gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
+    arm: str = ""  # how an Arm CPU adds up; empty elsewhere
 
     @property
     def arithmetic(self) -> str:
@@ -88,8 +90,8 @@ class Setting:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def _options(self) -> dict[str, Any]:
-        """What can change an answer and has a default. Blocks, a device's operators and matrix tiles decide in what
-        order is added, which counts only where the bits are promised."""
+        """What can change an answer and has a default. Blocks, a device's operators, matrix tiles and Arm's vectors
+        decide in what order is added, which counts only where the bits are promised."""
         options: dict[str, Any] = {
             "quantization": self.quantization,
             "deterministic": self.deterministic,
@@ -99,6 +101,7 @@ class Setting:
             options["tiles"] = (
                 self.tiles and self.dtype == "bfloat16"
             )  # in float32 all sums are those of vectors
+            options["arm"] = self.arm
         return options
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
@@ -153,7 +156,8 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     chosen = job.model.quantization, job.engine.deterministic, job.engine.block_size
     replicas, gpus = _replicas(job, device, hardware is None)
     tiles = runs_in_tiles(device)
-    return Setting(device, dtype, length, hardware or detect(device), *chosen, tiles, replicas, gpus)
+    arm = arm_sums(dtype) if device == "cpu" else ""
+    return Setting(device, dtype, length, hardware or detect(device), *chosen, tiles, replicas, gpus, arm)
 
 
 def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:

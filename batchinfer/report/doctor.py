@@ -13,7 +13,8 @@ from batchinfer.sizes import size
 from batchinfer_kernels.tiles import Grant, tile_grant
 
 PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyarrow", "numpy", "triton")
-_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+_X86 = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+_FLAGS = (*_X86, "asimddp", "i8mm", "bf16")
 
 
 @dataclass(frozen=True, slots=True)

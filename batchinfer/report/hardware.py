@@ -32,7 +32,7 @@ Source = Literal["measured", "datasheet", "unknown"]
 PartTimes = Mapping[str, Mapping[str, float]]  # by arithmetic, e.g. `float32` or `bfloat16+int8`
 
 CACHE_FORMAT = 1
-FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one is aarch64's, for BFDOT
 _CPUINFO = Path("/proc/cpuinfo")
 _log = logging.getLogger(__name__)
 
@@ -267,11 +267,17 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 
 
 def has_fast_bf16(cpuinfo: Path = _CPUINFO) -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; without it `dtype: auto` means float32.
-
-    Only x86 flags are read: elsewhere (macOS, Arm) it is untested, so the answer is no.
-    """
+    """Whether the CPU multiplies bfloat16 in hardware; without it `dtype: auto` means float32. No where this is not
+    known, as on macOS."""
     return not FAST_BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
+
+
+def arm_sums(dtype: str, machine: str = platform.machine(), cpuinfo: Path = _CPUINFO) -> str:
+    """How the compiled operators of an Arm CPU add up, empty elsewhere: its vectors are shorter than x86-64's, so that
+    sums run in another order, and with BFDOT (`bf16`) sums in bfloat16 are rounded in another way."""
+    if machine not in ("aarch64", "arm64"):
+        return ""
+    return "bfdot" if dtype == "bfloat16" and "bf16" in cpu_flags(cpuinfo) else "neon"
 
 
 def _cpuinfo_field(name: str, cpuinfo: Path) -> str:

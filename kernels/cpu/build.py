@@ -32,7 +32,8 @@ SOURCES = tuple(
 # its neighbours. No contraction but where the code says so (`fused` in vector.h), for the same reason.
 FLAGS = (
     "-O3",
-    "-march=native",
+    # What this CPU has, which is named otherwise on aarch64, where clang does not know the other
+    "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",

@@ -107,6 +107,9 @@ INLINE void store_bf16(bf16 *to, vf value) {
 #if defined(__AVX512BF16__) && LANES == 16
     __m256bh half = _mm512_cvtneps_pbh((__m512)value);
     memcpy(to, &half, sizeof half);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    bfloat16x4_t half = vcvt_bf16_f32((float32x4_t)value);
+    memcpy(to, &half, sizeof half);
 #else
     vi bits = (vi)value;
     vi rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (bits & 0x7fffffff) > 0x7f800000;
@@ -229,6 +232,10 @@ INLINE vf dot_f32(vf sum, vi a, vi b) { return fused((vf)a, (vf)b, sum); }
 INLINE vf dot_bf16(vf sum, vi a, vi b) {
 #if defined(__AVX512BF16__) && LANES == 16
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    /* BFDOT: the two products are added and then the sum, each rounded to odd, and denormal numbers are 0, unless a process
+     * asks for FEAT_EBF16's other arithmetic, which this one does not. */
+    return (vf)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_s32((int32x4_t)a), vreinterpretq_bf16_s32((int32x4_t)b));
 #else
     sum = fused((vf)(a & (int32_t)0xffff0000), (vf)(b & (int32_t)0xffff0000), sum);
     return fused((vf)(a << 16), (vf)(b << 16), sum);
@@ -239,6 +246,12 @@ INLINE vf dot_bf16(vf sum, vi a, vi b) {
 INLINE vi dot_int8(vi sum, vi a, vi b) {
 #if defined(__AVX512VNNI__) && LANES == 16
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (vi)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    /* Signed only: a - 128 with b, and 128 times b, which is the same for all rows that meet b. */
+    vi lowered = (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)(a ^ (int32_t)0x80808080), (int8x16_t)b);
+    return lowered + ((vi)vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), (int8x16_t)b) << 1);
 #else
     for (int shift = 0; shift < 32; shift += 8) sum += ((a >> shift) & 0xff) * ((b << (24 - shift)) >> 24);
     return sum;

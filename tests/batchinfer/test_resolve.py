@@ -129,6 +129,12 @@ def test_the_bits_of_matrix_tiles_are_kept_apart(
     assert len(contexts) == (2 if apart else 1)
 
 
+def test_the_bits_of_an_arm_cpu_are_kept_apart_where_they_are_promised(checkpoint: Checkpoint) -> None:
+    for deterministic, kinds in ((True, 3), (False, 1)):
+        settings = [replace(SETTING, deterministic=deterministic, arm=arm) for arm in ("", "neon", "bfdot")]
+        assert len({one.context(checkpoint, "m", "t") for one in settings}) == kinds
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_tiles_are_used_where_they_are_granted(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, given: bool

@@ -133,7 +133,8 @@ def test_the_cache_follows_xdg() -> None:
         ("model name\t: AMD EPYC 9B14\nflags\t\t: fpu avx2 avx512_bf16 sse\n", True),
         ("model name : Xeon\nflags : amx_tile amx_bf16\n", True),
         ("model name : Old\nflags : avx2 avx512f\nbugs : avx512_bf16\n", False),
-        ("Features : fp asimd bf16\n", False),
+        ("Features : fp asimd i8mm bf16\n", True),
+        ("Features : fp asimd asimddp\n", False),
         ("", False),
     ],
 )
@@ -141,6 +142,23 @@ def test_fast_bf16_is_read_from_the_flags(text: str, fast: bool, tmp_path: Path)
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(text)
     assert hardware.has_fast_bf16(cpuinfo) is fast
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "dtype", "sums"),
+    [
+        ("aarch64", "fp asimd bf16", "bfloat16", "bfdot"),
+        ("aarch64", "fp asimd bf16", "float32", "neon"),
+        ("aarch64", "fp asimd", "bfloat16", "neon"),
+        ("x86_64", "avx512_bf16", "bfloat16", ""),
+    ],
+)
+def test_an_arm_cpu_adds_up_in_its_own_way(
+    machine: str, features: str, dtype: str, sums: str, tmp_path: Path
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"Features : {features}\n")
+    assert hardware.arm_sums(dtype, machine, cpuinfo) == sums
 
 
 def test_a_machine_without_cpuinfo_has_no_fast_bf16(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""The operators compiled for Arm CPUs, and run in software: against plain C, and to the bit where sums are exact."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from batchinfer_kernels.cpu.build import FLAGS, FOLDER, SOURCES
+
+CROSS = "aarch64-linux-gnu-gcc"
+DRIVER = Path(__file__).parent / "cross" / "driver.c"
+UNITS = ("bfloat16", "float32")
+# What gives the compiler the instructions, and a CPU of QEMU's that has these and no others of them
+KINDS = {
+    "neon": (("-march=armv8-a",), "cortex-a72"),
+    "sdot": (("-march=armv8.2-a+dotprod",), "neoverse-n1"),
+    "bfdot and usdot": (("-march=armv8.6-a+bf16+i8mm",), "max"),
+    "emulated tiles": (("-march=armv8-a", "-DEMULATED_TILES"), "cortex-a72"),
+}
+# As the operators are built, but for the CPU, and faster
+COMMON = [flag for flag in FLAGS if not flag.startswith(("-O", "-march", "-mcpu"))]
+needs_cross = pytest.mark.skipif(
+    shutil.which(CROSS) is None, reason=f"{CROSS} is missing (apt install gcc-aarch64-linux-gnu)"
+)
+
+
+def build_driver(compiler: str, unit: str, options: tuple[str, ...], folder: Path) -> Path:
+    program = folder / "driver"
+    sources = [DRIVER, FOLDER / f"attention_{unit}.c", FOLDER / "shared.c"]
+    words = [f"-I{FOLDER}", f'-DUNIT="{unit}.c"', *map(str, sources), "-lm", "-o", str(program)]
+    subprocess.run([compiler, "-O1", *COMMON, *options, *words], check=True, capture_output=True, text=True)
+    return program
+
+
+def passes(command: list[str]) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, env={"OMP_NUM_THREADS": "2"}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "all checks passed" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are those of x86-64")
+def test_the_checks_pass_on_this_machine(tmp_path):
+    """They are right about operators that other tests compare with torch."""
+    passes([str(build_driver("cc", "bfloat16", ("-march=native", "-DNO_TILES"), tmp_path))])
+
+
+@needs_cross
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_unit_is_c_that_the_compiler_for_arm_takes(kind):
+    options, _ = KINDS[kind]
+    command = [CROSS, "-fsyntax-only", "-Wall", "-Werror", *COMMON, *options, *map(str, SOURCES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
+@pytest.mark.slow
+@needs_cross
+@pytest.mark.skipif(
+    shutil.which("qemu-aarch64") is None, reason="qemu-aarch64 is missing (apt install qemu-user)"
+)
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operators_are_right_on_arm(kind, unit, tmp_path):
+    options, cpu = KINDS[kind]
+    program = build_driver(CROSS, unit, (*options, "-static"), tmp_path)
+    passes(["qemu-aarch64", "-cpu", cpu, str(program)])
+
+
+@needs_cross
+@pytest.mark.parametrize(
+    ("kind", "instruction", "unit"),
+    [
+        ("bfdot and usdot", "bfdot", "bfloat16"),
+        ("bfdot and usdot", "usdot", "float32"),
+        ("sdot", "sdot", "float32"),
+    ],
+)
+@pytest.mark.slow
+def test_the_instructions_are_used(kind, instruction, unit, tmp_path):
+    options, _ = KINDS[kind]
+    command = [CROSS, "-O1", *COMMON, *options, "-S", "-o", "-", str(FOLDER / f"{unit}.c")]
+    assert instruction in subprocess.check_output(command, text=True)
