@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import gcd
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.gpu.target import architecture, processors
 from batchinfer_kernels.paged_attention import check_attention_extras, check_paged_attention
 
@@ -76,27 +77,26 @@ def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> KVTiles:
     AMD's compute units have 64 KiB of shared memory, for one tile in flight; warps of 64 threads; and 512 registers a
     thread where there are at most 4 of them.
     """
-    tiles = _table(dtype)[work][padded_dim(head_dim)]
-    if architecture().startswith("gfx"):
+    return _tiles(architecture(), work, dtype, padded_dim(head_dim))
+
+
+@cache
+def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int) -> KVTiles:
+    half = _HALF if _from_memory(arch) else _HALF_OF_REGISTERS
+    tiles = (_SINGLE if dtype == torch.float32 else half)[work][padded]
+    if arch.startswith("gfx"):
         return KVTiles(tiles.rows, min(tiles.keys, 32), min(tiles.warps, 4), 1)
     return tiles
 
 
-def _table(dtype: torch.dtype) -> dict[Work, dict[int, KVTiles]]:
-    if dtype == torch.float32:
-        return _SINGLE
-    return _HALF if _from_memory() else _HALF_OF_REGISTERS
-
-
-def _from_memory() -> bool:
+def _from_memory(arch: str) -> bool:
     """Whether tensor cores take operands from shared memory; where nothing is compiled, it shall be so."""
-    arch = architecture()
     return arch == "" or (arch.isdigit() and 90 <= int(arch) < 120)
 
 
 def padded_dim(head_dim: int) -> int:
     """Tiles have sizes that are powers of 2."""
-    return max(64, triton.next_power_of_2(head_dim))
+    return max(64, next_power_of_2(head_dim))
 
 
 def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
@@ -115,7 +115,7 @@ def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
     A part of a full tile of rows is dear, so that fewer programs have to do.
     """
     programs = PREFIX_PROGRAMS_PER_PROCESSOR * processors(device)
-    return max(LEAST_SEGMENT, triton.next_power_of_2(-(-total_keys * kv_heads // programs)))
+    return max(LEAST_SEGMENT, next_power_of_2(-(-total_keys * kv_heads // programs)))
 
 
 def moved(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -149,19 +149,6 @@ def check_attention(
         raise ValueError(f"block tables are {block_tables.dtype} with strides {block_tables.stride()}")
 
 
-def readable(cache: Tensor) -> tuple[Tensor, str]:
-    """The cache as the kernels take it, and how its values are coded."""
-    if cache.dtype == torch.int8:
-        return cache, "int8"
-    if cache.dtype != torch.float8_e4m3fn:
-        return cache, "none"
-    arch = architecture()
-    # float8_e4m3fn is known from compute capability 8.9 on; AMD's CDNA 3 knows a format with another bias
-    if arch.isdigit() and int(arch) >= 89:
-        return cache, "fp8"
-    return cache.view(torch.uint8), "fp8_bits"
-
-
 def kernel_arguments(
     q: Tensor,
     k_cache: Tensor,
@@ -171,46 +158,76 @@ def kernel_arguments(
     window: int | None,
     soft_cap: float | None,
     k_scale: Tensor | None,
-    tiles: KVTiles,
-    deterministic: bool,
+    work: Work,
 ) -> dict[str, Any]:
-    """What all kernels that read the cache are launched with."""
-    (k, codes), (v, _) = readable(k_cache), readable(v_cache)
-    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2))
-    # Values: Triton by itself sees no divisor but 16, which 72 has not. Products of 32 bits have to hold the strides.
-    unit = gcd(*strides, 16) if max(strides) < 2**31 else 1
+    """What all kernels that read the cache are launched with. What layers have in common is computed once."""
+    arch, codes = architecture(), _codes(k_cache.dtype, architecture())
+    bits = codes == "fp8_bits"
+    strides = (*q.stride()[:2], *k_cache.stride()[:3])
+    heads = (q.shape[1] // k_cache.shape[1], q.shape[2], k_cache.shape[2])
     return {
         "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
+        "k_ptr": k_cache.view(torch.uint8) if bits else k_cache,
+        "v_ptr": v_cache.view(torch.uint8) if bits else v_cache,
         "tables_ptr": block_tables,
         "k_scale_ptr": k_scale,
-        **dict(zip(STRIDES, (stride // unit for stride in strides), strict=True)),
-        "UNIT": unit,
         "stride_table": block_tables.stride(0),
         "scale": float(scale),
         "cap": float(soft_cap or 0.0),
         "window": window or 0,
-        "D": q.shape[2],
-        "D_PAD": padded_dim(q.shape[2]),
-        "GROUP": q.shape[1] // k_cache.shape[1],
-        "ROWS": tiles.rows,
-        "TILE": tiles.keys,
-        "BLOCK_SIZE": k_cache.shape[2],
         "K_PER_HEAD": per_head(k_scale),
         "WINDOW": window is not None,
         "CAP": soft_cap is not None,
         "CODES": codes,
-        "PRECISION": precision(q.shape[2]),
+        **_strides(strides),
+        **_options(arch, work, q.dtype, *heads),
+    }
+
+
+def _codes(dtype: torch.dtype, arch: str) -> str:
+    """How the values of a cache are coded, as the kernels take them."""
+    if dtype == torch.int8:
+        return "int8"
+    if dtype != torch.float8_e4m3fn:
+        return "none"
+    # float8_e4m3fn is known from compute capability 8.9 on; AMD's CDNA 3 knows a format with another bias
+    return "fp8" if arch.isdigit() and int(arch) >= 89 else "fp8_bits"
+
+
+@lru_cache(maxsize=64)
+def _strides(strides: tuple[int, ...]) -> dict[str, int]:
+    # Values: Triton by itself sees no divisor but 16, which 72 has not. Products of 32 bits have to hold the strides.
+    unit = gcd(*strides, 16) if max(strides) < 2**31 else 1
+    return {**dict(zip(STRIDES, (stride // unit for stride in strides), strict=True)), "UNIT": unit}
+
+
+@cache
+def _options(
+    arch: str, work: Work, dtype: torch.dtype, group: int, head_dim: int, block_size: int
+) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    tiles = _tiles(arch, work, dtype, padded_dim(head_dim))
+    deterministic = work == "deterministic"
+    return {
+        "D": head_dim,
+        "D_PAD": padded_dim(head_dim),
+        "GROUP": group,
+        "ROWS": tiles.rows,
+        "TILE": tiles.keys,
+        "BLOCK_SIZE": block_size,
+        "PRECISION": _precision(arch, head_dim),
+        "SEGMENTED": deterministic,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         # Products and sums are contracted where the code says so, not where a kernel's compilation happens to
         "enable_fp_fusion": not deterministic,
-        **_registers(tiles, q.dtype, q.shape[2], deterministic),
+        **_registers(arch, tiles, dtype, head_dim, deterministic),
     }
 
 
-def _registers(tiles: KVTiles, dtype: torch.dtype, head_dim: int, deterministic: bool) -> dict[str, int]:
+def _registers(
+    arch: str, tiles: KVTiles, dtype: torch.dtype, head_dim: int, deterministic: bool
+) -> dict[str, int]:
     """Up to all that a thread can have where a kernel wants many: products of float32, many rows of large heads.
 
     Without a bound NVIDIA's assembler aims at a count that lets more warps be resident (80, 128 or 168), and spills
@@ -218,18 +235,18 @@ def _registers(tiles: KVTiles, dtype: torch.dtype, head_dim: int, deterministic:
     unless heads are the largest. AMD's compiler has no such option.
     """
     padded = padded_dim(head_dim)
-    large = padded == MAX_HEAD_DIM or (padded == 128 and deterministic and _from_memory())
+    large = padded == MAX_HEAD_DIM or (padded == 128 and deterministic and _from_memory(arch))
     wants_many = dtype == torch.float32 or (large and tiles.rows > 16)
-    return {"maxnreg": 255} if wants_many and architecture().isdigit() else {}
+    return {"maxnreg": 255} if wants_many and arch.isdigit() else {}
 
 
-def precision(head_dim: int) -> str:
+def _precision(arch: str, head_dim: int) -> str:
     """How float32 is multiplied; products of other types are exact in any case.
 
     As three products of tensor cores, which leave out about 2^-22 (Ootomo and Yokota, 2022): without tensor cores all
     but the smallest tiles spill registers on compute capability 9.0; with them the largest heads do.
     """
-    return "tf32x3" if architecture().isdigit() and padded_dim(head_dim) < 256 else "ieee"
+    return "tf32x3" if arch.isdigit() and padded_dim(head_dim) < 256 else "ieee"
 
 
 def per_head(scale: Tensor | None) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_launch import padded_dim, per_head
 from batchinfer_kernels.gpu.attention_splits import Splits
 from batchinfer_kernels.gpu.merge_state import merge_state_kernel
+from batchinfer_kernels.gpu.sizes import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def merge_parts(
         D=dim,
         D_PAD=padded_dim(dim),
         GROUP=group,
-        ROWS=triton.next_power_of_2(group),
+        ROWS=next_power_of_2(group),
         V_PER_HEAD=per_head(v_scale),
         num_warps=4,
         enable_fp_fusion=False,

@@ -40,17 +40,17 @@ class Splits:
     window: int | None
     align: int  # a window's first key is rounded down to it
     keys: Ints = field(repr=False)  # (n,): own keys of each row when the items were made
+    # (m, 4) int32: row (-1: padding), keys between the row's first and the item's, keys, place of the part; keys count
+    # from `own_begin`
+    items: Tensor = field(init=False, repr=False)
+    places: Tensor = field(
+        init=False, repr=False
+    )  # (n + 1,) int32: row i's parts lie at places[i] to places[i + 1]
 
-    @property
-    def items(self) -> Tensor:
-        """(m, 4) int32: row (-1: padding), keys between the row's first and the item's, keys, place of the part. Keys
-        count from `own_begin`."""
-        return self.flat[: COLUMNS * self.count].view(self.count, COLUMNS)
-
-    @property
-    def places(self) -> Tensor:
-        """(n + 1,) int32: row i's parts lie at places[i] to places[i + 1]."""
-        return self.flat[COLUMNS * self.count :]
+    def __post_init__(self) -> None:
+        size = COLUMNS * self.count
+        object.__setattr__(self, "items", self.flat[:size].view(self.count, COLUMNS))
+        object.__setattr__(self, "places", self.flat[size:])
 
     @property
     def sizes(self) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
 # 8 values a thread with 4 warps: 16 bytes of bfloat16
 BLOCK = 1024
@@ -42,8 +43,8 @@ def combine(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     if y.numel():
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        block = min(BLOCK, triton.next_power_of_2(y.shape[1]))
-        grid = (tokens, triton.cdiv(y.shape[1], block))
+        block = min(BLOCK, next_power_of_2(y.shape[1]))
+        grid = (tokens, cdiv(y.shape[1], block))
         _combine_kernel[grid](
             made, places, weights.contiguous(), y, chosen, y.shape[1], made.stride(0), BLOCK=block,
             num_warps=4, enable_fp_fusion=False,

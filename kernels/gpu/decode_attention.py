@@ -27,7 +27,6 @@ from batchinfer_kernels.gpu.attention_core import (
 from batchinfer_kernels.gpu.attention_launch import (
     Work,
     check_attention,
-    choose_tiles,
     kernel_arguments,
     per_head,
 )
@@ -146,7 +145,6 @@ def decode_attention(
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
-    tiles = choose_tiles("deterministic" if deterministic else fast, q.dtype, q.shape[2])
     shares = (None, None) if prefixes is None else (prefixes.starts, prefixes.shared)
     own = Own(context_lens, splits, rows, *shares)
     own.check(q, block_tables, window)
@@ -159,9 +157,8 @@ def decode_attention(
     common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale)
     if prefixes is not None and parts is not None:
         attend_prefixes(prefixes, own, parts, *common, deterministic)
-    attend_own(
-        own, kernel_arguments(*common, tiles, deterministic), parts, out, lse, sinks, v_scale, deterministic
-    )
+    arguments = kernel_arguments(*common, "deterministic" if deterministic else fast)
+    attend_own(own, arguments, parts, out, lse, sinks, v_scale)
     if parts is not None:
         merge_parts(own, parts, k_cache.shape[1], out, lse, sinks, v_scale)
     return out
@@ -175,7 +172,6 @@ def attend_own(
     lse: Tensor | None,
     sinks: Tensor | None,
     v_scale: Tensor | None,
-    deterministic: bool,
 ) -> None:
     """Every row's own keys, to `parts`, or to `out` and `lse` where there are none."""
     heads = out.shape[1]
@@ -198,6 +194,5 @@ def attend_own(
         heads=heads,
         align=own.splits.align,
         V_PER_HEAD=per_head(v_scale),
-        SEGMENTED=deterministic,
         **arguments,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
 # 8 values a thread with 4 warps: 16 bytes of bfloat16
 BLOCK = 1024
@@ -82,8 +83,8 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     tokens, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((tokens, intermediate), dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
-        block = min(BLOCK, triton.next_power_of_2(intermediate))
-        grid = (tokens, triton.cdiv(intermediate, block))
+        block = min(BLOCK, next_power_of_2(intermediate))
+        grid = (tokens, cdiv(intermediate, block))
         _gated_activation_kernel[grid](
             gate_up, y, gate_up.stride(0), intermediate, ACTIVATION=activation, BLOCK=block, num_warps=4
         )

@@ -32,6 +32,7 @@ from batchinfer_kernels.gpu.matmul_core import (
 )
 from batchinfer_kernels.gpu.matmul_tiles import Kind, Tiles, grouped_tiles
 from batchinfer_kernels.gpu.quantize_rows import quantize_rows
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
 
@@ -146,7 +147,7 @@ def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
     # An expert with rows has at most one tile that is not full
     row_tiles = min(experts, given.rows) + max(0, given.rows - experts) // tiles.rows
     ends = tile_ends(given.starts, tiles.rows)
-    grid = (triton.cdiv(outputs, tiles.outputs) * row_tiles,)
+    grid = (cdiv(outputs, tiles.outputs) * row_tiles,)
     grouped_matmul_kernel[grid](
         **_arguments(given, tiles, y, ends), row_tiles=row_tiles, num_warps=tiles.warps,
         num_stages=tiles.stages, enable_fp_fusion=False,
@@ -183,7 +184,7 @@ def _arguments(given: _Operands, tiles: Tiles, y: Tensor, ends: Tensor) -> dict[
         "ACTIVATION": given.activation or "none",
         "PRECISION": "ieee" if given.x.dtype == torch.float32 else "tf32",  # matters for float32 only
         "TOGETHER": TOGETHER,
-        "EXPERTS": triton.next_power_of_2(experts),
+        "EXPERTS": next_power_of_2(experts),
         "LINES": tiles.outputs,
         "ROWS": tiles.rows,
         "INPUTS": tiles.inputs,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import check_same_dtype, check_vectors, unit_columns
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.latent_attention import check_latent_attention
 
 MAX_LATENT = 1024  # values of a token
@@ -89,9 +90,9 @@ def latent_attention(
     y = torch.empty((tokens, heads, rank), dtype=q.dtype, device=q.device)
     if not tokens:
         return y
-    rank_padded = max(16, triton.next_power_of_2(rank))
+    rank_padded = max(16, next_power_of_2(rank))
     strides = (*q.stride()[:2], cache.stride(0), cache.stride(2), block_tables.stride(0))
-    _latent_attention_kernel[(tokens, triton.cdiv(heads, HEADS))](
+    _latent_attention_kernel[(tokens, cdiv(heads, HEADS))](
         q,
         cache,
         block_tables,
@@ -104,7 +105,7 @@ def latent_attention(
         WIDTH=width,
         RANK=rank,
         RANK_PADDED=rank_padded,
-        REST_PADDED=max(16, triton.next_power_of_2(max(1, width - rank))),
+        REST_PADDED=max(16, next_power_of_2(max(1, width - rank))),
         BLOCK_SIZE=cache.shape[2],
         TOKENS=16 if q.dtype == torch.float32 else 32,
         HEADS=HEADS,

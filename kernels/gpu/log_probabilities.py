@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.row_chunks import CHUNK, best_of, check_logits, chunk_best, is_finite, row_chunk
+from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.log_probabilities import check_log_probabilities
 from batchinfer_kernels.sample import NO_TOKEN
 
@@ -71,7 +72,7 @@ def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor
             top,
             top_ids,
             CHUNK=CHUNK,
-            CHUNKS=triton.next_power_of_2(best.shape[1]),
+            CHUNKS=next_power_of_2(best.shape[1]),
             num_warps=8,
         )
     return of_chosen, top, top_ids

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.row_chunks import check_logits
+from batchinfer_kernels.gpu.sizes import cdiv
 from batchinfer_kernels.mask import check_mask
 
 # Logits that one program looks at: 4 stores of 16 bytes a thread with 4 warps, for float32
@@ -31,5 +32,5 @@ def mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     check_logits(logits)
     vocab = logits.shape[1]
     if len(rows):
-        grid = (len(rows), triton.cdiv(vocab, TILE))
+        grid = (len(rows), cdiv(vocab, TILE))
         _mask_kernel[grid](logits, logits.stride(0), vocab, rows, bits, bits.shape[1], TILE=TILE, num_warps=4)

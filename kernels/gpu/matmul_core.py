@@ -20,6 +20,7 @@ from batchinfer_kernels.gpu import target
 from batchinfer_kernels.gpu.checks import unit_columns
 from batchinfer_kernels.gpu.gated_activation import gate_factor, up_factor
 from batchinfer_kernels.gpu.matmul_tiles import Cut, Kind, choose_cut
+from batchinfer_kernels.gpu.sizes import cdiv
 
 # Tiles of outputs that are taken side by side, so that the rows and weights that they read stay in the L2 cache
 TOGETHER = 8
@@ -233,7 +234,7 @@ def launch(
         given = replace(given, x=given.x.contiguous())
     cut = choose_cut(kind, *sizes, deterministic, processors, span, aligned)
     tiles = cut.tiles
-    line_tiles, row_tiles = triton.cdiv(given.outputs, tiles.outputs), triton.cdiv(given.rows, tiles.rows)
+    line_tiles, row_tiles = cdiv(given.outputs, tiles.outputs), cdiv(given.rows, tiles.rows)
     parts = _parts(given, cut, line_tiles * tiles.outputs, row_tiles * tiles.rows)
     kernel[(line_tiles * row_tiles, cut.splits)](
         **_arguments(given, cut, y, parts), **more, num_warps=tiles.warps, num_stages=tiles.stages,

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import triton
-
+from batchinfer_kernels.gpu.sizes import cdiv
 from batchinfer_kernels.gpu.target import architecture
 
 # half: both of 16 bits; wide: x float32; coded: x of 16 bits and a weight of packed codes; fp8, int8: codes of both
@@ -119,10 +118,10 @@ def choose_cut(
         tiles = _fitted(_coded(kind, _DETERMINISTIC[kind], True), span, aligned)
         return _deterministic_cut(tiles, outputs, rows, inputs)
     tiles = _fitted(_coded(kind, _by_rows(kind, outputs, rows, processors), False), span, aligned)
-    programs = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(rows, tiles.rows)
+    programs = cdiv(outputs, tiles.outputs) * cdiv(rows, tiles.rows)
     wanted = PROGRAMS_PER_PROCESSOR * processors // programs
     segment = _segment(inputs, wanted, tiles)
-    return Cut(tiles, segment, triton.cdiv(inputs, segment), triton.cdiv(inputs, segment))
+    return Cut(tiles, segment, cdiv(inputs, segment), cdiv(inputs, segment))
 
 
 def grouped_tiles(
@@ -132,15 +131,15 @@ def grouped_tiles(
     weights make many tiles. `deterministic`: as for choose_cut."""
     if deterministic and kind != "int8":
         return _fitted(_DETERMINISTIC[kind], None, aligned)
-    each = max(1, triton.cdiv(rows, groups))
+    each = max(1, cdiv(rows, groups))
     return _fitted(_by_rows(kind, outputs * groups, each, processors), None, aligned)
 
 
 def _deterministic_cut(tiles: Tiles, outputs: int, rows: int, inputs: int) -> Cut:
     """Few rows run a segment a program, many rows one after the other: the sums are the same."""
-    wanted = DETERMINISTIC_PROGRAMS // triton.cdiv(outputs, tiles.outputs)
+    wanted = DETERMINISTIC_PROGRAMS // cdiv(outputs, tiles.outputs)
     segment = _segment(inputs, wanted, tiles)
-    segments = triton.cdiv(inputs, segment)
+    segments = cdiv(inputs, segment)
     return Cut(tiles, segment, segments if rows <= tiles.rows else 1, segments)
 
 
@@ -151,7 +150,7 @@ def _by_rows(kind: Kind, outputs: int, rows: int, processors: int) -> Tiles:
     at = next(i for i, bound in enumerate(bounds) if rows <= bound)
     tiles = table[bounds[at]]
     if rows > tiles.rows and at > 0:
-        programs = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(rows, tiles.rows)
+        programs = cdiv(outputs, tiles.outputs) * cdiv(rows, tiles.rows)
         return tiles if programs >= processors else table[bounds[at - 1]]
     return tiles
 
@@ -159,7 +158,7 @@ def _by_rows(kind: Kind, outputs: int, rows: int, processors: int) -> Tiles:
 def _segment(inputs: int, wanted: int, tiles: Tiles) -> int:
     """Inputs of a segment, whole tiles, where about `wanted` segments are asked for."""
     count = max(1, min(wanted, inputs // LEAST_SEGMENT))
-    return triton.cdiv(triton.cdiv(inputs, count), tiles.inputs) * tiles.inputs
+    return cdiv(cdiv(inputs, count), tiles.inputs) * tiles.inputs
 
 
 def _coded(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:

@@ -19,6 +19,7 @@ from batchinfer_kernels.gpu.attention_core import (
     initial_state,
 )
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, padded_dim
+from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.merge_state import check_merge_state
 
 LOG2E = 1.4426950408889634
@@ -108,7 +109,7 @@ def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tupl
             D=dim,
             D_PAD=padded_dim(dim),
             GROUP=together,
-            ROWS=triton.next_power_of_2(together),
+            ROWS=next_power_of_2(together),
             V_PER_HEAD=False,
             num_warps=4,
             enable_fp_fusion=False,

@@ -27,6 +27,7 @@ from batchinfer_kernels.gpu.attention_core import (
 )
 from batchinfer_kernels.gpu.attention_launch import (
     SEGMENT,
+    Work,
     check_attention,
     choose_tiles,
     kernel_arguments,
@@ -169,7 +170,8 @@ def prefill_attention(
     `out`: like q; `lse`: (T, q_heads) float32; written if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
-    tiles = choose_tiles("deterministic" if deterministic else "prefill", q.dtype, q.shape[2])
+    work: Work = "deterministic" if deterministic else "prefill"
+    tiles = choose_tiles(work, q.dtype, q.shape[2])
     if segment % tiles.keys:
         raise ValueError(f"a segment of {segment} keys is not made of tiles of {tiles.keys}")
     kv_heads = k_cache.shape[1]
@@ -188,9 +190,6 @@ def prefill_attention(
             lse_stride_token=q.shape[1],
             segment=segment,
             V_PER_HEAD=per_head(v_scale),
-            SEGMENTED=deterministic,
-            **kernel_arguments(
-                q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, tiles, deterministic
-            ),
+            **kernel_arguments(q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, work),
         )
     return out

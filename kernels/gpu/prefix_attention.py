@@ -22,7 +22,7 @@ from batchinfer_kernels.gpu.attention_core import (
     initial_state,
     times,
 )
-from batchinfer_kernels.gpu.attention_launch import choose_tiles, kernel_arguments
+from batchinfer_kernels.gpu.attention_launch import Work, choose_tiles, kernel_arguments
 from batchinfer_kernels.gpu.attention_parts import Own, Parts
 
 
@@ -121,7 +121,7 @@ def attend_prefixes(
         raise ValueError(f"items are {tuple(prefixes.items.shape)}, slots {prefixes.slots} > {parts.slots}")
     if not len(prefixes.items):
         return
-    tiles = choose_tiles("deterministic" if deterministic else "prefix", q.dtype, q.shape[2])
+    work: Work = "deterministic" if deterministic else "prefix"
     _prefix_attention_kernel[(len(prefixes.items), k_cache.shape[1])](
         items_ptr=prefixes.items,
         members_ptr=prefixes.members,
@@ -131,8 +131,5 @@ def attend_prefixes(
         part_lses_ptr=parts.lses,
         slots=parts.slots,
         heads=q.shape[1],
-        SEGMENTED=deterministic,
-        **kernel_arguments(
-            q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, tiles, deterministic
-        ),
+        **kernel_arguments(q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, work),
     )

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+from batchinfer_kernels.gpu.sizes import next_power_of_2
 
 # A row up to this long is held in registers (16 values a thread with 16 warps); a longer one is read twice.
 LONGEST_HELD = 8192
@@ -87,7 +88,7 @@ def _quantized(x: Tensor, dtype: torch.dtype, most: float) -> tuple[Tensor, Tens
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         held = inputs <= LONGEST_HELD
-        block = triton.next_power_of_2(max(16, inputs)) if held else LONGEST_HELD // 2
+        block = next_power_of_2(max(16, inputs)) if held else LONGEST_HELD // 2
         sizes = (x.stride(0), inputs)
         _quantize_rows_kernel[(rows,)](
             x, codes, scales, *sizes, MOST=most, HELD=held, BLOCK=block,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import as_rows, check_same_dtype
+from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.rms_norm import check_rms_norm
 
 # A row up to this long is held in registers (32 values a thread with 16 warps); a longer one is read twice.
@@ -99,7 +100,7 @@ def rms_norm(
     total = y if residual is None else torch.empty_like(y)
     if rows.shape[0]:
         held = hidden <= LONGEST_HELD
-        block = triton.next_power_of_2(hidden) if held else PIECE
+        block = next_power_of_2(hidden) if held else PIECE
         places = (rows, other, weight.contiguous(), y, total)
         _rms_norm_kernel[(rows.shape[0],)](
             *places,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import check_same_dtype, check_vectors, unit_columns
 from batchinfer_kernels.gpu.rms_norm import scaled
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.rope_store import check_caches, check_pairs, check_rotary
 
 # Values of one token that a program rotates: 8 a thread and half with 4 warps, 16 bytes of bfloat16
@@ -298,9 +299,9 @@ def _launch(
     if not tokens:
         return y
     pairs, kv_heads = cos.shape[1], to.kv_heads
-    padded = triton.next_power_of_2(pairs)
-    heads = min(triton.next_power_of_2(max(q_heads, kv_heads)), max(1, TILE // triton.next_power_of_2(dim)))
-    grid = (tokens, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
+    padded = next_power_of_2(pairs)
+    heads = min(next_power_of_2(max(q_heads, kv_heads)), max(1, TILE // next_power_of_2(dim)))
+    grid = (tokens, cdiv(q_heads, heads) + 2 * cdiv(kv_heads, heads))
     places = (q, to.k, to.v, cos, sin, to.slots if positions is None else positions)
     token_strides = (*q.stride()[:2], *to.k.stride()[:2], *to.v.stride()[:2], cos.stride(0))
     _rope_store_kernel[grid](
@@ -327,10 +328,10 @@ def _launch(
         V_PER_HEAD=to.scales[1].numel() > 1,
         BLOCK_SIZE=to.k_cache.shape[2],
         D=dim,
-        D_PADDED=triton.next_power_of_2(dim),
+        D_PADDED=next_power_of_2(dim),
         PAIRS=pairs,
         PADDED=padded,
-        REST_PADDED=triton.next_power_of_2(max(1, dim - 2 * pairs)),
+        REST_PADDED=next_power_of_2(max(1, dim - 2 * pairs)),
         HEADS=heads,
         num_warps=max(1, min(4, heads * padded // 256)),
         # so that `rope` and `rope_store`, compiled apart, round alike

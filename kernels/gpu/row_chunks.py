@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.checks import FLOATS, unit_columns
+from batchinfer_kernels.gpu.sizes import cdiv
 
 # Logits that one program reads: 8 loads of 16 bytes a thread with 4 warps, for float32
 CHUNK = 4096
@@ -55,7 +56,7 @@ def chunk_best(logits: Tensor, with_sums: bool) -> tuple[Tensor, Tensor, Tensor 
     """(best, ids, sums) of each chunk, (rows, chunks): its maximum, float32; the first id that has it, int32; and the
     sum of exp(logit - best), of exp(logit) where best is not finite, float32.
     """
-    shape, device = (logits.shape[0], triton.cdiv(logits.shape[1], CHUNK)), logits.device
+    shape, device = (logits.shape[0], cdiv(logits.shape[1], CHUNK)), logits.device
     best = torch.empty(shape, dtype=torch.float32, device=device)
     ids = torch.empty(shape, dtype=torch.int32, device=device)
     sums = torch.empty_like(best) if with_sums else None

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.row_chunks import CHUNK, best_of, check_logits, chunk_best, is_finite, row_chunk
+from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.sample import MIN_TEMPERATURE, NO_TOKEN, RowSampling
 
 # Logits of a pass: each thread has 2 loads of 16 bytes in flight, for float32. 16 warps have but 128 registers a
@@ -317,7 +318,7 @@ def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | No
         logits, vocab = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf), 2
     best, ids, _ = chunk_best(logits, with_sums=False)
     places = (logits, logits.stride(0), vocab, best, ids)
-    sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(best.shape[1])}
+    sizes = {"CHUNK": CHUNK, "CHUNKS": next_power_of_2(best.shape[1])}
     if sampling is None:
         _choose_kernel[(rows,)](*places, best.shape[1], *(None,) * 7, out, **sizes, num_warps=8)
         return out

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +13,14 @@ def architecture() -> str:
     """As Triton names its target: "80", "90", "gfx942"; "" in the interpreter, which has none."""
     if triton.knobs.runtime.interpret:
         return ""
-    return str(triton.runtime.driver.active.get_current_target().arch)
+    driver = triton.runtime.driver.active
+    return _architecture_of(driver, driver.get_current_device())
+
+
+@lru_cache(maxsize=16)
+def _architecture_of(driver: Any, _device: object) -> str:
+    """Asked once a device: several launches a layer want to know."""
+    return str(driver.get_current_target().arch)
 
 
 @cache
