@@ -21,8 +21,8 @@ from batchinfer.plan.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.policies import BY_DEFAULT, Capacity, OrderChoice, OrderPolicy, SharedWork
 from batchinfer.plan.prefix_forest import ForestBuilder
 from batchinfer.plan.reorder import reorder
-from batchinfer.plan.requests import Prompts, common_prefix, planned_requests
-from batchinfer.request import Request
+from batchinfer.plan.requests import Prompts, planned_requests
+from batchinfer.request import Request, common_prefix
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.extrapolation import SimulatedPart, extrapolated
 from batchinfer.simulation.simulator import SimulatedEngine, simulate

@@ -20,6 +20,13 @@ ErrorClass = Literal["input", "policy", "resource", "engine"]
 TokenIds = NDArray[np.int32]
 
 
+def common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """Tokens that both begin with."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length
+
+
 @dataclass(frozen=True, slots=True)
 class RowError:
     """Why a row became an error row. `message` is at most 2 KiB and holds no prompt text."""
@@ -233,4 +240,5 @@ class StepSample:
     scheduled_s: float = 0.0  # when its scheduling began: before `started_s` where steps overlap
     pairs: int = 0  # (query, key) pairs attended, summed over layers; useful ones, as FLOPs are
     kv_tokens: int = 0  # distinct cached tokens read, summed over layers
+    copied_tokens: int = 0  # of the cached tokens, those copied out of the middle of a block
     metering_s: float = 0.0  # what counting all this took the engine

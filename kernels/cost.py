@@ -292,6 +292,7 @@ class StepShape:
     sampled: int  # rows whose logits are computed
     pairs: int  # (query, key) pairs attended, summed over layers (their sliding windows may differ)
     kv_tokens: int  # distinct cached tokens read, summed over layers
+    copied: int = 0  # cached tokens that are copied, in every layer that keeps K and V
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +309,7 @@ class OperatorCost:
     sampled: Cost = Cost()
     pair: Cost = Cost()
     kv_token: Cost = Cost()
+    copied: Cost = Cost()
     expert: Cost = Cost()
     only_sampled: bool = False
     experts: int = 0
@@ -326,7 +328,7 @@ class OperatorCost:
         if not step.tokens or (self.only_sampled and not step.sampled):
             return Cost()
         hit = expected_hit(step.tokens, self.experts, self.chosen) if self.experts else 0
-        counts = (1, step.tokens, step.sampled, step.pairs, step.kv_tokens, hit)
+        counts = (1, step.tokens, step.sampled, step.pairs, step.kv_tokens, step.copied, hit)
         parts = tuple(zip(counts, (getattr(self, part) for part in _PARTS), strict=True))
         return Cost(
             sum(count * cost.flops for count, cost in parts),
@@ -335,7 +337,7 @@ class OperatorCost:
         )
 
 
-_PARTS = ("step", "token", "sampled", "pair", "kv_token", "expert")
+_PARTS = ("step", "token", "sampled", "pair", "kv_token", "copied", "expert")
 
 OperatorKind = Literal["linear", "attention", "sampling", "elementwise"]
 OPERATOR_KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)

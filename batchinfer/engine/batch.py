@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.shared_parts import Copy
 from batchinfer.engine.table_rows import TableRows
 from batchinfer.ops.interface import AttentionInputs
 
@@ -31,24 +33,29 @@ class HostBatch:
     sampling: list[Sequence]  # (n,): whose they are
     query_lens: list[int]  # (S,)
     context_lens: list[int]  # (S,)
+    parts: list[NDArray[np.int64]] = field(default_factory=list)  # of each cache group: (n, 4), or no arrays;
+    # see batchinfer_kernels.copy_parts
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence runs exactly one token and samples the next."""
-        return len(self.sampled_rows) == len(self.token_ids) == len(self.query_lens)
+        """Whether every sequence runs exactly one token and samples the next, and nothing else is done."""
+        tokens = len(self.token_ids)
+        return len(self.sampled_rows) == tokens == len(self.query_lens) and not self.parts
 
     @property
     def places(self) -> list[NDArray[Any]]:
         """The arrays that `inputs` wants on the device."""
-        return [self.positions, *self.slots, *self.tables]
+        return [self.positions, *self.slots, *self.tables, *self.parts]
 
     def inputs(self, positions: Tensor, *places: Tensor) -> list[AttentionInputs]:
         """The attention inputs of each cache group, with `places` on the device."""
         lens, groups = (self.query_lens, self.context_lens), len(self.tables)
-        each = zip(places[:groups], places[groups:], self.tables, self.whole, strict=True)
+        slots, tables = places[:groups], places[groups : 2 * groups]
+        parts = places[2 * groups :] or [None] * groups
+        each = zip(slots, tables, self.tables, self.whole, parts, strict=True)
         return [
-            AttentionInputs(positions, slots, tables, *lens, host, whole=whole)
-            for slots, tables, host, whole in each
+            AttentionInputs(positions, own, table, *lens, host, whole=whole, parts=copied)
+            for own, table, host, whole, copied in each
         ]
 
 
@@ -62,7 +69,9 @@ class Batch:
     sampling: list[Sequence]  # (n,)
 
 
-def host_batch(chunks: list[Chunk], layout: CacheLayout, rows: TableRows) -> HostBatch:
+def host_batch(
+    chunks: list[Chunk], layout: CacheLayout, rows: TableRows, copies: Seq[Copy] = ()
+) -> HostBatch:
     """Lays the scheduler's chunks out as arrays. `rows` keeps their block tables from step to step."""
     chunk_sequences, chunk_starts, chunk_lens = zip(*chunks, strict=True)
     sequences = list(chunk_sequences)
@@ -85,7 +94,14 @@ def host_batch(chunks: list[Chunk], layout: CacheLayout, rows: TableRows) -> Hos
         sampling=list(compress(sequences, samples)),
         query_lens=list(chunk_lens),
         context_lens=contexts,
+        parts=_parts(copies, len(layout.groups)) if copies else [],
     )
+
+
+def _parts(copies: Seq[Copy], groups: int) -> list[NDArray[np.int64]]:
+    """For each cache group (n, 4)."""
+    fields = np.array([copy[1:] for copy in copies], np.int64)
+    return [fields[fields[:, 0] == group, 1:] for group in range(groups)]
 
 
 def _tokens(chunks: list[Chunk], total: int) -> NDArray[np.int64]:
@@ -97,9 +113,15 @@ def _tokens(chunks: list[Chunk], total: int) -> NDArray[np.int64]:
     )
 
 
-def build_batch(chunks: list[Chunk], layout: CacheLayout, rows: TableRows, device: torch.device) -> Batch:
+def build_batch(
+    chunks: list[Chunk],
+    layout: CacheLayout,
+    rows: TableRows,
+    device: torch.device,
+    copies: Seq[Copy] = (),
+) -> Batch:
     """Lays the chunks out as tensors on the device."""
-    host = host_batch(chunks, layout, rows)
+    host = host_batch(chunks, layout, rows, copies)
     places = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in host.places)
     token_ids, sampled = (torch.from_numpy(a).to(device) for a in (host.token_ids, host.sampled_rows))
     return Batch(token_ids, host.inputs(*places), sampled, host.sampling)

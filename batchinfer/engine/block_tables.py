@@ -84,11 +84,13 @@ class BlockTables:
         sequence.tables, sequence.left = [], []
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the prompt blocks findable that tokens [start, end) complete."""
+        """Make the prompt blocks findable that tokens [start, end) complete, and the one in which the prompt ends once
+        it holds that: of those a part can be copied."""
         size = self.pool.block_size
         first, last = (sequence.prompt_blocks(n, size) for n in (start, end))
-        for index in range(first, last):
-            digest = sequence.block_hash(index, size)
+        ends = start < sequence.prompt_length <= end and sequence.prompt_length % size > 0
+        for index in range(first, last + ends):
+            digest = sequence.content(index, size)
             for group, table in enumerate(sequence.tables):
                 if index >= sequence.left[group]:
                     self.pool.register(table[index], digest, group)

@@ -47,10 +47,21 @@ def mixed_tokens(cost: ModelCost, peaks: Peaks | None) -> int:
     return int(LAUNCH_LAYER_S * cost.layers * operations / (2 * cost.active_parameters))
 
 
+def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
+    """The fewest tokens that it pays to copy from another block: both copying and running a token take the same time
+    for each, so it is one or, where copying takes longer, None. Where peaks are unknown it is taken to pay."""
+    if peaks is None:
+        return 1
+    copying = sum(operator.copied.seconds(peaks) for operator in cost.operators)
+    running = sum(operator.token.seconds(peaks) for operator in cost.operators)
+    return 1 if copying < running else None
+
+
 def scheduler_config(config: EngineConfig, cost: ModelCost) -> SchedulerConfig:
     """The scheduler's limits: the job's own, else those that suit the model and the machine."""
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[config.device]
     default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
     tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
     mixed = mixed_tokens(cost, config.peaks) if config.device == "cuda" else 0
-    return SchedulerConfig(seqs, tokens, config.prefix_caching, mixed)
+    least = least_copied(cost, config.peaks)
+    return SchedulerConfig(seqs, tokens, config.prefix_caching, mixed, least)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -20,6 +21,7 @@ from batchinfer.engine.runner import Launched
 from batchinfer.engine.sampled import Masked, Sampled, by_sequence
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.shared_parts import Copy
 from batchinfer.engine.staging import Download, upload
 from batchinfer.request import TokenLogprobs
 
@@ -80,15 +82,20 @@ class DeviceRunner(ModelRunner):
         return self.pieces.most_tokens
 
     @torch.inference_mode()
-    def launch(self, chunks: list[Chunk]) -> Launched:
+    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token."""
+        starts = {copy.sequence: copy.sequence.computed for copy in copies}
         sampled: list[Sampled] = []
         sampling: list[Sequence] = []
         padded, todo = 0, deque(self.pieces.cut(chunks))
         while todo:
             piece = todo.popleft()
             try:
-                host = host_batch(piece, self.layout, self.rows)
+                begun = {
+                    s for s, start, _ in piece if starts.get(s) == start
+                }  # what it copies is there by now
+                own = [copy for copy in copies if copy.sequence in begun]
+                host = host_batch(piece, self.layout, self.rows, own)
                 found, padding = self._run(host)
             except torch.OutOfMemoryError:
                 if sum(c.length for c in piece) == 1:

@@ -208,7 +208,8 @@ class Engine:
         if not self._in_flight:
             self._account(step)
         step.launched_s = self._now()
-        step.result = self._runner.launch(scheduled.chunks)
+        step.result = self._runner.launch(scheduled.chunks, scheduled.copies)
+        self._scheduler.launched()
         if self._runner.most_tokens is not None:
             self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)
@@ -365,7 +366,8 @@ class Engine:
             cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
             chunks = [c for c in cut if c.length]
             sampled += sum(taken.count - 1 for taken in step.irregular)
-        step.shape = self._runner.step_shape(chunks, sampled, self._scheduler.shared_blocks(chunks))
+        shared, copied = self._scheduler.shared_blocks(chunks), step.scheduled.copied_tokens
+        step.shape = self._runner.step_shape(chunks, sampled, shared, copied)
         self._metering_ns += time.perf_counter_ns() - began
 
     def _new_work(self) -> ConstraintWork:
@@ -412,6 +414,7 @@ class Engine:
             scheduled_s=step.began_s,
             pairs=shape.pairs,
             kv_tokens=shape.kv_tokens,
+            copied_tokens=shape.copied,
             metering_s=(time.perf_counter_ns() - metering) / 1e9,
         )
 

@@ -18,6 +18,7 @@ from batchinfer.engine.sampled import Sampled, by_sequence
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.shared_parts import Copy
 from batchinfer.engine.step_shape import step_shape
 from batchinfer.engine.table_rows import TableRows
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
@@ -90,9 +91,9 @@ class ModelRunner:
         return None
 
     @torch.inference_mode()
-    def launch(self, chunks: list[Chunk]) -> Launched:
+    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
         """Run the chunks, write their K and V, sample where a chunk reaches its sequence's end."""
-        batch = build_batch(chunks, self.layout, self.rows, self.device)
+        batch = build_batch(chunks, self.layout, self.rows, self.device, copies)
         plans = self.plan_attention(batch.inputs)
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
         if not batch.sampling:
@@ -134,6 +135,6 @@ class ModelRunner:
         tokens[refused] = corrected.tokens
         return Sampled(tokens, masked=corrected.masked)
 
-    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int) -> StepShape:
+    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
         """See batchinfer.engine.step_shape."""
-        return step_shape(chunks, sampled, shared, self.layout)
+        return step_shape(chunks, sampled, shared, self.layout, copied)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.shared_parts import Copy
 from batchinfer.request import TokenLogprobs
 from batchinfer_kernels.cost import ModelCost, StepShape
 
@@ -50,9 +52,9 @@ class Runner(Protocol):
     def needs_tokens(self, sequence: Sequence) -> bool:
         """Whether a step of this sequence needs the token before on the host, so that no step may look ahead of it."""
 
-    def launch(self, chunks: list[Chunk]) -> Launched:
-        """Run the chunks, or begin to."""
+    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
+        """Run the chunks, or begin to; in each layer the copies are made before anything is attended to."""
 
-    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int) -> StepShape:
-        """The least work and memory traffic of these chunks, which sample `sampled` tokens and meet `shared` blocks of
-        others among them again; see Scheduler.shared_blocks."""
+    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
+        """The least work and memory traffic of these chunks, which sample `sampled` tokens, meet `shared` blocks of
+        others among them again (see Scheduler.shared_blocks), and take over `copied` tokens."""

@@ -11,7 +11,8 @@ from batchinfer.engine.admission import CountedBlocks, peak_blocks
 from batchinfer.engine.block_tables import BlockTables
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.output_lengths import OutputLengths
-from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.sequence import Sequence, SharedPart
+from batchinfer.engine.shared_parts import Copy, SharedParts
 
 # One in so many blocks stays free of estimates. Simulated with five distributions of lengths (exponential, uniform,
 # normal, two peaks, all at max_tokens) in two scarce caches, against lengths that are known, mean (worst) time and
@@ -35,12 +36,15 @@ class SchedulerConfig:
     `mixed_tokens`: how many tokens of prompts make it worth to mix them with decoding, where such a step costs the host
     more than one that only decodes. Once admission has stopped for want of room, it goes on when so many tokens can
     take the places of sequences that have ended, or when one in IDLE places is free; 0: as soon as one fits.
+
+    `least_copied`: tokens that it pays to copy from the middle of another sequence's block; None: none.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     prefix_caching: bool = True
     mixed_tokens: int = 0
+    least_copied: int | None = 1
 
 
 class Chunk(NamedTuple):
@@ -85,6 +89,10 @@ class Step:
     chunks: list[Chunk] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens that sequences admitted now found in the cache
     preemptions: int = 0
+    copies: list[Copy] = field(
+        default_factory=list
+    )  # before attention, once K and V of the chunks are stored
+    copied_tokens: int = 0  # in each layer
 
 
 class Scheduler:
@@ -96,7 +104,8 @@ class Scheduler:
     it is admitted, and a preemption restores it.
 
     A chunk's full prompt blocks are findable as soon as it is scheduled, so that a sequence admitted later in the
-    same step shares them: in every layer, all K and V of a step are written before any attention reads them.
+    same step shares them: in every layer, all K and V of a step are written before any attention reads them. Where its
+    prompt leaves such a block in the middle, it gets a copy of what they have in common (`SharedParts`).
 
     `windows`: of the cache groups, whose block tables each sequence has; see `BlockTables`.
     """
@@ -120,7 +129,9 @@ class Scheduler:
         ] = {}  # not scheduled any more, but an in-flight step still reads their blocks
         self._lengths = lengths or OutputLengths()
         self._added = 0
+        self.parts = SharedParts(self.tables, config.least_copied if config.prefix_caching else None)
         self._next_prefix: list[bytes] = []  # contents that the request to be added next will look for
+        self._next_part: SharedPart | None = None
         self._for_chunks = self.tables.sizes.for_chunks(config.max_num_batched_tokens)
         # Blocks of all that runs or leaves, if none shares and each grows to its max_length, and of a step's chunks
         self._most = self._for_chunks
@@ -136,6 +147,7 @@ class Scheduler:
         most = self.tables.sizes.alone(sequence.max_length, self.config.max_num_batched_tokens)
         sequence.turn, fits = self._added, most <= self.pool.total
         if fits:
+            self.parts.add(sequence)
             self._reserve(sequence)
             self.waiting.append(sequence)
         self._expect_next(sequence)
@@ -147,12 +159,15 @@ class Scheduler:
 
     def _expect_next(self, sequence: Sequence) -> None:
         """Reserve the prefix that the next request shares with this one: the queue may be empty until it comes."""
-        size, before, turn = self.pool.block_size, self._next_prefix, self._added
-        shared = min(sequence.request.shares_next, sequence.prompt_length) // size
-        self._next_prefix = sequence.block_hashes(shared if self.config.prefix_caching else 0, size)
+        size, before, part, turn = self.pool.block_size, self._next_prefix, self._next_part, self._added
+        shared = min(sequence.request.shares_next, sequence.prompt_length)
+        self._next_prefix = sequence.block_hashes(shared // size if self.config.prefix_caching else 0, size)
+        self._next_part = self.parts.behind(sequence, shared)
         self._added += 1
         self.pool.reserve(self._next_prefix, self._added)
+        self.parts.reserve(self._next_part, self._added)
         self.pool.unreserve(before, turn)
+        self.parts.unreserve(part, turn)
 
     def limit_tokens(self, most: int) -> None:
         """Limit the tokens of each later step."""
@@ -170,6 +185,10 @@ class Scheduler:
             self._admit(step, budget)
         return step
 
+    def launched(self) -> None:
+        """The step that was scheduled last is launched."""
+        self.parts.launched()
+
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that is done and free its blocks."""
         self.leave(sequence)
@@ -185,6 +204,7 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that left, once no in-flight step reads them."""
         del self.leaving[sequence]
+        self.parts.remove(sequence)
         self._release(sequence)
         self._patience = 0
         self._ended += 1
@@ -231,16 +251,21 @@ class Scheduler:
     def forget_waiting(self) -> None:
         """Drop the waiting sequences and their reservations."""
         while self.waiting:
-            self._unreserve(self.waiting.popleft())
+            sequence = self.waiting.popleft()
+            self._unreserve(sequence)
+            self.parts.remove(sequence)
         self.pool.unreserve(self._next_prefix, self._added)
-        self._next_prefix = []
+        self.parts.unreserve(self._next_part, self._added)
+        self._next_prefix, self._next_part = [], None
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the block accounting is off."""
         reservations = {s.turn: s.hashes[: s.reserved] for s in self.waiting}
         reservations[self._added] = self._next_prefix
+        parts = {s.turn: [s.part.content] for s in self.waiting if s.part is not None}
+        parts |= {self._added: [self._next_part.content]} if self._next_part is not None else {}
         holders = [*self.running, *self.leaving]
-        self.pool.check_integrity((t for s in holders for t in self.tables.held(s)), reservations)
+        self.pool.check_integrity((t for s in holders for t in self.tables.held(s)), reservations, parts)
         assert not any(s.tables for s in self.waiting), "a waiting sequence holds blocks"
         assert not any(s.reserved for s in holders), "a running sequence holds a reservation"
         assert not any(s.pending or s.drafts or s.blocked for s in self.waiting), (
@@ -249,7 +274,7 @@ class Scheduler:
         for sequence in holders:
             self.tables.check(sequence)
         assert self._most == sum(map(self._bound, holders), self._for_chunks), "the bound is off"
-        assert self.pool.used <= self._most, "more blocks are held than the bound says"
+        assert self.pool.used <= self._most + self.pool.held, "more blocks are held than the bound says"
 
     def _leave_behind(self) -> None:
         """Free what the windows of running sequences have left. Drafts of an in-flight step, and the token before them,
@@ -324,10 +349,12 @@ class Scheduler:
     def _reserve(self, sequence: Sequence) -> None:
         sequence.reserved = self._sharable(sequence)
         self.pool.reserve(sequence.block_hashes(sequence.reserved, self.pool.block_size), sequence.turn)
+        self.parts.reserve(sequence.part, sequence.turn)
 
     def _unreserve(self, sequence: Sequence) -> None:
         self.pool.unreserve(sequence.hashes[: sequence.reserved], sequence.turn)
         sequence.reserved = 0
+        self.parts.unreserve(sequence.part, sequence.turn)
 
     def _sharable(self, sequence: Sequence) -> int:
         """How many prompt blocks it could share. The last token is never among them: it has to run."""
@@ -357,20 +384,45 @@ class Scheduler:
             if len(self.running) == self.config.max_num_seqs:
                 self._stop_admitting()
                 return
-            self.tables.share(sequence)
-            if not self._fits(sequence, budget):
+            sources = self._share(sequence, budget)
+            if sources is None:
                 reading = self._reading(sequence, budget)
                 self._patience = 0 if reading else RETRY_STEPS
                 self.tables.give_back(sequence)
+                sequence.computed = 0
                 if not reading:
                     self._stop_admitting()
                 return
             self._start(self.waiting.popleft(), step)
             length = min(sequence.remaining, budget)
             self._make_room(sequence, sequence.computed + length, step)
+            self._copy(sequence, sources, step)
             step.chunks.append(Chunk(sequence, sequence.computed, length))
             self._register(sequence, sequence.computed, sequence.computed + length)
             budget -= length
+
+    def _share(self, sequence: Sequence, budget: int) -> list[int] | None:
+        """Give a waiting sequence the blocks that it shares; those of which it copies the beginning; None: it does not
+        fit."""
+        self.tables.share(sequence)
+        sequence.computed = self.tables.tokens(sequence)
+        sources = self.parts.take(sequence)
+        if self._fits(sequence, budget):
+            return sources
+        if sources and not self.running and not self.leaving:  # nobody will make room for them
+            self.parts.give_back(sequence)
+            return []
+        return None
+
+    def _copy(self, sequence: Sequence, sources: list[int], step: Step) -> None:
+        """Fill the beginning of its first block of its own from these, if there are any."""
+        if not sources:
+            self.parts.offer(sequence)
+            return
+        assert sequence.part is not None
+        step.copies += self.parts.copies(sequence, sources)
+        step.copied_tokens += sequence.part.tokens
+        self.tables.leave_behind(sequence, sequence.computed)  # windows begin so much later
 
     def _stop_admitting(self) -> None:
         """There is no room until others have ended."""
@@ -392,7 +444,8 @@ class Scheduler:
 
     def _unshared(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that are not in the cache."""
-        return len(sequence.tokens) - self.tables.found(sequence)
+        found = self.tables.found(sequence)
+        return len(sequence.tokens) - found - self.parts.found(sequence, found // self.pool.block_size)
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
         """Whether its chunk fits now, and it and the running sequences are expected to end without a preemption."""
@@ -414,13 +467,13 @@ class Scheduler:
         if not self.tables.have_windows:
             return 0
         unread = [(len(s.tokens), s.remaining) for s in self.running if s.remaining > 1]
-        unread.append((len(sequence.tokens), len(sequence.tokens) - self.tables.tokens(sequence)))
+        unread.append((len(sequence.tokens), sequence.remaining))
         most = self.config.max_num_batched_tokens
         return sum(self.tables.sizes.of_chunk(tokens, min(left, most)) for tokens, left in unread)
 
     def _chunk_blocks(self, sequence: Sequence, budget: int) -> int:
         """Blocks that its first chunk takes beside those that it shares."""
-        return self.tables.missing(sequence, min(len(sequence.tokens), self.tables.tokens(sequence) + budget))
+        return self.tables.missing(sequence, min(len(sequence.tokens), sequence.computed + budget))
 
     def _steps_left(self, sequence: Sequence) -> int:
         """Steps after this one, if this one runs the rest of its prompt. The last token is sampled, never run."""
@@ -428,12 +481,11 @@ class Scheduler:
 
     def _reading(self, sequence: Sequence, budget: int) -> int:
         """Further steps that its prompt takes if `budget` tokens of it run in this one."""
-        left = len(sequence.tokens) - self.tables.tokens(sequence) - budget
+        left = sequence.remaining - budget
         return -(-left // max(1, self.config.max_num_batched_tokens - len(self.running))) if left > 0 else 0
 
     def _start(self, sequence: Sequence, step: Step) -> None:
         self._unreserve(sequence)
-        sequence.computed = self.tables.tokens(sequence)
         # what it had computed before a preemption was run once, and saves nothing
         saved = max(0, sequence.computed - sequence.high_water)
         sequence.cached_tokens += saved

@@ -21,6 +21,17 @@ _ROTATED_LATER = b"rotated from a later row"
 
 
 @dataclass(slots=True, eq=False)
+class SharedPart:
+    """What several sequences have in common behind their last common whole block: the first `tokens` tokens of their
+    blocks `index`. `content`: of the block from which they take it over; `turns`: of those that wait to do so."""
+
+    content: bytes
+    index: int
+    tokens: int
+    turns: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Token ids, block table and state of one request. Owned by the scheduler; plain ints only."""
 
@@ -50,6 +61,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
     turn: int = 0  # place in the order of admission, kept over a preemption
     reserved: int = 0  # while it waits: how many of its first blocks' contents are kept for it
+    part: SharedPart | None = None  # what it takes over behind whole blocks, if that is there
     obeys: bool = True  # whether its last token would have been the same without its constraint
     steered: bool = False  # whether its constraint ever kept it from its most likely token
     forced: int = 0  # output tokens that had to come and were not sampled
@@ -176,10 +188,23 @@ class Sequence:
         how the sequence is rotated."""
         while len(self.hashes) <= index:
             start = len(self.hashes) * block_size
-            parent = self.hashes[-1] if self.hashes else _ROTATED_LATER if self.rotated_from else b""
+            parent = self.hashes[-1] if self.hashes else self._root
             piece = self.tokens[start : start + block_size].tobytes()
             self.hashes.append(blake2b(parent + piece, digest_size=16).digest())
         return self.hashes[index]
+
+    def content(self, index: int, block_size: int) -> bytes:
+        """The same for any block that holds prompt: of the last one, if it is not full, what it holds of the prompt."""
+        start = index * block_size
+        if start + block_size <= self.prompt_length:
+            return self.block_hash(index, block_size)
+        parent = self.block_hash(index - 1, block_size) if index else self._root
+        return blake2b(parent + self.tokens[start : self.prompt_length].tobytes(), digest_size=16).digest()
+
+    @property
+    def _root(self) -> bytes:
+        """The parent of the first block."""
+        return _ROTATED_LATER if self.rotated_from else b""
 
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
         """Digests of the first `count` blocks, which must be full of prompt."""

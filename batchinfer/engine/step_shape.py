@@ -9,15 +9,18 @@ from batchinfer.engine.scheduler import Chunk
 from batchinfer_kernels.cost import StepShape
 
 
-def step_shape(chunks: list[Chunk], sampled: int, shared: int, layout: CacheLayout) -> StepShape:
-    """The least work and memory traffic of these chunks, which sample `sampled` tokens. `shared`: how often a table
-    that keeps all tokens names a block that another chunk's table named before; such a block is read once for all."""
+def step_shape(
+    chunks: list[Chunk], sampled: int, shared: int, layout: CacheLayout, copied: int = 0
+) -> StepShape:
+    """The least work and memory traffic of these chunks, which sample `sampled` tokens and take over `copied` ones.
+    `shared`: how often a table that keeps all tokens names a block that another chunk's table named before; such a
+    block is read once for all."""
     pairs = kv_tokens = 0
     for window, layers in Counter(layout.windows).items():
         counted = _attended(chunks, window)
         again = shared * layout.block_size if window is None else 0
         pairs, kv_tokens = pairs + layers * counted[0], kv_tokens + layers * (counted[1] - again)
-    return StepShape(sum([length for _, _, length in chunks]), sampled, pairs, kv_tokens)
+    return StepShape(sum([length for _, _, length in chunks]), sampled, pairs, kv_tokens, copied)
 
 
 def _attended(chunks: list[Chunk], window: int | None) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from batchinfer_kernels.cost import (
     attention_cost,
     cap_cost,
     combine_cost,
+    copy_parts_cost,
     embedding_cost,
     gated_activation_cost,
     grouped_linear_cost,
@@ -53,6 +54,7 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
     once = (
         OperatorCost("embedding", token=_embedding(spec, itemsize)),
         _attention(spec, itemsize),
+        OperatorCost("copy_parts", copied=_copying(spec, itemsize)),
         _sampled("final_norm", lambda n: _norm(spec.final_norm, n, itemsize, residual=True)),
         _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize)),
         *_after_head(spec),
@@ -152,6 +154,13 @@ def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int)
     return OperatorCost(
         "attention", token=cost(1, 0, 0, *sizes), pair=cost(0, 1, 0, *sizes), kv_token=cost(0, 0, 1, *sizes)
     )
+
+
+def _copying(spec: ModelSpec, itemsize: int) -> Cost:
+    """Of a token's K and V, in all layers that keep them."""
+    each = keeping(spec.caches).values()
+    sizes = ((cache.heads, cache.dim, cache.itemsize(itemsize), cache.tensors) for cache in each)
+    return sum((copy_parts_cost(1, *size) for size in sizes), Cost())
 
 
 def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:

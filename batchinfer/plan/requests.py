@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.plan.plan import Plan, Window
-from batchinfer.request import Request, SamplingParams, TokenIds
+from batchinfer.request import Request, SamplingParams, TokenIds, common_prefix
 
 LONG_PARAMS = 16 << 10  # characters
 _AT_ONCE = 1 << 18  # tokens
@@ -71,13 +71,6 @@ def _read(window: Window, prompts: Prompts) -> list[Request]:
             keys, ids, zip(params, expected, strict=True), shared, strict=True
         )
     ]
-
-
-def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """Tokens that both begin with."""
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def _params(text: str, expected: int) -> SamplingParams:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.shared_parts import Copy
 from batchinfer.engine.step_shape import step_shape
 from batchinfer.request import TokenLogprobs
 from batchinfer.simulation.step_time import StepTime
@@ -75,13 +77,14 @@ class CountingRunner:
         """No row is masked: what answers say is not simulated."""
         return False
 
-    def launch(self, chunks: list[Chunk]) -> CountedStep:
+    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> CountedStep:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        shape = self.step_shape(chunks, len(sampling), self.shared_blocks(chunks))
-        captured = shape.tokens == len(sampling) == len(chunks)
+        copied = sum(copy.end - copy.first for copy in copies if copy.group == 0)
+        shape = self.step_shape(chunks, len(sampling), self.shared_blocks(chunks), copied)
+        captured = shape.tokens == len(sampling) == len(chunks) and not copies
         host_s = self.time.host_s(len(chunks), 0 if captured else self.cost.layers)
         done = self.clock.launch(host_s, self.time.device_s(shape, self.cost, len(chunks)))
         return CountedStep(sampling, self.outputs, self.clock, done)
 
-    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int) -> StepShape:
-        return step_shape(chunks, sampled, shared, self.layout)
+    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
+        return step_shape(chunks, sampled, shared, self.layout, copied)

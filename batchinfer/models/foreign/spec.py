@@ -81,12 +81,14 @@ def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
         step=Cost(0, spec.streamed * itemsize),
         token=Cost(2 * spec.active, 2 * spec.hidden * itemsize),
     )
+    kept = [itemsize * layer.cache.values for layer in spec.layers]
     head, none = (linear_cost(n, spec.hidden, spec.vocab, itemsize, itemsize) for n in (1, 0))
     sample = sample_cost(1, spec.vocab, itemsize)
     return ModelCost(
         operators=(
             decoder,
             _attention(spec, itemsize),
+            OperatorCost("copy_parts", copied=Cost(0, 2 * sum(kept))),
             OperatorCost("lm_head", step=none, sampled=head - none, only_sampled=True),
             OperatorCost("sample", sampled=sample, only_sampled=True),
         ),
@@ -94,7 +96,7 @@ def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
         parameters=spec.streamed,
         active_parameters=max(1, spec.active),
         head_parameters=spec.head,
-        caches=tuple((layer.window, itemsize * layer.cache.values) for layer in spec.layers),
+        caches=tuple((layer.window, size) for layer, size in zip(spec.layers, kept, strict=True)),
         itemsize=itemsize,
         weight_itemsize=itemsize,
     )

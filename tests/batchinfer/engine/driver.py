@@ -42,7 +42,7 @@ class Driver:
         # (block, offset) → the cache group that wrote it, digest of the tokens up to this one
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.finished: list[Sequence] = []
-        self.cached = self.preempted = self.steps = self.ran = 0
+        self.cached = self.preempted = self.steps = self.ran = self.copied = 0
         self.rows = TableRows()
 
     def step(self) -> Step:
@@ -55,16 +55,21 @@ class Driver:
             for group, table in enumerate(chunk.sequence.tables):
                 for at in range(chunk.start, chunk.end):
                     self.slots[table[at // size], at % size] = group, known[at]
+        for copy in step.copies:
+            for at in range(copy.first, copy.end):
+                self.slots[copy.target, at] = self.slots[copy.source, at]
         for chunk in step.chunks:
             self.check_reads(chunk)
         self.check_sharing(step.chunks)
         self.check_sharing(step.chunks[self.random.randrange(2) :: 2])
         if step.chunks:
             self.check_rows([chunk.sequence for chunk in step.chunks])
+        self.scheduler.launched()
         for chunk in step.chunks:
             self.post_process(chunk.sequence, chunk.end, chunk.samples)
         self.scheduler.check_integrity()
         self.cached += step.cached_tokens
+        self.copied += step.copied_tokens
         self.preempted += step.preemptions
         self.steps += 1
         self.ran += sum(c.length for c in step.chunks)

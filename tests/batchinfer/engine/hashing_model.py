@@ -14,6 +14,7 @@ from batchinfer.engine.decode_graphs import Capture, Captured, DecodeGraphs, Gra
 from batchinfer.engine.sampler import Sampler
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
 from batchinfer.ops.torch_ops import TorchOps
+from batchinfer_kernels.copy_parts import copy_parts_reference
 from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost
 
@@ -106,6 +107,8 @@ class HashingModel:
         layers = list(zip(groups, caches, plans, self.windows, strict=True))
         for inputs, cache, _, _ in layers:
             cache.k.view(-1)[inputs.slots], cache.v.view(-1)[inputs.slots] = token_ids, inputs.positions
+            if inputs.parts is not None:
+                copy_parts_reference(cache.k, cache.v, inputs.parts)
         hidden = torch.stack([_attended(*layer) for layer in layers]).sum(0)
         return torch.where(hidden < 0, -1, hidden % 65_521)
 

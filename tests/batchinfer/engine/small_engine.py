@@ -41,6 +41,7 @@ class Limits:
     blocks: int = 200
     block_size: int = 8
     scarce: bool = False
+    copying: bool = True
 
 
 @dataclass
@@ -125,7 +126,8 @@ class Preempting(Scheduler):
 
 
 def make_engine(runner: Any, limits: Limits, eos: frozenset[int], **more: Any) -> Engine:
-    config = SchedulerConfig(limits.seqs, limits.budget, limits.caching)
+    least = 1 if limits.copying else None
+    config = SchedulerConfig(limits.seqs, limits.budget, limits.caching, least_copied=least)
     windows = runner.layout.sizes.windows
     pool = BlockPool(limits.blocks, limits.block_size, len(windows))
     # windows give blocks back as fast as rows grow, so that few memories are so scarce that a row is preempted

@@ -15,6 +15,7 @@ from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.model_runner import ModelRunner, RunnerOutput
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.shared_parts import Copy
 from batchinfer.ops.interface import NO_TOKEN
 from batchinfer.request import Request, TokenLogprobs
 from tests.batchinfer.engine.hashing_model import SHAPE
@@ -57,12 +58,15 @@ class Speculating:
     def needs_tokens(self, sequence: Sequence) -> bool:
         return self.barriers(sequence.request)
 
-    def launch(self, chunks: list[Chunk]) -> RunnerOutput:
+    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> RunnerOutput:
         contents = [self._content(c.sequence) for c in chunks]
         for chunk, content in zip(chunks, contents, strict=True):
             for group in range(len(self.windows)):
                 for at in range(chunk.start, chunk.end):
                     self._slots[self._slot(chunk, group, at)] = group, hash(tuple(content[: at + 1]))
+        for copy in copies:
+            for at in range(copy.first, copy.end):
+                self._slots[copy.target, at] = self._slots[copy.source, at]
         for chunk, content in zip(chunks, contents, strict=True):
             for group, window in enumerate(self.windows):
                 for at in range(0 if window is None else max(0, chunk.start - window + 1), chunk.end):

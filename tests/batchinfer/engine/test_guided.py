@@ -244,10 +244,10 @@ def noting(steps: list[Noted]) -> type[DeviceRunner]:
     read = [0]
 
     class Noting(DeviceRunner):
-        def launch(self, chunks: list[Chunk]) -> Launched:
+        def launch(self, chunks: list[Chunk], copies: Any = ()) -> Launched:
             keys = frozenset(chunk.sequence.request.key for chunk in chunks if chunk.samples)
             steps.append(Noted(keys, read[0] < len(steps)))
-            return Reading(DeviceRunner.launch(self, chunks), read)
+            return Reading(DeviceRunner.launch(self, chunks, copies), read)
 
     return Noting
 

@@ -55,10 +55,10 @@ class Noted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, chunks: list[Any]) -> Any:
+    def launch(self, chunks: list[Any], copies: Any = ()) -> Any:
         sampled = sum(c.samples for c in chunks)
         self.steps.append(([(c.sequence.request, c.start, c.length) for c in chunks], sampled))
-        return self.runner.launch(chunks)
+        return self.runner.launch(chunks, copies)
 
 
 def rows(shared: bool) -> list[Request]:

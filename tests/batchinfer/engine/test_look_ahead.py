@@ -43,9 +43,9 @@ class OneByOne(DeviceRunner):
 class Watched(DeviceRunner):
     """Notes when steps are launched and when their tokens are read."""
 
-    def launch(self, chunks: list[Any]) -> Launched:
+    def launch(self, chunks: list[Any], copies: Any = ()) -> Launched:
         EVENTS.append(f"launch {len([e for e in EVENTS if e.startswith('launch')])}")
-        return Reading(super().launch(chunks), len([e for e in EVENTS if e.startswith("launch")]) - 1)
+        return Reading(super().launch(chunks, copies), len([e for e in EVENTS if e.startswith("launch")]) - 1)
 
 
 EVENTS: list[str] = []

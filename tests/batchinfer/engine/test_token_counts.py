@@ -219,9 +219,9 @@ def test_no_step_looks_ahead_of_a_barrier() -> None:
     order: list[list[bytes]] = []
 
     class Watched(Speculating):
-        def launch(self, chunks: list[Any]) -> Any:
+        def launch(self, chunks: list[Any], copies: Any = ()) -> Any:
             order.append([c.sequence.request.key for c in chunks])
-            return super().launch(chunks)
+            return super().launch(chunks, copies)
 
     runner = Watched(looks_ahead=True, barriers=lambda request: request.key == barred.key)
     engine = make_engine(runner, Limits(), frozenset())

@@ -37,9 +37,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, chunks: list[Any]) -> Any:
+    def launch(self, chunks: list[Any], copies: Any = ()) -> Any:
         self.chunks.append([(c.sequence.request.key, c.start, c.length) for c in chunks])
-        return self.runner.launch(chunks)
+        return self.runner.launch(chunks, copies)
 
 
 @dataclass

@@ -1,0 +1,239 @@
+"""Rows that share a prefix to the token run what differs, and answer as if they shared nothing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.engine.kv_cache import BlockPool
+from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.sequence import Sequence
+from tests.batchinfer.engine.driver import Driver, sequence
+from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, drain, greedy, make_engine
+from tests.batchinfer.engine.small_engine import make_runner as float32_runner
+from tests.examples import examples
+
+ENOUGH = 60  # longest rows that the cache has room for
+
+
+def distinct(rows: list[list[int]]) -> int:
+    """Nodes of the tokens' trie."""
+    return len({known for row in rows for known in accumulate(row, lambda *pair: hash(pair), initial=0)}) - 1
+
+
+@st.composite
+def trees(draw: Any) -> list[list[int]]:
+    """Rows of three levels, each of any length, in the order of a walk; none is the beginning of another."""
+    rng = random.Random(draw(st.integers(0, 1 << 30)))
+    longest = [draw(st.sampled_from([2, 9, 40, 150])) for _ in range(3)]
+    branches = [draw(st.integers(1, 5)) for _ in range(3)]
+    vocab = draw(st.sampled_from([3, 1000]))  # of few tokens, levels that ought to differ begin alike
+
+    def level(number: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(rng.randint(1, longest[number]))]
+
+    rows: list[list[int]] = []
+    for _ in range(branches[0]):
+        first = level(0)
+        for _ in range(branches[1]):
+            second = first + level(1)
+            rows += [second + level(2) + [vocab + len(rows) + number] for number in range(branches[2])]
+    return rows
+
+
+def ran(scheduler: Scheduler, rows: list[list[int]], outputs: int) -> tuple[Driver, int]:
+    """Prompt tokens that run where all rows wait from the beginning."""
+    driver = Driver(scheduler)
+    for key, row in enumerate(rows):
+        scheduler.add(sequence(row, outputs, key, exact=True))
+    driver.drain()
+    assert len(driver.finished) == len(rows)
+    return driver, driver.ran - len(rows) * (outputs - 1)
+
+
+def scheduler_for(
+    rows: list[list[int]],
+    size: int,
+    room: float,
+    seqs: int,
+    budget: int,
+    windows: tuple[int | None, ...] = (None,),
+) -> Scheduler:
+    longest = max(map(len, rows)) + 8
+    blocks = int(room * (-(-longest // size) + 1)) * len(windows)
+    pool = BlockPool(blocks, size, len(windows))
+    return Scheduler(SchedulerConfig(seqs, budget), pool, windows=windows)
+
+
+@given(
+    rows=trees(),
+    size=st.integers(1, 64),
+    seqs=st.sampled_from([1, 5, 64]),
+    budget=st.sampled_from([17, 256, 4096]),
+    shuffled=st.booleans(),
+)
+@settings(max_examples=examples(60, 300), deadline=None, print_blob=True)
+def test_each_token_of_a_tree_runs_once(
+    rows: list[list[int]], size: int, seqs: int, budget: int, shuffled: bool
+) -> None:
+    """Whatever the block size, and in any order, while all of them wait."""
+    if shuffled:
+        random.Random(size).shuffle(rows)
+    driver, tokens = ran(scheduler_for(rows, size, ENOUGH, seqs, budget), rows, 4)
+    event(f"copied: {driver.copied > 0}")
+    assert distinct(rows) <= tokens <= 1.02 * distinct(rows)
+    assert tokens + driver.cached == sum(map(len, rows))
+
+
+@given(
+    rows=trees(),
+    size=st.sampled_from([3, 16, 33]),
+    room=st.sampled_from([1.0, 1.5, 4.0]),
+    windows=st.sampled_from([(None,), (7,), (None, 20), (5, None, 64)]),
+    seqs=st.sampled_from([2, 30]),
+)
+@settings(max_examples=examples(40, 200), deadline=None, print_blob=True)
+def test_every_row_ends_where_memory_is_scarce(
+    rows: list[list[int]], size: int, room: float, windows: tuple[int | None, ...], seqs: int
+) -> None:
+    """`Driver` checks what each of them reads, the scheduler what is kept."""
+    scheduler = scheduler_for(rows, size, room, seqs, 64, windows)
+    driver, _ = ran(scheduler, rows, 6)
+    event(f"copied: {driver.copied > 0}, preempted: {driver.preempted > 0}")
+    assert (scheduler.pool.used, scheduler.pool.cached) == (0, 0)
+
+
+def rows_of_one_step(rows: list[list[int]], size: int = 16) -> tuple[Scheduler, Any]:
+    scheduler = Scheduler(SchedulerConfig(8, 4096), BlockPool(64, size))
+    for key, row in enumerate(rows):
+        scheduler.add(sequence(row, 4, key))
+    return scheduler, scheduler.schedule()
+
+
+def test_rows_of_one_step_copy_from_one_another() -> None:
+    """The third shares more with the second than the second with the first: what the second copied in this step comes
+    from the first, as copies of a step are made side by side."""
+    rows = [[7] * 20 + [1] * 5, [7] * 20 + [2] * 9, [7] * 20 + [2] * 6 + [3] * 4]
+    scheduler, step = rows_of_one_step(rows)
+    first, second, third = (chunk.sequence.tables[0][1] for chunk in step.chunks)
+    assert [chunk.length for chunk in step.chunks] == [25, 9, 4]
+    assert [tuple(copy[2:]) for copy in step.copies] == [
+        (first, second, 0, 4),
+        (first, third, 0, 4),
+        (second, third, 4, 10),
+    ]
+    assert (step.cached_tokens, step.copied_tokens) == (20 + 26, 4 + 10)
+    scheduler.check_integrity()
+
+
+def test_the_block_in_which_a_prompt_ends_is_copied_too() -> None:
+    _, step = rows_of_one_step([[5] * 19, [5] * 19, [5] * 18 + [6] * 3])
+    assert [chunk.length for chunk in step.chunks] == [19, 1, 3]
+
+
+def test_one_block_is_kept_for_all_that_wait_for_the_same_tokens() -> None:
+    """The first row ends before the others are admitted; what they share with it stays until the last one is."""
+    scheduler = Scheduler(SchedulerConfig(1, 4096), BlockPool(40, 16))
+    driver = Driver(scheduler)
+    for key in range(6):
+        scheduler.add(sequence([7] * 23 + [10 + key] * 30, 4, key, exact=True))
+    while len(driver.finished) < 5:
+        driver.step()
+        waiting = len(scheduler.waiting)
+        assert scheduler.pool.cached <= 2
+        assert waiting == 0 or scheduler.pool.cached + scheduler.pool.used > 1
+    driver.drain()
+    assert driver.copied == 5 * 7
+    assert scheduler.pool.cached == 0
+
+
+def test_a_source_is_not_given_away_before_it_was_copied() -> None:
+    """A block that is kept for rows of this step may not be what another one of them gets to write to."""
+    scheduler = Scheduler(SchedulerConfig(4, 4096), BlockPool(9, 16))
+    driver = Driver(scheduler)
+    scheduler.add(sequence([7] * 23 + [1] * 20, 2, 0, exact=True))
+    for key in range(1, 6):
+        scheduler.add(sequence([7] * 23 + [10 + key] * (20 + key), 20, key, exact=True))
+    driver.drain()
+    assert driver.copied > 0
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_nothing_is_copied_where_it_does_not_pay(caching: bool) -> None:
+    config = SchedulerConfig(8, 4096, prefix_caching=caching, least_copied=None if caching else 1)
+    scheduler = Scheduler(config, BlockPool(64, 16))
+    for key in range(3):
+        scheduler.add(sequence([7] * 20 + [key] * 5, 4, key))
+    step = scheduler.schedule()
+    assert not step.copies
+    assert step.cached_tokens == (32 if caching else 0)
+
+
+def test_rows_that_are_rotated_in_another_way_share_nothing() -> None:
+    scheduler = Scheduler(SchedulerConfig(8, 4096), BlockPool(64, 16))
+    rows: list[Sequence] = [sequence([7] * 20 + [key] * 5, 4, key) for key in range(2)]
+    rows[1].rotated_from = 100_000
+    for row in rows:
+        scheduler.add(row)
+    assert not scheduler.schedule().copies
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """A tree whose levels end inside blocks of any size."""
+    rng = random.Random(seed)
+    system = [rng.randrange(250) for _ in range(37)]
+    documents = [[rng.randrange(250) for _ in range(rng.randint(3, 41))] for _ in range(4)]
+    return [
+        system + text + [rng.randrange(250) for _ in range(rng.randint(1, 13))]
+        for text in documents
+        for _ in range(4)
+    ]
+
+
+LIMITS = [
+    Limits(budget=64, block_size=8),
+    Limits(budget=1000, block_size=16, blocks=200),
+    Limits(budget=23, block_size=5, blocks=70, seqs=5),
+    Limits(budget=200, block_size=32, blocks=24, scarce=True),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2"])
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_answers_are_the_same_with_and_without(family: str, limits: Limits) -> None:
+    """To the token; what the cache never held is NaN."""
+    model = checkpoint(family)
+    work = greedy(prompts(3), 9, ignore_eos=True)
+    found = {}
+    for copying in (False, True):
+        each = replace(limits, copying=copying)
+        found[copying] = drain(
+            make_engine(float32_runner(model, cpu_ops(model), each), each, frozenset()), work
+        )
+    assert found[True].answers == found[False].answers
+    saved = [sum(step.cached_tokens for step in found[way].steps) for way in (False, True)]
+    copied = [sum(step.copied_tokens for step in found[way].steps) for way in (False, True)]
+    assert copied[0] == 0 < copied[1]
+    assert saved[0] < saved[1]
+    prompt = [sum(step.prefill_tokens - step.recomputed_tokens for step in found[way].steps) for way in found]
+    assert prompt[0] - prompt[1] == saved[1] - saved[0]
+
+
+def test_bytes_of_copies_are_those_of_what_is_read_and_written() -> None:
+    model = checkpoint("llama")
+    runner = float32_runner(model, cpu_ops(model), Limits())
+    moved = [runner.cost.step(runner.step_shape([], 0, 0, copied))["copy_parts"].bytes for copied in (0, 5)]
+    assert moved == [0, 0]  # a step that runs nothing does nothing
+    cost = next(operator for operator in runner.cost.operators if operator.name == "copy_parts")
+    block = sum(cache.k[:1, :, :1].nbytes + cache.v[:1, :, :1].nbytes for cache in runner.caches)
+    heads = model.spec.attention
+    padded = runner.caches[0].k.shape[3] / heads.head_dim
+    assert cost.copied.bytes == 2 * block / padded
+    assert torch.isnan(runner.caches[0].k).all()
