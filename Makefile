@@ -27,6 +27,7 @@ ON_TWO := -n 2 --dist worksteal
 test: $(READY)
 	$(BIN)/python -m pytest $(ON_TWO) -m "not slow"
 
+# The operators also run as on Arm CPUs where Debian's gcc-aarch64-linux-gnu and qemu-user are installed.
 test-all: $(READY)
 	BATCHINFER_TEST_EVERYTHING=1 $(BIN)/python -m pytest $(ON_TWO)
 

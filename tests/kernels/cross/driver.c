@@ -185,7 +185,7 @@ static float rounded_to_odd(double exact) {
 static void check_dot(void) {
     for (int i = 0; i < 1000; i++) {
         float start = draw(), wanted;
-        REAL a[2] = {STORE(draw()), STORE(draw())}, b[2] = {STORE(draw()), STORE(draw())};
+        REAL a[2] = {STORE(draw()), STORE(draw())}, b[2] = {STORE(draw()), STORE(draw() * (i % 2 ? 0x1p-12f : 1))};
         int32_t x = 0, w = 0;
         memcpy(&x, a, PAIR * sizeof(REAL)), memcpy(&w, b, PAIR * sizeof(REAL));
         float got = DOT(splat(start), splat_word(x), splat_word(w))[LANES - 1];
