@@ -96,6 +96,8 @@ def every_kernel_is_rehearsed(record: dict[str, Any]) -> None:
     assert found == {
         "decode attention",
         "prefill attention",
+        "deterministic decode attention",
+        "deterministic prefill attention",
         "shared-prefix attention",
         "matmul",
         "deterministic matmul",
@@ -279,6 +281,14 @@ def test_without_peaks_there_are_no_shares():
     assert found["times_as_fast"] == {"peer": pytest.approx(1.5)}
 
 
+def test_what_no_datasheet_states_has_no_share_of_it():
+    unknown = record(kernel()) | {"gpu": {"name": "NVIDIA H300", "driver_version": "1"}}
+    found = with_shares(unknown, {"bfloat16": 1e13, "bytes_per_s": 9e11})
+    assert found["datasheet"] == {}
+    assert found["sections"][0]["results"][0]["datasheet_share"] is None
+    assert "of its memory bound" in table(found)
+
+
 def test_int8_operations_are_held_against_their_own_peak():
     peaks = {"bfloat16": 1e13, "int8": 2e13, "bytes_per_s": 1e15}
     result = kernel(flops=10**11, int8_ops=10**11)
@@ -314,8 +324,8 @@ def test_the_better_peaks_count():
 def test_the_table_says_what_was_reached():
     peaks = {"bfloat16": 1e13, "bytes_per_s": 9e11}
     text = table(with_shares(record(kernel()), peaks))
-    assert "2,000 µs, 56 % of its memory bound (aim 85 %), 1.50× peer (aim 10×)" in text
-    assert "peaks of this run: 10 TFLOP/s bfloat16, 0.90 TB/s" in text
+    assert "2,000 µs, 56 % [10 %] of its memory bound (aim 85 %), 1.50× peer (aim 10×)" in text
+    assert "peaks of this run: 10 TFLOP/s bfloat16 [1 %], 0.90 TB/s [19 %]" in text
     assert "NVIDIA H200, driver 580" in text
 
 
@@ -452,10 +462,30 @@ class FakePrefill(FakeWrapper):
         self.queries = (rows[1:] - rows[:-1]).tolist()
 
 
+class FakeCascade(FakeWrapper):
+    """A level for what all share, one for the rest; the pages of both together are each sequence's."""
+
+    def __init__(self, levels: int, workspace: torch.Tensor, layout: str) -> None:
+        super().__init__(workspace, layout)
+        assert levels == 2
+
+    def plan(self, rows, starts, pages, last, *sizes: int, q_data_type) -> None:
+        assert [level.tolist() for level in rows] == [[0, 3], [0, 1, 2, 3]]
+        assert {t.dtype for level in (*rows, *starts, *pages, *last) for t in [level]} == {torch.int32}
+        assert last[0].tolist() == [sizes[3]]
+        own = [pages[1][starts[1][n] : starts[1][n + 1]] for n in range(3)]
+        joined = [torch.cat((pages[0], part)) for part in own]
+        counts = torch.tensor([0, *(len(part) for part in joined)]).cumsum(0)
+        self._plan(counts.to(torch.int32), torch.cat(joined), last[1], sizes)
+        self.queries = [1] * 3
+
+
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> Paged:
     package = SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=FakeDecode, BatchPrefillWithPagedKVCacheWrapper=FakePrefill
+        BatchDecodeWithPagedKVCacheWrapper=FakeDecode,
+        BatchPrefillWithPagedKVCacheWrapper=FakePrefill,
+        MultiLevelCascadeAttentionWrapper=FakeCascade,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setattr(flashinfer, "is_installed", lambda: True)
@@ -470,6 +500,15 @@ def test_flashinfer_is_given_the_same_work(paged, queries):
         q, paged.k, paged.v, paged.table, [queries] * 3, list(paged.contexts), paged.heads.scale
     )
     torch.testing.assert_close(calls["FlashInfer"](), wanted)
+
+
+def test_flashinfer_s_cascade_is_given_the_same_work(paged):
+    sharing = Paged.random([17, 32, 40], paged.heads, torch.float32, torch.device("cpu"), shared_keys=16)
+    q = sharing.queries(3)
+    wanted = paged_attention_reference(
+        q, sharing.k, sharing.v, sharing.table, [1] * 3, list(sharing.contexts), sharing.heads.scale
+    )
+    torch.testing.assert_close(flashinfer.cascade(sharing, q, 16)["FlashInfer's cascade"](), wanted)
 
 
 def test_without_flashinfer_nothing_is_compared():

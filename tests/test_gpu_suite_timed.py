@@ -16,7 +16,6 @@ if importlib.util.find_spec("triton") is None:
 
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.engine.config import EngineConfig
-from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
 from tests.gpu_suite import (
     against,
     attention,
@@ -67,11 +66,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             {"LLAMA_8B": attention.TINY, "DECODES": ((3, 20), (2, 33), (1, 17)), "MIXED": (3, 9, 40)},
         ),
         (attention, {"PREFILLS": ((1, 20, 20), (1, 5, 20)), "PREFIX": (4, 256, 3), "CODED": (2, 17)}),
+        (attention, {"SKEWED": (60, 5, 5), "FIXED_DECODE": (1030, 5), "FIXED_PREFILL": (4, 1030)}),
         (matmul, {"GATE_UP": matmul.Layer("g", 160, 96), "DOWN": matmul.Layer("d", 160, 48)}),
         (matmul, {"DECODE": 4, "WIDE_DECODE": 20, "PREFILL": 17}),
         (pointwise, {"TOKENS": 5, "FEW": 2, "HIDDEN": 64, "INTERMEDIATE": 100}),
         (sampling, {"ROWS": 3, "VOCAB": 300, "FILTERS": {"top-p 0.95": sampling.FILTERS["top-p 0.95"]}}),
-        (peaks, {"SIZE": 128}),
+        (peaks, {"SIZE": 128, "STREAM_BYTES": {"cuda": 2**16}}),
         (model, {"DECODES": ((3, 10), (1, 4)), "PREFILLS": (9,), "PREFILL_RUNS": 2}),
         (loaded, {"MODEL": "tiny", "DTYPE": "float32", "LONGEST": 1280, "KV_MEMORY": 2**23}),
     ]
@@ -82,22 +82,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "the_clock", lambda device: HostClock())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(
-        peaks,
-        "measure_peaks",
-        lambda kind, dtypes: measure_peaks("cpu", ("float32",), size=64, stream_bytes=2**16),
-    )
     monkeypatch.setattr(loaded, "EngineConfig", small_engine)
     monkeypatch.setattr(workloads, "make_workload", short_workload)
     monkeypatch.setattr(against, "ContinuousPeer", small_peer)
     loaded._loaded.cache_clear()
     yield
     loaded._loaded.cache_clear()
-
-
-def small_peaks(device: str, dtypes: tuple[str, ...]) -> MeasuredPeaks:
-    assert device == "cuda"
-    return measure_peaks("cpu", ("float32",), size=64, stream_bytes=2**16)
 
 
 def small_engine(**given: Any) -> EngineConfig:
@@ -137,6 +127,7 @@ def record(results: list[dict[str, Any]]) -> dict[str, Any]:
         "rehearsal": False,
         "versions": versions,
         "gpu": None,
+        "datasheet": {},
         "sections": [{**section, "results": results}],
     }
 
@@ -152,13 +143,15 @@ def test_kernels_are_checked_and_timed(module):
         assert result["bound_s"] == pytest.approx(result["share"] * result["ours"]["median_s"])
         assert result["bound_by"] in ("memory", "compute")
         assert set(result["aim"]) <= set(result["times_as_fast"])
-    assert len(table(with_shares(record(results), PEAKS)).splitlines()) == len(results) + 4
+    assert len(table(with_shares(record(results), PEAKS)).splitlines()) == len(results) + 5
 
 
 def test_peaks_of_every_dtype_are_told():
     results, failures = told(peaks)
     assert failures == []
     assert {name for result in results for name in result["peaks"]} == {
+        "bfloat16",
+        "float16",
         "float32",
         "int8",
         "float8_e4m3fn",

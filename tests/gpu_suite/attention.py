@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.cost import attention_cost
-from batchinfer_kernels.gpu.attention_plan import AttentionShape, LaunchPlan, SharedPrefix, plan_attention
-from batchinfer_kernels.gpu.paged_attention import paged_attention
-from batchinfer_kernels.paged_attention import paged_attention_reference
-from tests.gpu_suite import flashinfer
-from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
+from batchinfer_kernels.gpu.attention_plan import Room
+from tests.gpu_suite import flashinfer, sdpa
+from tests.gpu_suite.case import TOLERANCE, Case, Worst, measured, worst
 from tests.gpu_suite.clock import Call
 from tests.gpu_suite.paged import Heads, Paged
 from tests.gpu_suite.section import Part, Section
+from tests.gpu_suite.step import DTYPE, AttentionStep, planned
 
 LLAMA_8B, TINY = Heads(32, 8, 128, 16), Heads(4, 2, 64, 16)
 DECODE_TARGET, PREFILL_TARGET, PREFIX_AIM = 0.85, 0.6, 10.0
@@ -26,10 +24,13 @@ PRIVATE = "private copies"
 # (sequences, context) of one length each; those with a target come first, the last is split over many programs
 DECODES = ((64, 4096), (64, 1024), (256, 1024), (8, 32768))
 CODED = (64, 4096)  # with int8 and float8 in the cache
-MIXED = tuple(128 * 2 ** (i % 7) for i in range(128))  # 128 … 8192
+MIXED = tuple(128 * 2 ** (i % 7) - i % 16 for i in range(128))  # 128 … 8192, most of them no whole blocks
 # (sequences, queries, context)
 PREFILLS = ((1, 4096, 4096), (4, 4096, 4096), (1, 16384, 16384), (1, 2048, 16384), (16, 512, 512))
 PREFIX = (256, 8192, 128)  # sequences, keys that all share, keys of their own
+SKEWED = (16_000, *[512] * 255)
+FIXED_DECODE = (*[16_384] * 8, *[512] * 56)
+FIXED_PREFILL = (2048, 16_384)  # queries, context
 
 
 def run(section: Section) -> None:
@@ -39,41 +40,45 @@ def run(section: Section) -> None:
 
 def cases(section: Section) -> list[Part]:
     """What has a target first."""
+    part = partial(_part, section)
 
     def decode(contexts: Sequence[int], codes: str | None = None) -> Part:
-        return _part(section, partial(decode_case, section, LLAMA_8B, contexts, codes), "decode")
+        return part(decode_case, LLAMA_8B, contexts, codes)
 
     parts = [decode([length] * count) for count, length in DECODES[:2]]
-    parts += [_part(section, partial(prefill_case, section, LLAMA_8B, *PREFILLS[0]), "prefill")]
-    parts += [_part(section, partial(prefix_case, section, LLAMA_8B, *PREFIX), "prefix")]
-    parts += [_part(section, partial(prefill_case, section, LLAMA_8B, *p), "prefill") for p in PREFILLS[1:]]
+    parts += [part(prefill_case, LLAMA_8B, *PREFILLS[0]), part(prefix_case, LLAMA_8B, *PREFIX)]
+    parts += [part(skewed_case, LLAMA_8B, SKEWED)]
+    parts += [part(prefill_case, LLAMA_8B, *sizes) for sizes in PREFILLS[1:]]
     parts += [decode([length] * count) for count, length in DECODES[2:]]
     count, length = CODED
     parts += [decode(MIXED), *(decode([length] * count, codes) for codes in ("float8_e4m3fn", "int8"))]
-    return parts
+    parts += [part(fixed_decode_case, LLAMA_8B, FIXED_DECODE)]
+    return [*parts, part(fixed_prefill_case, LLAMA_8B, *FIXED_PREFILL)]
 
 
 def rehearsed(section: Section) -> list[Part]:
     """Every path once."""
+    part = partial(_part, section)
     return [
-        _part(section, partial(decode_case, section, TINY, [17, 17], None), "decode"),
-        _part(section, partial(decode_case, section, TINY, [1, 33], None), "decode"),
-        *(
-            _part(section, partial(decode_case, section, TINY, [17], c), "decode")
-            for c in ("float8_e4m3fn", "int8")
-        ),
-        _part(section, partial(prefill_case, section, TINY, 1, 20, 20), "prefill"),
-        _part(section, partial(prefill_case, section, TINY, 1, 5, 20), "prefill"),
-        _part(section, partial(prefix_case, section, TINY, 4, 256, 3), "prefix"),
+        part(decode_case, TINY, [17, 17], None),
+        part(decode_case, TINY, [1, 33], None),
+        *(part(decode_case, TINY, [17], codes) for codes in ("float8_e4m3fn", "int8")),
+        part(prefill_case, TINY, 1, 20, 20),
+        part(prefill_case, TINY, 1, 5, 20),
+        part(prefix_case, TINY, 4, 256, 3),
+        part(skewed_case, TINY, [70, 5, 5]),
+        part(fixed_decode_case, TINY, [1030, 5]),
+        part(fixed_prefill_case, TINY, 3, 1030),
     ]
 
 
-def _part(section: Section, make: partial[Case], kernel: str) -> Part:
-    sizes = " ".join(_told(a) for a in make.args[2:] if a is not None)
-    return f"{kernel} attention {sizes}", lambda: measured(section, make())
+def _part(section: Section, make: Callable[..., Case], heads: Heads, *sizes: object) -> Part:
+    name = make.__name__.removesuffix("_case").replace("_", " ")
+    told = " ".join(_told(size) for size in sizes if size is not None)
+    return f"{name} attention {told}", lambda: measured(section, make(section, heads, *sizes))
 
 
-def _told(value: Any) -> str:
+def _told(value: object) -> str:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return str(value)
     return f"{len(value)} × {min(value)}…{max(value)}"
@@ -81,55 +86,40 @@ def _told(value: Any) -> str:
 
 def decode_case(section: Section, heads: Heads, contexts: Sequence[int], codes: str | None) -> Case:
     """One query a sequence; SDPA where all contexts are of one length and nothing is coded."""
-    dtype, count, keys = torch.bfloat16, len(contexts), sum(contexts)
-    paged = Paged.random(contexts, heads, dtype, section.setting.device, codes)
-    q = paged.queries(count)
-    ours = _attention(paged, q, _plan(paged, [1] * count, dtype))
+    step = AttentionStep.decode(section, heads, contexts, codes)
+    ours = step.call()
     others: dict[str, Call] = {}
     if codes is None:
-        others = flashinfer.decode(paged, q)
+        others = flashinfer.decode(step.paged, step.q)
         if len(set(contexts)) == 1:
-            others = {"torch SDPA": _sdpa_decode(paged, q), **others}
+            others = {sdpa.NAME: sdpa.decode(step.paged, step.q), **others}
     return Case(
         "decode attention",
-        _decode_size(contexts, codes),
-        attention_cost(count, keys, keys, heads.q, heads.kv, heads.dim, 2, paged.k.element_size()),
-        _name(dtype),
+        f"{_lengths(contexts)}{'' if codes is None else f', {codes} cache'}",
+        step.cost(),
+        _name(DTYPE),
         ours,
-        lambda: distance(ours(), _reference(paged, q, [1] * count)),
-        TOLERANCE[dtype] if codes is None else CODED_TOLERANCE,
+        lambda: worst(ours(), step.reference()),
+        TOLERANCE[DTYPE] if codes is None else CODED_TOLERANCE,
         others,
-        DECODE_TARGET if count >= 64 and min(contexts) >= 1024 else None,
+        DECODE_TARGET if len(contexts) >= 64 and min(contexts) >= 1024 else None,
     )
-
-
-def _decode_size(contexts: Sequence[int], codes: str | None) -> str:
-    one = len(set(contexts)) == 1
-    length = str(contexts[0]) if one else f"{min(contexts)}…{max(contexts)}"
-    return f"{len(contexts)} × {length}{'' if codes is None else f', {codes} cache'}"
 
 
 def prefill_case(section: Section, heads: Heads, count: int, queries: int, context: int) -> Case:
     """Chunks at the end of their sequences, held against SDPA: the reference would keep every score."""
-    dtype = torch.bfloat16
-    paged = Paged.random([context] * count, heads, dtype, section.setting.device)
-    q = paged.queries(count * queries)
-    plan = _plan(paged, [queries] * count, dtype)
-    pairs = count * queries * (2 * context - queries + 1) // 2
-    cost = attention_cost(count * queries, pairs, count * context, heads.q, heads.kv, heads.dim, 2)
-    sdpa = _sdpa_prefill(paged, q, queries)
-    ours = _attention(paged, q, plan)
-    others = {"torch SDPA": sdpa, **flashinfer.prefill(paged, q, queries)}
+    step = AttentionStep.prefill(section, heads, count, queries, context)
+    ours, theirs = step.call(), sdpa.prefill(step.paged, step.q, queries)
     whole = queries == context
     return Case(
         "prefill attention",
         f"{count} × {queries}" if whole else f"{count} × {queries} of {context}",
-        cost,
-        _name(dtype),
+        step.cost(),
+        _name(DTYPE),
         ours,
-        lambda: distance(ours(), _rows(sdpa(), queries)),
-        TOLERANCE[dtype],
-        others,
+        lambda: worst(ours(), sdpa.rows(theirs())),
+        TOLERANCE[DTYPE],
+        {sdpa.NAME: theirs, **flashinfer.prefill(step.paged, step.q, queries)},
         PREFILL_TARGET if context >= 4096 else None,
     )
 
@@ -138,85 +128,114 @@ def prefix_case(section: Section, heads: Heads, count: int, shared: int, own: in
     """Sequences with a common prefix: read once for all, against the same blocks read by each sequence for itself,
     which the device's cache serves in part, and against a copy of the prefix for each sequence.
     """
-    dtype, contexts = torch.bfloat16, [shared + own] * count
-    paged = Paged.random(contexts, heads, dtype, section.setting.device, shared_keys=shared)
-    private = Paged.random(contexts, heads, dtype, section.setting.device)
-    q = paged.queries(count)
-    together = _plan(paged, [1] * count, dtype, [SharedPrefix(range(count), shared)])
-    alone = _plan(paged, [1] * count, dtype)
-    cost = attention_cost(count, sum(contexts), shared + count * own, heads.q, heads.kv, heads.dim, 2)
-    ours, each = _attention(paged, q, together), _attention(paged, q, alone)
+    step = AttentionStep.decode(section, heads, [shared + own] * count, shared=shared)
+    private = Paged.random(step.paged.contexts, heads, DTYPE, section.setting.device)
+    apart = replace(step, paged=private)
+    ours, alone = step.call(), planned(step.paged, 1)
+    others = {"each reads the prefix": step.call(alone), PRIVATE: apart.call(alone)}
     return Case(
         "shared-prefix attention",
         f"{count} × ({shared} shared + {own})",
-        cost,
-        _name(dtype),
+        step.cost(shared),
+        _name(DTYPE),
         ours,
-        lambda: distance(ours(), _reference(paged, q, [1] * count)),
-        TOLERANCE[dtype],
-        {"each reads the prefix": each, PRIVATE: _attention(private, q, alone)},
+        lambda: worst(ours(), step.reference()),
+        TOLERANCE[DTYPE],
+        {**others, **flashinfer.cascade(step.paged, step.q, shared)},
         aim={PRIVATE: PREFIX_AIM},
     )
 
 
-def _plan(
-    paged: Paged, queries: list[int], dtype: torch.dtype, shared: Sequence[SharedPrefix] = ()
-) -> LaunchPlan:
-    heads = paged.heads
-    shape = AttentionShape(dtype, heads.q, heads.kv, heads.dim)
-    return plan_attention(queries, paged.contexts, shape, paged.k.device, shared)
-
-
-def _attention(paged: Paged, q: Tensor, plan: LaunchPlan) -> Call:
-    return partial(
-        paged_attention,
-        *(q, paged.k, paged.v, paged.table),
-        plan,
-        paged.heads.scale,
-        k_scale=paged.scale,
-        v_scale=paged.scale,
-        out=torch.empty_like(q),
+def skewed_case(section: Section, heads: Heads, contexts: Sequence[int]) -> Case:
+    """A long row among short ones, replayed as a graph that was captured when another row was the long one, beside the
+    same launches without a graph."""
+    step = AttentionStep.decode(section, heads, contexts)
+    room = Room(longest=max(contexts))
+    held = planned(replace(step.paged, contexts=step.paged.contexts[::-1]), 1, room=room)
+    own = planned(step.paged, 1, room=room)
+    replay = _captured(section, step.call(held))
+    held.refilled(own)
+    return Case(
+        "decode attention",
+        f"{_lengths(contexts)}, in a graph",
+        step.cost(),
+        _name(DTYPE),
+        replay,
+        lambda: worst(replay(), step.reference()),
+        TOLERANCE[DTYPE],
+        {"launched": step.call(own)},
     )
 
 
-def _reference(paged: Paged, q: Tensor, queries: list[int]) -> Tensor:
-    return paged_attention_reference(
-        *(q, paged.k, paged.v, paged.table),
-        queries,
-        list(paged.contexts),
-        paged.heads.scale,
-        k_scale=paged.scale,
-        v_scale=paged.scale,
+def fixed_decode_case(section: Section, heads: Heads, contexts: Sequence[int]) -> Case:
+    """The deterministic mode; the first row has the same bits alone."""
+    step = AttentionStep.decode(section, heads, contexts, deterministic=True)
+    ours, paged = step.call(), step.paged
+    one = replace(paged, contexts=paged.contexts[:1], table=paged.table[:1])
+    alone = AttentionStep(one, step.q[:1], 1, planned(one, 1, deterministic=True))
+
+    def error() -> float | Worst:
+        found = ours()
+        same = torch.equal(found[:1], alone.call()())
+        return worst(found, step.reference()) if same else float("inf")
+
+    return Case(
+        "deterministic decode attention",
+        _lengths(contexts),
+        step.cost(),
+        _name(DTYPE),
+        ours,
+        error,
+        TOLERANCE[DTYPE],
+        {"default mode": step.call(planned(paged, 1))},
     )
 
 
-def _sdpa_decode(paged: Paged, q: Tensor) -> Call:
-    """Over a contiguous copy, the best case for it; the heads of a group as queries, as it likes them best."""
-    heads = paged.heads
-    k, v = paged.contiguous()
-    grouped = q.reshape(len(q), heads.kv, heads.q // heads.kv, heads.dim)
-    return lambda: torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=heads.scale)
+def fixed_prefill_case(section: Section, heads: Heads, queries: int, context: int) -> Case:
+    """The deterministic mode; the last chunk of a prompt has the same bits in a chunk half as long."""
+    step = AttentionStep.prefill(section, heads, 1, queries, context, deterministic=True)
+    ours, half = step.call(), queries // 2
+    less = AttentionStep(step.paged, step.q[-half:], half, planned(step.paged, half, deterministic=True))
+    theirs = sdpa.prefill(step.paged, step.q, queries)
+
+    def error() -> float | Worst:
+        found: Tensor = ours()
+        same = torch.equal(found[-half:], less.call()())
+        return worst(found, sdpa.rows(theirs())) if same else float("inf")
+
+    return Case(
+        "deterministic prefill attention",
+        f"1 × {queries} of {context}",
+        step.cost(),
+        _name(DTYPE),
+        ours,
+        error,
+        TOLERANCE[DTYPE],
+        {"default mode": step.call(planned(step.paged, queries)), sdpa.NAME: theirs},
+    )
 
 
-def _sdpa_prefill(paged: Paged, q: Tensor, queries: int) -> Call:
-    """(count, heads, queries, D), over a contiguous copy."""
-    heads = paged.heads
-    k, v = paged.contiguous()
-    asked = q.reshape(-1, queries, heads.q, heads.dim).transpose(1, 2)
-    sdpa, whole = torch.nn.functional.scaled_dot_product_attention, queries == k.shape[2]
-    if whole:
-        return lambda: sdpa(asked, k, v, is_causal=True, scale=heads.scale, enable_gqa=True)
-    from torch.nn.attention.bias import causal_lower_right
+def _captured(section: Section, call: Call) -> Call:
+    """As a CUDA graph; a rehearsal has none, and calls again what would be captured."""
+    if section.setting.device.type == "cpu":
+        return call
+    from batchinfer.engine.decode_graphs import capture_on_gpu
 
-    # A bias and GQA do not go together
-    wide_k, wide_v = (t.repeat_interleave(heads.q // heads.kv, 1) for t in (k, v))
-    bias = causal_lower_right(queries, k.shape[2])
-    return lambda: sdpa(asked, wide_k, wide_v, bias, scale=heads.scale)
+    captured = capture_on_gpu()(call)
+
+    def replay() -> Tensor:
+        captured.replay()
+        return captured.result
+
+    return replay
 
 
-def _rows(result: Tensor, queries: int) -> Tensor:
-    """(count, heads, queries, D) → (tokens, heads, D)."""
-    return result.transpose(1, 2).reshape(-1, result.shape[1], result.shape[3])
+def _lengths(contexts: Sequence[int]) -> str:
+    """The most frequent length first where there are few."""
+    counts = {length: list(contexts).count(length) for length in set(contexts)}
+    if len(counts) > 2:
+        return f"{len(contexts)} × {min(contexts)}…{max(contexts)}"
+    return " and ".join(f"{counts[length]} × {length}" for length in sorted(counts, key=lambda n: -counts[n]))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -23,6 +23,21 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Worst:
+    """How far the worst row and head is from right."""
+
+    error: float
+    row: int
+    head: int
+
+    def __float__(self) -> float:
+        return self.error
+
+    def __str__(self) -> str:
+        return f"{self.error:.3g} in row {self.row}, head {self.head}"
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """`others` do the same work. `error` is how far `ours` is from right, a fraction; it is made for each check."""
 
@@ -31,7 +46,7 @@ class Case:
     cost: Cost
     dtype: str  # whose peak the FLOPs are held against
     ours: Call
-    error: Callable[[], float]
+    error: Callable[[], float | Worst]
     tolerance: float
     others: Mapping[str, Call] = field(default_factory=dict)
     target: float | None = None  # share of its bound that it is meant to reach
@@ -50,6 +65,14 @@ def distance(ours: Tensor, right: Tensor) -> float:
     return float(torch.linalg.vector_norm(ours.double() - wide) / norm)
 
 
+def worst(ours: Tensor, right: Tensor) -> Worst:
+    """The row and head with the largest `distance`, of (rows, heads, dim); NaN where either has one."""
+    wide = right.double()
+    off = torch.linalg.vector_norm(ours.double() - wide, dim=2) / torch.linalg.vector_norm(wide, dim=2)
+    at = int(off.nan_to_num(nan=torch.inf, posinf=torch.inf).argmax())
+    return Worst(float(off.flatten()[at]), *divmod(at, off.shape[1]))
+
+
 def different(ours: Tensor, right: Tensor) -> float:
     """The share of values that are not equal."""
     return float((ours != right).double().mean())
@@ -57,9 +80,11 @@ def different(ours: Tensor, right: Tensor) -> float:
 
 def measured(section: Section, case: Case) -> dict[str, Any]:
     """Raises WrongResult. A comparison that raises is told as a failure of its own and left out."""
-    error = case.error()
+    found = case.error()
+    error = float(found)
     if not error <= case.tolerance:
-        raise WrongResult(f"{case.name}: off by {error:.3g}, where {case.tolerance:.3g} would do")
+        said = found if isinstance(found, Worst) else f"{found:.3g}"
+        raise WrongResult(f"{case.name}: off by {said}, where {case.tolerance:.3g} would do")
     others = {name: call for name, call in case.others.items() if _works(section, case, name, call)}
     return {
         "kind": "kernel",

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.gpu_suite.clock import Call
 from tests.gpu_suite.paged import Paged
 
-NAME = "FlashInfer"
+NAME, CASCADE = "FlashInfer", "FlashInfer's cascade"
 WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends
 LAYOUT = "HND"  # (blocks, kv, block, dim), as ours
 
@@ -34,6 +34,13 @@ def prefill(paged: Paged, q: Tensor, queries: int) -> dict[str, Call]:
     if not is_installed():
         return {}
     return {NAME: _planned_later(partial(_prefill, paged, q, queries))}
+
+
+def cascade(paged: Paged, q: Tensor, shared: int) -> dict[str, Call]:
+    """One query a sequence; the first `shared` keys, whole blocks, are the same for all and read once."""
+    if not is_installed():
+        return {}
+    return {CASCADE: _planned_later(partial(_cascade, paged, q, shared))}
 
 
 def _planned_later(make: partial[Call]) -> Call:
@@ -65,14 +72,28 @@ def _prefill(paged: Paged, q: Tensor, queries: int) -> Call:
     return lambda: wrapper.run(q, (paged.k, paged.v))
 
 
+def _cascade(paged: Paged, q: Tensor, shared: int) -> Call:
+    package, heads, device = importlib.import_module("flashinfer"), paged.heads, q.device
+    wrapper = package.MultiLevelCascadeAttentionWrapper(2, _workspace(q), LAYOUT)
+    common = shared // heads.block
+    top = torch.tensor([0, common]), paged.table[0, :common], torch.tensor([heads.block])
+    levels = [tuple(t.to(device, torch.int32) for t in top), _pages(paged, common)]
+    rows = [torch.tensor([0, len(q)]), torch.arange(len(q) + 1)]
+    sizes = (heads.q, heads.kv, heads.dim, heads.block)
+    told = [[level[of] for level in levels] for of in range(3)]
+    wrapper.plan([r.to(device, torch.int32) for r in rows], *told, *sizes, q_data_type=q.dtype)
+    return lambda: wrapper.run(q, (paged.k, paged.v))
+
+
 def _workspace(q: Tensor) -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
 
 
-def _pages(paged: Paged) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each sequence's blocks begin, the blocks, and how many keys are in each last one; int32."""
-    block, table = paged.heads.block, paged.table.cpu()
-    counts = torch.tensor([-(-context // block) for context in paged.contexts])
+def _pages(paged: Paged, before: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each sequence's blocks begin, the blocks, and how many keys are in each last one; int32. Without the first
+    `before` blocks of each."""
+    block, table = paged.heads.block, paged.table.cpu()[:, before:]
+    counts = torch.tensor([-(-context // block) - before for context in paged.contexts])
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(torch.int32)
     blocks = torch.cat([row[:count] for row, count in zip(table, counts.tolist(), strict=True)])
     last = torch.tensor([(context - 1) % block + 1 for context in paged.contexts], dtype=torch.int32)

@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from batchinfer.ops.peaks import measure_peaks
+from batchinfer.ops.peaks import STREAM_BYTES
 from tests.gpu_suite.case import the_clock
 from tests.gpu_suite.clock import Call
-from tests.gpu_suite.section import BANDWIDTH, Section
+from tests.gpu_suite.section import BANDWIDTH, Part, Section
 
 SIZE, TINY = 8192, 128  # M = N = K, as in batchinfer.ops.peaks
-HIGH = ("bfloat16", "float16", "float32")
+TINY_STREAM = 2**16  # bytes
+FLOATS = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
 FP8_CAPABILITY = (8, 9)  # the first with such tensor cores
 
 
 def run(section: Section) -> None:
-    """One result: FLOP/s (operations for int8) by dtype, and bytes/s. A rehearsal runs it and tells no number."""
-    section.parts([("copy and floats", lambda: _high(section)), *_low(section)])
+    """A result a dtype (FLOP/s; operations for int8), and one each for reading and copying (bytes/s); by events on the
+    device. A rehearsal runs it and tells no number."""
+    section.parts([*_products(section), *_streams(section)])
 
 
-def _high(section: Section) -> dict[str, Any]:
-    if section.setting.rehearsal:
-        measure_peaks("cpu", ("float32",), size=TINY, stream_bytes=2**16)
-        return {"kind": "peaks", "peaks": {}}
-    found = measure_peaks(section.setting.kind, HIGH)
-    detail: dict[str, Any] = {"device": found.name, "read_bytes_per_s": found.read_bytes_per_s}
-    detail["copy_bytes_per_s"] = found.copy_bytes_per_s
-    return {"kind": "peaks", "peaks": {**found.peak_flops, BANDWIDTH: found.bandwidth}, **detail}
-
-
-def _low(section: Section) -> list[Any]:
-    device = section.setting.device
-    parts = [("int8", lambda: _product(section, "int8", int8_product(device, _size(section))))]
+def _products(section: Section) -> Iterator[Part]:
+    device, size = section.setting.device, TINY if section.setting.rehearsal else SIZE
+    makers: dict[str, Callable[[], Call]] = {
+        name: partial(float_product, device, size, getattr(torch, name)) for name in FLOATS
+    }
+    makers["int8"] = partial(int8_product, device, size)
     if section.setting.rehearsal or torch.cuda.get_device_capability() >= FP8_CAPABILITY:
-        parts.append((FP8, lambda: _product(section, FP8, fp8_product(device, _size(section)))))
-    return parts
+        makers[FP8] = partial(fp8_product, device, size)
+    for name, make in makers.items():
+        yield name, partial(_measured, section, name, make, 2 * size**3)
 
 
-def _size(section: Section) -> int:
-    return TINY if section.setting.rehearsal else SIZE
+def _streams(section: Section) -> Iterator[Part]:
+    size = TINY_STREAM if section.setting.rehearsal else STREAM_BYTES["cuda"]
+    source = partial(torch.ones, size // 4, device=section.setting.device)
+    yield "read", partial(_measured, section, BANDWIDTH, lambda: source().sum, size)
+    yield "copy", partial(_measured, section, BANDWIDTH, lambda: partial(source().copy_, source()), 2 * size)
 
 
-def _product(section: Section, dtype: str, call: Call) -> dict[str, Any]:
+def _measured(section: Section, name: str, make: Callable[[], Call], work: int) -> dict[str, Any]:
+    """`work`: FLOPs or bytes of a call. The fastest call counts: other users of the machine only slow it down."""
+    call = make()
     if section.setting.rehearsal:
         call()
         return {"kind": "peaks", "peaks": {}}
-    seconds = the_clock(section.setting.device).times({dtype: call})[dtype].min_s
-    return {"kind": "peaks", "peaks": {dtype: 2 * SIZE**3 / seconds}}
+    seconds = the_clock(section.setting.device).times({name: call})[name].min_s
+    return {"kind": "peaks", "peaks": {name: work / seconds}}
+
+
+def float_product(device: torch.device, size: int, dtype: torch.dtype) -> Call:
+    """x Wᵀ of normal numbers: zeros would let a GPU clock higher than it does in a run."""
+    x, weight = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return lambda: torch.nn.functional.linear(x, weight)
 
 
 def int8_product(device: torch.device, size: int) -> Call:

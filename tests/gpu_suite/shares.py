@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from batchinfer.report.datasheet import datasheet
 from batchinfer_kernels.cost import Cost, Peaks
 from tests.gpu_suite.section import BANDWIDTH
 
 
 def with_shares(record: dict[str, Any], peaks: Mapping[str, float]) -> dict[str, Any]:
-    """The record with `peaks`, and in each timed result its bound and what follows from it. None in a rehearsal."""
+    """The record with `peaks`, what the GPU's maker states (`datasheet`), and in each timed result its bounds by both
+    and what follows from them. None in a rehearsal."""
+    stated = stated_peaks(record)
     sections = [
-        {**section, "results": [_told(result, peaks) for result in section["results"]]}
+        {**section, "results": [_told(result, peaks, stated) for result in section["results"]]}
         for section in record["sections"]
     ]
-    return {**record, "peaks": dict(peaks), "sections": sections}
+    return {**record, "peaks": dict(peaks), "datasheet": stated, "sections": sections}
 
 
-def _told(result: dict[str, Any], peaks: Mapping[str, float]) -> dict[str, Any]:
+def stated_peaks(record: dict[str, Any]) -> dict[str, float]:
+    """What the GPU's datasheet states, named as in `peaks`; empty where the GPU is not known, or nothing is timed."""
+    sheet = datasheet(record["gpu"]["name"]) if record["gpu"] is not None else None
+    return {} if sheet is None else {**sheet.peak_flops, BANDWIDTH: sheet.bandwidth}
+
+
+def _told(result: dict[str, Any], peaks: Mapping[str, float], stated: Mapping[str, float]) -> dict[str, Any]:
     if result.get("ours") is None:
         return result
-    if result["kind"] == "kernel":
-        return {**result, **_kernel(result, peaks)}
-    return {**result, **_step(result, peaks)} if result["kind"] == "step" else result
+    if result["kind"] in ("kernel", "tiles"):
+        return {**result, **_kernel(result, peaks, stated)}
+    return {**result, **_step(result, peaks, stated)} if result["kind"] == "step" else result
 
 
 def peaks_for(dtype: str, peaks: Mapping[str, float]) -> Peaks | None:
@@ -33,8 +42,11 @@ def peaks_for(dtype: str, peaks: Mapping[str, float]) -> Peaks | None:
     return Peaks(peaks[dtype], peaks[BANDWIDTH], peaks.get("int8"))
 
 
-def _kernel(result: dict[str, Any], peaks: Mapping[str, float]) -> dict[str, Any]:
-    """`share` of the bound that was reached; `times_as_fast` as each of the others."""
+def _kernel(
+    result: dict[str, Any], peaks: Mapping[str, float], stated: Mapping[str, float]
+) -> dict[str, Any]:
+    """`share` of the bound by measured peaks that was reached, `datasheet_share` of that by stated ones;
+    `times_as_fast` as each of the others."""
     taken, found = result["ours"]["median_s"], peaks_for(result["dtype"], peaks)
     others = {name: times["median_s"] / taken for name, times in result["others"].items()}
     told: dict[str, Any] = {"times_as_fast": others}
@@ -44,21 +56,29 @@ def _kernel(result: dict[str, Any], peaks: Mapping[str, float]) -> dict[str, Any
     bound = cost.seconds(found)
     by = "memory" if cost.bytes / found.bytes_per_s == bound else "compute"
     rates = {"flops_per_s": cost.flops / taken, "bytes_per_s": cost.bytes / taken}
-    return {**told, "bound_s": bound, "bound_by": by, "share": bound / taken, **rates}
+    shares = {"share": bound / taken, **_of_the_datasheet([cost], taken, peaks_for(result["dtype"], stated))}
+    return {**told, "bound_s": bound, "bound_by": by, **shares, **rates}
 
 
-def _step(result: dict[str, Any], peaks: Mapping[str, float]) -> dict[str, Any]:
-    """`roofline_efficiency` as the report of a job has it; `mbu` and `mfu` of the same step."""
+def _step(result: dict[str, Any], peaks: Mapping[str, float], stated: Mapping[str, float]) -> dict[str, Any]:
+    """`roofline_efficiency` as the report of a job has it, by measured peaks, `datasheet_share` the same by stated
+    ones; `mbu` and `mfu` of the same step."""
     taken, found = result["ours"]["median_s"], peaks_for(result["dtype"], peaks)
     if found is None:
         return {}
-    costs = {name: Cost(*cost) for name, cost in result["operators"].items()}
-    total = sum(costs.values(), Cost())
-    bound = sum(cost.seconds(found) for cost in costs.values())
+    costs = [Cost(*cost) for cost in result["operators"].values()]
+    total = sum(costs, Cost())
+    bound = sum(cost.seconds(found) for cost in costs)
     return {
         "bound_s": bound,
         "roofline_efficiency": bound / taken,
+        **_of_the_datasheet(costs, taken, peaks_for(result["dtype"], stated)),
         "mbu": total.bytes / (taken * found.bytes_per_s),
         "mfu": total.flops / (taken * found.flops_per_s),
         "tokens_per_s": result["tokens"] / taken,
     }
+
+
+def _of_the_datasheet(costs: Sequence[Cost], taken: float, stated: Peaks | None) -> dict[str, float | None]:
+    bound = None if stated is None else sum(cost.seconds(stated) for cost in costs)
+    return {"datasheet_share": None if bound is None else bound / taken}

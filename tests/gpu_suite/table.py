@@ -27,12 +27,20 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
         return
     gpu = record["gpu"]
     yield "unknown GPU" if gpu is None else f"{gpu['name']}, driver {gpu['driver_version']}"
+    peaks, stated = record["peaks"], record["datasheet"]
     rates = [
-        f"{value / 1e12:,.0f} TFLOP/s {name}" for name, value in record["peaks"].items() if name != BANDWIDTH
+        f"{value / 1e12:,.0f} TFLOP/s {name}{_stated(value, stated.get(name))}"
+        for name, value in peaks.items()
+        if name != BANDWIDTH
     ]
-    if BANDWIDTH in record["peaks"]:
-        rates.append(f"{record['peaks'][BANDWIDTH] / 1e12:.2f} TB/s")
+    if BANDWIDTH in peaks:
+        rates.append(f"{peaks[BANDWIDTH] / 1e12:.2f} TB/s{_stated(peaks[BANDWIDTH], stated.get(BANDWIDTH))}")
     yield f"peaks of this run: {', '.join(rates) or 'not measured'}"
+    yield "shares are of bounds by these peaks; [in brackets: by the datasheet's]"
+
+
+def _stated(value: float, stated: float | None) -> str:
+    return "" if stated is None else f" [{_percent(value / stated)}]"
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
@@ -60,11 +68,17 @@ def _kernel(result: dict[str, Any]) -> str:
         return f"right to {result['error']:.1g}{beside}"
     parts = [_time(result["ours"]["median_s"])]
     if "share" in result:
-        parts.append(f"{_percent(result['share'])} of its {result['bound_by']} bound{_aim(result['target'])}")
+        share = f"{_percent(result['share'])}{_by_datasheet(result)}"
+        parts.append(f"{share} of its {result['bound_by']} bound{_aim(result['target'])}")
     for name, times in result["times_as_fast"].items():
         aim = f" (aim {result['aim'][name]:.0f}×)" if name in result["aim"] else ""
         parts.append(f"{times:.2f}× {name}{aim}")
     return ", ".join(parts)
+
+
+def _by_datasheet(result: dict[str, Any]) -> str:
+    share = result.get("datasheet_share")
+    return "" if share is None else f" [{_percent(share)}]"
 
 
 def _aim(target: float | None) -> str:
@@ -81,7 +95,7 @@ def _step(result: dict[str, Any]) -> str:
             f"MFU {_percent(result['mfu'])}",
         ]
         parts += [
-            f"roofline {_percent(result['roofline_efficiency'])}",
+            f"roofline {_percent(result['roofline_efficiency'])}{_by_datasheet(result)}",
             f"{result['tokens_per_s']:,.0f} tokens/s",
         ]
     return ", ".join(parts)

@@ -1,0 +1,118 @@
+"""Keys on which a result depends, beside the places where kernels begin and end.
+
+About half of the weight of one query of one KV head is on its needle: a kernel that leaves out a key at the border of a
+tile, a block or a segment, or reads it twice, is far off in that row and head. A trap lies where a query must not look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.gpu.attention_plan import LaunchPlan
+from tests.gpu_suite.paged import CODE_SCALE, Paged
+
+UNITS = (16, 32, 64, 128, 1024)  # keys of blocks, of tiles, of segments
+TRAP = 3.0  # times a needle's score: whoever sees it sees nothing else
+# Of random keys, by how they are coded; of codes it is that of whole numbers up to 127
+SPREAD = {torch.int8: (127 * CODE_SCALE["int8"]) ** 2 / 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """A key of a sequence and a KV head, made for the query in row `reader` of q."""
+
+    sequence: int
+    head: int
+    position: int
+    reader: int
+    times: float = 1.0  # of the score that has half of the weight
+
+
+def borders(context: int, cuts: Iterable[int] = ()) -> list[int]:
+    """The first key and the last, and those on both sides of each cut, and of the first and the last end of a unit."""
+    ends = {context, *cuts}
+    for unit in UNITS:
+        ends |= {unit, context // unit * unit}
+    beside = {0} | {at for end in ends for at in (end - 1, end)}
+    return sorted(at for at in beside if 0 <= at < context)
+
+
+def for_decode(paged: Paged, plan: LaunchPlan) -> list[Needle]:
+    """One for each sequence and KV head, each at another border; also where this plan splits keys among programs. A
+    trap where a block has room behind the last key."""
+    cuts, found = _cuts(plan), []
+    for sequence, context in enumerate(paged.contexts):
+        places = borders(context, cuts.get(sequence, ()))
+        for head in range(paged.heads.kv):
+            at = places[(sequence * paged.heads.kv + head) % len(places)]
+            found.append(Needle(sequence, head, at, sequence))
+        if context % paged.heads.block:
+            found += [Needle(sequence, head, context, sequence, TRAP) for head in range(paged.heads.kv)]
+    return found
+
+
+def _cuts(plan: LaunchPlan) -> dict[int, list[int]]:
+    """Where programs begin in each row."""
+    found: dict[int, list[int]] = {}
+    for row, first, *_ in plan.splits_of(None).items.tolist():
+        if row >= 0:
+            found.setdefault(row, []).append(int(plan.starts[row]) + first)
+    if plan.prefixes is not None:
+        members = plan.prefixes.members.tolist()
+        for first_member, count, _, first, *_ in plan.prefixes.items.tolist():
+            for row in members[first_member : first_member + count]:
+                found.setdefault(row, []).append(first)
+    return found
+
+
+def for_prefill(paged: Paged, queries: int) -> list[Needle]:
+    """At each border and KV head one, for the query at the border itself, the one behind it or the last one; or a trap
+    for the query right before it."""
+    found = []
+    for sequence, context in enumerate(paged.contexts):
+        begin, last = context - queries, context - 1
+
+        def row(position: int, sequence: int = sequence, begin: int = begin) -> int:
+            return sequence * queries + position - begin
+
+        for number, at in enumerate(borders(context, (begin,))):
+            for head in range(paged.heads.kv):
+                first = max(at, begin)
+                readers = (first, min(first + 1, last), last)
+                which = (number + head) % 4
+                if which < len(readers):
+                    found.append(Needle(sequence, head, at, row(readers[which])))
+                elif at > begin:
+                    found.append(Needle(sequence, head, at, row(at - 1), TRAP))
+    return found
+
+
+def plant(paged: Paged, q: Tensor, needles: Sequence[Needle]) -> None:
+    """Put them into the cache. Where two are to lie in one place, as in what sequences share, the last one does."""
+    heads, table = paged.heads, paged.table.cpu()
+    placed: Mapping[tuple[int, int, int], Needle] = {
+        (int(table[n.sequence, n.position // heads.block]), n.head, n.position % heads.block): n
+        for n in needles
+    }
+    device = paged.k.device
+    block, head, offset = torch.tensor(list(placed), device=device).unbind(1)
+    readers = torch.tensor([n.reader for n in placed.values()], device=device)
+    grouped = (
+        q.float().unflatten(1, (heads.kv, -1))[readers, head].sum(1)
+    )  # (n, dim): what all of them look at
+    spread = SPREAD.get(paged.k.dtype, 1.0)
+    scores = [n.times * (math.log(paged.contexts[n.sequence]) + spread / 2) for n in placed.values()]
+    # A query of normal numbers, times itself and the scale, gives the root of its length
+    sizes = torch.tensor(scores, device=device) / math.sqrt(heads.dim)
+    paged.k[block, head, offset] = _coded(grouped * sizes[:, None], paged)
+
+
+def _coded(keys: Tensor, paged: Paged) -> Tensor:
+    if paged.scale is not None:
+        keys = keys / paged.scale
+    return (keys.round().clamp(-127, 127) if paged.k.dtype == torch.int8 else keys).to(paged.k.dtype)

@@ -1,0 +1,117 @@
+"""A step of attention over a random paged cache, with needles in it: what the cases of attention are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.cost import Cost, attention_cost
+from batchinfer_kernels.gpu.attention_plan import (
+    AttentionShape,
+    LaunchPlan,
+    Room,
+    SharedPrefix,
+    plan_attention,
+)
+from batchinfer_kernels.gpu.paged_attention import paged_attention
+from batchinfer_kernels.paged_attention import paged_attention_reference
+from tests.gpu_suite import needles
+from tests.gpu_suite.clock import Call
+from tests.gpu_suite.paged import Heads, Paged
+from tests.gpu_suite.section import Section
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """Chunks of `queries` tokens at the end of each sequence."""
+
+    paged: Paged
+    q: Tensor
+    queries: int
+    plan: LaunchPlan
+
+    @classmethod
+    def decode(
+        cls,
+        section: Section,
+        heads: Heads,
+        contexts: Sequence[int],
+        codes: str | None = None,
+        shared: int = 0,
+        deterministic: bool = False,
+    ) -> AttentionStep:
+        """One query a sequence; the first `shared` keys are the same for all."""
+        paged = Paged.random(contexts, heads, DTYPE, section.setting.device, codes, shared)
+        q = paged.queries(len(contexts))
+        prefixes = [SharedPrefix(range(len(contexts)), shared)] if shared else []
+        plan = planned(paged, 1, prefixes, deterministic)
+        needles.plant(paged, q, needles.for_decode(paged, plan))
+        return cls(paged, q, 1, plan)
+
+    @classmethod
+    def prefill(
+        cls,
+        section: Section,
+        heads: Heads,
+        count: int,
+        queries: int,
+        context: int,
+        deterministic: bool = False,
+    ) -> AttentionStep:
+        paged = Paged.random([context] * count, heads, DTYPE, section.setting.device)
+        q = paged.queries(count * queries)
+        needles.plant(paged, q, needles.for_prefill(paged, queries))
+        return cls(paged, q, queries, planned(paged, queries, (), deterministic))
+
+    def call(self, plan: LaunchPlan | None = None) -> Call:
+        """By our kernels. `plan`: another than the step's own."""
+        paged = self.paged
+        return partial(
+            paged_attention,
+            *(self.q, paged.k, paged.v, paged.table),
+            self.plan if plan is None else plan,
+            paged.heads.scale,
+            k_scale=paged.scale,
+            v_scale=paged.scale,
+            out=torch.empty_like(self.q),
+        )
+
+    def reference(self) -> Tensor:
+        """Keeps every score: not for long chunks."""
+        paged = self.paged
+        return paged_attention_reference(
+            *(self.q, paged.k, paged.v, paged.table),
+            [self.queries] * len(paged.contexts),
+            list(paged.contexts),
+            paged.heads.scale,
+            k_scale=paged.scale,
+            v_scale=paged.scale,
+        )
+
+    def cost(self, shared: int = 0) -> Cost:
+        """`shared` keys are read once for all."""
+        heads, contexts, queries = self.paged.heads, self.paged.contexts, self.queries
+        pairs = sum(queries * (2 * context - queries + 1) // 2 for context in contexts)
+        keys = sum(contexts) - shared * (len(contexts) - 1)
+        sizes = (heads.q, heads.kv, heads.dim, self.q.element_size(), self.paged.k.element_size())
+        return attention_cost(len(self.q), pairs, keys, *sizes)
+
+
+def planned(
+    paged: Paged,
+    queries: int,
+    shared: Sequence[SharedPrefix] = (),
+    deterministic: bool = False,
+    room: Room | None = None,
+) -> LaunchPlan:
+    """Chunks of one length for all sequences."""
+    heads = paged.heads
+    shape = AttentionShape(paged.dtype, heads.q, heads.kv, heads.dim, deterministic)
+    lengths = [queries] * len(paged.contexts)
+    return plan_attention(lengths, paged.contexts, shape, paged.k.device, shared, room)
