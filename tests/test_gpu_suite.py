@@ -19,14 +19,15 @@ from batchinfer_kernels.paged_attention import paged_attention_reference
 from tests import gpu_suite
 from tests.gpu_suite import clock as clock_module
 from tests.gpu_suite import flashinfer, kernel_tests
-from tests.gpu_suite.__main__ import Keeper, record_name
+from tests.gpu_suite import suite as suite_module
+from tests.gpu_suite.__main__ import Keeper, record_name, selected
 from tests.gpu_suite.case import Case, WrongResult, distance, measured
 from tests.gpu_suite.clock import Clock
 from tests.gpu_suite.machine import sources_digest
 from tests.gpu_suite.paged import Heads, Paged
-from tests.gpu_suite.section import Section, Setting
+from tests.gpu_suite.section import Model, Section, Setting
 from tests.gpu_suite.shares import with_shares
-from tests.gpu_suite.suite import ENTRIES, Entry, Suite, peaks_of
+from tests.gpu_suite.suite import CALLS, ENTRIES, Entry, Suite, peaks_of
 from tests.gpu_suite.table import table
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +82,7 @@ def everything_is_rehearsed(record: dict[str, Any], done: subprocess.CompletedPr
     assert all(section["results"] for section in record["sections"])
     assert record["rehearsal"] is True
     assert record["failed"] is False
-    tests = record["sections"][0]["results"][0]
+    (tests,) = next(s["results"] for s in record["sections"] if s["name"] == "tests")
     assert tests["passed"] > 0 == tests["failed"]
     assert "docs/measurements" not in done.stdout
 
@@ -117,7 +118,8 @@ def every_kernel_is_rehearsed(record: dict[str, Any]) -> None:
 def the_engine_is_rehearsed_with_triton(record: dict[str, Any]) -> None:
     by_name = {section["name"]: section["results"] for section in record["sections"]}
     assert {result["phase"] for result in by_name["model"]} == {"decode", "prefill"}
-    for name in ("workloads", "against"):
+    assert by_name["profile"][0]["profiled"] is None
+    for name in ("small-steady", "steady", "against"):
         assert {result["ops"] for result in by_name[name]} == {"triton"}
 
 
@@ -230,6 +232,42 @@ def test_a_section_without_time_is_not_begun():
     record = Suite(ROOT, True, 0.01, lambda line: None, lambda r: None, (Entry("x", 1.0, "nowhere"),)).run()
     assert record["sections"][0]["out_of_time"] == "not begun"
     assert record["failed"] is True
+
+
+def test_each_section_belongs_to_a_command():
+    """Each of them begins with what its shares are of, and fits into its nine minutes."""
+    assert {call for entry in ENTRIES for call in entry.calls} == set(CALLS)
+    for call in CALLS:
+        entries = selected([call])
+        assert sum(entry.share for entry in entries) <= 9 * 60
+        names = [entry.name for entry in entries]
+        assert names == ["tests"] or (names[0], names[-1]) == ("peaks", "peaks-again")
+    assert selected(CALLS) == ENTRIES
+    assert [entry.name for entry in selected(["kernels"], ["tiles", "model"])] == ["tiles"]
+
+
+def test_another_model_has_a_process_of_its_own(monkeypatch):
+    """Its memory is the device's, and half of it would be missing."""
+    done: list[str] = []
+
+    class Recording:
+        def __init__(self, rehearsal: bool) -> None:
+            done.append("rehearsal" if rehearsal else "real")
+
+        def run(self, module, setting, tell) -> dict[str, Any]:
+            done.append(module)
+            return {"seconds": 0.0, "out_of_time": None}
+
+        def close(self) -> None:
+            done.append("closed")
+
+    monkeypatch.setattr(suite_module, "Worker", Recording)
+    small, large = Model("small", 0.9), Model("large", 0.9)
+    entries = tuple(
+        Entry(name, 1.0, name, model) for name, model in zip("abcd", (None, small, small, large), strict=True)
+    )
+    Suite(ROOT, False, 9.0, lambda line: None, lambda r: None, entries).run()
+    assert done == ["real", "a", "closed", "b", "c", "closed", "d", "closed"]
 
 
 def test_time_that_is_left_goes_to_the_others():

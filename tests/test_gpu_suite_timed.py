@@ -6,6 +6,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
+from torch.profiler import ProfilerActivity
+from triton.runtime.errors import OutOfResources
+
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.engine.config import EngineConfig
+from batchinfer_kernels.gpu.attention_launch import KVTiles
 from tests.gpu_suite import (
     against,
     attention,
@@ -26,15 +31,18 @@ from tests.gpu_suite import (
     model,
     peaks,
     pointwise,
+    profile,
     sampling,
+    tiles,
     workloads,
 )
 from tests.gpu_suite.clock import Times
-from tests.gpu_suite.section import Section, Setting
+from tests.gpu_suite.section import Model, Section, Setting
 from tests.gpu_suite.shares import with_shares
 from tests.gpu_suite.table import table
 
 ROOT = Path(__file__).parents[1]
+TINY_MODEL = Model("tiny", 2**23)
 PEAKS = {"bfloat16": 1e11, "float32": 1e11, "int8": 2e11, "float8_e4m3fn": 2e11, "bytes_per_s": 1e10}
 pytestmark = [
     pytest.mark.skipif(
@@ -72,8 +80,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (pointwise, {"TOKENS": 5, "FEW": 2, "HIDDEN": 64, "INTERMEDIATE": 100}),
         (sampling, {"ROWS": 3, "VOCAB": 300, "FILTERS": {"top-p 0.95": sampling.FILTERS["top-p 0.95"]}}),
         (peaks, {"SIZE": 128, "STREAM_BYTES": {"cuda": 2**16}}),
-        (model, {"DECODES": ((3, 10), (1, 4)), "PREFILLS": (9,), "PREFILL_RUNS": 2}),
-        (loaded, {"MODEL": "tiny", "DTYPE": "float32", "LONGEST": 1280, "KV_MEMORY": 2**23}),
+        (model, {"DECODES": ((3, 10), (1, 4)), "SKEWED": (30, 2, 5), "PREFILLS": (9,), "PREFILL_RUNS": 2}),
+        (tiles, {"CANDIDATES": tiles.TINY_CANDIDATES, "QWEN_HALF_B": attention.TINY}),
+        (tiles, {"DECODE": (2, 33), "PREFILL": (1, 20, 40), "PREFIX": (4, 256, 3)}),
+        (workloads, {"ROWS": 24, "PROMPT": 20, "SHARED": 16, "MEAN_OUTPUT": 6, "SHORT_OUTPUT": 3}),
+        (profile, {"ENDED": 5}),
+        (loaded, {"DTYPE": "float32", "LONGEST": 1280}),
     ]
     for module, values in sizes:
         for name, value in values.items():
@@ -83,7 +95,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(loaded, "EngineConfig", small_engine)
-    monkeypatch.setattr(workloads, "make_workload", short_workload)
+    monkeypatch.setattr(against, "make_workload", short_workload)
     monkeypatch.setattr(against, "ContinuousPeer", small_peer)
     loaded._loaded.cache_clear()
     yield
@@ -115,7 +127,7 @@ def told(module: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Results with their shares, and failures, of a section."""
     results: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
-    setting = OnTheCpu(False, 100.0, str(ROOT), PEAKS)
+    setting = OnTheCpu(False, 100.0, str(ROOT), PEAKS, TINY_MODEL)
     module.run(Section(setting, lambda kind, said: (results if kind == "result" else failures).append(said)))
     return with_shares(record(results), PEAKS)["sections"][0]["results"], failures
 
@@ -163,18 +175,29 @@ def test_peaks_of_every_dtype_are_told():
 def test_steps_are_held_against_their_operators():
     results, failures = told(model)
     assert failures == []
-    assert [result["size"] for result in results] == ["3 sequences at 10", "1 sequences at 4", "9 tokens"]
-    assert [result.get("mbu_target") for result in results] == [0.8, None, None]
+    sizes = ["3 sequences at 10", "1 sequences at 4", "2 sequences at 5, one at 30", "9 tokens"]
+    assert [result["size"] for result in results] == sizes
+    assert [result.get("mbu_target") for result in results] == [0.8, None, None, None]
     for result in results:
         assert 0 < result["mbu"] <= result["roofline_efficiency"] * (1 + 1e-9)
         assert result["tokens_per_s"] == result["tokens"] / result["ours"]["median_s"]
     assert results[0]["ours"]["runs"] == model.DECODE_STEPS
 
 
+def test_workloads_are_large_enough_for_a_steady_state(monkeypatch):
+    monkeypatch.undo()  # their own sizes
+    assert workloads.ROWS >= 2000
+    for output in (workloads.MEAN_OUTPUT, workloads.SHORT_OUTPUT):
+        rows = workloads.steady_rows(workloads.ROWS, 32_000, 4, output, workloads.MOST_OUTPUT, shared=2)
+        assert 0.9 * output < workloads.mean_output(rows) <= 128
+        assert len({row.prompt[:2] for row in rows}) == 1 < len({row.max_tokens for row in rows})
+        assert {len(row.prompt) for row in rows} == {4}
+
+
 def test_workloads_run_and_are_compared():
     results, failures = told(workloads)
     assert failures == []
-    assert [result["workload"] for result in results] == list(workloads.NAMES)
+    assert [result["workload"] for result in results] == ["steady, shared prefix", "steady"]
     assert all(len(result["wall_s"]["runs"]) == workloads.MOST_TURNS for result in results)
     (other,), failures = told(against)
     assert failures == []
@@ -187,7 +210,69 @@ def test_workloads_run_and_are_compared():
 
 def test_without_peaks_no_model_is_run():
     failures: list[Any] = []
-    setting = OnTheCpu(False, 100.0, str(ROOT))
+    setting = OnTheCpu(False, 100.0, str(ROOT), model=TINY_MODEL)
     model.run(Section(setting, lambda kind, said: failures.append((kind, said["message"]))))
     assert {kind for kind, _ in failures} == {"failure"}
     assert all("peaks of this GPU were not measured" in message for _, message in failures)
+
+
+def test_other_tiles_are_tried_beside_the_chosen_ones():
+    results, failures = told(tiles)
+    assert failures == []
+    assert [result["kind"] for result in results] == ["tiles"] * 6
+    assert {tuple(result["tiles"]) for result in results} == {(32, 32, 4, 1), (16, 32, 4, 1), (32, 64, 4, 1)}
+    for result in results:
+        assert result["error"] <= result["tolerance"]
+        assert set(result["times_as_fast"]) == {tiles.CHOSEN}
+        assert result["share"] > 0
+        assert result["chosen"] != result["tiles"]
+
+
+@pytest.mark.parametrize("work", ["prefill", "decode", "prefix"])
+def test_tiles_reach_the_kernels(work):
+    """No kernel has a tile of 48 keys: what is launched with it fails, and the chosen one is back behind it."""
+    section = Section(OnTheCpu(False, 100.0, str(ROOT)), lambda *said: None)
+    make = tiles._makers(section, attention.TINY)[work]
+    case = make()
+    before = case.ours()
+    with (
+        tiles.instead(work, KVTiles(32, 48, 4, 1)),
+        pytest.raises(Exception, match=r"power of 2|of tiles of 48"),
+    ):
+        make().ours()
+    assert torch.equal(case.ours(), before)
+
+
+def test_what_a_gpu_has_no_room_for_is_told(monkeypatch):
+    def refused(section: Section, tried: case.Case) -> dict[str, Any]:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(tiles, "measured", refused)
+    results, failures = told(tiles)
+    assert failures == []
+    assert {result["fits"] for result in results} == {False}
+    assert "does not fit" in table(record(results) | {"peaks": PEAKS})
+
+
+def test_steady_steps_are_profiled(monkeypatch):
+    """With works of the device as torch's profiler tells them."""
+    works = [("a", 0, 10), ("b", 5, 20), ("a", 30, 60), ("c", 40, 50), ("c", 100, 110)]
+    monkeypatch.setattr(profile, "_device_work", lambda seen: [profile.Work(*work) for work in works])
+    monkeypatch.setattr(profile, "ProfilerActivity", SimpleNamespace(CUDA=ProfilerActivity.CPU))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    results, failures = told(profile)
+    assert failures == []
+    (result,) = results
+    assert result["steps"] == profile.STEPS == len(result["decode_tokens"])
+    found = result["profiled"]
+    assert found["idle_share"] == pytest.approx(50 / 110)
+    assert (found["gaps"], found["longest_gaps_s"]) == (2, [pytest.approx(40e-6), pytest.approx(10e-6)])
+    assert found["kernels"][0] == {"name": "a", "share": pytest.approx(40 / 75)}
+    text = table(record([result]) | {"peaks": PEAKS})
+    assert "the GPU idles 45 % of 110 µs, in 2 gaps of up to 40 µs" in text
+    assert "53 % of the device's work: a" in text
+
+
+def test_a_profiler_that_sees_nothing_is_a_failure():
+    with pytest.raises(case.WrongResult, match="saw nothing"):
+        profile._device_work(SimpleNamespace(events=list))

@@ -10,16 +10,17 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.gpu_suite.shares import with_shares
-from tests.gpu_suite.suite import ENTRIES, Suite, peaks_of
+from tests.gpu_suite.suite import CALLS, ENTRIES, Entry, Suite, peaks_of
 from tests.gpu_suite.table import table
 
 ROOT = Path(__file__).parents[2]
 RECORDS, REHEARSALS = Path("docs/measurements"), Path("results/gpu-suite")
-MINUTES = 9.0
+MINUTES = 9.0  # of a call
 USAGE, FAILED = 2, 1
 
 
@@ -29,14 +30,22 @@ def main() -> int:
     if not options.rehearse and (missing := _missing()) is not None:
         sys.stderr.write(f"gpu-suite: {missing}\n")
         return USAGE
-    names = [entry.name for entry in ENTRIES] if options.sections is None else options.sections
-    entries = tuple(entry for entry in ENTRIES if entry.name in names)
+    calls = CALLS if options.call is None else (options.call,)
+    minutes = MINUTES * len(calls) if options.minutes is None else options.minutes
+    entries = selected(calls, options.sections)
     folder = options.out or ROOT / (REHEARSALS if options.rehearse else RECORDS)
     keeper = Keeper(folder)
-    suite = Suite(ROOT, options.rehearse, options.minutes, _notice, keeper.keep, entries)
+    suite = Suite(ROOT, options.rehearse, minutes, _notice, keeper.keep, entries)
     record = suite.run()
     sys.stdout.write(f"{table(with_shares(record, peaks_of(record)))}\nrecord: {keeper.path}\n")
     return FAILED if record["failed"] else 0
+
+
+def selected(calls: Sequence[str], names: Sequence[str] | None = None) -> tuple[Entry, ...]:
+    """Those of these commands, each once; of `names` alone if there are any."""
+    return tuple(
+        entry for entry in ENTRIES if set(entry.calls) & set(calls) and entry.name in (names or [entry.name])
+    )
 
 
 class Keeper:
@@ -75,8 +84,9 @@ def _options() -> argparse.Namespace:
         metavar="FOLDER",
         help=f"for the record; {RECORDS}, or {REHEARSALS} of a rehearsal",
     )
+    parser.add_argument("--call", choices=CALLS, help="one of the three parts; all if not given")
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help=f"for everything together; {MINUTES:.0f} if not given"
+        "--minutes", type=float, help=f"for everything together; {MINUTES:.0f} for each call if not given"
     )
     parser.add_argument(
         "--rehearse",
@@ -85,7 +95,7 @@ def _options() -> argparse.Namespace:
     )
     names = [entry.name for entry in ENTRIES]
     parser.add_argument(
-        "--sections", nargs="+", choices=names, metavar="NAME", help=f"only some of {', '.join(names)}"
+        "--sections", nargs="+", choices=names, metavar="NAME", help=f"only these of {', '.join(names)}"
     )
     return parser.parse_args()
 

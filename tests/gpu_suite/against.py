@@ -1,4 +1,7 @@
-"""A mixed workload beside transformers' continuous batching, in turns, with the same weights on the same device."""
+"""The `mixed` workload beside transformers' continuous batching, in turns, with the same weights on the same device.
+
+Small enough that the other one ends in time; workloads.py has what is large enough for a steady state.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ import torch
 
 from batchinfer.bench.report import Series
 from batchinfer.bench.runs import timed_run
+from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.models.dummy import DummyWeights
-from batchinfer.models.shapes import SHAPES
+from batchinfer.models.shapes import SHAPES, shape_config
 from tests.gpu_suite.case import WrongResult
 from tests.gpu_suite.continuous import ContinuousPeer
 from tests.gpu_suite.loaded import dtype_of, loaded_model, model_name, source
 from tests.gpu_suite.order import plan_in_memory
 from tests.gpu_suite.section import Section
-from tests.gpu_suite.workloads import MOST_TURNS, suite_workload, told
+from tests.gpu_suite.workloads import MOST_TURNS, TINY_OUTPUT, TINY_PROMPT, told
 
 WORKLOAD = "mixed"
 TINY_CACHE = {"num_blocks": 8, "max_batch_tokens": 64}
@@ -24,13 +28,22 @@ AIM = 3.0  # times as fast as continuous batching
 
 
 def run(section: Section) -> None:
-    """One result; its turns are as many as the time allows, up to five."""
+    """One result; its turns are as many as the time allows, up to three."""
     section.parts([(WORKLOAD, partial(_against, section))])
+
+
+def mixed(section: Section) -> Workload:
+    """In its own size, and two short rows in a rehearsal."""
+    vocab = shape_config(model_name(section.setting)).vocab
+    if not section.setting.rehearsal:
+        return make_workload(WORKLOAD, vocab)
+    rows = make_workload(WORKLOAD, vocab, 2).rows
+    return Workload(WORKLOAD, tuple(Row(row.prompt[:TINY_PROMPT], TINY_OUTPUT) for row in rows))
 
 
 def _against(section: Section) -> dict[str, Any]:
     setting, series = section.setting, Series()
-    loaded, workload = loaded_model(setting), suite_workload(section, WORKLOAD)
+    loaded, workload = loaded_model(setting), mixed(section)
     dtype, spec = dtype_of(setting), source(setting).spec
     weights = DummyWeights(spec, getattr(torch, dtype), setting.device)
     cache = TINY_CACHE if setting.rehearsal else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_plan import Room
 from tests.gpu_suite import flashinfer, sdpa
-from tests.gpu_suite.case import TOLERANCE, Case, Worst, measured, worst
+from tests.gpu_suite.case import TOLERANCE, Case, Worst, WrongResult, measured, worst
 from tests.gpu_suite.clock import Call
 from tests.gpu_suite.paged import Heads, Paged
 from tests.gpu_suite.section import Part, Section
@@ -174,10 +174,11 @@ def fixed_decode_case(section: Section, heads: Heads, contexts: Sequence[int]) -
     one = replace(paged, contexts=paged.contexts[:1], table=paged.table[:1])
     alone = AttentionStep(one, step.q[:1], 1, planned(one, 1, deterministic=True))
 
-    def error() -> float | Worst:
-        found = ours()
-        same = torch.equal(found[:1], alone.call()())
-        return worst(found, step.reference()) if same else float("inf")
+    def error() -> Worst:
+        found: Tensor = ours()
+        if not torch.equal(found[:1], alone.call()()):
+            raise WrongResult("the first row has other bits alone than in this batch")
+        return worst(found, step.reference())
 
     return Case(
         "deterministic decode attention",
@@ -198,10 +199,11 @@ def fixed_prefill_case(section: Section, heads: Heads, queries: int, context: in
     less = AttentionStep(step.paged, step.q[-half:], half, planned(step.paged, half, deterministic=True))
     theirs = sdpa.prefill(step.paged, step.q, queries)
 
-    def error() -> float | Worst:
+    def error() -> Worst:
         found: Tensor = ours()
-        same = torch.equal(found[-half:], less.call()())
-        return worst(found, sdpa.rows(theirs())) if same else float("inf")
+        if not torch.equal(found[-half:], less.call()()):
+            raise WrongResult(f"the last {half} queries have other bits in a chunk of their own")
+        return worst(found, sdpa.rows(theirs()))
 
     return Case(
         "deterministic prefill attention",

@@ -86,6 +86,11 @@ def measured(section: Section, case: Case) -> dict[str, Any]:
         said = found if isinstance(found, Worst) else f"{found:.3g}"
         raise WrongResult(f"{case.name}: off by {said}, where {case.tolerance:.3g} would do")
     others = {name: call for name, call in case.others.items() if _works(section, case, name, call)}
+    return {**described(case), "error": error, **_timed(section, case, others)}
+
+
+def described(case: Case) -> dict[str, Any]:
+    """What is known of a case before it has run."""
     return {
         "kind": "kernel",
         "kernel": case.kernel,
@@ -94,11 +99,9 @@ def measured(section: Section, case: Case) -> dict[str, Any]:
         "flops": case.cost.flops,
         "bytes": case.cost.bytes,
         "int8_ops": case.cost.int8_ops,
-        "error": error,
         "tolerance": case.tolerance,
         "target": case.target,
         "aim": dict(case.aim),
-        **_timed(section, case, others),
     }
 
 

@@ -1,4 +1,4 @@
-"""The model that the engine's sections run: Llama 3.1 8B on dummy weights, loaded once for all of them."""
+"""The model that a section runs, on dummy weights: loaded once for all sections of a process that run it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import shape_config
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import Peaks
-from tests.gpu_suite.section import BANDWIDTH, Setting
+from tests.gpu_suite.section import BANDWIDTH, Model, Setting
 
-MODEL, TINY_MODEL = "llama-3.1-8b", "tiny"
+TINY_MODEL = "tiny"
 DTYPE: Dtype = "bfloat16"
 TINY_DTYPE: Dtype = "float32"  # tokens are to be the same as others'
-# Tokens of the longest row of any section: the sweep's longest prompt. 1,280 is the longest of `mixed`.
-LONGEST, TINY_LONGEST = 8192 + 2, 48
-# Of the memory that is left once the weights are loaded: the other half is for what we are compared to
-KV_MEMORY = 0.5
+# Tokens of the longest row of any section: the one among short ones, its answer and what is run beside it
+LONGEST, TINY_LONGEST = 16_384 + 256, 48
 
 
 def model_name(setting: Setting) -> str:
-    return TINY_MODEL if setting.rehearsal else MODEL
+    """Raises ValueError for a section without a model."""
+    if setting.rehearsal:
+        return TINY_MODEL
+    if setting.model is None:
+        raise ValueError("this section has no model to run")
+    return setting.model.name
 
 
 def dtype_of(setting: Setting) -> Dtype:
@@ -56,8 +59,8 @@ def peaks(setting: Setting) -> Peaks:
 
 
 def loaded_model(setting: Setting) -> LoadedModel:
-    """The same for all sections of a process."""
-    return _loaded(setting.rehearsal, peaks(setting))
+    """The same for all sections of a process that run it."""
+    return _loaded(setting.rehearsal, setting.model, peaks(setting))
 
 
 def source(setting: Setting) -> ModelSource:
@@ -67,8 +70,8 @@ def source(setting: Setting) -> ModelSource:
 
 
 @cache
-def _loaded(rehearsal: bool, found: Peaks) -> LoadedModel:
-    setting = Setting(rehearsal, 0.0, "")
+def _loaded(rehearsal: bool, model: Model | None, found: Peaks) -> LoadedModel:
+    setting = Setting(rehearsal, 0.0, "", model=model)
     gc.collect()
     if not rehearsal:
         torch.cuda.empty_cache()  # of what kernels were measured on
@@ -81,7 +84,7 @@ def _loaded(rehearsal: bool, found: Peaks) -> LoadedModel:
         longest=longest,
         max_num_seqs=2 if rehearsal else None,
         max_num_batched_tokens=16 if rehearsal else None,
-        kv_memory=2**20 if rehearsal else KV_MEMORY,
+        kv_memory=2**20 if model is None else model.kv_memory,
         peaks=found,
     )
     loaded = load_model(config, source(setting))

@@ -1,4 +1,4 @@
-"""Decode and prefill of the 8B shape by the engine: what a step takes against what its operators must take."""
+"""Decode and prefill by the engine: what a step takes against what its operators must take."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from batchinfer.bench.runs import Run, timed_run
 from batchinfer.bench.workloads import Row
 from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 from tests.gpu_suite.case import WrongResult
-from tests.gpu_suite.loaded import dtype_of, loaded_model
+from tests.gpu_suite.loaded import dtype_of, loaded_model, model_name
 from tests.gpu_suite.order import plan_in_memory
 from tests.gpu_suite.section import Section
 
 # (sequences, prompt); the first one has a target. Prompts are short enough that running them leaves time for the rest.
 DECODES = ((64, 1024), (128, 1024), (256, 512), (16, 1024), (1, 1024))
+SKEWED = (16_000, 256, 256)  # the prompt of one row, the number of the others, and their prompts
 PREFILLS = (8192, 2048, 512)
 DECODE_STEPS, WARM_STEPS = 40, 8
 PREFILL_RUNS = 5
@@ -26,22 +27,31 @@ MBU_TARGET = 0.8  # of decode at a batch of 64
 
 def run(section: Section) -> None:
     """A result a size."""
-    decodes, prefills = (((2, 5),), (9,)) if section.setting.rehearsal else (DECODES, PREFILLS)
+    tiny = section.setting.rehearsal
+    decodes, prefills = (((2, 5),), (9,)) if tiny else (DECODES, PREFILLS)
     parts = [
-        (f"decode {count} × {prompt}", partial(decode, section, count, prompt)) for count, prompt in decodes
+        (
+            f"decode {count} × {prompt}",
+            partial(decode, section, [prompt] * count, f"{count} sequences at {prompt}"),
+        )
+        for count, prompt in decodes
     ]
+    long, others, short = (9, 1, 3) if tiny else SKEWED
+    size = f"{others} sequences at {short}, one at {long}"
+    parts += [(f"decode {size}", partial(decode, section, [long, *[short] * others], size))]
     parts += [(f"prefill {tokens}", partial(prefill, section, tokens)) for tokens in prefills]
     section.parts(parts)
 
 
-def decode(section: Section, count: int, prompt: int) -> dict[str, Any]:
+def decode(section: Section, prompts: Sequence[int], size: str) -> dict[str, Any]:
     """Steps that run one token of each sequence and nothing else; the first ones, which compile and capture, do not
     count. Raises WrongResult where there are none, as then something else was measured.
     """
     loaded, wanted = loaded_model(section.setting), 3 if section.setting.rehearsal else DECODE_STEPS
     # The first row to be read goes on answering until the last one is
-    reading = -(-count * prompt // max(1, loaded.info.max_num_batched_tokens - count))
-    ran = _run(section, _rows(count, prompt, wanted + WARM_STEPS + reading))
+    count, room = len(prompts), loaded.info.max_num_batched_tokens - len(prompts)
+    reading = -(-sum(prompts) // max(1, room))
+    ran = _run(section, _rows(prompts, wanted + WARM_STEPS + reading))
     own = [n for n, step in enumerate(ran.steps) if step.prefill_tokens == 0 and step.decode_tokens == count]
     own = own[-wanted:]
     if len(own) < wanted:
@@ -51,8 +61,8 @@ def decode(section: Section, count: int, prompt: int) -> dict[str, Any]:
     shapes = [ran.shapes[n] for n in own]
     seconds = [ran.steps[n].duration_s for n in own]
     found = _costs(loaded.runner.cost, [shapes[len(shapes) // 2]])
-    target = MBU_TARGET if (count, prompt) == DECODES[0] else None
-    size = f"{count} sequences at {prompt}"
+    first, length = DECODES[0]
+    target = MBU_TARGET if list(prompts) == [length] * first else None
     return _result(section, "decode", size, seconds, found) | {"tokens": count, "mbu_target": target}
 
 
@@ -60,7 +70,7 @@ def prefill(section: Section, tokens: int) -> dict[str, Any]:
     """One prompt, in as many steps as its engine cuts it into."""
     loaded = loaded_model(section.setting)
     runs = [
-        _run(section, _rows(1, tokens, 1)) for _ in range(2 if section.setting.rehearsal else PREFILL_RUNS)
+        _run(section, _rows([tokens], 1)) for _ in range(2 if section.setting.rehearsal else PREFILL_RUNS)
     ]
     seconds = [sum(step.duration_s for step in ran.steps) for ran in runs[1:]]  # the first one compiles
     found = _costs(loaded.runner.cost, runs[-1].shapes)
@@ -71,10 +81,10 @@ def _run(section: Section, rows: Sequence[Row]) -> Run:
     return timed_run(loaded_model(section.setting), rows, planner=plan_in_memory)
 
 
-def _rows(count: int, prompt: int, outputs: int) -> list[Row]:
+def _rows(prompts: Sequence[int], outputs: int) -> list[Row]:
     """Rows that share nothing."""
-    r = random.Random(count * prompt)
-    return [Row(tuple(r.randrange(300, 500) for _ in range(prompt)), outputs) for _ in range(count)]
+    r = random.Random(sum(prompts))
+    return [Row(tuple(r.randrange(300, 500) for _ in range(prompt)), outputs) for prompt in prompts]
 
 
 def _costs(model: ModelCost, steps: Sequence[StepShape]) -> dict[str, Cost]:
@@ -96,6 +106,7 @@ def _result(
     dtype = dtype_of(section.setting)
     return {
         "kind": "step",
+        "model": model_name(section.setting),
         "phase": phase,
         "size": size,
         "dtype": dtype,

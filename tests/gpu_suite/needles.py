@@ -103,7 +103,7 @@ def plant(paged: Paged, q: Tensor, needles: Sequence[Needle]) -> None:
     block, head, offset = torch.tensor(list(placed), device=device).unbind(1)
     readers = torch.tensor([n.reader for n in placed.values()], device=device)
     grouped = (
-        q.float().unflatten(1, (heads.kv, -1))[readers, head].sum(1)
+        q.float().view(len(q), heads.kv, -1, heads.dim)[readers, head].sum(1)
     )  # (n, dim): what all of them look at
     spread = SPREAD.get(paged.k.dtype, 1.0)
     scores = [n.times * (math.log(paged.contexts[n.sequence]) + spread / 2) for n in placed.values()]

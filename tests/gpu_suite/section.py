@@ -21,6 +21,14 @@ class NoTimeLeft(Exception):
     """The section's time is over; what it has told so far stands."""
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of a known shape, on dummy weights."""
+
+    name: str
+    kv_memory: float  # of the memory that is left once the weights are loaded
+
+
 @dataclass(frozen=True)
 class Setting:
     """What every section is given. It travels to the process that measures."""
@@ -31,6 +39,7 @@ class Setting:
     peaks: dict[str, float] = field(
         default_factory=dict
     )  # FLOP/s by dtype, and BANDWIDTH; empty: not measured
+    model: Model | None = None  # None: the section runs none
 
     @cached_property
     def device(self) -> torch.device:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu_suite.machine import describe
-from tests.gpu_suite.section import Setting
+from tests.gpu_suite.section import Model, Setting
 from tests.gpu_suite.worker import Worker
 
 PLACE = "tests.gpu_suite"
@@ -23,25 +23,37 @@ class Entry:
     name: str
     share: float
     module: str
+    model: Model | None = None  # that it runs; a process has one
+    calls: tuple[str, ...] = ()  # of the command that it belongs to
 
     @classmethod
-    def of(cls, name: str, share: float, module: str | None = None) -> Entry:
-        return cls(name, share, f"{PLACE}.{module or name}")
+    def of(
+        cls, calls: str, name: str, share: float, module: str | None = None, model: Model | None = None
+    ) -> Entry:
+        return cls(name, share, f"{PLACE}.{module or name}", model, tuple(calls.split()))
 
 
-# Correct first; then the peaks, which all shares need; then what has targets; what repeats known things comes last.
-# Shares are seconds of nine minutes; they are estimates until they have been seen on a GPU.
+SMALL = Model("qwen2.5-0.5b", 0.9)
+LARGE = Model("llama-3.1-8b", 0.9)
+LARGE_BESIDE = Model("llama-3.1-8b", 0.45)  # what it is compared with needs as much
+CALLS = ("tests", "kernels", "models")
+# In three commands, each of nine minutes; the most valuable of each first. Shares are seconds; they are estimates until
+# they have been seen on a GPU.
 ENTRIES = (
-    Entry.of("tests", 120, "kernel_tests"),
-    Entry.of("peaks", 20),
-    Entry.of("attention", 75),
-    Entry.of("model", 80),
-    Entry.of("against", 85),
-    Entry.of("workloads", 55),
-    Entry.of("matmul", 60),
-    Entry.of("pointwise", 20),
-    Entry.of("sampling", 20),
-    Entry.of("peaks-again", 10, "peaks"),
+    Entry.of("tests", "tests", 520, "kernel_tests"),
+    Entry.of("kernels models", "peaks", 15),
+    Entry.of("kernels", "attention", 110),
+    Entry.of("kernels", "tiles", 190),
+    Entry.of("kernels", "matmul", 120),
+    Entry.of("kernels", "pointwise", 30),
+    Entry.of("kernels", "sampling", 50),
+    Entry.of("models", "small-steady", 75, "workloads", SMALL),
+    Entry.of("models", "small-profile", 20, "profile", SMALL),
+    Entry.of("models", "model", 75, "model", LARGE),
+    Entry.of("models", "profile", 45, "profile", LARGE),
+    Entry.of("models", "steady", 175, "workloads", LARGE),
+    Entry.of("models", "against", 120, "against", LARGE_BESIDE),
+    Entry.of("kernels models", "peaks-again", 10, "peaks"),
 )
 
 
@@ -55,6 +67,7 @@ class Suite:
     notice: Callable[[str], None]
     changed: Callable[[dict[str, Any]], None]
     entries: tuple[Entry, ...] = ENTRIES
+    _model: Model | None = None  # of the present process
     _began: float = field(default_factory=time.monotonic)
 
     def run(self) -> dict[str, Any]:
@@ -85,7 +98,10 @@ class Suite:
             if kind == "failure":
                 self.notice(f"{entry.name}: {said['what']} failed: {said['message']}")
 
-        setting = Setting(self.rehearsal, limit, str(self.root), peaks_of(record))
+        setting = Setting(self.rehearsal, limit, str(self.root), peaks_of(record), entry.model)
+        if not self.rehearsal and entry.model not in (None, self._model):
+            worker.close()  # nothing of another model is to be left in the device's memory
+        self._model = entry.model or self._model
         end = worker.run(entry.module, setting, tell)
         status = "failed" if failures else "out of time" if end["out_of_time"] else "ok"
         self.notice(f"{entry.name}: {status} after {end['seconds']:.0f} s, {len(results)} results")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.gpu_suite.section import BANDWIDTH
@@ -50,12 +50,18 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         yield from (f"failed: {name}" for name in result["failed_tests"])
     elif kind == "kernel":
         yield _row(f"{result['kernel']}, {result['size']}", _kernel(result))
+    elif kind == "tiles":
+        yield _row(f"{result['kernel']}, {result['size']}, tiles {_tiles(result['tiles'])}", _tried(result))
     elif kind == "step":
         yield _row(f"{result['phase']}, {result['size']}", _step(result))
     elif kind == "workload":
-        yield _row(
-            f"{result['workload']}, {result['rows']} rows, {result['ops']} operators", _workload(result)
+        told = (
+            f"{result['workload']}, {result['rows']} rows, {result['mean_output']:.0f} out, {result['model']}"
         )
+        yield _row(told, f"{result['ops']} operators, {_workload(result)}")
+    elif kind == "profile":
+        yield _row(f"{result['steps']} steady steps, {result['model']}", _profile(result))
+        yield from _kernels(result)
 
 
 def _row(name: str, rest: str) -> str:
@@ -79,6 +85,17 @@ def _kernel(result: dict[str, Any]) -> str:
 def _by_datasheet(result: dict[str, Any]) -> str:
     share = result.get("datasheet_share")
     return "" if share is None else f" [{_percent(share)}]"
+
+
+def _tiles(sizes: Sequence[int]) -> str:
+    return f"({', '.join(map(str, sizes))})"
+
+
+def _tried(result: dict[str, Any]) -> str:
+    if not result["fits"]:
+        return "does not fit"
+    same = ", which is chosen" if result["tiles"] == result["chosen"] else ""
+    return f"{_kernel(result)}{same}"
 
 
 def _aim(target: float | None) -> str:
@@ -112,6 +129,22 @@ def _workload(result: dict[str, Any]) -> str:
             f"{1 / other['relative']:.2f}× {other['name']} {other['version']} (aim {result['aim']:.0f}×)"
         )
     return ", ".join(parts)
+
+
+def _profile(result: dict[str, Any]) -> str:
+    found = result["profiled"]
+    if found is None:
+        return "ran"
+    before = result["unprofiled_step_s"]["median"]
+    parts = [f"the GPU idles {_percent(found['idle_share'])} of {_time(found['span_s'])}"]
+    parts += [f"in {found['gaps']} gaps of up to {_time(max(found['longest_gaps_s'], default=0.0))}"]
+    parts += [f"a step {_time(result['step_s']['median'])}, {_time(before)} without the profiler"]
+    return ", ".join(parts)
+
+
+def _kernels(result: dict[str, Any]) -> Iterator[str]:
+    for kernel in [] if result["profiled"] is None else result["profiled"]["kernels"]:
+        yield f"  {_percent(kernel['share'])} of the device's work: {kernel['name'][:WIDTH]}"
 
 
 def _time(seconds: float) -> str:

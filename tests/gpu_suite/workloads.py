@@ -1,45 +1,70 @@
-"""The bench workloads on the 8B shape: the whole job, planning included, against what the hardware must take."""
+"""Workloads in their steady state: whole jobs, planning included, against what the hardware must take.
+
+Thousands of rows and short answers: rows come and go in nearly every step, as they do in most of a long job.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from batchinfer.bench.ideal import ideal_job
 from batchinfer.bench.report import Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
-from batchinfer.bench.workloads import Row, Workload, make_workload
+from batchinfer.bench.workloads import Row, Workload
 from batchinfer.models.shapes import shape_config
 from tests.gpu_suite.loaded import loaded_model, model_name, peaks
 from tests.gpu_suite.order import plan_in_memory
 from tests.gpu_suite.section import Section
 
-# `mixed` has a target, and is what others are compared on.
-NAMES = ("mixed", "shared-prefix", "decode")
-MOST_TURNS = 5
-TINY_ROWS, TINY_PROMPT, TINY_OUTPUT = 2, 12, 3
+ROWS, TINY_ROWS = 2000, 3
+PROMPT, SHARED = 512, 448  # tokens; those that all rows of the second workload share
+MEAN_OUTPUT, MOST_OUTPUT = 128, 512
+SHORT_OUTPUT = 32  # on average, where prompts are shared: most of the work is reading the prompt otherwise
+TINY_PROMPT, TINY_OUTPUT = 12, 3
+MOST_TURNS = 3
+FIRST_ID = 300  # special tokens lie below in most vocabularies
 
 
 def run(section: Section) -> None:
-    """A result a workload; its turns are as many as the time allows, up to five."""
-    names = NAMES[:1] if section.setting.rehearsal else NAMES
-    waiting = len(names)
-    for name in names:
-        section.parts([(name, partial(_workload, section, name, section.left_s / waiting))])
+    """A result a workload, after a run that does not count; its turns are as many as the time allows, up to three. The
+    shortest workload first: what it leaves over goes to the other."""
+    workloads = made(section)[::-1]
+    waiting = len(workloads)
+    for workload in workloads:
+        part = partial(_measured, section, workload, section.left_s / waiting)
+        section.parts([(workload.name, part)])
         waiting -= 1
 
 
-def suite_workload(section: Section, name: str) -> Workload:
-    """In its own size, and of two short rows in a rehearsal."""
+def made(section: Section) -> list[Workload]:
+    """Rows that share nothing, and rows that share most of their prompt."""
     vocab = shape_config(model_name(section.setting)).vocab
-    if not section.setting.rehearsal:
-        return make_workload(name, vocab)
-    rows = make_workload(name, vocab, TINY_ROWS).rows
-    return Workload(name, tuple(Row(row.prompt[:TINY_PROMPT], TINY_OUTPUT) for row in rows))
+    if section.setting.rehearsal:
+        return [Workload("steady", steady_rows(TINY_ROWS, vocab, TINY_PROMPT, TINY_OUTPUT, TINY_OUTPUT))]
+    plain = steady_rows(ROWS, vocab, PROMPT, MEAN_OUTPUT, MOST_OUTPUT)
+    shared = steady_rows(ROWS, vocab, PROMPT, SHORT_OUTPUT, MOST_OUTPUT, SHARED)
+    return [Workload("steady", plain), Workload("steady, shared prefix", shared)]
 
 
-def _workload(section: Section, name: str, seconds: float) -> dict[str, Any]:
-    loaded, workload, series = loaded_model(section.setting), suite_workload(section, name), Series()
+def steady_rows(
+    rows: int, vocab: int, prompt: int, output: int, most: int, shared: int = 0
+) -> tuple[Row, ...]:
+    """Answers' lengths are drawn from an exponential distribution, and cut at `most`: `output` on average at most."""
+    r = random.Random(rows + shared)
+    prefix = _ids(r, shared, vocab)
+    lengths = [1 + min(int(r.expovariate(1 / output)), most - 1) for _ in range(rows)]
+    return tuple(Row(prefix + _ids(r, prompt - shared, vocab), length) for length in lengths)
+
+
+def _ids(r: random.Random, count: int, vocab: int) -> tuple[int, ...]:
+    return tuple(r.randrange(FIRST_ID, vocab) for _ in range(count))
+
+
+def _measured(section: Section, workload: Workload, seconds: float) -> dict[str, Any]:
+    loaded, series = loaded_model(section.setting), Series()
     ends = section.left_s - seconds
     longest = timed_run(loaded, workload.rows, planner=plan_in_memory).wall_s  # compiles and captures
     for turn in range(1 if section.setting.rehearsal else MOST_TURNS):
@@ -53,9 +78,15 @@ def _workload(section: Section, name: str, seconds: float) -> dict[str, Any]:
 def told(section: Section, workload: Workload, series: Series, peer: str | None = None) -> dict[str, Any]:
     """As `batchinfer bench` tells it; of a rehearsal what does not depend on time."""
     loaded = loaded_model(section.setting)
-    result = {"kind": "workload", "workload": workload.name, "ops": loaded.info.ops}
+    result: dict[str, Any] = {"kind": "workload", "workload": workload.name, "ops": loaded.info.ops}
+    result |= {"model": model_name(section.setting), "mean_output": mean_output(workload.rows)}
     if section.setting.rehearsal:
         return {**result, "rows": len(workload.rows), "steps": len(series.ours[0].steps)}
     ideal = ideal_job(workload.rows, loaded.runner.layout.windows)
     whole = WorkloadResult(workload, ideal, series)
     return {**result, **whole.to_json(loaded.runner.cost, peaks(section.setting), peer)}
+
+
+def mean_output(rows: Sequence[Row]) -> float:
+    """Tokens."""
+    return sum(row.max_tokens for row in rows) / len(rows)
