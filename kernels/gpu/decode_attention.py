@@ -25,6 +25,7 @@ from batchinfer_kernels.gpu.attention_core import (
     times,
 )
 from batchinfer_kernels.gpu.attention_launch import (
+    VARYING,
     Work,
     check_attention,
     kernel_arguments,
@@ -35,7 +36,7 @@ from batchinfer_kernels.gpu.attention_splits import Splits
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, attend_prefixes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
     items_ptr,  # (m, 4) int32, of `Splits`

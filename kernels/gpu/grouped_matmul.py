@@ -36,7 +36,7 @@ from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_tiles"])
 def grouped_matmul_kernel(
     x_ptr, from_ptr,  # from: which row of x each row is; None: the same
     weight_ptr, scales_ptr, row_scales_ptr, bias_ptr,  # None: none

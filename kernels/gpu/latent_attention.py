@@ -20,7 +20,7 @@ HEADS = 16  # the fewest rows that a tensor core multiplies
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _latent_attention_kernel(
     q_ptr, cache_ptr, tables_ptr, sequences_ptr, positions_ptr, y_ptr,
     scale, heads, q_token_stride, q_head_stride, block_stride, slot_stride, table_stride,

@@ -15,7 +15,7 @@ from batchinfer_kernels.sample import NO_TOKEN
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _log_probabilities_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, sum_ptr, chunks, chosen_ptr, most,
     of_chosen_ptr, top_ptr, ids_ptr,

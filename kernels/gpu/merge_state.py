@@ -18,14 +18,14 @@ from batchinfer_kernels.gpu.attention_core import (
     head_scale,
     initial_state,
 )
-from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, padded_dim
+from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, VARYING, padded_dim
 from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.merge_state import check_merge_state
 
 LOG2E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge_state_kernel(
     parts_ptr, lses_ptr, sinks_ptr, v_scale_ptr, out_ptr, lse_ptr,
     rows_ptr,  # (T, 2) int32: row of out, sequence; None: both are the number of the token
@@ -33,7 +33,8 @@ def merge_state_kernel(
     places_ptr,  # (T + 1,) int32: where its own lie, behind `first_own`; None: all are its own, and its first ones
     stride_part, stride_token, stride_head, lse_stride_part, lse_stride_token, out_stride_token, out_stride_head,
     heads,
-    parts, first_own,  # how many there are where there are no places; and where these count from
+    parts,  # how many there are where there are no places
+    slots, first_own,  # where there are: shared parts that each token has room for, and where places count from
     unit,  # what makes the parts' log-sum-exps logarithms to base 2
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, V_PER_HEAD: tl.constexpr,
 ):  # fmt: skip
@@ -58,11 +59,11 @@ def merge_state_kernel(
         shared = tl.load(shared_ptr + token)
     for index in range(0, shared + own):
         nth = tl.where(index < shared, index, index - shared + first_own)
-        row_of = tl.where(index < shared, token, 0)
-        lse_at = nth * lse_stride_part + row_of * lse_stride_token
+        nth += tl.where(index < shared, token * slots, 0)
+        lse_at = nth * lse_stride_part + token * lse_stride_token
         lse = tl.load(lses_ptr + lse_at + head, mask=real, other=float("-inf")) * unit
         filled = cells & (lse != float("-inf"))[:, None]
-        part_at = nth * stride_part + row_of * stride_token
+        part_at = nth * stride_part + token * stride_token
         part = tl.load(parts_ptr + part_at + at, mask=filled, other=0.0).to(tl.float32)
         total, top, mass = fold(total, top, mass, part, lse)
     out, lse = as_part(total, top, mass)
@@ -104,6 +105,7 @@ def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tupl
             out_stride_head=out.stride(1),
             heads=heads,
             parts=parts,
+            slots=0,
             first_own=0,
             unit=LOG2E,
             D=dim,

@@ -21,7 +21,7 @@ def _token(tokens_ptr, at, length, vocab):
     return token, (token >= 0) & (token < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bans"])
 def _penalise_kernel(
     logits_ptr, stride, vocab, rows_ptr, tokens_ptr, starts_ptr, prompt_lens_ptr, lengths_ptr,
     repetition_ptr, presence_ptr, frequency_ptr, banned_ptr, bans, counts_ptr,

@@ -27,6 +27,7 @@ from batchinfer_kernels.gpu.attention_core import (
 )
 from batchinfer_kernels.gpu.attention_launch import (
     SEGMENT,
+    VARYING,
     Work,
     check_attention,
     choose_tiles,
@@ -38,7 +39,7 @@ from batchinfer_kernels.gpu.attention_launch import (
 Lengths = Sequence[int] | NDArray[np.int64]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
     items_ptr,  # (n, 4) int32: sequence, first row of q, rows, position of the first

@@ -22,7 +22,7 @@ from batchinfer_kernels.gpu.attention_core import (
     initial_state,
     times,
 )
-from batchinfer_kernels.gpu.attention_launch import Work, choose_tiles, kernel_arguments
+from batchinfer_kernels.gpu.attention_launch import VARYING, Work, choose_tiles, kernel_arguments
 from batchinfer_kernels.gpu.attention_parts import Own, Parts
 
 
@@ -37,7 +37,7 @@ class Prefixes:
     slots: int  # the most of them
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _prefix_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, items_ptr, members_ptr,
     rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row

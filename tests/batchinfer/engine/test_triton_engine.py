@@ -57,6 +57,7 @@ from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS as FOREIGN_EOS
 from tests.foreign_models import make_foreign
+from tests.kernels.gpu.specialisations import recorded
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -370,7 +371,8 @@ def loaded_as_a_job_does(
 
 @pytest.mark.usefixtures("short_segments")
 def test_all_of_the_gpus_path(monkeypatch):
-    loaded, _ = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
+    with recorded() as compiled:
+        loaded, _ = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
     info, runner = loaded.info, loaded.runner
     assert (info.ops, info.linear, info.blocks) == ("triton", "library", 51), (
         "five rows of 60 tokens, and a quarter more"
@@ -380,9 +382,12 @@ def test_all_of_the_gpus_path(monkeypatch):
     before = runner.graphs.captured
     assert before == len(runner.graphs.sizes) + 1 == 5, "all sizes, and the largest with shared keys"
     wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
-    for _ in range(3):  # what comes for the third time is captured
-        assert drain(loaded.engine(), greedy(prompts(), OUTPUT)).answers == wanted
+    with recorded() as later:
+        for _ in range(3):  # what comes for the third time is captured
+            assert drain(loaded.engine(), greedy(prompts(), OUTPUT)).answers == wanted
     assert runner.graphs.captured > before, "steps whose rows share keys need graphs of their own"
+    assert {name for name, *_ in later} >= {"_decode_attention_kernel", "_prefix_attention_kernel"}
+    assert later - compiled == set(), "a kernel is compiled while the job runs"
     check_constraints(loaded)
 
 
