@@ -1,6 +1,7 @@
 /* Products in tiles, for bfloat16 and for codes. Panels need no other layout for it: 16 words of 16 of a panel's columns,
  * PANEL words apart, are a tile as it is multiplied. Two tiles of rows meet two of columns, so that each that is loaded is
- * multiplied twice.
+ * multiplied twice. One tile of rows meets a panel's four: a product takes several times as long as it takes to begin the
+ * next one, so four sums side by side keep the hardware busy where two would wait for themselves.
  *
  * A row's sum runs over its words in steps of 16, whatever the other rows are: row by row the hardware does the same, and a
  * tile of fewer rows is one that is configured with fewer. Where the last tile has too few it begins earlier, in rows that
@@ -9,6 +10,8 @@
  */
 #define TILE_COLUMNS (PANEL < 16 ? PANEL : 16)
 #define ACROSS (PANEL > TILE_COLUMNS ? 2 : 1) /* tiles of columns side by side */
+#define WIDE (PANEL == 4 * TILE_COLUMNS)
+enum { TWO, ONE, ONE_WIDE }; /* tiles of rows: two or one with ACROSS of columns, or one with four */
 
 #if TILES
 /* What a block fetches of the panel after its own: a part for each of the blocks that meet the panel, some lines a step. */
@@ -17,10 +20,10 @@ typedef struct {
     int64_t lines;
 } Fetch;
 
-INLINE Fetch fetch_for(const char *panel, int64_t bytes, Place at, int more) {
+INLINE Fetch fetch_for(const char *panel, int64_t bytes, Place at, int more, int64_t passes) {
     int64_t steps = words_of(bytes) / 16, whole = steps * 16 * PANEL * 4, lines = whole / LINE;
     int64_t from = lines * at.turn / at.turns, to = more ? lines * (at.turn + 1) / at.turns : from;
-    int64_t turns = steps * (PANEL / (ACROSS * TILE_COLUMNS));
+    int64_t turns = steps * passes;
     return (Fetch){panel + whole + from * LINE, panel + whole + to * LINE, (to - from + turns - 1) / turns};
 }
 
@@ -36,8 +39,9 @@ INLINE void fetch_lines(Fetch *fetch) {
             tile_dot_bf16(sum, x, weight); \
     } while (0)
 
-/* 16 words of one tile of rows, or of `two`, with those of ACROSS tiles of columns. Sums are in tiles 0 to 3. */
-INLINE void add_step(const char *first, const char *second, int64_t stride, const char *weight, int two, const int codes) {
+/* 16 words of tiles of rows with those of tiles of columns, as the `form` (a constant) says. Sums are in tiles 0 to 3. */
+INLINE void add_step(const char *first, const char *second, int64_t stride, const char *weight, const int form,
+                     const int codes) {
     tile_load(4, first, stride);
     tile_load(6, weight, PANEL * 4);
     DOT_TILES(0, 4, 6);
@@ -45,24 +49,30 @@ INLINE void add_step(const char *first, const char *second, int64_t stride, cons
         tile_load(7, weight + TILE_COLUMNS * 4, PANEL * 4);
         DOT_TILES(1, 4, 7);
     }
-    if (!two) return;
-    tile_load(5, second, stride);
-    DOT_TILES(2, 5, 6);
-    if (ACROSS == 2) DOT_TILES(3, 5, 7);
+    if (form == TWO) {
+        tile_load(5, second, stride);
+        DOT_TILES(2, 5, 6);
+        if (ACROSS == 2) DOT_TILES(3, 5, 7);
+    } else if (form == ONE_WIDE) {
+        tile_load(6, weight + 2 * TILE_COLUMNS * 4, PANEL * 4);
+        DOT_TILES(2, 4, 6);
+        tile_load(7, weight + 3 * TILE_COLUMNS * 4, PANEL * 4);
+        DOT_TILES(3, 4, 7);
+    }
 }
 
-/* Sums of rows from `first` and from `second` on with ACROSS tiles of columns. */
+/* Sums of rows from `first` and from `second` on with the columns of one pass. */
 INLINE void sum_columns(const char *first, const char *second, const char tails[2][TILE_ROWS][TILE_BYTES], int64_t bytes,
-                        const char *weight, Fetch *fetch, int two, const int codes) {
+                        const char *weight, Fetch *fetch, const int form, const int codes) {
     tile_zero(0);
     tile_zero(1);
     tile_zero(2);
     tile_zero(3);
     for (int64_t i = 0; i < bytes / STEP; i++, weight += 16 * PANEL * 4) {
         fetch_lines(fetch);
-        add_step(first + i * STEP, second + i * STEP, bytes, weight, two, codes);
+        add_step(first + i * STEP, second + i * STEP, bytes, weight, form, codes);
     }
-    if (bytes % STEP) add_step(tails[0][0], tails[1][0], TILE_BYTES, weight, two, codes);
+    if (bytes % STEP) add_step(tails[0][0], tails[1][0], TILE_BYTES, weight, form, codes);
 }
 
 /* The ends of `height` rows that fill no step. */
@@ -78,24 +88,24 @@ INLINE int64_t tile_sums(const char *x, int64_t bytes, const Cut *cut, const cha
                          const int codes, vf room[2 * TILE_ROWS][COLUMNS]) {
     int64_t height = cut->height / 2, block = at.block * cut->height, last = cut->rows - height;
     int64_t start = block < last ? block : last, next = block + height < last ? block + height : last;
-    int two = block + height < cut->rows;
+    int two = block + height < cut->rows, tiles = two || !WIDE ? ACROSS : 4; /* of columns, in a pass */
     const char *first = x + (cut->from + start) * bytes, *second = x + (cut->from + next) * bytes;
     char tails[2][TILE_ROWS][TILE_BYTES];
-    Fetch fetch = fetch_for(panel, bytes, at, more);
+    Fetch fetch = fetch_for(panel, bytes, at, more, PANEL / (tiles * TILE_COLUMNS));
     if (bytes % STEP) {
         copy_tails(first, bytes, height, tails[0]);
         if (two) copy_tails(second, bytes, height, tails[1]);
     }
-    for (int64_t column = 0; column < PANEL; column += ACROSS * TILE_COLUMNS) {
-        float *sums = (float *)room + column, *others = sums + (next - start) * PANEL;
+    for (int64_t column = 0; column < PANEL; column += tiles * TILE_COLUMNS) {
+        float *sums = (float *)room + column, *others = two ? sums + (next - start) * PANEL : sums + 2 * TILE_COLUMNS;
         if (two)
-            sum_columns(first, second, tails, bytes, panel + column * 4, &fetch, 1, codes);
+            sum_columns(first, second, tails, bytes, panel + column * 4, &fetch, TWO, codes);
         else
-            sum_columns(first, first, tails, bytes, panel + column * 4, &fetch, 0, codes);
+            sum_columns(first, first, tails, bytes, panel + column * 4, &fetch, WIDE ? ONE_WIDE : ONE, codes);
         tile_store(0, sums, PANEL * 4);
         if (ACROSS == 2) tile_store(1, sums + TILE_COLUMNS, PANEL * 4);
-        if (two) tile_store(2, others, PANEL * 4);
-        if (two && ACROSS == 2) tile_store(3, others + TILE_COLUMNS, PANEL * 4);
+        if (two || WIDE) tile_store(2, others, PANEL * 4);
+        if ((two && ACROSS == 2) || WIDE) tile_store(3, others + TILE_COLUMNS, PANEL * 4);
     }
     return block - start;
 }

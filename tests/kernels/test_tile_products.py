@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.quantized_linear import quantize_weight
-from batchinfer_kernels.tiles import FLAGS, Grant, ask
+from batchinfer_kernels.tiles import FLAGS, Grant, ask, tile_grant
 from tests.kernels.c_units import assembled
 from tests.kernels.test_cpu_linear import GATES, operators
 from tests.kernels.test_cpu_operators import DTYPES
@@ -43,6 +43,20 @@ def test_int8_has_the_bits_of_vectors(seed, dtype, rows, inputs, outputs, kind, 
         for one in (operators("none"), operators("emulated"))
     ]
     assert found[0].view(torch.uint8).equal(found[1].view(torch.uint8))
+
+
+@pytest.mark.skipif(
+    not tile_grant().given, reason=tile_grant().refusal or "this CPU has no tiles that are known"
+)
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 33, 300])
+@pytest.mark.parametrize("inputs", [31, 64, 577])
+def test_the_cpus_tiles_have_the_bits_of_those_in_c(rows, inputs):
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(200, inputs).bfloat16()
+    found = [
+        one.linear(x, one.pack_linear(weight, None, "float")) for one in (operators(), operators("emulated"))
+    ]
+    assert found[0].equal(found[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
