@@ -178,7 +178,7 @@ class ReplicaPool:
             self._give(self._replicas[0], self._backlog.take_all())
             return
         while self._divisible and (replica := self._next()) is not None:
-            self._give(replica, self._backlog.take(self._piece))
+            self._give(replica, self._backlog.take(self._piece, len(self._live)))
 
     def _give(self, replica: Replica, requests: list[Request]) -> None:
         self._left -= len(requests)

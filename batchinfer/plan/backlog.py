@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from batchinfer.request import Request
 
-# Both engines run a prefix that rows on both sides of a cut share: it may cost such a part of what is cut off.
+# Engines that rows on both sides of a cut go to run what they share each: it may cost such a part of these rows' work.
 DIVIDES_AT = 8
 MOST_ROWS = 256  # that one of several engines is given at once
 # The fewer rows are left, the fewer are handed out at once: an engine's even share of them divided by this. So engines
@@ -37,10 +37,10 @@ class Backlog:
         taken, self._requests = self._requests, []
         return taken
 
-    def take(self, rows: int) -> list[Request]:
-        """About so many of the first rows, at least one: those that share a prefix stay together, unless running the
-        prefix twice costs little beside them."""
-        end = cut(self._requests, rows)
+    def take(self, rows: int, engines: int) -> list[Request]:
+        """About so many of the first rows, at least one, for one of so many engines: rows that share a prefix stay
+        together, unless running the prefix in several costs little beside them."""
+        end = cut(self._requests, rows, engines)
         taken = self._requests[:end]
         del self._requests[:end]
         if taken and taken[-1].shares_next:  # what follows may go to another engine
@@ -48,17 +48,31 @@ class Backlog:
         return taken
 
 
-def cut(requests: Sequence[Request], rows: int) -> int:
+def cut(requests: Sequence[Request], rows: int, engines: int) -> int:
     """How many of the first requests to take: `rows` up to twice as many, ending where the least is shared; and more
-    if even there the cut would cost too much, all of them at the most."""
+    if even there the cut would cost too much, all of them at the most.
+
+    A second engine runs once more what rows on both sides share. That is little beside the rows that are cut off, or
+    if each engine does so, beside all rows up to the last that shares as much.
+    """
     work, rows = _work(requests), max(1, rows)
     while rows < len(requests):
         ends = range(rows, min(2 * rows, len(requests)))
         end = min(ends, key=lambda number: requests[number - 1].shares_next)
-        if requests[end - 1].shares_next * DIVIDES_AT <= work[end - 1]:
+        shared = requests[end - 1].shares_next
+        allowed = max(work[end - 1], work[_group_end(requests, end) - 1] // max(1, engines - 1))
+        if shared * DIVIDES_AT <= allowed:
             return end
         rows *= 2
     return len(requests)
+
+
+def _group_end(requests: Sequence[Request], end: int) -> int:
+    """Behind the last request that shares as much with those before as the one behind `end` does."""
+    shared = requests[end - 1].shares_next
+    while end < len(requests) and requests[end - 1].shares_next >= shared:
+        end += 1
+    return end
 
 
 def _work(requests: Sequence[Request]) -> list[int]:
@@ -89,7 +103,7 @@ def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
     shares: list[list[Request]] = [[] for _ in range(engines)]
     backlog.append(requests)
     while len(backlog):
-        piece = backlog.take(piece_rows(len(backlog), engines))
+        piece = backlog.take(piece_rows(len(backlog), engines), engines)
         least = loads.index(min(loads))
         shares[least] += piece
         loads[least] += sum(map(tokens_of, piece))

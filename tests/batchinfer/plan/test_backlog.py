@@ -33,42 +33,49 @@ def tokens(requests: list[Request]) -> int:
     return sum(len(request.prompt) + request.params.max_tokens for request in requests) - shared
 
 
-@given(groups=GROUPS, wanted=st.integers(0, 70))
-def test_nothing_is_lost_and_a_cut_costs_little(groups: list[tuple[int, int, int]], wanted: int) -> None:
+@given(groups=GROUPS, wanted=st.integers(0, 70), engines=st.integers(1, 5))
+def test_nothing_is_lost_and_a_cut_costs_little(
+    groups: list[tuple[int, int, int]], wanted: int, engines: int
+) -> None:
     requests, backlog, taken = rows(*groups), Backlog(), []
     backlog.append(requests)
     while len(backlog):
         end = len(taken)
-        piece = backlog.take(wanted)
+        piece = backlog.take(wanted, engines)
         taken += piece
         assert piece
         assert len(taken) == len(requests) or len(piece) >= wanted
         assert piece[-1].shares_next == 0
         divided = requests[len(taken) - 1].shares_next
-        assert divided * DIVIDES_AT <= tokens(requests[end : len(taken)])
+        rest = range(len(taken), len(requests))
+        last = next((at for at in rest if requests[at].shares_next < divided), len(taken))
+        group = tokens(requests[end : last + 1]) // max(1, engines - 1)
+        assert divided * DIVIDES_AT <= max(tokens(requests[end : len(taken)]), group)
     assert [request.key for request in taken] == [request.key for request in requests]
 
 
 def test_rows_that_share_nothing_are_cut_off_as_wanted() -> None:
-    assert cut(rows(*[(1, 0, 20)] * 100), 30) == 30
+    assert cut(rows(*[(1, 0, 20)] * 100), 30, 2) == 30
 
 
 def test_a_group_is_kept_whole() -> None:
-    assert cut(rows((25, 300, 10), (10, 300, 10), (30, 300, 10)), 30) == 35
+    assert cut(rows((25, 300, 10), (10, 300, 10), (30, 300, 10)), 30, 2) == 35
 
 
 def test_a_group_inside_a_group_is_kept_whole() -> None:
     """All rows begin alike; what the rows of an inner group share besides is not run twice."""
     requests = rows(*[(8, 40, 400)] * 10)
     linked = [Request(r.key, r.prompt, r.params, r.shares_next or 10) for r in requests]
-    assert cut(linked, 30) == 32
+    assert cut(linked, 30, 2) == 32
 
 
 def test_a_large_group_is_divided_where_its_prefix_costs_little() -> None:
-    requests = rows((500, 512, 80))
-    end = cut(requests, 32)
-    assert end == 64
-    assert tokens(requests[:end]) >= 512 * DIVIDES_AT
+    """512 tokens more are little beside 128 rows of 81; not if 20 engines run them."""
+    requests = rows((128, 512, 80))
+    assert cut(requests, 16, 2) == 16
+    assert cut(requests, 16, 20) == 64
+    assert tokens(requests[:64]) >= 512 * DIVIDES_AT
+    assert cut(requests[:40], 16, 2) == 40
 
 
 def test_rows_that_come_back_are_first() -> None:
