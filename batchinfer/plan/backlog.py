@@ -21,6 +21,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._paid = 0  # tokens that the first row shares with rows before it, and that every engine may run
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -32,6 +33,7 @@ class Backlog:
     def put_back(self, requests: Sequence[Request]) -> None:
         """Rows that an engine had: they are the first to be handed out again."""
         self._requests[:0] = requests
+        self._paid = 0
 
     def take_all(self) -> list[Request]:
         taken, self._requests = self._requests, []
@@ -40,7 +42,7 @@ class Backlog:
     def take(self, rows: int, engines: int) -> list[Request]:
         """About so many of the first rows, at least one, for one of so many engines: rows that share a prefix stay
         together, unless running the prefix in several costs little beside them."""
-        end = cut(self._requests, rows, engines)
+        end, self._paid = cut(self._requests, rows, engines, self._paid)
         taken = self._requests[:end]
         del self._requests[:end]
         if taken and taken[-1].shares_next:  # what follows may go to another engine
@@ -48,23 +50,27 @@ class Backlog:
         return taken
 
 
-def cut(requests: Sequence[Request], rows: int, engines: int) -> int:
+def cut(requests: Sequence[Request], rows: int, engines: int, paid: int = 0) -> tuple[int, int]:
     """How many of the first requests to take: `rows` up to twice as many, ending where the least is shared; and more
-    if even there the cut would cost too much, all of them at the most.
+    if even there the cut would cost too much, all of them at the most. And what is `paid` behind the cut.
 
-    A second engine runs once more what rows on both sides share. That is little beside the rows that are cut off, or
-    if each engine does so, beside all rows up to the last that shares as much.
+    Another engine runs once more what rows on both sides share. That is little beside the rows that are cut off, or
+    if each engine does so, beside all rows up to the last that shares as much; once it is paid for all engines, further
+    cuts among these rows cost nothing. `paid`: what the first row shares with those before it, paid for by then.
     """
     work, rows = _work(requests), max(1, rows)
+    kept = list(accumulate((request.shares_next for request in requests), min, initial=paid))[1:]
     while rows < len(requests):
         ends = range(rows, min(2 * rows, len(requests)))
         end = min(ends, key=lambda number: requests[number - 1].shares_next)
         shared = requests[end - 1].shares_next
-        allowed = max(work[end - 1], work[_group_end(requests, end) - 1] // max(1, engines - 1))
-        if shared * DIVIDES_AT <= allowed:
-            return end
+        cost = (shared - kept[end - 1]) * DIVIDES_AT
+        if cost <= work[_group_end(requests, end) - 1] // max(1, engines - 1):
+            return end, shared
+        if cost <= work[end - 1]:
+            return end, kept[end - 1]
         rows *= 2
-    return len(requests)
+    return len(requests), 0
 
 
 def _group_end(requests: Sequence[Request], end: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.plan.backlog import DIVIDES_AT, Backlog, cut
+from batchinfer.plan.backlog import DIVIDES_AT, Backlog, cut, piece_rows
 from batchinfer.request import Request, SamplingParams
 
 
@@ -47,35 +47,53 @@ def test_nothing_is_lost_and_a_cut_costs_little(
         assert len(taken) == len(requests) or len(piece) >= wanted
         assert piece[-1].shares_next == 0
         divided = requests[len(taken) - 1].shares_next
+        # of that, what the piece before it, cut off behind the same rows, may have paid for
+        paid = min(
+            [
+                requests[end - 1].shares_next if end else 0,
+                *(r.shares_next for r in requests[end : len(taken)]),
+            ]
+        )
         rest = range(len(taken), len(requests))
         last = next((at for at in rest if requests[at].shares_next < divided), len(taken))
         group = tokens(requests[end : last + 1]) // max(1, engines - 1)
-        assert divided * DIVIDES_AT <= max(tokens(requests[end : len(taken)]), group)
+        assert (divided - paid) * DIVIDES_AT <= max(tokens(requests[end : len(taken)]), group)
     assert [request.key for request in taken] == [request.key for request in requests]
 
 
 def test_rows_that_share_nothing_are_cut_off_as_wanted() -> None:
-    assert cut(rows(*[(1, 0, 20)] * 100), 30, 2) == 30
+    assert cut(rows(*[(1, 0, 20)] * 100), 30, 2)[0] == 30
 
 
 def test_a_group_is_kept_whole() -> None:
-    assert cut(rows((25, 300, 10), (10, 300, 10), (30, 300, 10)), 30, 2) == 35
+    assert cut(rows((25, 300, 10), (10, 300, 10), (30, 300, 10)), 30, 2)[0] == 35
 
 
 def test_a_group_inside_a_group_is_kept_whole() -> None:
     """All rows begin alike; what the rows of an inner group share besides is not run twice."""
     requests = rows(*[(8, 40, 400)] * 10)
     linked = [Request(r.key, r.prompt, r.params, r.shares_next or 10) for r in requests]
-    assert cut(linked, 30, 2) == 32
+    assert cut(linked, 30, 2)[0] == 32
 
 
 def test_a_large_group_is_divided_where_its_prefix_costs_little() -> None:
     """512 tokens more are little beside 128 rows of 81; not if 20 engines run them."""
     requests = rows((128, 512, 80))
-    assert cut(requests, 16, 2) == 16
-    assert cut(requests, 16, 20) == 64
+    assert cut(requests, 16, 2) == (16, 512)
+    assert cut(requests, 16, 20) == (64, 0)
     assert tokens(requests[:64]) >= 512 * DIVIDES_AT
-    assert cut(requests[:40], 16, 2) == 40
+    assert cut(requests[:40], 16, 2) == (40, 0)
+    assert cut(requests[:40], 16, 2, paid=512) == (16, 512)
+
+
+def test_what_engines_run_already_is_not_paid_again() -> None:
+    """The first half is divided because there is enough of it; the last rows are shared out as evenly."""
+    backlog, pieces = Backlog(), []
+    backlog.append(rows((128, 512, 80)))
+    while len(backlog):
+        pieces.append(len(backlog.take(piece_rows(len(backlog), 2), 2)))
+    assert max(pieces) == 16
+    assert pieces[-1] == 1
 
 
 def test_rows_that_come_back_are_first() -> None:
