@@ -113,7 +113,7 @@ class RunReport:
             return
         self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
         if self._job.engine.enable_prefix_caching:
-            self._meter.share_blocks(infos[0].block_size)
+            self._meter.share_prefixes()
 
     @property
     def metered(self) -> bool:

@@ -308,6 +308,9 @@ STEP_COLUMNS: tuple[Column, ...] = (
     _count("pairs", "pairs", "(query, key) pairs attended, summed over layers; useful ones, as `flops`"),
     _count("kv_tokens", "tokens", "distinct cached tokens read, summed over layers"),
     _seconds("metering_s", "what measuring it took the engine"),
+    _count(
+        "copied_tokens", "tokens", "of the cached tokens: copied from the middle of another row's KV block"
+    ),
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (
@@ -388,7 +391,7 @@ PREFIX_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
     _count("prefix", "", "names the prefix in its run"),
     _count("parent", "", "the next shorter shared prefix that it begins with; null: none"),
-    _count("depth", "tokens", "its length, in whole KV blocks"),
+    _count("depth", "tokens", "its length"),
     _count("tokens", "tokens", "of these, beyond its parent"),
     _count("users", "requests", "requests that begin with it, those of longer prefixes included"),
     _count("saved_tokens", "tokens", "`tokens` × (`users` − 1): what sharing it may save"),

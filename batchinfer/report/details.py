@@ -32,7 +32,7 @@ Columns = dict[str, Floats]
 BATCH_ROWS = 65_536  # requests held at a time
 _STEPS = (
     "engine", "scheduled_s", "ended_s", "model_s", "prefill_tokens", "decode_tokens", "recomputed_tokens",
-    "sampled_tokens", "padded_tokens", "pairs", "kv_tokens", "bytes", "roofline_s",
+    "sampled_tokens", "padded_tokens", "pairs", "kv_tokens", "copied_tokens", "bytes", "roofline_s",
 )  # fmt: skip
 _REQUESTS = (
     "engine", "prompt_tokens", "completion_tokens", "cached_tokens", "forced_tokens", "scheduled_s",

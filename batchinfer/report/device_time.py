@@ -36,12 +36,15 @@ class StepCounts:
     sampled: Floats
     pairs: Floats
     kv_tokens: Floats
+    copied: Floats
 
     @classmethod
     def useful(cls, steps: Columns) -> StepCounts:
         """As FLOPs and bytes count it: without padding and recomputation."""
         tokens = steps["prefill_tokens"] - steps["recomputed_tokens"] + steps["decode_tokens"]
-        return cls(tokens, steps["sampled_tokens"], steps["pairs"], steps["kv_tokens"])
+        return cls(
+            tokens, steps["sampled_tokens"], steps["pairs"], steps["kv_tokens"], steps["copied_tokens"]
+        )
 
     def plus(self, tokens: Floats) -> StepCounts:
         """With further tokens. What these attend to is not recorded."""
@@ -74,6 +77,7 @@ def _sum(operator: OperatorCost, counts: StepCounts, unit: Literal["flops", "byt
         "sampled": counts.sampled,
         "pair": counts.pairs,
         "kv_token": counts.kv_tokens,
+        "copied": counts.copied,
     }
     found = np.full(len(counts.tokens), float(getattr(operator.step, unit)))
     for part, many in each.items():

@@ -160,9 +160,9 @@ class Meter:
         self._steps.abort()
         self._requests.abort()
 
-    def share_blocks(self, block_size: int) -> None:
-        """Requests share KV blocks of so many tokens: from here on their prefixes are looked for."""
-        self._prefixes = PrefixTree(block_size)
+    def share_prefixes(self) -> None:
+        """Requests share prefixes: from here on these are looked for."""
+        self._prefixes = PrefixTree()
 
     def begin_energy(self, meter: EnergyMeter) -> None:
         """The engine is ready: from here on energy counts as its."""
@@ -228,7 +228,7 @@ class Meter:
     def _write_requests(self, details: Details) -> Path:
         raw = self._requests.close()
         try:
-            nodes = (self._prefixes or PrefixTree(1)).close()
+            nodes = (self._prefixes or PrefixTree()).close()
             requests = details.write_requests(raw, nodes)
         finally:
             raw.unlink(missing_ok=True)
@@ -263,7 +263,8 @@ def _step_row(
     tokens = (s.prefill_tokens, s.decode_tokens, s.recomputed_tokens, s.cached_tokens, s.sampled_tokens)
     state = (s.padded_tokens, s.running, s.waiting, s.preemptions, s.blocks_used, s.blocks_total)
     constraints = (s.forced_tokens, s.mask_s, s.compile_s)
-    more = (_phase(s), s.scheduled_s, s.started_s + s.duration_s, s.pairs, s.kv_tokens, s.metering_s)
+    counts = (s.pairs, s.kv_tokens, s.metering_s, s.copied_tokens)
+    more = (_phase(s), s.scheduled_s, s.started_s + s.duration_s, *counts)
     cost = (s.flops, s.bytes, s.roofline_s)
     return (run_id, *engine, s.step, *times, *tokens, *state, *cost, *constraints, *more)
 

@@ -1,7 +1,7 @@
 """The tree of prefixes that requests share, found from the order in which they are handed to the engine.
 
-Requests that share a prefix follow one another, and each says how much it shares with the next. A node is a prefix, in
-whole KV blocks, of two or more requests in a row; its parent is the longest shorter one that they share with others.
+Requests that share a prefix follow one another, and each says how much it shares with the next. A node is a prefix of
+two or more requests in a row; its parent is the longest shorter one that they share with others.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ NONE = -1
 class PrefixTree:
     """`add` all requests in order; then `close` it. 56 bytes a node, of which there are fewer than requests."""
 
-    def __init__(self, block_size: int) -> None:
-        self._size = block_size
+    def __init__(self) -> None:
         self._open: list[int] = []  # nodes whose requests still come, from the root down
         self._parents, self._depths, self._users = array("q"), array("q"), array("q")
         self._keys = bytearray()  # of the first request of each, one behind the other
@@ -39,8 +38,8 @@ class PrefixTree:
     def add(self, request: Request) -> int | None:
         """The deepest node of this request; None: it shares nothing."""
         most = max(0, len(request.prompt) - 1)  # the last token always runs
-        before = min(self._shared, most) // self._size * self._size
-        self._shared = min(request.shares_next, most) // self._size * self._size
+        before = min(self._shared, most)
+        self._shared = min(request.shares_next, most)
         self._leave(before)
         if self._shared > self._depth():
             self._enter(self._shared, request.key)

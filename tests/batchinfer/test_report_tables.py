@@ -85,7 +85,8 @@ def test_the_shared_prefix_pays(table: Table) -> None:
     best = prefixes[0]
     assert (best["users"], best["parent"]) == (ROWS, None)
     assert best["saved_tokens"] == best["tokens"] * (ROWS - 1) > 0
-    assert sum(row["cached_tokens"] for row in prefixes) == run["prefix_saved_tokens"] > 0
+    saved = run["prefix_saved_tokens"]  # a token or two also with rows that do not stand next to one another
+    assert 0.95 * saved < sum(row["cached_tokens"] for row in prefixes) <= saved
     (first,) = table(f"SELECT * FROM requests WHERE key = '{best['first_key']}'")
     assert first["cached_tokens"] == 0
     assert first["device_s"] < first["ran_device_s"]

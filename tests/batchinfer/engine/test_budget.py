@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.budget import AMORTISED, LEAST, MOST, step_tokens
+from batchinfer.engine.budget import AMORTISED, LEAST, MOST, least_copied, step_tokens
 from batchinfer_kernels.cost import Cost, Peaks, StepShape, step_total
 from tests.model_costs import llama_cost
 
@@ -55,3 +57,10 @@ def test_weights_are_read_in_a_small_part_of_the_time(
         total = step_total({name: costs.get(name, Cost()) for name in LINEAR})
         reading = shape.active_parameters * weight / bandwidth
         assert reading * (AMORTISED - 1) <= total.flops / flops
+
+
+@pytest.mark.parametrize("peaks", [Peaks(430e9, 40e9), Peaks(790e12, 4.3e12), None])
+def test_tokens_are_copied_where_that_takes_less_than_running_them(peaks: Peaks | None) -> None:
+    assert least_copied(SHAPE, peaks) == 1
+    free = replace(SHAPE, operators=tuple(one for one in SHAPE.operators if one.name == "copy_parts"))
+    assert least_copied(free, peaks) == (1 if peaks is None else None)

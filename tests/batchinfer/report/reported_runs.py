@@ -39,7 +39,7 @@ def prompted(number: int, requests: int) -> Request:
 def write_samples(folder: Path, run_id: str, steps: int, requests: int, peaks: Peaks | None) -> Any:
     """Steps of prefill, of decode and of both, and requests of many lengths; what the meter measured."""
     meter = Meter(folder, run_id, Machine(llama_cost(2, 64, 128, 4, 2, 16, 256, 2, 2), peaks))
-    meter.share_blocks(16)
+    meter.share_prefixes()
     meter.planned([prompted(number, requests) for number in range(requests)])
     for number in range(steps):
         prefill, decode = (64, 0) if number < steps // 4 else (16 * (number % 3), 32 + number % 7)

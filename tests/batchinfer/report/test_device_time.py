@@ -15,17 +15,18 @@ PEAKS = Peaks(4e11, 4e10)
 COST = llama_cost(30, 576, 1536, 9, 3, 64, 32_000, 2, 2)
 INTEGER = llama_cost(30, 576, 1536, 9, 3, 64, 32_000, 2, 1)
 shapes = st.builds(
-    StepShape, st.integers(0, 4096), st.integers(0, 64), st.integers(0, 10**7), st.integers(0, 10**6)
-)
+    StepShape, st.integers(0, 4096), st.integers(0, 64), st.integers(0, 10**7), st.integers(0, 10**6),
+    st.integers(0, 999),
+)  # fmt: skip
 
 
 def columns(steps: list[StepShape]) -> dict[str, np.ndarray]:
     """Of steps without padding and recomputation."""
-    numbers = np.array([(s.tokens, s.sampled, s.pairs, s.kv_tokens) for s in steps], float).T
+    numbers = np.array([(s.tokens, s.sampled, s.pairs, s.kv_tokens, s.copied) for s in steps], float).T
     zeros = np.zeros(len(steps))
     return {
         "prefill_tokens": numbers[0], "decode_tokens": zeros, "recomputed_tokens": zeros, "padded_tokens": zeros,
-        "sampled_tokens": numbers[1], "pairs": numbers[2], "kv_tokens": numbers[3],
+        "sampled_tokens": numbers[1], "pairs": numbers[2], "kv_tokens": numbers[3], "copied_tokens": numbers[4],
     }  # fmt: skip
 
 

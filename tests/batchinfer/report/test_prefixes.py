@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from batchinfer.report.prefixes import NONE, PrefixNodes, PrefixTree
 from batchinfer.request import Request, SamplingParams, common_prefix
 
-SIZE = 2
 prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
@@ -30,18 +29,17 @@ def requests_of(rows: list[list[int]]) -> list[Request]:
 
 
 def tree_of(requests: list[Request]) -> tuple[PrefixNodes, list[int]]:
-    tree = PrefixTree(SIZE)
+    tree = PrefixTree()
     nodes = [tree.add(request) for request in requests]
     return tree.close(), [NONE if node is None else node for node in nodes]
 
 
 def users_by_prefix(requests: list[Request]) -> dict[tuple[int, ...], int]:
-    """Of each prefix in whole blocks that a request may share, how many begin with it."""
+    """Of each prefix that a request may share, how many begin with it."""
     found: dict[tuple[int, ...], int] = defaultdict(int)
     for request in requests:
-        most = (len(request.prompt) - 1) // SIZE
-        for blocks in range(1, most + 1):
-            found[tuple(request.prompt[: blocks * SIZE].tolist())] += 1
+        for end in range(1, len(request.prompt)):
+            found[tuple(request.prompt[:end].tolist())] += 1
     return found
 
 
@@ -53,9 +51,7 @@ def test_saved_tokens_are_those_of_a_trie(
     nodes, _ = tree_of(requests)
     table = pq.read_table(nodes.write(tmp_path_factory.mktemp("prefixes"), "r")).to_pylist()
     by_prefix = users_by_prefix(requests)
-    assert sum(row["saved_tokens"] for row in table) == sum(
-        SIZE * (users - 1) for users in by_prefix.values()
-    )
+    assert sum(row["saved_tokens"] for row in table) == sum(users - 1 for users in by_prefix.values())
     first = {request.key.hex(): request.prompt.tolist() for request in requests}
     for row in table:
         assert row["users"] == by_prefix[tuple(first[row["first_key"]][: row["depth"]])] > 1
@@ -71,8 +67,8 @@ def test_splitting_the_time_of_prefixes_loses_none(rows: list[list[int]]) -> Non
     seen: set[tuple[int, ...]] = set()
     cached = []
     for request in requests:
-        own = [tuple(request.prompt[:end].tolist()) for end in range(SIZE, len(request.prompt), SIZE)]
-        cached.append(SIZE * sum(one in seen for one in own))
+        own = [tuple(request.prompt[:end].tolist()) for end in range(1, len(request.prompt))]
+        cached.append(sum(one in seen for one in own))
         seen.update(own)
     columns = {
         "prompt_tokens": np.array([len(r.prompt) for r in requests], float),
@@ -86,9 +82,9 @@ def test_splitting_the_time_of_prefixes_loses_none(rows: list[list[int]]) -> Non
     expected = []
     for request in requests:
         users = users_by_prefix(requests)
-        own = [tuple(request.prompt[:end].tolist()) for end in range(SIZE, len(request.prompt), SIZE)]
-        alone = len(request.prompt) - SIZE * len(own)
-        expected.append(alone + sum(SIZE / users[one] for one in own))
+        own = [tuple(request.prompt[:end].tolist()) for end in range(1, len(request.prompt))]
+        alone = len(request.prompt) - len(own)
+        expected.append(alone + sum(1 / users[one] for one in own))
     assert split.tolist() == pytest.approx(expected)
 
 
