@@ -269,9 +269,8 @@ INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int3
 #include "attention_tiles.h"
 #endif
 
-/* One item for one KV head; the first tile of the next job is fetched on the way. `shaped`: see `shape_rows`. */
-INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim,
-                         int64_t *shaped) {
+/* One item for one KV head; the first tile of the next job is fetched on the way. */
+INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
     NAME(Work) work;
     NAME(Tile) tile, ahead;
     const Item *item = job->item;
@@ -279,9 +278,7 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
     NAME(take_up)(s, item, job->head, &work);
 #if ATTENTION_TILES
     NAME(Room) room;
-    NAME(take_room)(s, &work, rows, dim, &room, shaped);
-#else
-    (void)shaped;
+    NAME(take_room)(s, &work, rows, dim, &room);
 #endif
     int32_t first_position = PASSED, last = 0;
     for (int64_t r = 0; r < rows; r++) {
@@ -327,7 +324,6 @@ INLINE NAME(Job) NAME(job_at)(const NAME(Attention) *s, int64_t at) {
 /* Takes jobs until there are none; always one ahead, to fetch the next one's keys in time. */
 INLINE void NAME(work)(const NAME(Attention) *s, NAME(Queue) *queue, int64_t dim) {
     int64_t at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
-    int64_t shaped = 0;
     if (at >= queue->end) return;
     NAME(Job) job = NAME(job_at)(s, at), next;
     for (int more = 1; more; job = next) {
@@ -337,7 +333,7 @@ INLINE void NAME(work)(const NAME(Attention) *s, NAME(Queue) *queue, int64_t dim
             at = __atomic_fetch_add(&queue->taken, queue->chunk, __ATOMIC_RELAXED), left = queue->chunk;
         more = at < queue->end;
         next = more ? NAME(job_at)(s, at) : job;
-        NAME(attend)(s, &job, &next, dim, &shaped);
+        NAME(attend)(s, &job, &next, dim);
     }
 #if ATTENTION_TILES
     tiles_release();

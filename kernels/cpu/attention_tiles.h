@@ -21,18 +21,16 @@ typedef struct {
     int64_t width, height; /* of a row of q; of a tile */
 } NAME(Room);
 
-/* `shaped`: the height that this thread's tiles have, 0 for none. */
-INLINE void NAME(shape_rows)(NAME(Room) *room, int64_t rows, int64_t *shaped) {
+/* Tiles of this height, for this item alone: so that `attend` is the same text as without tiles. */
+INLINE void NAME(shape_rows)(NAME(Room) *room, int64_t rows) {
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     TileShapes shapes = {0};
     room->height = (rows + tiles - 1) / tiles;
-    if (*shaped == room->height) return;
     for (int i = 0; i < COLUMNS; i++) shape_sum(&shapes, i, room->height, LANES);
     shape_x(&shapes, 4, room->height);
     shape_weight(&shapes, 6, LANES);
     shape_weight(&shapes, 7, LANES);
     tiles_configure(&shapes);
-    *shaped = room->height;
 }
 
 INLINE void NAME(copy_queries)(const NAME(Work) *work, int64_t rows, int64_t dim, NAME(Room) *room) {
@@ -44,9 +42,8 @@ INLINE void NAME(copy_queries)(const NAME(Work) *work, int64_t rows, int64_t dim
 }
 
 /* An item's first: the rows that fill the last tile are nobody's, but they are read. */
-ONCE void NAME(take_room)(const NAME(Attention) *s, NAME(Work) *work, int64_t rows, int64_t dim, NAME(Room) *room,
-                          int64_t *shaped) {
-    NAME(shape_rows)(room, rows, shaped);
+ONCE void NAME(take_room)(const NAME(Attention) *s, NAME(Work) *work, int64_t rows, int64_t dim, NAME(Room) *room) {
+    NAME(shape_rows)(room, rows);
     NAME(copy_queries)(work, rows, dim, room);
     memset(room->p, 0, sizeof room->p);
     memset(room->v + PANEL / PAIR * s->dim_pad, 0, (TILE_KEYS - PANEL) / PAIR * s->dim_pad * sizeof *room->v);
