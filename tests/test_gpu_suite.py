@@ -118,7 +118,7 @@ def every_kernel_is_rehearsed(record: dict[str, Any]) -> None:
 def the_engine_is_rehearsed_with_triton(record: dict[str, Any]) -> None:
     by_name = {section["name"]: section["results"] for section in record["sections"]}
     assert {result["phase"] for result in by_name["model"]} == {"decode", "prefill"}
-    assert by_name["profile"][0]["profiled"] is None
+    assert [(p["steps"], p["profiled"]) for p in by_name["profile"]] == [(1, None)]
     for name in ("small-steady", "steady", "against"):
         assert {result["ops"] for result in by_name[name]} == {"triton"}
 
@@ -374,6 +374,14 @@ def test_a_record_is_named_by_date_and_gpu(tmp_path):
         keeper.keep(record(*results))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["2026-01-02-0304-nvidia-h200.json"]
     assert len(json.loads(keeper.path.read_text())["sections"][0]["results"]) == 1
+
+
+def test_commands_of_the_same_minute_keep_their_own_records(tmp_path):
+    for call in CALLS:
+        Keeper(tmp_path, call).keep(record(kernel()))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"2026-01-02-0304-nvidia-h200-{c}.json" for c in CALLS
+    }
 
 
 def test_the_digest_is_of_what_is_measured(tmp_path):

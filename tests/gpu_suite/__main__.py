@@ -34,7 +34,7 @@ def main() -> int:
     minutes = MINUTES * len(calls) if options.minutes is None else options.minutes
     entries = selected(calls, options.sections)
     folder = options.out or ROOT / (REHEARSALS if options.rehearse else RECORDS)
-    keeper = Keeper(folder)
+    keeper = Keeper(folder, options.call)
     suite = Suite(ROOT, options.rehearse, minutes, _notice, keeper.keep, entries)
     record = suite.run()
     sys.stdout.write(f"{table(with_shares(record, peaks_of(record)))}\nrecord: {keeper.path}\n")
@@ -51,15 +51,16 @@ def selected(calls: Sequence[str], names: Sequence[str] | None = None) -> tuple[
 class Keeper:
     """Writes the record to one file, again whenever it has grown: what was measured outlasts whatever comes."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, call: str | None = None) -> None:
+        self._folder, self._call = folder, call
         self.path: Path | None = None
 
     def keep(self, record: dict[str, Any]) -> None:
         """Raises OSError."""
         if self.path is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self.path = self._folder / f"{record_name(record)}.json"
+            name = record_name(record) if self._call is None else f"{record_name(record)}-{self._call}"
+            self.path = self._folder / f"{name}.json"
         text = json.dumps(with_shares(record, peaks_of(record)), indent=1, ensure_ascii=False)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(text + "\n", "utf-8")

@@ -50,10 +50,11 @@ def _profiled(section: Section) -> dict[str, Any]:
     engine = loaded.engine()
     engine.add(_requests(section))
     _reach(engine, 0 if section.setting.rehearsal else ENDED)
-    before = _steps(engine)
     on_gpu = not section.setting.rehearsal
+    wanted = STEPS if on_gpu else 1
+    before = _steps(engine, wanted)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
-        samples = _steps(engine)
+        samples = _steps(engine, wanted)
         if on_gpu:
             torch.cuda.synchronize()
     engine.forget_waiting()
@@ -86,9 +87,9 @@ def _reach(engine: Engine, ended: int) -> None:
         found += len(engine.step().completions)
 
 
-def _steps(engine: Engine) -> list[StepSample]:
+def _steps(engine: Engine, wanted: int) -> list[StepSample]:
     found: list[StepSample] = []
-    while len(found) < STEPS and engine.unfinished:
+    while len(found) < wanted and engine.unfinished:
         sample = engine.step().sample
         found += [] if sample is None else [sample]
     return found
