@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from batchinfer_kernels.arithmetic import CacheDtype
+
 # Inputs whose codes are packed together, as batchinfer_kernels.quantized_matmul packs them
 PACKED_TOGETHER = 128
 
@@ -171,14 +173,15 @@ def rope_store_cost(
     itemsize: int,
     *,
     rotary_dim: int | None = None,
-    cache_itemsize: int | None = None,
+    codes: CacheDtype | None = None,
     normed: bool = False,
 ) -> Cost:
     """Rotate q and k (3 a rotated value), write q back and k, v to the cache; cos and sin are read in float32. Of no KV
     heads: q alone, of a layer that reads what another one has written.
 
     `rotary_dim`: values of a head that are rotated, all if not given. `normed`: q and k pass an RMSNorm before.
-    `cache_itemsize`: of the cache where it holds codes (divide, bound, round each value, by a scale for each head).
+    `codes`: what the cache keeps, of a byte each, with a float32 scale for each head of a token (a value is compared,
+    multiplied, rounded, for fp8 bounded too; a head of a token has 2 divisions).
     """
     turned, heads = head_dim if rotary_dim is None else rotary_dim, tokens * (q_heads + kv_heads)
     flops, values = 3 * heads * turned, tokens * kv_heads * head_dim
@@ -187,15 +190,19 @@ def rope_store_cost(
     if normed:
         flops += rms_norm_cost(heads, head_dim, itemsize, residual=False).flops
         moved += (2 if kv_heads else 1) * head_dim * itemsize
-    if cache_itemsize is not None:
-        flops += 3 * 2 * values
-        moved += 2 * values * (cache_itemsize - itemsize) + 2 * 4 * kv_heads
+    if codes is not None:
+        flops += 2 * ((4 if codes == "fp8" else 3) * values + 2 * tokens * kv_heads)
+        moved += 2 * (values * (1 - itemsize) + 4 * tokens * kv_heads)
     return Cost(flops, moved)
 
 
-def copy_parts_cost(tokens: int, kv_heads: int, head_dim: int, itemsize: int, tensors: int = 2) -> Cost:
-    """K and V of so many cached tokens read and written; `tensors`: 1 where both are the same latents."""
-    return Cost(0, 2 * tensors * tokens * kv_heads * head_dim * itemsize)
+def copy_parts_cost(
+    tokens: int, kv_heads: int, head_dim: int, itemsize: int, tensors: int = 2, coded: bool = False
+) -> Cost:
+    """K and V of so many cached tokens read and written; `tensors`: 1 where both are the same latents; `coded`: codes of
+    a byte and a scale for each head."""
+    head = head_dim + 4 if coded else head_dim * itemsize
+    return Cost(0, 2 * tensors * tokens * kv_heads * head)
 
 
 def attention_cost(
@@ -206,16 +213,16 @@ def attention_cost(
     kv_heads: int,
     head_dim: int,
     itemsize: int,
-    kv_itemsize: int | None = None,
+    coded: bool = False,
 ) -> Cost:
     """Scaled dot-product attention over a paged cache.
 
     `pairs` counts the (query, key) pairs that are attended, over all sequences; `kv_tokens` the distinct cached
-    tokens read, a block that several sequences share counted once; `kv_itemsize` bytes of a cached value, as of
-    others if not given.
+    tokens read, a block that several sequences share counted once. `coded`: they are codes of a byte, with a float32
+    scale for each head of a token.
     """
-    cached = 2 * kv_tokens * kv_heads * (itemsize if kv_itemsize is None else kv_itemsize)
-    return Cost(4 * pairs * q_heads * head_dim, head_dim * (2 * tokens * q_heads * itemsize + cached))
+    cached = 2 * kv_tokens * kv_heads * (head_dim + 4 if coded else head_dim * itemsize)
+    return Cost(4 * pairs * q_heads * head_dim, 2 * tokens * q_heads * head_dim * itemsize + cached)
 
 
 def latent_attention_cost(

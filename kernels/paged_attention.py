@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.arithmetic import CacheDtype
+
+# The largest code that a cached value may have, by the cache's dtype
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+CODES: dict[CacheDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
 
 def check_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> None:
     """Raises ValueError when shapes do not fit."""
@@ -22,19 +28,29 @@ def check_attention_extras(
     """Raises ValueError when sinks or scales do not fit."""
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks are {tuple(sinks.shape)}, there are {q.shape[1]} query heads")
+    check_scales(k_cache, k_scale, v_scale)
+
+
+def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Raises ValueError unless a cache of codes has scales, and no other has, one for each head of a token."""
     for scale in (k_scale, v_scale):
-        if scale is not None and (scale.numel() not in (1, k_cache.shape[1]) or scale.dim() > 1):
-            raise ValueError(
-                f"scales are {tuple(scale.shape)}: one for each of {k_cache.shape[1]} heads, or one"
-            )
-        if scale is not None and scale.dtype != torch.float32:
-            raise ValueError(f"scales are {scale.dtype}, not float32")
+        if (scale is None) != (k_cache.dtype not in LARGEST_CODE):
+            raise ValueError(f"a cache of {k_cache.dtype} has {'no' if scale is None else 'a'} scale")
+        if scale is not None and (scale.shape != k_cache.shape[:3] or scale.dtype != torch.float32):
+            found = f"{tuple(scale.shape)} {scale.dtype}"
+            raise ValueError(f"scales are {found}: float32 for each head and token of {tuple(k_cache.shape)}")
 
 
 def gather_cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first `length` cached rows of one sequence: (kv_heads, length, D)."""
+    """The first `length` cached rows of one sequence: (kv_heads, length, D), or without D as the cache is."""
     pages = cache[table.long()]  # (blocks, kv_heads, block_size, D)
     return pages.transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def gather_values(cache: Tensor, scale: Tensor | None, table: Tensor, length: int) -> Tensor:
+    """The same as float32 values, whatever the cache holds."""
+    values = gather_cached(cache, table, length).float()
+    return values if scale is None else values * gather_cached(scale, table, length)[..., None]
 
 
 def paged_attention_reference(
@@ -62,7 +78,7 @@ def paged_attention_reference(
 
     `soft_cap`: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `sinks`: (q_heads,), a score without
     a value that takes part in each softmax (gpt-oss). A cache of float8_e4m3fn or int8 holds k / k_scale and
-    v / v_scale; the scales are (kv_heads,), (1,) or () float32.
+    v / v_scale, rounded, with a scale for each head of a token: (blocks, kv_heads, block_size) float32.
     """
     return paged_attention_lse_reference(
         q,
@@ -106,8 +122,8 @@ def paged_attention_lse_reference(
     for i, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         rows = slice(start, start + queries)
         start += queries
-        k = _widened(gather_cached(k_cache, block_tables[i], context), k_scale).repeat_interleave(group, 0)
-        v = _widened(gather_cached(v_cache, block_tables[i], context), v_scale).repeat_interleave(group, 0)
+        k = gather_values(k_cache, k_scale, block_tables[i], context).repeat_interleave(group, 0)
+        v = gather_values(v_cache, v_scale, block_tables[i], context).repeat_interleave(group, 0)
         if window is not None:
             left = max(0, context - queries - window + 1)
             k[:, :left], v[:, :left] = 0, 0  # 0 × NaN is NaN
@@ -118,11 +134,6 @@ def paged_attention_lse_reference(
         weights, sums = _softmax(scores, sinks)
         out[rows], lse[rows] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype), sums.T
     return out, lse
-
-
-def _widened(cached: Tensor, scale: Tensor | None) -> Tensor:
-    """(kv_heads, n, D) → float32, scaled."""
-    return cached.float() if scale is None else cached.float() * scale.reshape(-1, 1, 1)
 
 
 def _hidden(queries: int, context: int, window: int | None) -> Tensor:

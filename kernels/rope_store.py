@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
+from batchinfer_kernels.paged_attention import LARGEST_CODE, check_scales
+from batchinfer_kernels.quantized_linear import quantize_rows
 from batchinfer_kernels.rms_norm import rms_norm_reference
-
-# The largest code that a cached value may have, by the cache's dtype
-LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -53,15 +53,7 @@ def check_caches(
         )
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (k.dtype, *LARGEST_CODE):
         raise ValueError(f"k is {k.dtype}, its caches are {k_cache.dtype} and {v_cache.dtype}")
-    for scale in (k_scale, v_scale):
-        if (scale is None) != (k_cache.dtype not in LARGEST_CODE):
-            raise ValueError(f"a cache of {k_cache.dtype} has {'no' if scale is None else 'a'} scale")
-        if scale is None:
-            continue
-        if scale.numel() not in (1, k.shape[1]) or scale.dim() > 1 or scale.dtype != torch.float32:
-            raise ValueError(
-                f"scales are {tuple(scale.shape)} {scale.dtype}: one float32 for each of {k.shape[1]} heads, or one"
-            )
+    check_scales(k_cache, k_scale, v_scale)
 
 
 def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor) -> None:
@@ -71,26 +63,30 @@ def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor
         raise ValueError(f"cos {tuple(cos.shape)} does not fit q {tuple(q.shape)}")
 
 
-def coded_reference(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(T, kv_heads, D) as a cache of `dtype` holds it: values / scale, to the nearest even, within the largest code."""
-    if scale is None:
-        return values.to(dtype)
-    most = LARGEST_CODE[dtype]
-    codes = values.float() / scale.reshape(-1, 1)
-    return (codes.round() if dtype == torch.int8 else codes).clamp(-most, most).to(dtype)
+def coded_reference(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(T, kv_heads, D) as a cache of `dtype` holds it: codes, and float32 scales (T, kv_heads) that they are multiplied
+    with. The largest magnitude of a head of a token becomes the largest code, so that no token's numbers depend on
+    another's; one with a NaN or an infinity has scale NaN."""
+    coded = quantize_rows if dtype == torch.int8 else quantize_rows_fp8
+    codes, scales = coded(values.flatten(0, 1))
+    return codes.view(values.shape), scales.view(values.shape[:2])
 
 
 def store_reference(values: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
-    """Write values (T, kv_heads, D) into cache (blocks, kv_heads, block_size, D) at slots (T,), in place.
+    """Write values (T, kv_heads, D) into cache (blocks, kv_heads, block_size, D) at slots (T,), in place; as codes
+    with their scales where `scale` (blocks, kv_heads, block_size) is given.
 
     Negative slots are padding, whose values go nowhere.
     """
-    block_size = cache.shape[2]
-    codes = coded_reference(values, scale, cache.dtype)
-    if cache.dtype == torch.float8_e4m3fn:  # which torch does not index everywhere
-        codes, cache = codes.view(torch.uint8), cache.view(torch.uint8)
     real = slots >= 0
-    cache[slots[real] // block_size, :, slots[real] % block_size] = codes[real]
+    blocks, places = slots[real] // cache.shape[2], slots[real] % cache.shape[2]
+    if scale is None:
+        cache[blocks, :, places] = values[real].to(cache.dtype)
+        return
+    codes, scales = coded_reference(values[real], cache.dtype)
+    scale[blocks, :, places] = scales
+    # As bytes: torch does not index float8_e4m3fn everywhere
+    cache.view(torch.uint8)[blocks, :, places] = codes.view(torch.uint8)
 
 
 def rope_reference(
@@ -133,9 +129,9 @@ def rope_store_reference(
     q: (T, q_heads, D); k, v: (T, kv_heads, D); cos, sin: (T, pairs) float32 with pairs ≤ D/2, scaled where the variant
     asks for it; caches: (blocks, kv_heads, block_size, D); slots: (T,) int64, block * block_size + offset, negative for
     padding. q_norm, k_norm: (D,) weights of a per-head RMSNorm applied before the rotation (Qwen3), `offset` added to
-    them (Gemma 3). `interleaved`: see rotate_reference. A cache of int8 or float8_e4m3fn holds k / k_scale and
-    v / v_scale, rounded; the scales are (kv_heads,), (1,) or () float32. Raises ValueError when shapes or dtypes do not
-    fit.
+    them (Gemma 3). `interleaved`: see rotate_reference. A cache of int8 or float8_e4m3fn holds
+    codes; their scales (blocks, kv_heads, block_size) float32, one for each head of a token, are written beside them
+    (see coded_reference). Raises ValueError when shapes or dtypes do not fit.
     """
     check_rope_store(q, k, v, cos, slots)
     check_caches(k, k_cache, v_cache, k_scale, v_scale)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from batchinfer.engine.cache_layout import CacheLayout
-from batchinfer.models.spec import Caches, CacheSpec, keeping
+from batchinfer.models.spec import Caches, CacheSpec
 from batchinfer.ops.interface import LayerCache, Ops
 
 
@@ -28,9 +28,8 @@ def allocate_caches(
     have the same tensors, and different blocks of them."""
     size = layout.block_size
     found = [ops.allocate_cache(cache, blocks, size, dtype, device) for cache in _of_a_block(caches, layout)]
-    own = keeping(caches)
     placed = {
-        layer: replace(found[at], group=number).scaled(own[layer])
+        layer: replace(found[at], group=number)
         for number, group in enumerate(layout.groups)
         for at, layer in enumerate(group.layers)
     }

@@ -44,8 +44,8 @@ from batchinfer_kernels.cost import (
 
 
 def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCost:
-    """`itemsize`: bytes of an activation and of a cached value; `weight_itemsize`: of a weight of a linear layer;
-    1: int8."""
+    """`itemsize`: bytes of an activation, and of a cached value that is no code; `weight_itemsize`: of a weight of a
+    linear layer; 1: int8."""
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
         for operator in _layer_operators(layer, itemsize, weight_itemsize):
@@ -66,9 +66,7 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
         parameters=sum(linear.values for linear in spec.linears()),
         active_parameters=sum(linear.active_values for linear in spec.linears()),
         head_parameters=spec.head.values,
-        caches=tuple(
-            (cache.window, cache.itemsize(itemsize) * cache.values) for cache in keeping(spec.caches).values()
-        ),
+        caches=tuple((cache.window, cache.token_bytes(itemsize)) for cache in keeping(spec.caches).values()),
         itemsize=itemsize,
         weight_itemsize=weight_itemsize,
     )
@@ -123,8 +121,8 @@ def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Cal
         return lambda n: latent_store_cost(n, heads, attention.rank, turned, itemsize)
     kv_heads = attention.kv_heads if attention.kv_layer is None else 0
     sizes, normed = (heads, kv_heads, attention.head_dim, itemsize), attention.norms_heads
-    kept = None if attention.cache_dtype is None or not kv_heads else attention.cache.itemsize(itemsize)
-    return lambda n: rope_store_cost(n, *sizes, rotary_dim=turned, cache_itemsize=kept, normed=normed)
+    codes = attention.cache_dtype if kv_heads else None
+    return lambda n: rope_store_cost(n, *sizes, rotary_dim=turned, codes=codes, normed=normed)
 
 
 def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
@@ -148,9 +146,8 @@ def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int)
         sizes = (attention.q_heads, attention.head_dim, attention.rank, itemsize)
         cost: Callable[..., Cost] = latent_attention_cost
     else:
-        kept = attention.cache.itemsize(itemsize)
         sizes = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
-        cost = partial(attention_cost, kv_itemsize=kept)
+        cost = partial(attention_cost, coded=attention.cache_dtype is not None)
     return OperatorCost(
         "attention", token=cost(1, 0, 0, *sizes), pair=cost(0, 1, 0, *sizes), kv_token=cost(0, 0, 1, *sizes)
     )
@@ -159,7 +156,7 @@ def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int)
 def _copying(spec: ModelSpec, itemsize: int) -> Cost:
     """Of a token's K and V, in all layers that keep them."""
     each = keeping(spec.caches).values()
-    sizes = ((cache.heads, cache.dim, cache.itemsize(itemsize), cache.tensors) for cache in each)
+    sizes = ((cache.heads, cache.dim, itemsize, cache.tensors, cache.dtype is not None) for cache in each)
     return sum((copy_parts_cost(1, *size) for size in sizes), Cost())
 
 

@@ -76,12 +76,15 @@ class LinearSpec:
         return self.inputs * self.outputs * self.chosen
 
 
+SCALE_BYTES = 4  # of a head's codes: float32
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """What a layer keeps of each token: K and V of `heads` heads of `dim` values. `window`: of how many tokens, the one
     that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept once.
-    `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of codes, k / k_scale and
-    v / v_scale rounded, which take a byte each; None: values are kept as they are, in the run's dtype.
+    `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of codes, which take a byte
+    each, with a float32 scale for each head; None: values are kept as they are, in the run's dtype.
     """
 
     heads: int
@@ -90,12 +93,14 @@ class CacheSpec:
     latent: bool = False
     shared: int | None = None
     dtype: CacheDtype | None = None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
 
-    def itemsize(self, run: int) -> int:
-        """Bytes of a value, where those of the run have `run`."""
-        return run if self.dtype is None else 1
+    def head_bytes(self, dim: int, itemsize: int) -> int:
+        """Of `dim` values of a head, which take `itemsize` each where they are no codes."""
+        return dim * itemsize if self.dtype is None else dim + SCALE_BYTES
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Of one token."""
+        return self.tensors * self.heads * self.head_bytes(self.dim, itemsize)
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -108,11 +113,6 @@ class CacheSpec:
         if self.shared is not None:
             return 0
         return 1 if self.latent else 2
-
-    @property
-    def values(self) -> int:
-        """Values of one token."""
-        return self.tensors * self.heads * self.dim
 
 
 # Of each layer; None: it has no attention, and so no cache
@@ -158,7 +158,7 @@ class AttentionSpec:
     they are as wide as a head, else of all heads together. With `sinks` each query head has a score without a value,
     which takes part in every softmax. `kv_layer`: the number of an earlier layer, with equal KV heads and the same
     window, whose K and V it reads (Brandon et al., 2024, "cross-layer attention"); it then makes none, and k_norm is
-    that layer's. `cache_dtype` and the scales of K and V are the cache's (CacheSpec).
+    that layer's. `cache_dtype` is the cache's (CacheSpec).
     """
 
     q_heads: int
@@ -175,7 +175,6 @@ class AttentionSpec:
     o_bias: bool = False
     kv_layer: int | None = None
     cache_dtype: CacheDtype | None = None
-    cache_scales: tuple[float, float] = (1.0, 1.0)
 
     @property
     def group(self) -> int:
@@ -198,8 +197,8 @@ class AttentionSpec:
 
     @property
     def cache(self) -> CacheSpec:
-        kept = (self.cache_dtype, *self.cache_scales)
-        return CacheSpec(self.kv_heads, self.head_dim, self.window, False, self.kv_layer, *kept)
+        kept = (self.window, False, self.kv_layer, self.cache_dtype)
+        return CacheSpec(self.kv_heads, self.head_dim, *kept)
 
     @property
     def first(self) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import bars, mask_reference
+from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
@@ -30,21 +30,22 @@ from batchinfer_kernels.sample import RowSampling, sample_reference
 class LayerCache:
     """K and V of one layer, (blocks, kv_heads, block_size, head_dim) each; how values lie within a block is the
     business of the operators that allocated it, which may round its two inner sizes up. Where the layer keeps latents,
-    (blocks, 1, block_size, dim), both are the same tensor."""
+    (blocks, 1, block_size, dim), both are the same tensor. Codes have scales beside them, (blocks, kv_heads,
+    block_size) float32."""
 
     k: Tensor
     v: Tensor
     block_size: int
     group: int = 0  # which of the step's block tables say where its blocks are
-    k_scale: Tensor | None = None  # (1,) float32, where it holds codes: K is so many times them
+    k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
-    def scaled(self, cache: CacheSpec) -> LayerCache:
-        """The same tensors with the scales of this layer's codes, if it keeps codes."""
-        if cache.dtype is None:
-            return self
-        scales = torch.tensor([[cache.k_scale], [cache.v_scale]], device=self.k.device)
-        return replace(self, k_scale=scales[0], v_scale=scales[1])
+    @property
+    def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """All that a copied token consists of, K and V, as caches of four dimensions."""
+        yield self.k, self.v
+        if self.k_scale is not None and self.v_scale is not None:
+            yield self.k_scale[..., None], self.v_scale[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +253,11 @@ class Ops(ABC):
 
     def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
         """Bytes of one block of all these layers, with what is rounded up. `itemsize`: of a value of the run."""
-        return sum(
-            cache.itemsize(itemsize) * cache.tensors * math.prod(self.cache_shape(cache, block_size))
-            for cache in caches
-        )
+        found = 0
+        for cache in caches:
+            heads, size, dim = self.cache_shape(cache, block_size)
+            found += cache.tensors * heads * size * cache.head_bytes(dim, itemsize)
+        return found
 
     def allocate_cache(
         self,
@@ -267,9 +269,12 @@ class Ops(ABC):
     ) -> LayerCache:
         """A zero-filled cache of one layer, which they hold; `dtype`: of the run."""
         shape = (blocks, *self.cache_shape(cache, block_size))
-        kept = dtype if cache.dtype is None else getattr(torch, cache.dtype)
+        kept = dtype if cache.dtype is None else CODES[cache.dtype]
         made = [torch.zeros(shape, dtype=kept, device=device) for _ in range(cache.tensors)]
-        return LayerCache(made[0], made[-1], block_size).scaled(cache)
+        if cache.dtype is None:
+            return LayerCache(made[0], made[-1], block_size)
+        scales = [torch.zeros(shape[:3], device=device) for _ in made]
+        return LayerCache(made[0], made[-1], block_size, k_scale=scales[0], v_scale=scales[-1])
 
     @abstractmethod
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -328,7 +333,8 @@ class Ops(ABC):
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
         """Copy K and V between blocks; parts are (n, 4) int64. See batchinfer_kernels.copy_parts."""
-        copy_parts_reference(cache.k, cache.v, parts)
+        for k, v in cache.copied:
+            copy_parts_reference(k, v, parts)
 
     @abstractmethod
     def plan_attention(

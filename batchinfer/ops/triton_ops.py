@@ -189,7 +189,8 @@ class TritonOps(Ops):
         return rotate(q, rope.cos, rope.sin, *norms, offset=offset, interleaved=pairs)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        copy_parts(cache.k, cache.v, parts)
+        for k, v in cache.copied:
+            copy_parts(k, v, parts)
 
     def plan_attention(
         self,

@@ -45,17 +45,6 @@ def times(unit: tl.constexpr, a, b, c, d, e):
 
 
 @triton.jit
-def head_scale(scale_ptr, head, PER_HEAD: tl.constexpr):
-    """What a KV head's codes are multiplied with."""
-    if scale_ptr is None:
-        return 1.0
-    elif PER_HEAD:
-        return tl.load(scale_ptr + head)
-    else:
-        return tl.load(scale_ptr)
-
-
-@triton.jit
 def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexpr):
     """(sum, maximum, mass) of rows that have seen nothing but their sink."""
     total = tl.zeros([ROWS, D_PAD], tl.float32)
@@ -67,12 +56,22 @@ def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexp
 
 
 @triton.jit
+def key_scales(ptr, inside, WHOLE: tl.constexpr):
+    """What a tile of keys' codes are multiplied with."""
+    if WHOLE:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=inside, other=0.0)
+
+
+@triton.jit
 def attend_span(
     total, top, mass,  # (ROWS, D_PAD), (ROWS,), (ROWS,): the rows' state, taken up and returned
     q,  # (ROWS, D_PAD)
     row_at,  # (ROWS,) int32: positions; -1 for rows that are padding
     table_ptr, k_ptr, v_ptr,  # the sequence's block table; the caches from the KV head on
-    stride_block, stride_key,
+    k_scale_ptr, v_scale_ptr,  # (blocks, kv_heads, BLOCK_SIZE) float32: of codes, else None
+    kv_head, stride_block, stride_key, stride_scale,
     first, end,  # keys [first, end) of the sequence are passed over
     least,  # no row sees a key before it; read with a WINDOW only
     scale, cap, window,
@@ -102,6 +101,9 @@ def attend_span(
             loaded = inside[:, None] & (dim < D)[None, :]
         k = widened(tl.load(k_ptr + offsets, mask=loaded, other=0.0), q.dtype, CODES)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if CODES != "none":
+            scale_at = block * stride_scale + kv_head * BLOCK_SIZE + key % BLOCK_SIZE
+            scores *= key_scales(k_scale_ptr + scale_at, inside, WHOLE)[None, :]
         if CAP:
             # cap × tanh(x / cap); tanh(y) = 1 - 2 / (1 + e^2y) holds for infinite y too
             tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / cap * (2.0 * LOG2E))))
@@ -121,6 +123,12 @@ def attend_span(
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weights, 1)
         v = widened(tl.load(v_ptr + offsets, mask=loaded, other=0.0), q.dtype, CODES)
+        if CODES != "none":
+            v_scale = key_scales(v_scale_ptr + scale_at, inside, WHOLE)
+            if q.dtype == tl.float16:  # in which a weight times a small scale would have few bits left
+                v = (v.to(tl.float32) * v_scale[:, None]).to(tl.float16)
+            else:  # fewer products than there are values, where few rows see many keys
+                weights *= v_scale[None, :]
         total = tl.dot(weights.to(q.dtype), v, total * shrink[:, None], input_precision=PRECISION)
         top = higher
     return total, top, mass

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer_kernels.gpu.checks import check_contiguous
 from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.gpu.target import architecture, processors
 from batchinfer_kernels.paged_attention import check_attention_extras, check_paged_attention
@@ -147,6 +148,7 @@ def check_attention(
         raise ValueError(f"caches of {k_cache.dtype} and {v_cache.dtype} are not read with q of {q.dtype}")
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError(f"caches have strides {k_cache.stride()} and {v_cache.stride()}")
+    check_contiguous(k_scale=k_scale, v_scale=v_scale)
     if block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
         raise ValueError(f"block tables are {block_tables.dtype} with strides {block_tables.stride()}")
 
@@ -160,6 +162,7 @@ def kernel_arguments(
     window: int | None,
     soft_cap: float | None,
     k_scale: Tensor | None,
+    v_scale: Tensor | None,
     work: Work,
 ) -> dict[str, Any]:
     """What all kernels that read the cache are launched with. What layers have in common is computed once."""
@@ -173,11 +176,12 @@ def kernel_arguments(
         "v_ptr": v_cache.view(torch.uint8) if bits else v_cache,
         "tables_ptr": block_tables,
         "k_scale_ptr": k_scale,
+        "v_scale_ptr": v_scale,
+        "stride_scale": 0 if k_scale is None else k_scale.stride(0),
         "stride_table": block_tables.stride(0),
         "scale": float(scale),
         "cap": float(soft_cap or 0.0),
         "window": window or 0,
-        "K_PER_HEAD": per_head(k_scale),
         "WINDOW": window is not None,
         "CAP": soft_cap is not None,
         "CODES": codes,
@@ -249,7 +253,3 @@ def _precision(arch: str, head_dim: int) -> str:
     but the smallest tiles spill registers on compute capability 9.0; with them the largest heads do.
     """
     return "tf32x3" if arch.isdigit() and padded_dim(head_dim) < 256 else "ieee"
-
-
-def per_head(scale: Tensor | None) -> bool:
-    return scale is not None and scale.numel() > 1

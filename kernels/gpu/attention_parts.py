@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.gpu.attention_launch import padded_dim, per_head
+from batchinfer_kernels.gpu.attention_launch import padded_dim
 from batchinfer_kernels.gpu.attention_splits import Splits
 from batchinfer_kernels.gpu.merge_state import merge_state_kernel
 from batchinfer_kernels.gpu.sizes import next_power_of_2
@@ -68,7 +68,6 @@ def merge_parts(
     out: Tensor,
     lse: Tensor | None,
     sinks: Tensor | None,
-    v_scale: Tensor | None,
 ) -> None:
     """Every row's shared parts, then its own, folded in this order into its row of `out` and `lse`."""
     heads, dim = parts.values.shape[1:]
@@ -77,7 +76,6 @@ def merge_parts(
         parts_ptr=parts.values,
         lses_ptr=parts.lses,
         sinks_ptr=sinks,
-        v_scale_ptr=v_scale,
         out_ptr=out,
         lse_ptr=lse,
         rows_ptr=own.rows,
@@ -99,7 +97,6 @@ def merge_parts(
         D_PAD=padded_dim(dim),
         GROUP=group,
         ROWS=next_power_of_2(group),
-        V_PER_HEAD=per_head(v_scale),
         num_warps=4,
         enable_fp_fusion=False,
     )

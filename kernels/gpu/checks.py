@@ -32,6 +32,13 @@ def unit_columns(**tensors: Tensor) -> None:
             raise ValueError(f"the last dimension of {name} has stride {tensor.stride(-1)}, expected 1")
 
 
+def check_contiguous(**tensors: Tensor | None) -> None:
+    """Raises ValueError unless all are contiguous. None is left out."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, and has to be contiguous")
+
+
 def as_rows(x: Tensor) -> Tensor:
     """(..., columns) as a matrix whose rows are contiguous; a view where x allows it."""
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0)

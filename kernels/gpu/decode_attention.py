@@ -19,7 +19,6 @@ from batchinfer_kernels.gpu.attention_core import (
     as_part,
     attend_span,
     fold,
-    head_scale,
     initial_state,
     own_begin,
     times,
@@ -29,7 +28,6 @@ from batchinfer_kernels.gpu.attention_launch import (
     Work,
     check_attention,
     kernel_arguments,
-    per_head,
 )
 from batchinfer_kernels.gpu.attention_parts import Own, Parts, merge_parts
 from batchinfer_kernels.gpu.attention_splits import Splits
@@ -44,11 +42,11 @@ def _decode_attention_kernel(
     contexts_ptr, starts_ptr,  # (S,), (n,) int32: keys [start, context) are passed over; starts None: from 0 on
     out_ptr, lse_ptr,
     parts_ptr, part_lses_ptr,  # None: every row is one item, and goes to out
-    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_table, out_stride_token,
-    out_stride_head, lse_stride_token, first_own, heads,
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table,
+    out_stride_token, out_stride_head, lse_stride_token, first_own, heads,
     scale, cap, window, align,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
@@ -81,7 +79,6 @@ def _decode_attention_kernel(
     cells = real[:, None] & (dim < D)[None, :]
     q_at = token * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
     q = tl.load(q_ptr + q_at, mask=cells, other=0.0)
-    scale *= head_scale(k_scale_ptr, kv_head, K_PER_HEAD)
     no_sinks: tl.constexpr = None
     if SEGMENTED or parts_ptr is not None:
         total, top, mass = initial_state(no_sinks, head, real, ROWS, D_PAD)
@@ -90,7 +87,8 @@ def _decode_attention_kernel(
     total, top, mass = attend_span(
         total, top, mass, q, row_at, tables_ptr + sequence * stride_table,
         k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
-        stride_block, stride_key, first, end, least, scale, cap, window,
+        k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
+        least, scale, cap, window,
         D, D_PAD, TILE, BLOCK_SIZE, False, False, WINDOW, CAP, CODES, PRECISION,
     )  # fmt: skip
     part, lse = as_part(total, top, mass)
@@ -103,7 +101,6 @@ def _decode_attention_kernel(
             total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
             total, top, mass = fold(total, top, mass, part, lse)
             part, lse = as_part(total, top, mass)
-        part *= head_scale(v_scale_ptr, kv_head, V_PER_HEAD)
         out_at = token * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
         tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cells)
         if lse_ptr is not None:
@@ -155,13 +152,13 @@ def decode_attention(
         return out
     slots = 0 if prefixes is None else prefixes.slots
     parts = Parts.of(q, count, slots, splits.count) if slots or not splits.whole else None
-    common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale)
+    common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale)
     if prefixes is not None and parts is not None:
         attend_prefixes(prefixes, own, parts, *common, deterministic)
     arguments = kernel_arguments(*common, "deterministic" if deterministic else fast)
-    attend_own(own, arguments, parts, out, lse, sinks, v_scale)
+    attend_own(own, arguments, parts, out, lse, sinks)
     if parts is not None:
-        merge_parts(own, parts, k_cache.shape[1], out, lse, sinks, v_scale)
+        merge_parts(own, parts, k_cache.shape[1], out, lse, sinks)
     return out
 
 
@@ -172,13 +169,11 @@ def attend_own(
     out: Tensor,
     lse: Tensor | None,
     sinks: Tensor | None,
-    v_scale: Tensor | None,
 ) -> None:
     """Every row's own keys, to `parts`, or to `out` and `lse` where there are none."""
     heads = out.shape[1]
     grid = (own.splits.count, heads // arguments["GROUP"])
     _decode_attention_kernel[grid](
-        v_scale_ptr=v_scale,
         sinks_ptr=sinks,
         items_ptr=own.splits.items,
         rows_ptr=own.rows,
@@ -194,6 +189,5 @@ def attend_own(
         first_own=0 if parts is None else parts.first_own,
         heads=heads,
         align=own.splits.align,
-        V_PER_HEAD=per_head(v_scale),
         **arguments,
     )

@@ -15,7 +15,6 @@ from batchinfer_kernels.gpu.attention_core import (
     LN2,
     as_part,
     fold,
-    head_scale,
     initial_state,
 )
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, VARYING, padded_dim
@@ -27,7 +26,7 @@ LOG2E = 1.4426950408889634
 
 @triton.jit(do_not_specialize=VARYING)
 def merge_state_kernel(
-    parts_ptr, lses_ptr, sinks_ptr, v_scale_ptr, out_ptr, lse_ptr,
+    parts_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr,
     rows_ptr,  # (T, 2) int32: row of out, sequence; None: both are the number of the token
     shared_ptr,  # (T,) int32: how many parts a token shares with others: its first ones; None: none
     places_ptr,  # (T + 1,) int32: where its own lie, behind `first_own`; None: all are its own, and its first ones
@@ -36,7 +35,7 @@ def merge_state_kernel(
     parts,  # how many there are where there are no places
     slots, first_own,  # where there are: shared parts that each token has room for, and where places count from
     unit,  # what makes the parts' log-sum-exps logarithms to base 2
-    D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, V_PER_HEAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -67,7 +66,6 @@ def merge_state_kernel(
         part = tl.load(parts_ptr + part_at + at, mask=filled, other=0.0).to(tl.float32)
         total, top, mass = fold(total, top, mass, part, lse)
     out, lse = as_part(total, top, mass)
-    out *= head_scale(v_scale_ptr, kv_head, V_PER_HEAD)
     if rows_ptr is not None:
         token = tl.load(rows_ptr + token * 2).to(tl.int64)
     out_at = token * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
@@ -90,7 +88,6 @@ def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tupl
             parts_ptr=outs,
             lses_ptr=lses,
             sinks_ptr=sinks,
-            v_scale_ptr=None,
             out_ptr=out,
             lse_ptr=lse,
             rows_ptr=None,
@@ -112,7 +109,6 @@ def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tupl
             D_PAD=padded_dim(dim),
             GROUP=together,
             ROWS=next_power_of_2(together),
-            V_PER_HEAD=False,
             num_warps=4,
             enable_fp_fusion=False,
         )

@@ -21,7 +21,6 @@ from batchinfer_kernels.gpu.attention_core import (
     as_part,
     attend_span,
     fold,
-    head_scale,
     initial_state,
     times,
 )
@@ -33,7 +32,6 @@ from batchinfer_kernels.gpu.attention_launch import (
     choose_tiles,
     kernel_arguments,
     moved,
-    per_head,
 )
 
 Lengths = Sequence[int] | NDArray[np.int64]
@@ -44,11 +42,11 @@ def _prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
     items_ptr,  # (n, 4) int32: sequence, first row of q, rows, position of the first
     out_ptr, lse_ptr,
-    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_table, out_stride_token,
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, out_stride_token,
     out_stride_head, lse_stride_token,
     scale, cap, window, segment,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
@@ -66,7 +64,6 @@ def _prefill_attention_kernel(
     cells = real[:, None] & (dim < D)[None, :]
     q_at = (first_row + token)[:, None] * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
     q = tl.load(q_ptr + q_at, mask=cells, other=0.0)
-    scale *= head_scale(k_scale_ptr, kv_head, K_PER_HEAD)
     table_ptr = tables_ptr + sequence * stride_table
     k_ptr += kv_head.to(tl.int64) * stride_head
     v_ptr += kv_head.to(tl.int64) * stride_head
@@ -82,7 +79,8 @@ def _prefill_attention_kernel(
             part_top = tl.full([ROWS], float("-inf"), tl.float32)
             part_mass = tl.zeros([ROWS], tl.float32)
             part, part_top, part_mass = attend_span(
-                part, part_top, part_mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
+                part, part_top, part_mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                kv_head, stride_block, stride_key, stride_scale,
                 tl.maximum(begin, segment_start), tl.minimum(end, segment_start + segment), least, scale, cap,
                 window,
                 D, D_PAD, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, CODES, PRECISION,
@@ -94,17 +92,18 @@ def _prefill_attention_kernel(
         if not WINDOW:  # up to the first row's own position every row sees everything
             whole = (first_at + 1) // TILE * TILE
             total, top, mass = attend_span(
-                total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
+                total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                kv_head, stride_block, stride_key, stride_scale,
                 0, whole, least, scale, cap, window,
                 D, D_PAD, TILE, BLOCK_SIZE, True, True, WINDOW, CAP, CODES, PRECISION,
             )  # fmt: skip
         total, top, mass = attend_span(
-            total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, stride_block, stride_key,
+            total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+            kv_head, stride_block, stride_key, stride_scale,
             whole, end, least, scale, cap, window,
             D, D_PAD, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, CODES, PRECISION,
         )  # fmt: skip
     out, lse = as_part(total, top, mass)
-    out *= head_scale(v_scale_ptr, kv_head, V_PER_HEAD)
     out_at = (first_row + token)[:, None] * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=cells)
     if lse_ptr is not None:
@@ -182,7 +181,6 @@ def prefill_attention(
     if len(items):
         _prefill_attention_kernel[(len(items), kv_heads)](
             items_ptr=items,
-            v_scale_ptr=v_scale,
             sinks_ptr=sinks,
             out_ptr=out,
             lse_ptr=lse,
@@ -190,7 +188,8 @@ def prefill_attention(
             out_stride_head=out.stride(1),
             lse_stride_token=q.shape[1],
             segment=segment,
-            V_PER_HEAD=per_head(v_scale),
-            **kernel_arguments(q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, work),
+            **kernel_arguments(
+                q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale, work
+            ),
         )
     return out

@@ -18,7 +18,6 @@ from torch import Tensor
 from batchinfer_kernels.gpu.attention_core import (
     as_part,
     attend_span,
-    head_scale,
     initial_state,
     times,
 )
@@ -39,14 +38,14 @@ class Prefixes:
 
 @triton.jit(do_not_specialize=VARYING)
 def _prefix_attention_kernel(
-    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, items_ptr, members_ptr,
+    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, items_ptr, members_ptr,
     rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
     contexts_ptr,  # (S,) int32
     parts_ptr, part_lses_ptr,
-    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_table, slots, heads,
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, slots, heads,
     scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, K_PER_HEAD: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
@@ -78,14 +77,14 @@ def _prefix_attention_kernel(
     cells = real[:, None] & (dim < D)[None, :]
     q_at = token[:, None] * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
     q = tl.load(q_ptr + q_at, mask=cells, other=0.0)
-    scale *= head_scale(k_scale_ptr, kv_head, K_PER_HEAD)
     no_sinks: tl.constexpr = None
     total, top, mass = initial_state(no_sinks, head, real, ROWS, D_PAD)
     whole: tl.constexpr = not WINDOW and not SEGMENTED
     total, top, mass = attend_span(
         total, top, mass, q, row_at, tables_ptr + tl.load(item + 2).to(tl.int64) * stride_table,
         k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
-        stride_block, stride_key, first, end, least, scale, cap, window,
+        k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
+        least, scale, cap, window,
         D, D_PAD, TILE, BLOCK_SIZE, whole, False, WINDOW, CAP, CODES, PRECISION,
     )  # fmt: skip
     part, lse = as_part(total, top, mass)
@@ -111,6 +110,7 @@ def attend_prefixes(
     window: int | None,
     soft_cap: float | None,
     k_scale: Tensor | None,
+    v_scale: Tensor | None,
     deterministic: bool,
 ) -> None:
     """Every group's queries over what they share, to `parts`. The grid has an item a program, padding included.
@@ -131,5 +131,7 @@ def attend_prefixes(
         part_lses_ptr=parts.lses,
         slots=parts.slots,
         heads=q.shape[1],
-        **kernel_arguments(q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, work),
+        **kernel_arguments(
+            q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale, work
+        ),
     )

@@ -17,7 +17,7 @@ ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _codes(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
+def codes_of(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
     if dtype == tl.int8:
         # One rounding: the product is added to the rounder before it is rounded itself
         return (tl.fma(x, inverse, ROUNDER) - ROUNDER).to(tl.int8)
@@ -26,7 +26,7 @@ def _codes(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
-def _inverse(most, MOST: tl.constexpr):
+def inverse_scale(most, MOST: tl.constexpr):
     """Codes a value, and the scale. `most`: the row's largest magnitude, with a NaN or an infinity no number."""
     inverse = tl.div_rn(MOST, tl.where(most > 0, most, 1.0))
     usable = (most > 0) & (most < float("inf")) & (inverse < float("inf"))
@@ -49,21 +49,21 @@ def _quantize_rows_kernel(
         size = tl.abs(x)
         # What is no number counts as infinity: a maximum would pass it over
         most = tl.max(tl.where(size <= infinity, size, infinity), 0)
-        inverse, scale = _inverse(most, MOST)
+        inverse, scale = inverse_scale(most, MOST)
         x = tl.where(size < infinity, x, 0.0)
-        tl.store(codes_ptr + at, _codes(x, inverse, codes_ptr.dtype.element_ty, MOST), mask=at < inputs)
+        tl.store(codes_ptr + at, codes_of(x, inverse, codes_ptr.dtype.element_ty, MOST), mask=at < inputs)
     else:
         tops = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, inputs, BLOCK):
             x = tl.load(x_ptr + start + at, mask=start + at < inputs, other=0.0).to(tl.float32)
             size = tl.abs(x)
             tops = tl.maximum(tops, tl.where(size <= infinity, size, infinity))
-        inverse, scale = _inverse(tl.max(tops, 0), MOST)
+        inverse, scale = inverse_scale(tl.max(tops, 0), MOST)
         for start in range(0, inputs, BLOCK):
             mask = start + at < inputs
             x = tl.load(x_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
             x = tl.where(tl.abs(x) < infinity, x, 0.0)
-            codes = _codes(x, inverse, codes_ptr.dtype.element_ty, MOST)
+            codes = codes_of(x, inverse, codes_ptr.dtype.element_ty, MOST)
             tl.store(codes_ptr + start + at, codes, mask=mask)
     tl.store(scales_ptr + row, scale)
 

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchinfer_kernels.gpu.checks import check_same_dtype, check_vectors, unit_columns
+from batchinfer_kernels.gpu.checks import check_contiguous, check_same_dtype, check_vectors, unit_columns
+from batchinfer_kernels.gpu.quantize_rows import codes_of, inverse_scale
 from batchinfer_kernels.gpu.rms_norm import scaled
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.rope_store import check_caches, check_pairs, check_rotary
@@ -82,13 +83,6 @@ def _rotated_heads(
 
 
 @triton.jit
-def _int8_code(x):
-    """To the nearest even: beyond 2^23 a float32 has no fraction left. NaN has no code."""
-    magic = 12582912.0  # 1.5 × 2^23
-    return ((tl.minimum(tl.maximum(x, -127.0), 127.0) + magic) - magic).to(tl.int8)
-
-
-@triton.jit
 def _fp8_code(x):
     """The bits of float8_e4m3fn, to the nearest even, 448 for all above it: not every target can convert to it."""
     bits = x.to(tl.uint32, bitcast=True)
@@ -99,29 +93,37 @@ def _fp8_code(x):
     normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - 960
     # multiples of 2^-9: the last bit of a float32 at 2^14
     subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0.015625, subnormal, normal)
-    return (tl.where(x != x, 0x7F, code) | sign).to(tl.uint8)
+    return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)
 
 
 @triton.jit
-def _coded(x, scale, target_type: tl.constexpr, CODES: tl.constexpr):
+def _largest(x):
+    """(heads,) float32; a head with a value that is no finite number has infinity, which a maximum might pass over."""
+    size = tl.abs(x.to(tl.float32))
+    return tl.max(tl.where(size < float("inf"), size, float("inf")), 1)
+
+
+@triton.jit
+def _scale(largest, CODES: tl.constexpr):
+    """Codes a value, and the scale, of heads with these largest magnitudes."""
+    if CODES == "int8":
+        return inverse_scale(largest, 127.0)
+    else:
+        return inverse_scale(largest, 448.0)
+
+
+@triton.jit
+def _coded(x, inverse, target_type: tl.constexpr, CODES: tl.constexpr):
+    """(heads, n) as the cache holds it. inverse: (heads,) codes a value."""
     if CODES == "none":
         return x.to(target_type)
-    elif CODES == "int8":
-        return _int8_code(tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape)))
     else:
-        return _fp8_code(tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape)))
-
-
-@triton.jit
-def _head_scales(scale_ptr, heads, inside, PER_HEAD: tl.constexpr, CODES: tl.constexpr):
-    """(heads, 1) float32."""
-    if CODES == "none":
-        return tl.full((1, 1), 1.0, tl.float32)
-    elif PER_HEAD:
-        return tl.load(scale_ptr + heads, mask=inside, other=1.0)
-    else:
-        return tl.zeros((1, 1), tl.float32) + tl.load(scale_ptr)
+        wide = x.to(tl.float32)
+        wide = tl.where(tl.abs(wide) < float("inf"), wide, 0.0)
+        if CODES == "int8":
+            return codes_of(wide, inverse[:, None], tl.int8, 127.0)
+        else:
+            return _fp8_code(wide * inverse[:, None])
 
 
 @triton.jit
@@ -138,25 +140,37 @@ def _store_heads(
 
 @triton.jit
 def _cache_keys(
-    ptr, at, mask, first, second, rest, scale,
+    ptr, at, mask, scale_ptr, scale_at, first, second, rest,
     D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
+    """at, mask, scale_at: (heads, 1)."""
     kept: tl.constexpr = ptr.dtype.element_ty
-    low, high = _coded(first, scale, kept, CODES), _coded(second, scale, kept, CODES)
-    beyond = _coded(rest, scale, kept, CODES)
+    inverse = 1.0
+    if CODES != "none":
+        largest = tl.maximum(_largest(first), _largest(second))
+        if D > 2 * PAIRS:
+            largest = tl.maximum(largest, _largest(rest))
+        inverse, scale = _scale(largest, CODES)
+        tl.store(scale_ptr + scale_at, scale[:, None], mask=mask)
+    low, high = _coded(first, inverse, kept, CODES), _coded(second, inverse, kept, CODES)
+    beyond = _coded(rest, inverse, kept, CODES)
     _store_heads(ptr, at, mask, low, high, beyond, D, PAIRS, PADDED, REST_PADDED, INTERLEAVED)
 
 
 @triton.jit
 def _cache_values(
-    source, from_, target, to, inside, kept, scale,
+    source, from_, target, to, inside, kept, scale_ptr, scale_at,
     D: tl.constexpr, D_PADDED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, D_PADDED)[None, :]
     mask = inside & (columns < D)
     values = tl.load(source + from_ + columns, mask=mask, other=0.0)
-    codes = _coded(values, scale, target.dtype.element_ty, CODES)
+    inverse = 1.0
+    if CODES != "none":
+        inverse, scale = _scale(_largest(values), CODES)
+        tl.store(scale_ptr + scale_at, scale[:, None], mask=inside & kept)
+    codes = _coded(values, inverse, target.dtype.element_ty, CODES)
     tl.store(target + to + columns, codes, mask=mask & kept)
 
 
@@ -168,7 +182,7 @@ def _rope_store_kernel(
     k_block_stride, k_cache_head_stride, k_slot_stride, v_block_stride, v_cache_head_stride, v_slot_stride,
     q_heads, kv_heads,
     LOOKED_UP: tl.constexpr, NORMED: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CODES: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CODES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr, D_PADDED: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -201,8 +215,8 @@ def _rope_store_kernel(
         )  # fmt: skip
         _cache_keys(
             k_cache_ptr + block * k_block_stride + place * k_slot_stride,
-            heads.to(tl.int64) * k_cache_head_stride, (heads < kv_heads) & (slot >= 0), first, second, rest,
-            _head_scales(k_scale_ptr, heads, heads < kv_heads, K_PER_HEAD, CODES),
+            heads.to(tl.int64) * k_cache_head_stride, (heads < kv_heads) & (slot >= 0), k_scale_ptr,
+            (block * kv_heads + heads) * BLOCK_SIZE + place, first, second, rest,
             D, PAIRS, PADDED, REST_PADDED, INTERLEAVED, CODES,
         )  # fmt: skip
     else:
@@ -210,8 +224,8 @@ def _rope_store_kernel(
         _cache_values(
             v_ptr + token * v_token_stride, heads * v_head_stride,
             v_cache_ptr + block * v_block_stride + place * v_slot_stride,
-            heads.to(tl.int64) * v_cache_head_stride, heads < kv_heads, slot >= 0,
-            _head_scales(v_scale_ptr, heads, heads < kv_heads, V_PER_HEAD, CODES), D, D_PADDED, CODES,
+            heads.to(tl.int64) * v_cache_head_stride, heads < kv_heads, slot >= 0, v_scale_ptr,
+            (block * kv_heads + heads) * BLOCK_SIZE + place, D, D_PADDED, CODES,
         )  # fmt: skip
 
 
@@ -324,8 +338,6 @@ def _launch(
         OFFSET=offset != 0,
         INTERLEAVED=interleaved,
         CODES=CODES.get(to.k_cache.dtype, "none"),
-        K_PER_HEAD=to.scales[0].numel() > 1,
-        V_PER_HEAD=to.scales[1].numel() > 1,
         BLOCK_SIZE=to.k_cache.shape[2],
         D=dim,
         D_PADDED=next_power_of_2(dim),
@@ -361,6 +373,7 @@ def _check(
 ) -> None:
     check_rotary(q, k, v, cos.shape[1], slots)
     check_caches(k, k_cache, v_cache, k_scale, v_scale)
+    check_contiguous(k_scale=k_scale, v_scale=v_scale)
     _check_tables(q, cos, sin, positions)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q and k are normalised both or neither")

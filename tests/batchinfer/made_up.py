@@ -37,16 +37,12 @@ NAME, THETA, EPS = "larch", 10_000.0, 1e-5
 
 def parse_larch(files: ConfigFiles) -> ModelSpec:
     """`reads`: of each layer the layer whose K and V it reads, its own number if they are its own, null: it has no
-    attention. `windows`: of each layer. `cache_dtype` and `cache_scales`: of the codes that caches keep, if they do."""
+    attention. `windows`: of each layer. `cache_dtype`: of the codes that caches keep, if they do."""
     fields = files.config
     norm, fed = NormSpec(hidden_size(fields), rms_eps(fields)), gated_feed_forward(fields)
     normed, biased = fields.boolean("qk_norm", False), fields.boolean("attention_bias", False)
     attended = attention(fields, qk_norm=NormSpec(1, EPS) if normed else None, qkv_bias=biased)
-    attended = replace(
-        attended,
-        cache_dtype=fields.raw.get("cache_dtype"),
-        cache_scales=tuple(fields.raw.get("cache_scales", (1.0, 1.0))),
-    )
+    attended = replace(attended, cache_dtype=fields.raw.get("cache_dtype"))
     layers = []
     for number in range(layer_count(fields)):
         read, window = fields.raw["reads"][number], fields.raw["windows"][number]
@@ -137,21 +133,21 @@ class PlainDecoder:
         norm = self._tensors.get(f"model.layers.{layer}.self_attn.{name}_norm.weight")
         return made if norm is None else rms(made, norm)
 
-    def _kept(self, x: Tensor, scale: float) -> Tensor:
-        """K or V as a layer keeps it."""
+    def _kept(self, x: Tensor) -> Tensor:
+        """K or V as a layer keeps it: the largest magnitude of a head becomes the largest code."""
         if not self.coded or "cache_dtype" not in self._raw:
             return x
+        most = x.abs().amax(-1, keepdim=True)
         if self._raw["cache_dtype"] == "int8":
-            return (x / scale).round().clamp(-127, 127) * scale
-        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+            return (x / most * 127).round() * most / 127
+        return (x / most * 448).to(torch.float8_e4m3fn).float() * most / 448
 
     def _attention(self, layer: int, x: Tensor, kept: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
         read, window = self._raw["reads"][layer], self._raw["windows"][layer]
         q = rotated(self._heads(layer, "q", x))
         if read == layer:
             k, v = rotated(self._heads(layer, "k", x)), self._heads(layer, "v", x)
-            scales = self._raw.get("cache_scales", (1.0, 1.0))
-            kept[layer] = self._kept(k, scales[0]), self._kept(v, scales[1])
+            kept[layer] = self._kept(k), self._kept(v)
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in kept[read])
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
         at = torch.arange(len(x))

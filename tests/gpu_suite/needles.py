@@ -109,10 +109,11 @@ def plant(paged: Paged, q: Tensor, needles: Sequence[Needle]) -> None:
     scores = [n.times * (math.log(paged.contexts[n.sequence]) + spread / 2) for n in placed.values()]
     # A query of normal numbers, times itself and the scale, gives the root of its length
     sizes = torch.tensor(scores, device=device) / math.sqrt(heads.dim)
-    paged.k[block, head, offset] = _coded(grouped * sizes[:, None], paged)
+    keys = grouped * sizes[:, None]
+    if paged.scale is not None:
+        keys = keys / paged.scale[block, head, offset][:, None]
+    paged.k[block, head, offset] = _coded(keys, paged)
 
 
 def _coded(keys: Tensor, paged: Paged) -> Tensor:
-    if paged.scale is not None:
-        keys = keys / paged.scale
     return (keys.round().clamp(-127, 127) if paged.k.dtype == torch.int8 else keys).to(paged.k.dtype)

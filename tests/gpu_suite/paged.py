@@ -34,7 +34,7 @@ class Paged:
     k: Tensor
     v: Tensor
     table: Tensor
-    scale: Tensor | None  # (1,) float32, of codes
+    scale: Tensor | None  # (blocks, kv, block) float32, of codes
     dtype: torch.dtype  # of queries
 
     @classmethod
@@ -50,7 +50,7 @@ class Paged:
         """Normal numbers, whole blocks filled. `shared_keys`: in whole blocks, of the first sequence for all."""
         table, blocks = _table(contexts, heads.block, shared_keys // heads.block)
         shape = (blocks, heads.kv, heads.block, heads.dim)
-        scale = None if codes is None else torch.full((1,), CODE_SCALE[codes], device=device)
+        scale = None if codes is None else torch.full(shape[:3], CODE_SCALE[codes], device=device)
         k, v = (_values(shape, dtype, device, codes) for _ in range(2))
         return cls(heads, tuple(contexts), k, v, table.to(device), scale, dtype)
 

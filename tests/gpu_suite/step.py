@@ -99,8 +99,8 @@ class AttentionStep:
         heads, contexts, queries = self.paged.heads, self.paged.contexts, self.queries
         pairs = sum(queries * (2 * context - queries + 1) // 2 for context in contexts)
         keys = sum(contexts) - shared * (len(contexts) - 1)
-        sizes = (heads.q, heads.kv, heads.dim, self.q.element_size(), self.paged.k.element_size())
-        return attention_cost(len(self.q), pairs, keys, *sizes)
+        sizes = (heads.q, heads.kv, heads.dim, self.q.element_size())
+        return attention_cost(len(self.q), pairs, keys, *sizes, self.paged.scale is not None)
 
 
 def planned(

@@ -15,6 +15,7 @@ from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.matmul import matmul_reference
+from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
@@ -112,16 +113,16 @@ def test_rms_norm(tokens, hidden, dtype):
     assert fused.bytes == bytes_of(x, x, weight, x, x)
 
 
-@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("codes", [None, "int8", "fp8"])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("pairs", [4, 8])
 def test_rope_store(codes, normed, pairs):
     tokens, heads, kv_heads, dim, dtype = 3, 6, 2, 16, torch.bfloat16
     q, k = torch.randn(tokens, heads, dim).to(dtype), torch.randn(tokens, kv_heads, dim).to(dtype)
     cos, slots = torch.ones(tokens, pairs), torch.arange(tokens)
-    caches = [torch.zeros(1, kv_heads, 4, dim).to(codes or dtype) for _ in range(2)]
+    caches = [torch.zeros(1, kv_heads, 4, dim).to(CODES[codes] if codes else dtype) for _ in range(2)]
     norms = [torch.ones(dim, dtype=dtype) for _ in range(2)] if normed else []
-    scales = [] if codes is None else [torch.ones(kv_heads) for _ in range(2)]
+    scales = [] if codes is None else [torch.zeros(1, kv_heads, 4) for _ in range(2)]
     options = dict(zip(("k_scale", "v_scale"), scales, strict=False))
     flops = counted(rope_store_reference, q, k, k, cos, cos, *caches, slots, *norms, **options)
     found = cost.rope_store_cost(
@@ -131,12 +132,12 @@ def test_rope_store(codes, normed, pairs):
         dim,
         2,
         rotary_dim=2 * pairs,
-        cache_itemsize=None if codes is None else 1,
+        codes=codes,
         normed=normed,
     )
     assert found.flops == flops
-    stored = [cache[0, :, :tokens] for cache in caches]
-    assert found.bytes == bytes_of(q, q, k, k, *stored, cos, cos, slots, *norms, *scales)
+    stored = [cache[0, :, :tokens] for cache in (*caches, *scales)]
+    assert found.bytes == bytes_of(q, q, k, k, *stored, cos, cos, slots, *norms)
 
 
 @pytest.mark.parametrize("normed", [False, True])

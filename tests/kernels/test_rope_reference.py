@@ -53,13 +53,16 @@ def test_q_alone_is_rotated_as_beside_k_and_v(offset):
         rope_reference(q, torch.ones(3, 5), torch.ones(3, 5))
 
 
-def test_codes_are_rounded_and_bounded_by_each_heads_scale():
-    values = torch.tensor([[[1.0, -3.0, 1000.0]], [[2.5, 0.2, -1000.0]]]).expand(2, 2, 3)
-    codes = coded_reference(values, torch.tensor([1.0, 2.0]), torch.int8)
-    assert codes[:, 0].tolist() == [[1, -3, 127], [2, 0, -127]]
-    assert codes[:, 1].tolist() == [[0, -2, 127], [1, 0, -127]]
-    fp8 = coded_reference(values, torch.tensor(1.0), torch.float8_e4m3fn).float()
-    assert fp8[:, 0].tolist() == [[1.0, -3.0, 448.0], [2.5, 0.203125, -448.0]]
+def test_each_head_of_a_token_has_a_scale_of_its_own():
+    values = torch.tensor(
+        [[[1.0, -3.4, 127.0], [0.0, 0.0, 0.0]], [[-2.54, 0.6, 0.01], [1.0, float("nan"), 2.0]]]
+    )
+    codes, scales = coded_reference(values, torch.int8)
+    assert codes.tolist() == [[[1, -3, 127], [0, 0, 0]], [[-127, 30, 0], [0, 0, 0]]]
+    torch.testing.assert_close(scales, torch.tensor([[1.0, 0.0], [0.02, float("nan")]]), equal_nan=True)
+    codes, scales = coded_reference(values[:1] * 448 / 127, torch.float8_e4m3fn)
+    assert codes.float().tolist() == [[[3.5, -12.0, 448.0], [0.0, 0.0, 0.0]]]
+    assert scales.tolist() == [[1.0, 0.0]]
 
 
 def test_padding_goes_nowhere():
@@ -76,4 +79,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="has no scale"):
         rope_store_reference(q, q, q, cos, cos, cache.to(torch.int8), cache.to(torch.int8), slots)
     with pytest.raises(ValueError, match="has a scale"):
-        rope_store_reference(q, q, q, cos, cos, cache, cache, slots, k_scale=torch.ones(1))
+        rope_store_reference(q, q, q, cos, cos, cache, cache, slots, k_scale=torch.ones(1, 4, 2))

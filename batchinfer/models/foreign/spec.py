@@ -81,7 +81,7 @@ def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
         step=Cost(0, spec.streamed * itemsize),
         token=Cost(2 * spec.active, 2 * spec.hidden * itemsize),
     )
-    kept = [itemsize * layer.cache.values for layer in spec.layers]
+    kept = [layer.cache.token_bytes(itemsize) for layer in spec.layers]
     head, none = (linear_cost(n, spec.hidden, spec.vocab, itemsize, itemsize) for n in (1, 0))
     sample = sample_cost(1, spec.vocab, itemsize)
     return ModelCost(

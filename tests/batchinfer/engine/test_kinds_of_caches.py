@@ -31,6 +31,7 @@ from batchinfer.ops.interface import LayerCache, Ops
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.request import Completion, StepSample
 from batchinfer_kernels.cost import ModelCost, StepShape
+from batchinfer_kernels.paged_attention import CODES
 from tests.batchinfer.engine.small_engine import Limits, cpu_ops, drain, greedy, make_engine, make_runner
 from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
 from tests.batchinfer.engine.test_engine import (
@@ -154,7 +155,8 @@ def test_tritons_operators_do_the_same(name: str, limits: Limits) -> None:
 
 def held(caches: list[LayerCache]) -> int:
     """Bytes of their tensors, each counted once."""
-    tensors = [tensor for cache in caches for tensor in (cache.k, cache.v)]
+    kept = [tensor for cache in caches for tensor in (cache.k, cache.v, cache.k_scale, cache.v_scale)]
+    tensors = [tensor for tensor in kept if tensor is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -281,13 +283,12 @@ def test_what_cannot_be_read_is_refused(reads: Any, windows: Any, message: str) 
         cache_layout(caches, 16, 300)
 
 
-SCALES = {"int8": (0.04, 0.05), "float8_e4m3fn": (0.02, 0.5)}
+CODED = ("int8", "fp8")
 
 
 def coded(dtype: str) -> str:
     """A model whose layers keep codes: some read those of others, and some have a window."""
-    more = {"cache_dtype": dtype, "cache_scales": SCALES[dtype]}
-    MODELS.setdefault(dtype, MadeUp((0, 1, 1, 0), (None, 24, 24, None), more))
+    MODELS.setdefault(dtype, MadeUp((0, 1, 1, 0), (None, 24, 24, None), {"cache_dtype": dtype}))
     return dtype
 
 
@@ -304,7 +305,7 @@ def forced(name: str, ops: Ops, device: str, rows: list[Row]) -> dict[Place, Ten
 @TRITON
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(one, marks=[] if one == "int8" else pytest.mark.slow) for one in SCALES]
+    "dtype", [pytest.param(one, marks=[] if one == "int8" else pytest.mark.slow) for one in CODED]
 )
 def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str) -> None:
     """Logits are those of a plain decoder that rounds K and V to codes, but where a sum in another order has turned a
@@ -328,26 +329,6 @@ def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str) -> None:
     assert off[-1] < without / 3
 
 
-def scales_of(caches: list[LayerCache]) -> list[tuple[float, ...]]:
-    return [tuple(float(s) for s in (cache.k_scale, cache.v_scale) if s is not None) for cache in caches]
-
-
-@TRITON
-def test_layers_with_scales_of_their_own_take_turns_in_a_block() -> None:
-    """A layer that reads another's K and V reads them with that one's scales."""
-    from batchinfer.ops.triton_ops import TritonOps
-    from batchinfer_kernels.gpu.attention_plan import AttentionShape
-
-    caches = [CacheSpec(2, 16, w, False, None, "int8", 1.0 + i, 5.0) for i, w in enumerate((24, None, 24))]
-    caches.append(CacheSpec(2, 16, 24, False, 2, "int8"))
-    layout = cache_layout(caches, 16, 300)
-    assert len(layout.groups) > 1
-    made = allocate_caches(
-        TritonOps(AttentionShape(torch.float32, 4, 2, 16)), caches, layout, 3, torch.float32, "cpu"
-    )
-    assert scales_of(made) == [(1.0, 5.0), (2.0, 5.0), (3.0, 5.0), (3.0, 5.0)]
-
-
 @TRITON
 def test_codes_take_a_byte_and_memory_is_counted_so() -> None:
     from batchinfer.ops.triton_ops import TritonOps
@@ -356,23 +337,25 @@ def test_codes_take_a_byte_and_memory_is_counted_so() -> None:
     assert not TritonOps(AttentionShape(torch.float32, 4, 2, 16)).holds(
         CacheSpec(1, 8, latent=True, dtype="int8")
     )
-    for dtype in SCALES:
+    for dtype in CODED:
         spec = MODELS[coded(dtype)].spec
         layout = cache_layout(spec.caches, 16, 300)
         ops = TritonOps(AttentionShape(torch.bfloat16, 4, 2, 16))
         made = allocate_caches(ops, spec.caches, layout, 5, torch.bfloat16, "cpu")
-        assert {cache.k.dtype for cache in made} == {getattr(torch, dtype)}
+        assert {cache.k.dtype for cache in made} == {CODES[dtype]}
         assert (
-            held(made) == 5 * block_bytes(ops, spec.caches, layout, 2) == 5 * layout.depth * 16 * 2 * 2 * 16
+            held(made)
+            == 5 * block_bytes(ops, spec.caches, layout, 2)
+            == 5 * layout.depth * 16 * 2 * 2 * (16 + 4)
         )
-        assert scales_of(made) == [pytest.approx(SCALES[dtype])] * 4
         cost, values = (
             model_cost(spec, 2, 2),
             model_cost(MadeUp((0, 1, 1, 0), (None, 24, 24, None)).spec, 2, 2),
         )
-        assert cost.kv_bytes(300) * 2 == values.kv_bytes(300)
+        assert cost.kv_bytes(300) * 32 == values.kv_bytes(300) * 20
         read = step_cost(values, "attention", 5)[1] - step_cost(cost, "attention", 5)[1]
-        assert read == 5 * cost.seen(100) * 2 * 2 * 16  # a byte less of each value of K and V
+        # a byte less of each value of K and V, and a scale of 4 for each head
+        assert read == 5 * cost.seen(100) * 2 * 2 * (16 - 4)
 
 
 def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +378,7 @@ def test_the_gpus_path_with_captured_steps(monkeypatch: pytest.MonkeyPatch, name
     from tests.batchinfer.engine.interpreted_gpu import stand_in
 
     stand_in(monkeypatch.setattr)
-    if name in SCALES:
+    if name in CODED:
         coded(name)
     sizes = {"longest": 60, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
     loaded = load_model(replace(engine_config(name), device="cuda", **sizes))

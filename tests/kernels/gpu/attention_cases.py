@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.paged_attention import paged_attention_lse_reference
+from batchinfer_kernels.rope_store import coded_reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Units in the last place of the dtype, at values of about 1: weights and sums are rounded once each
@@ -78,9 +79,7 @@ def paged_case(
     q = torch.randn(sum(n for n, _ in chunks), kv_heads * group, dim, generator=generator).to(dtype)
     scales: list[Tensor | None] = [None, None]
     if cache_dtype is not None:
-        most = 127 if cache_dtype == torch.int8 else 448
-        scales = [c.nan_to_num(0).abs().amax((0, 2, 3)) / most for c in caches]
-        caches = [coded(c, s, cache_dtype) for c, s in zip(caches, scales, strict=True)]
+        caches, scales = zip(*(coded(cache, cache_dtype) for cache in caches), strict=True)
     else:
         caches = [c.to(dtype) for c in caches]
     moved = [t if t is None else t.to(device) for t in (q, *caches, table, *scales)]
@@ -99,6 +98,9 @@ def sharing(case: Case, block_size: int, prefixes: list[tuple[list[int], int]]) 
             left = case.table[other, :blocks][case.table[other, :blocks] != source].long()
             for cache in (case.k, case.v):
                 cache[left] = float("nan") if cache.dtype.is_floating_point else 127
+            for scale in (case.k_scale, case.v_scale):
+                if scale is not None:
+                    scale[left] = float("nan")
             case.table[other, :blocks] = source
     return case
 
@@ -112,11 +114,12 @@ def left_behind(case: Case, window: int, block_size: int = 16) -> Case:
     return case
 
 
-def coded(cache: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    codes = cache / scale[:, None, None]
-    if dtype == torch.int8:
-        return codes.nan_to_num(127).round().to(dtype)
-    return codes.to(dtype)
+def coded(cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales; what is not used has scale NaN, and the largest code or NaN."""
+    codes, scales = coded_reference(cache.flatten(0, 1), dtype)
+    unused = cache.isnan().flatten(0, 1)
+    poison = codes.float().masked_fill(unused, 127 if dtype == torch.int8 else float("nan"))
+    return poison.to(dtype).view(cache.shape), scales.view(cache.shape[:3])
 
 
 def splits_of(contexts, case: Case, window=None, segment=None, deterministic=False, longest=None) -> Splits:

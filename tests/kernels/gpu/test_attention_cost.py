@@ -17,7 +17,8 @@ def counted_bytes(case, out: torch.Tensor) -> int:
     cached = [
         gather_cached(cache, case.table[i], context).nbytes
         for i, context in enumerate(case.contexts)
-        for cache in (case.k, case.v)
+        for cache in (case.k, case.v, case.k_scale, case.v_scale)
+        if cache is not None
     ]
     return case.q.nbytes + out.nbytes + sum(cached)
 
@@ -27,7 +28,7 @@ def test_single_queries(cache_dtype) -> None:
     case = paged_case([(1, 5), (1, 33), (1, 2)], 2, 3, 80, dtype=torch.bfloat16, cache_dtype=cache_dtype)
     with FlopCounterMode(display=False) as counter:
         out, _ = case.reference(0.2)
-    cost = attention_cost(3, 40, 40, 6, 2, 80, 2, case.k.element_size())
+    cost = attention_cost(3, 40, 40, 6, 2, 80, 2, cache_dtype is not None)
     assert (cost.flops, cost.bytes) == (counter.get_total_flops(), counted_bytes(case, out))
 
 

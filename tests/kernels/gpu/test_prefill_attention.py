@@ -72,10 +72,12 @@ def test_coded_caches(dtype, cache_dtype, device) -> None:
     check(case, deterministic=True)
 
 
-def test_one_scale_for_all_heads(device) -> None:
-    case = paged_case(((3, 17),), cache_dtype=torch.int8, device=device)
-    case.k_scale, case.v_scale = case.k_scale[:1], case.v_scale[1]
-    check(case)
+def test_small_values_keep_their_bits_in_float16(device) -> None:
+    case = paged_case(((3, 17),), dtype=torch.float16, cache_dtype=torch.int8, device=device)
+    wanted, _ = case.reference(0.2)
+    case.v_scale *= 2.0**-14
+    got = prefill_attention(*case.tensors, case.queries, case.contexts, 0.2, **case.scales)
+    assert_near(got.float() * 2**14, wanted, torch.float16)
 
 
 def test_q_may_be_a_part_of_a_wider_tensor(device) -> None:
@@ -111,8 +113,10 @@ def test_what_is_not_covered_is_refused(device) -> None:
     case = paged_case(((1, 4),), kv_heads=1, group=17, device=device)
     with pytest.raises(ValueError, match="17 heads"):
         attend(case)
+    case = paged_case(((1, 4),), device=device)
+    case.k, case.v = case.k.int(), case.v.int()
     with pytest.raises(ValueError, match="caches of"):
-        attend(paged_case(((1, 4),), cache_dtype=torch.int32, device=device))
+        attend(case)
     case = paged_case(((1, 4),), device=device)
     case.table = case.table.long()
     with pytest.raises(ValueError, match="block tables"):

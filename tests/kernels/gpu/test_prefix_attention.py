@@ -88,7 +88,7 @@ def test_shared_parts_by_themselves(device) -> None:
     parts = Parts.of(case.q, len(CONTEXTS), plan.prefixes.slots, 0)
     for tensor in (parts.values, parts.lses):
         tensor.fill_(float("nan"))
-    attend_prefixes(plan.prefixes, own, parts, *case.tensors, 0.2, None, None, None, False)
+    attend_prefixes(plan.prefixes, own, parts, *case.tensors, 0.2, None, None, None, None, False)
     values, lses = (t.unflatten(0, (len(CONTEXTS), -1)) for t in (parts.values, parts.lses))
     level = torch.tensor([128] * 5 + [128, 128, 0, 128])
     first = torch.tensor([i for i, n in enumerate(level.tolist()) if n])
