@@ -16,8 +16,16 @@ from batchinfer.job import Job
 from batchinfer.memory import available_memory
 from batchinfer.models.checkpoint import OWN
 from batchinfer.models.stored import StoredModel
-from batchinfer.report.hardware import Hardware, arm_sums, detect, has_fast_bf16, nvidia_gpus, usable_gpus
-from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
+from batchinfer.report.hardware import (
+    Hardware,
+    arithmetic_text,
+    arm_sums,
+    detect,
+    has_fast_bf16,
+    nvidia_gpus,
+    usable_gpus,
+)
+from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.tiles import tile_grant
 
@@ -25,6 +33,7 @@ from batchinfer_kernels.tiles import tile_grant
 _ABSENT: Mapping[str, Any] = {
     "quantization": "none",
     "deterministic": False,
+    "kv_cache_dtype": "auto",
     "block_size": "auto",
     "device": "cpu",
     "tiles": False,
@@ -49,12 +58,12 @@ class Setting:
     replicas: int = 1  # engines that share the work
     gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
     arm: str = ""  # how an Arm CPU adds up; empty elsewhere
+    kv_cache: KvCacheDtype = "auto"
 
     @property
     def arithmetic(self) -> str:
         """What is computed in, for people: `bfloat16 with int8 weights, deterministic`."""
-        weights = f" with {self.quantization} weights" if self.quantization != "none" else ""
-        return self.dtype + weights + (", deterministic" if self.deterministic else "")
+        return arithmetic_text(self.dtype, self.quantization, self.kv_cache, self.deterministic)
 
     @property
     def peaks(self) -> Peaks | None:
@@ -66,7 +75,8 @@ class Setting:
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """What steps of the model cost as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
-        return checkpoint.cost(itemsize, 1 if self.quantization == "int8" else itemsize)
+        weights = 1 if self.quantization == "int8" else itemsize
+        return checkpoint.cost(itemsize, weights, self.kv_cache)
 
     def context(
         self, checkpoint: StoredModel, model_fingerprint: str, tokenizer_fingerprint: str, columns: int = 0
@@ -95,6 +105,7 @@ class Setting:
         options: dict[str, Any] = {
             "quantization": self.quantization,
             "deterministic": self.deterministic,
+            "kv_cache_dtype": self.kv_cache,
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
@@ -127,6 +138,7 @@ class Setting:
             quantization=self.quantization,
             deterministic=self.deterministic,
             tiles=self.tiles,
+            kv_cache=self.kv_cache,
             logprobs=logprobs,
         )
 
@@ -147,7 +159,8 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
     )
     positions = checkpoint.spec.max_positions
-    refused = checkpoint.refusals(job.model.quantization != "none", job.engine.deterministic)
+    coded_cache = job.model.kv_cache_dtype != "auto"
+    refused = checkpoint.refusals(job.model.quantization != "none", job.engine.deterministic, coded_cache)
     mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, dtype, job)]
     mistakes += [Mistake(key, text) for key, text in refused]
     if mistakes:
@@ -157,7 +170,8 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     replicas, gpus = _replicas(job, device, hardware is None)
     tiles = runs_in_tiles(device)
     arm = arm_sums(dtype) if device == "cpu" else ""
-    return Setting(device, dtype, length, hardware or detect(device), *chosen, tiles, replicas, gpus, arm)
+    shared = (replicas, gpus, arm, job.model.kv_cache_dtype)
+    return Setting(device, dtype, length, hardware or detect(device), *chosen, tiles, *shared)
 
 
 def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
@@ -199,6 +213,9 @@ def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:
 
 def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
     """A CPU that the job names was refused with the job file; here it is one that `auto` has found."""
+    if device == "cpu" and job.model.kv_cache_dtype != "auto":
+        text = "only a GPU's operators read and write it, and device: auto means the CPU here; leave it out"
+        yield Mistake("model.kv_cache_dtype", f"{job.model.kv_cache_dtype}: {text}")
     if device == "cpu" and dtype == "float16":
         text = "not available in float16 on a CPU, which device: auto means here; take dtype: bfloat16 or float32"
         if job.model.quantization != "none":

@@ -57,6 +57,7 @@ class RunReport:
         self._facts: dict[str, Any] = {
             "dtype": setting.dtype,
             "quantization": setting.quantization,
+            "kv_cache_dtype": setting.kv_cache,
             "deterministic": setting.deterministic,
             "replicas": setting.replicas,
         }

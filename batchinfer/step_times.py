@@ -45,6 +45,7 @@ def alike(job: Job, setting: Setting) -> dict[str, object]:
         "device": setting.device,
         "dtype": setting.dtype,
         "quantization": setting.quantization,
+        "kv_cache_dtype": setting.kv_cache,
         "deterministic": setting.deterministic,
         "replicas": setting.replicas,
     }

@@ -9,6 +9,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # Of the codes of a byte that a KV cache may keep in place of values; fp8: float8_e4m3fn. See
 # batchinfer_kernels.rope_store
 CacheDtype = Literal["int8", "fp8"]
+KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the run
 Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
 NO_TOKEN = -1  # in place of a token where a row's logits are not numbers

@@ -93,8 +93,9 @@ def load_model(
     """
     device, dtype = _device(config), getattr(torch, config.dtype)
     threads = _set_threads(config)
-    source = source or checkpoint_source(config.model)
-    arithmetic = Arithmetic(dtype, device, config.quantization, config.deterministic, config.tiles)
+    source = source or checkpoint_source(config.model, config.kv_cache)
+    how = (config.quantization, config.deterministic, config.tiles, config.kv_cache)
+    arithmetic = Arithmetic(dtype, device, *how)
     ops = source.choose_ops(arithmetic)
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
 # More rows share the reading of the weights; a CPU is bound by computing before that. An 8B Llama on an H100, simulated
@@ -48,6 +48,7 @@ class EngineConfig:
     quantization: Quantization = "none"
     deterministic: bool = False  # a row's numbers depend on nothing but the row
     tiles: bool = False  # whether the bits of a deterministic run on a CPU are those of matrix tiles
+    kv_cache: KvCacheDtype = "auto"
     logprobs: int | None = None  # the most log-probabilities a token that a row asks for; None: no row asks
 
 

@@ -24,7 +24,7 @@ from batchinfer.models.spec import Caches, ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
-from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Arithmetic:
     quantization: Quantization = "none"
     deterministic: bool = False
     tiles: bool = False  # as in EngineConfig
+    kv_cache: KvCacheDtype = "auto"  # as the job asks for it; what layers keep says their spec
 
     @property
     def weight_itemsize(self) -> int:
@@ -130,8 +131,8 @@ class ModelSource:
         for cache in self.spec.caches:
             if cache is not None and not ops.holds(cache):
                 raise Unavailable(
-                    f"the model's KV cache is to keep {cache.dtype}, which {ops.name} operators do not; use "
-                    "engine.device: cuda with Triton, or a cache in the model's dtype"
+                    f"the KV cache is to keep {cache.dtype}, which {ops.name} operators do not; use engine.device: "
+                    "cuda with Triton (docs/gpu.md), or leave out model.kv_cache_dtype"
                 )
         return ops
 
@@ -169,11 +170,12 @@ def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> For
     return describe(raw, generation)
 
 
-def checkpoint_source(path: Path) -> Source:
-    """The model of a checkpoint folder. Raises what inspecting a checkpoint raises."""
+def checkpoint_source(path: Path, kv_cache: KvCacheDtype = "auto") -> Source:
+    """The model of a checkpoint folder, with such a cache. Raises what inspecting a checkpoint raises."""
     checkpoint = open_checkpoint(path, _describe_here)
     if isinstance(checkpoint, Checkpoint):
-        return ModelSource(checkpoint.spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint))
+        spec = checkpoint.spec.caching(kv_cache)
+        return ModelSource(spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint))
     from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families
 
     return ForeignSource(checkpoint)

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import SandboxedEnvironment
@@ -22,6 +22,7 @@ from batchinfer.hub import NoModel, locate_model
 from batchinfer.job.file import JobFile, absolute
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
 from batchinfer.request import CONSTRAINTS
+from batchinfer_kernels.arithmetic import CacheDtype
 
 RESULT_COLUMNS = (
     "row_id",
@@ -230,7 +231,13 @@ def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Find
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
     """What the CPU's operators lack. With device: auto, `resolve` refuses it where that is a CPU."""
-    if engine.get("device") != "cpu" or model.get("dtype") != "float16":
+    if engine.get("device") != "cpu":
+        return
+    codes = model.get("kv_cache_dtype")
+    if codes in get_args(CacheDtype):
+        message = f"is {codes}, which only a GPU's operators read and write"
+        yield Finding(("model", "kv_cache_dtype"), message, "take it out, or take device: cuda")
+    if model.get("dtype") != "float16":
         return
     message, hint = "not available in float16 on a CPU", "take it out, or take dtype: bfloat16 or float32"
     if model.get("quantization") == "int8":

@@ -42,7 +42,7 @@ from batchinfer.job.section import Section, shown
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
 from batchinfer.request import SamplingParams, Truncate
-from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 
 _OUTPUT_PATH = ("output", "path")
 
@@ -61,6 +61,10 @@ class ModelSection(Section):
     quantization: Quantization = Field(
         default="none",
         description="How linear layers are computed. int8: weights become int8 as they are loaded.",
+    )
+    kv_cache_dtype: KvCacheDtype = Field(
+        default="auto",
+        description="What the KV cache keeps. auto: values in dtype. int8, fp8: codes of a byte, on a GPU only.",
     )
     max_model_len: MaxLength = Field(
         default=None,

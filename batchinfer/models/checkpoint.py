@@ -32,7 +32,7 @@ from batchinfer.models.weight_files import (
     read_weight_files,
 )
 from batchinfer.sizes import size
-from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype
 from batchinfer_kernels.cost import ModelCost
 
 OWN = "batchinfer"  # whose code computes a model of a family of ours
@@ -64,13 +64,16 @@ class Checkpoint(WeightFiles):
         """Whose code computes the model."""
         return OWN
 
-    def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
+    def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
         """What is asked for and cannot be had of this model, whatever the device: key of the job file, and why."""
-        return []
+        if not (coded_cache and self.spec.attention.cache.latent):
+            return []
+        why = f"the cache of {self.spec.family} keeps latents, which are small already, and has no codes for them"
+        return [("model.kv_cache_dtype", f"{why}; leave it out")]
 
-    def cost(self, itemsize: int, weight_itemsize: int) -> ModelCost:
+    def cost(self, itemsize: int, weight_itemsize: int, kv_cache: KvCacheDtype = "auto") -> ModelCost:
         """What its steps cost; see model_cost."""
-        return model_cost(self.spec, itemsize, weight_itemsize)
+        return model_cost(self.spec.caching(kv_cache), itemsize, weight_itemsize)
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:

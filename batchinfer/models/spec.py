@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinfer.models.rope_config import RopeConfig
-from batchinfer_kernels.arithmetic import Activation, CacheDtype, Dtype
+from batchinfer_kernels.arithmetic import Activation, CacheDtype, Dtype, KvCacheDtype
 from batchinfer_kernels.routing import Routing
 
 SHARED = "shared."  # begins the names of the products of shared experts
@@ -444,6 +444,18 @@ class ModelSpec:
     def caches(self) -> Caches:
         """Of each layer; None: it has no attention."""
         return tuple(layer.cache for layer in self.layers)
+
+    def caching(self, kept: KvCacheDtype) -> ModelSpec:
+        """The same model with a cache of these codes; auto: as it is. Latents have none: see `Checkpoint.refusals`."""
+        if kept == "auto":
+            return self
+        layers = (
+            replace(layer, attention=replace(layer.attention, cache_dtype=kept))
+            if isinstance(layer.attention, AttentionSpec)
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @property
     def long_from(self) -> int | None:

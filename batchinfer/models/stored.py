@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from batchinfer.models.fingerprint import Progress
-from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype
 from batchinfer_kernels.cost import ModelCost
 
 
@@ -58,11 +58,12 @@ class StoredModel(Protocol):
     def notices(self) -> tuple[str, ...]:
         """What a user should know before it runs."""
 
-    def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
+    def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
         """What is asked for and cannot be had of this model, whatever the device: key of the job file, and why."""
 
-    def cost(self, itemsize: int, weight_itemsize: int) -> ModelCost:
-        """`itemsize`: bytes of an activation and of a cached value; `weight_itemsize`: of a weight; 1: int8."""
+    def cost(self, itemsize: int, weight_itemsize: int, kv_cache: KvCacheDtype = "auto") -> ModelCost:
+        """`itemsize`: bytes of an activation, and of a cached value where `kv_cache` keeps values; `weight_itemsize`:
+        of a weight; 1: int8."""
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = ...) -> str:
         """sha256 in hex of what the model computes; see WeightFiles."""

@@ -37,6 +37,16 @@ _CPUINFO = Path("/proc/cpuinfo")
 _log = logging.getLogger(__name__)
 
 
+def arithmetic_text(
+    dtype: str, quantization: str | None, kv_cache: str | None, deterministic: bool | None
+) -> str:
+    """What is computed in, for people: `bfloat16 with int8 weights, deterministic`."""
+    coded = {"weights": quantization, "KV cache": kv_cache}
+    parts = [f"{how} {what}" for what, how in coded.items() if how not in (None, "none", "auto")]
+    found = f"{dtype} with {' and '.join(parts)}" if parts else dtype
+    return found + (", deterministic" if deterministic else "")
+
+
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
     """What times of steps are kept under."""
     return dtype if quantization == "none" else f"{dtype}+{quantization}"

@@ -40,6 +40,7 @@ class PastRun:
     cores: int | None = None
     dtype: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     deterministic: bool | None = None
     rows: int | None = None
     rows_error: int | None = None
@@ -100,6 +101,7 @@ _SAME = {
     "device": "another device",
     "dtype": "another dtype",
     "quantization": "another quantization",
+    "kv_cache_dtype": "another kv_cache_dtype",
     "deterministic": "another setting of deterministic",
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.report.exit_status import is_published
+from batchinfer.report.hardware import arithmetic_text
 from batchinfer.report.units import UNKNOWN, about, count, percent, seconds, short
 from batchinfer.sizes import size
 
@@ -123,9 +124,8 @@ def _limit(row: Row) -> str:
 
 
 def _arithmetic(row: Row) -> str:
-    quantization = row["quantization"] or "none"
-    weights = f" with {quantization} weights" if quantization != "none" else ""
-    return (row["dtype"] or UNKNOWN) + weights + (", deterministic" if row["deterministic"] else "")
+    coded = row["quantization"], row["kv_cache_dtype"]
+    return arithmetic_text(row["dtype"] or UNKNOWN, *coded, row["deterministic"])
 
 
 def _busy(row: Row) -> str:

@@ -47,6 +47,7 @@ class RunFacts:
     versions: Mapping[str, str] = field(default_factory=versions)
     dtype: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     deterministic: bool | None = None
     ops: Mapping[str, str] | None = None
     replicas: int | None = None

@@ -41,13 +41,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_job(folder: Path, model: Path, quantization: str, **engine: Any) -> Path:
+def write_job(
+    folder: Path, model: Path, quantization: str, kv_cache_dtype: str = "auto", **engine: Any
+) -> Path:
     folder.mkdir()
     rows = [{"text": f"number {n} " * (1 + n % 2)} for n in range(1, 4)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = {
         "name": "on-a-gpu",
-        "model": {"path": str(model), "quantization": quantization, "max_model_len": 64},
+        "model": {
+            "path": str(model),
+            "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
+            "max_model_len": 64,
+        },
         "input": {"path": "in.jsonl"},
         "prompt": {"text": "text"},
         "sampling": {"max_tokens": 2, "temperature": 1.5, "ignore_eos": True, "logprobs": 2},
@@ -77,16 +84,17 @@ def published(path: Path) -> list[str]:
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-def test_int8_and_deterministic_from_the_file_to_the_report(tmp_path: Path, model: Path) -> None:
+def test_codes_and_deterministic_from_the_file_to_the_report(tmp_path: Path, model: Path) -> None:
     """The published bytes do not depend on how the work was cut, and the report says what was run."""
-    at_once = write_job(tmp_path / "at-once", model, "int8", deterministic=True)
-    slowly = write_job(tmp_path / "slowly", model, "int8", deterministic=True, **SLOWLY)
+    at_once = write_job(tmp_path / "at-once", model, "int8", "fp8", deterministic=True)
+    slowly = write_job(tmp_path / "slowly", model, "int8", "fp8", deterministic=True, **SLOWLY)
     outcome = run(at_once)
     assert outcome.exit_code == 0
     row = outcome.row
     assert (row["device"], row["dtype"], row["quantization"], row["deterministic"]) == (
         "cuda", "float32", "int8", True,
     )  # fmt: skip
+    assert row["kv_cache_dtype"] == "fp8"
     assert dict(row["ops"]) == {"decoder": "triton", "linear": "int8"}
     assert (row["rows_ok"], row["decode_tokens_run"] > 0) == (3, True)
     assert run(slowly).exit_code == 0

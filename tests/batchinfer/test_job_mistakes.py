@@ -263,6 +263,14 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
             (8, "engine.deterministic", ("is true", "not available in float16 on a CPU")),
         ],
     ),
+    "a cache of codes on a CPU": (
+        instead("model", "model: {path: m, kv_cache_dtype: int8}") + "engine: {device: cpu}\n",
+        [(2, "model.kv_cache_dtype", ("is int8", "only a GPU's operators", "device: cuda"))],
+    ),
+    "another cache": (
+        instead("model", "model: {path: m, kv_cache_dtype: fp4}"),
+        [(2, "model.kv_cache_dtype", ("fp4", "one of auto, int8, fp8"))],
+    ),
     "kv_memory of the wrong unit": (
         GOOD + "engine: {kv_memory: 4gigs}\n",
         [(6, "engine.kv_memory", ("4GiB",))],

@@ -1,4 +1,5 @@
-"""What int8 costs in quality, on the quickstart's model: divergence from bfloat16, and answers that stay right.
+"""What int8, and codes in the KV cache, cost in quality, on the quickstart's model: divergence, and answers that stay
+right.
 
 `pytest -s -m slow tests/batchinfer/test_quality.py` prints the figures of docs/models.md.
 """
@@ -19,7 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer.engine import sources
+from batchinfer.ops.interface import AttentionInputs, LayerCache, RopeTable
+from batchinfer.ops.torch_ops import TorchOps
+from batchinfer_kernels.arithmetic import CacheDtype, Dtype, Quantization
+from batchinfer_kernels.paged_attention import CODES
+from batchinfer_kernels.rope_store import coded_reference
 from tests.batchinfer.engine.teacher_forced import Forced, Place, Row, Way, load
 from tests.jobs.test_quickstart_run import accuracy, run
 
@@ -84,6 +90,63 @@ def test_int8_is_near_bfloat16() -> None:
     found = measured(forced_rows(THINNED), "bfloat16", "int8")
     assert found.mean() < MOST_MEAN
     assert found.max() < MOST
+
+
+class RoundedCache(TorchOps):
+    """Keeps K and V as what their codes stand for, which a GPU's operators read."""
+
+    def __init__(self, kept: CacheDtype) -> None:
+        self._kept = CODES[kept]
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        *norms: Any,
+        **more: Any,
+    ) -> Tensor:
+        rotated = super().rope_store(q, k, v, rope, inputs, cache, *norms, **more)
+        real = inputs.slots[inputs.slots >= 0]
+        blocks, places = real // cache.block_size, real % cache.block_size
+        for values in (cache.k, cache.v):
+            codes, scales = coded_reference(values[blocks, :, places], self._kept)
+            values[blocks, :, places] = (codes.float() * scales[..., None]).to(values.dtype)
+        return rotated
+
+
+def measured_cache(monkeypatch: pytest.MonkeyPatch, kept: CacheDtype, dtype: Dtype, count: int) -> Tensor:
+    """KL from a cache of values."""
+    rows, found = forced_rows(count), []
+    for ops in (TorchOps(), RoundedCache(kept)):
+        monkeypatch.setattr(sources, "choose_ops", lambda *_, ops=ops, **__: ops)
+        found.append(log_probabilities(rows, dtype))
+    off = divergence(*found)
+    said = f"mean {off.mean():.2e}, 99th percentile {off.quantile(0.99):.2e}, largest {off.max():.2e} nats"
+    same = found[0].argmax(-1).eq(found[1].argmax(-1)).double().mean()
+    print(f"KL({dtype} || {dtype} with {kept} KV cache) over {len(off)} positions of {count} rows: {said}")
+    print(f"the most likely token is the same at {same:.3%} of them")
+    return off
+
+
+def test_codes_in_the_cache_are_near_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = measured_cache(monkeypatch, "fp8", "float32", THINNED)
+    assert 1e-8 < off.mean() < MOST_MEAN
+    assert off.max() < MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_divergence_of_codes_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch, kept: CacheDtype, dtype: Dtype
+) -> None:
+    off = measured_cache(monkeypatch, kept, dtype, SAMPLE)
+    assert off.mean() < MOST_MEAN
+    assert off.max() < MOST
 
 
 @pytest.mark.slow

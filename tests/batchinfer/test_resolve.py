@@ -16,6 +16,7 @@ from batchinfer.job import Job, load_job
 from batchinfer.launch.messages import EnginePlace, WorkerSpec
 from batchinfer.launch.places import worker_specs
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.spec import AttentionSpec
 from batchinfer.report.hardware import Gpu, Hardware, usable_gpus
 from batchinfer.resolve import Setting, resolve
 from batchinfer_kernels.cost import Peaks
@@ -70,6 +71,7 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
         {"deterministic": True, "device": "cuda"},
         "eab0a2617212934523503fee32f126fd0c2b0b7e7440e8baec48b5f743ac8a56",
     ),
+    ({"kv_cache": "int8"}, "c5b0ed4151c474b934996f6dde72a430a583d43ff99e3ba7c90d634814ed8713"),
     ({"max_model_len": 64}, "ace8b4efefad4cb0ad544ac821d15fa3ef9b11e7fd075f3bb1bf3fa6cc68a831"),
 ]
 
@@ -101,8 +103,9 @@ def test_answers_that_were_checked_against_columns_are_apart(checkpoint: Checkpo
 
 def test_every_arithmetic_has_answers_of_its_own(checkpoint: Checkpoint) -> None:
     settings = [
-        replace(SETTING, quantization=quantization, deterministic=deterministic, dtype=dtype)
+        replace(SETTING, quantization=quantization, deterministic=deterministic, dtype=dtype, kv_cache=kept)
         for quantization in ("none", "int8")
+        for kept in ("auto", "int8", "fp8")
         for deterministic in (False, True)
         for dtype in ("bfloat16", "float32")
     ]
@@ -189,6 +192,35 @@ def test_quantised_linear_layers_have_their_own_peak(checkpoint: Checkpoint) -> 
     assert replace(quantized, hardware=unmeasured).peaks is None
 
 
+def test_a_cache_of_codes_reaches_the_engine_of_a_gpu_and_what_is_forecast(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolving, "_device", lambda: "cuda")
+    job = job_of(tmp_path, ("model.kv_cache_dtype", "fp8"), ("model.dtype", "bfloat16"))
+    setting = resolve(job, checkpoint)
+    assert setting.engine_config(job, 100).kv_cache == "fp8"
+    assert setting.arithmetic == "bfloat16 with fp8 KV cache"
+    plain = replace(setting, kv_cache="auto").model_cost(checkpoint)
+    spec = checkpoint.spec.attention
+    assert isinstance(spec, AttentionSpec)
+    coded, whole = (cost.kv_bytes(100) for cost in (setting.model_cost(checkpoint), plain))
+    assert coded * 2 * spec.head_dim == whole * (spec.head_dim + 4), "a byte a value, and a scale a head"
+
+
+def test_a_cache_of_codes_is_refused_on_a_cpu_and_for_latents(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolving, "_device", lambda: "cpu")
+    with pytest.raises(JobFileError, match=r"kv_cache_dtype.*int8: only a GPU's operators read and write it"):
+        resolve(job_of(tmp_path, ("model.kv_cache_dtype", "int8")), checkpoint)
+    make_checkpoint(tmp_path / "latent", "deepseek_v3")
+    latent = inspect_checkpoint(tmp_path / "latent")
+    assert latent.refusals(False, True, False) == []
+    ((key, why),) = latent.refusals(False, True, True)
+    assert key == "model.kv_cache_dtype"
+    assert "keeps latents" in why
+
+
 ASKED = ("model.quantization", "int8"), ("engine.deterministic", "true")
 
 
@@ -241,8 +273,12 @@ class OfAnother:
     def __init__(self, plain: Checkpoint, modelling: str) -> None:
         self.spec, self.dtype, self.modelling = plain.spec, plain.dtype, modelling
 
-    def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
-        wanted = (("model.quantization", quantized), ("engine.deterministic", deterministic))
+    def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
+        wanted = (
+            ("model.quantization", quantized),
+            ("engine.deterministic", deterministic),
+            ("model.kv_cache_dtype", coded_cache),
+        )
         return [(key, "is not to be had") for key, asked in wanted if asked]
 
 
@@ -255,12 +291,18 @@ def test_another_version_of_transformers_has_answers_of_its_own(checkpoint: Chec
 
 
 def test_what_a_model_cannot_is_refused_with_the_job(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    asked = (("model.quantization", "int8"), ("engine.deterministic", "true"))
+    asked = (
+        ("model.quantization", "int8"),
+        ("engine.deterministic", "true"),
+        ("model.kv_cache_dtype", "fp8"),
+        ("engine.device", "cuda"),
+    )
     with pytest.raises(JobFileError) as caught:
         resolve(job_of(tmp_path, *asked), OfAnother(checkpoint, "transformers 5.23.0"))  # type: ignore[arg-type]
     assert [(one.where, one.message) for one in caught.value.mistakes] == [
         ("model.quantization", "is not to be had"),
         ("engine.deterministic", "is not to be had"),
+        ("model.kv_cache_dtype", "is not to be had"),
     ]
 
 

@@ -13,7 +13,7 @@ from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.spec import ForeignSpec, foreign_cost
 from batchinfer.models.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
-from batchinfer_kernels.arithmetic import Dtype
+from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype
 from batchinfer_kernels.cost import ModelCost
 
 # (config.json, generation_config.json) → what they describe; raises CannotRun
@@ -49,7 +49,7 @@ class ForeignCheckpoint(WeightFiles):
         )
         return (slower, *self.unused_code)
 
-    def refusals(self, quantized: bool, deterministic: bool) -> list[tuple[str, str]]:
+    def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
         """See StoredModel."""
         why = f"{self.spec.family} is computed by transformers' code, in which"
         asked = (
@@ -59,10 +59,11 @@ class ForeignCheckpoint(WeightFiles):
                 "engine.deterministic",
                 f"{why} a row's numbers may depend on others; leave it out",
             ),
+            (coded_cache, "model.kv_cache_dtype", f"{why} the cache keeps values, no codes; leave it out"),
         )
         return [(key, text) for wanted, key, text in asked if wanted]
 
-    def cost(self, itemsize: int, weight_itemsize: int) -> ModelCost:
+    def cost(self, itemsize: int, weight_itemsize: int, kv_cache: KvCacheDtype = "auto") -> ModelCost:
         """See StoredModel."""
         return foreign_cost(self.spec, itemsize)
 

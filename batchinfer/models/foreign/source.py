@@ -40,6 +40,9 @@ class Wanting(Protocol):
     @property
     def deterministic(self) -> bool: ...
 
+    @property
+    def kv_cache(self) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignSource:
@@ -72,7 +75,10 @@ class ForeignSource:
 
         Raises Unavailable for an arithmetic that transformers' code does not have.
         """
-        refused = self.checkpoint.refusals(arithmetic.quantization != "none", arithmetic.deterministic)
+        coded_cache = arithmetic.kv_cache != "auto"
+        refused = self.checkpoint.refusals(
+            arithmetic.quantization != "none", arithmetic.deterministic, coded_cache
+        )
         if refused:
             raise Unavailable("; ".join(f"{key}: {text}" for key, text in refused))
         sizes = {(layer.group, layer.head_dim, layer.kv_heads) for layer in self.checkpoint.spec.layers}
