@@ -75,7 +75,7 @@ class Setting:
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """What steps of the model cost as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
-        weights = 1 if self.quantization == "int8" else itemsize
+        weights = itemsize if self.quantization == "none" else 1
         return checkpoint.cost(itemsize, weights, self.kv_cache)
 
     def context(
@@ -216,9 +216,13 @@ def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
     if device == "cpu" and job.model.kv_cache_dtype != "auto":
         text = "only a GPU's operators read and write it, and device: auto means the CPU here; leave it out"
         yield Mistake("model.kv_cache_dtype", f"{job.model.kv_cache_dtype}: {text}")
+    fp8 = device == "cpu" and job.model.quantization == "fp8"
+    if fp8:
+        text = "a CPU's operators have no products of fp8, and device: auto means the CPU here; take int8"
+        yield Mistake("model.quantization", f"fp8: {text}")
     if device == "cpu" and dtype == "float16":
         text = "not available in float16 on a CPU, which device: auto means here; take dtype: bfloat16 or float32"
-        if job.model.quantization != "none":
+        if job.model.quantization != "none" and not fp8:
             yield Mistake("model.quantization", f"{job.model.quantization} is {text}, or leave it out")
         if job.engine.deterministic:
             yield Mistake("engine.deterministic", f"true is {text}, or leave it out")

@@ -10,7 +10,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # batchinfer_kernels.rope_store
 CacheDtype = Literal["int8", "fp8"]
 KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the run
-Quantization = Literal["none", "int8"]  # of the linear layers' weights, as they are loaded
+Quantization = Literal["none", "int8", "fp8"]  # of the linear layers' weights, as they are loaded
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
 NO_TOKEN = -1  # in place of a token where a row's logits are not numbers
 # Of the clamped SwiGLU of gpt-oss (OpenAI, 2025); see batchinfer_kernels.gated_activation

@@ -22,16 +22,16 @@ class Peaks:
 
     flops_per_s: float
     bytes_per_s: float
-    int8_ops_per_s: float | None = None  # of linear layers when they are quantised; None: as flops_per_s
+    coded_ops_per_s: float | None = None  # of quantised linear layers, in int8 or fp8; None: as flops_per_s
 
     @property
     def fastest(self) -> float:
         """Operations a second that nothing here exceeds."""
-        return max(self.flops_per_s, self.int8_ops_per_s or 0.0)
+        return max(self.flops_per_s, self.coded_ops_per_s or 0.0)
 
     def part(self, parts: int) -> Peaks:
         """Of one of so many equal parts of the hardware."""
-        integer = None if self.int8_ops_per_s is None else self.int8_ops_per_s / parts
+        integer = None if self.coded_ops_per_s is None else self.coded_ops_per_s / parts
         return Peaks(self.flops_per_s / parts, self.bytes_per_s / parts, integer)
 
 
@@ -41,24 +41,24 @@ class Cost:
 
     flops: int = 0  # all operations, those on integers included
     bytes: int = 0
-    int8_ops: int = 0  # how many of them multiply and add int8
+    coded_ops: int = 0  # how many of them multiply and add codes of 8 bits
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.int8_ops + other.int8_ops)
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.coded_ops + other.coded_ops)
 
     def __sub__(self, other: Cost) -> Cost:
         return self + other * -1
 
     def __mul__(self, times: int) -> Cost:
-        return Cost(self.flops * times, self.bytes * times, self.int8_ops * times)
+        return Cost(self.flops * times, self.bytes * times, self.coded_ops * times)
 
     def seconds(self, peaks: Peaks) -> float:
         """The least time that this cost can take on hardware with these peaks.
 
         Integer and floating-point operations share their units, so their times add up.
         """
-        integer = self.int8_ops / (peaks.int8_ops_per_s or peaks.flops_per_s)
-        computing = (self.flops - self.int8_ops) / peaks.flops_per_s + integer
+        integer = self.coded_ops / (peaks.coded_ops_per_s or peaks.flops_per_s)
+        computing = (self.flops - self.coded_ops) / peaks.flops_per_s + integer
         return max(computing, self.bytes / peaks.bytes_per_s)
 
 
@@ -199,8 +199,8 @@ def rope_store_cost(
 def copy_parts_cost(
     tokens: int, kv_heads: int, head_dim: int, itemsize: int, tensors: int = 2, coded: bool = False
 ) -> Cost:
-    """K and V of so many cached tokens read and written; `tensors`: 1 where both are the same latents; `coded`: codes of
-    a byte and a scale for each head."""
+    """K and V of so many cached tokens read and written; `tensors`: 1 where both are the same latents; `coded`: they are
+    codes of a byte, with a scale for each head."""
     head = head_dim + 4 if coded else head_dim * itemsize
     return Cost(0, 2 * tensors * tokens * kv_heads * head)
 
@@ -340,7 +340,7 @@ class OperatorCost:
         return Cost(
             sum(count * cost.flops for count, cost in parts),
             sum(count * cost.bytes for count, cost in parts),
-            sum(count * cost.int8_ops for count, cost in parts),
+            sum(count * cost.coded_ops for count, cost in parts),
         )
 
 
@@ -377,7 +377,7 @@ class ModelCost:
         tuple[int | None, int], ...
     ]  # of each layer that keeps K and V: its window, bytes of a token
     itemsize: int  # bytes of an activation
-    weight_itemsize: int  # bytes of a weight of the linear layers; 1: int8
+    weight_itemsize: int  # bytes of a weight of the linear layers; 1: codes, int8 or fp8
 
     @property
     def layers(self) -> int:

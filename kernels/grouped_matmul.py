@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
+from batchinfer_kernels.fp8_matmul import FP8, fp8_matmul_reference
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.matmul import finished, products
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
@@ -26,8 +28,8 @@ def grouped_matmul_reference(
 
     Row r is multiplied with weight e where starts[e] ≤ r < starts[e + 1]; any number of rows may belong to a weight, or
     none. What follows the sums is as in batchinfer_kernels.matmul.matmul_reference. With `scales` (E, N) the weight is
-    int8 codes and rows are quantised, see batchinfer_kernels.quantized_linear. Raises ValueError when shapes or dtypes
-    do not fit.
+    codes, int8 or float8_e4m3fn, and rows are quantised, see batchinfer_kernels.quantized_linear and fp8_matmul. Raises
+    ValueError when shapes or dtypes do not fit.
     """
     check_grouped_matmul(x, weight, starts, bias, scales, activation)
     outputs = weight.shape[1] // (1 if activation is None else 2)
@@ -39,7 +41,8 @@ def grouped_matmul_reference(
         if scales is None:
             sums = products(rows, matrix)
         else:
-            sums = quantized_linear_reference(rows.float(), matrix, scales[expert])
+            coded = fp8_matmul_reference if matrix.dtype == FP8 else quantized_linear_reference
+            sums = coded(rows.float(), matrix, scales[expert])
         added = None if bias is None else bias[expert]
         y[first:end] = finished(sums, added, x.dtype, activation)
     return y
@@ -56,7 +59,7 @@ def check_grouped_matmul(
     """Raises ValueError when shapes or dtypes do not fit."""
     if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2] or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weights are {tuple(weight.shape)}")
-    if (scales is None) != weight.is_floating_point() or (scales is None and x.dtype != weight.dtype):
+    if weight.dtype not in ((x.dtype,) if scales is None else (torch.int8, FP8)):
         beside = "without scales" if scales is None else "with scales"
         raise ValueError(f"x is {x.dtype}, the weights are {weight.dtype}, {beside}")
     for name, values in (("bias", bias), ("scales", scales)):

@@ -23,6 +23,19 @@ FP8 = {
     "weight_block_size": [BLOCK, BLOCK],
     "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.o_proj"],
 }
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head", "model.layers.0.self_attn.o_proj"],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+}
 _FLOAT = ("norm", "embed_tokens", "lm_head", "gate.", "layers.0.self_attn.o_proj", ".bias", "_bias")
 
 
@@ -45,8 +58,11 @@ def _is_experts(name: str) -> bool:
     return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
 
 
-def make_fp8(folder: Path, plain: Path, family: str, each: str = "block", **sizes: Any) -> PreTrainedModel:
-    """A model stored in FP8 with a scale for `each` block, row (of outputs) or tensor, and in `plain` dequantised."""
+def make_fp8(
+    folder: Path, plain: Path, family: str, each: str = "block", method: str = "fp8", **sizes: Any
+) -> PreTrainedModel:
+    """A model stored in FP8 with a scale for `each` block, row (of outputs) or tensor, as `method` has it, and in
+    `plain` dequantised."""
     model = make_checkpoint(plain, family, **sizes)
     stored, packed = load_file(plain / SINGLE), {}
     for name, tensor in stored.items():
@@ -61,6 +77,9 @@ def make_fp8(folder: Path, plain: Path, family: str, each: str = "block", **size
         if each == "tensor":
             packed[name.removesuffix("weight") + "input_scale"] = torch.tensor(3.0)
     config = FP8 if each == "block" else {**FP8, "weight_block_size": None, "activation_scheme": "static"}
+    if method != "fp8":
+        config = COMPRESSED if method == "compressed-tensors" else {"quant_method": method}
+        packed |= {f"model.layers.0.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
     return _saved(folder, plain, model, packed, stored, config)
 
 

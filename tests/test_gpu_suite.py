@@ -283,7 +283,7 @@ def test_time_that_is_left_goes_to_the_others():
 def kernel(**more: Any) -> dict[str, Any]:
     """10 GFLOP and 1 GB in 2 ms."""
     timed = {"median_s": 2e-3, "min_s": 1e-3, "runs": 5, "host_s": 1e-5}
-    plain = {"kind": "kernel", "kernel": "k", "size": "s", "dtype": "bfloat16", "int8_ops": 0, "error": 0.0}
+    plain = {"kind": "kernel", "kernel": "k", "size": "s", "dtype": "bfloat16", "coded_ops": 0, "error": 0.0}
     others = {"peer": {**timed, "median_s": 3e-3}}
     given = {"flops": 10**10, "bytes": 10**9, "target": 0.85, "aim": {"peer": 10.0}}
     return {**plain, **given, "ours": timed, "others": others, **more}
@@ -329,7 +329,7 @@ def test_what_no_datasheet_states_has_no_share_of_it():
 
 def test_int8_operations_are_held_against_their_own_peak():
     peaks = {"bfloat16": 1e13, "int8": 2e13, "bytes_per_s": 1e15}
-    result = kernel(flops=10**11, int8_ops=10**11)
+    result = kernel(flops=10**11, coded_ops=10**11)
     assert with_shares(record(result), peaks)["sections"][0]["results"][0]["bound_s"] == pytest.approx(5e-3)
 
 

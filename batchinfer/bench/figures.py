@@ -76,7 +76,7 @@ def _step_costs(run: Run, model: ModelCost) -> Iterator[dict[str, Cost]]:
 
 def _products(cost: Cost) -> Cost:
     """What MFU counts: multiplying and adding, without what quantising takes, and without moving anything."""
-    return Cost(cost.int8_ops or cost.flops, 0, cost.int8_ops)
+    return Cost(cost.coded_ops or cost.flops, 0, cost.coded_ops)
 
 
 def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFigures:

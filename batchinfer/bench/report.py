@@ -144,7 +144,7 @@ class BenchReport:
         weights = "dummy weights" if self.options.is_shape else "its weights"
         quantised = f", {info.quantization} weights" if info.quantization != "none" else ""
         certain = ", deterministic" if info.deterministic else ""
-        integer = f", {_giga(peaks.int8_ops_per_s)}OP/s in int8" if peaks.int8_ops_per_s else ""
+        integer = f", {_giga(peaks.coded_ops_per_s)}OP/s in int8" if peaks.coded_ops_per_s else ""
         return "\n".join(
             [
                 f"{self.options.model} ({weights}) in {info.dtype}{quantised}{certain} on {self.json['hardware']}, "

@@ -80,7 +80,7 @@ def workload_of(options: BenchOptions, name: str) -> Workload:
 
 def best_peaks(before: Peaks, after: Peaks) -> Peaks:
     """The higher of each: on a machine that others use, too, a low one measured them."""
-    integer = max(before.int8_ops_per_s or 0.0, after.int8_ops_per_s or 0.0)
+    integer = max(before.coded_ops_per_s or 0.0, after.coded_ops_per_s or 0.0)
     return Peaks(
         max(before.flops_per_s, after.flops_per_s),
         max(before.bytes_per_s, after.bytes_per_s),
@@ -134,10 +134,10 @@ def _measure_of(options: BenchOptions) -> Measure:
 
 def _measured(config: EngineConfig, measure: Measure, notice: Notice) -> Peaks:
     notice("measuring this machine's peaks")
-    quantised = config.quantization != "none"
-    found = measure(config.device, (config.dtype, "int8") if quantised else (config.dtype,))
-    integer = found.peak_flops["int8"] if quantised else None
-    return Peaks(found.peak_flops[config.dtype], found.bandwidth, integer)
+    codes = () if config.quantization == "none" else (config.quantization,)
+    found = measure(config.device, (config.dtype, *codes))
+    coded = found.peak_flops[config.quantization] if codes else None
+    return Peaks(found.peak_flops[config.dtype], found.bandwidth, coded)
 
 
 @contextmanager

@@ -66,7 +66,9 @@ def bench(
         ),
     ] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Of the linear layers' weights: none or int8.")] = "none",
+    quantization: Annotated[
+        str, typer.Option(help="Of the linear layers' weights: none, int8 or fp8.")
+    ] = "none",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With numbers that depend on nothing but the row.")
     ] = False,

@@ -31,7 +31,7 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
     """
     if peaks is None:
         return default
-    operations = peaks.int8_ops_per_s if cost.quantized else None
+    operations = peaks.coded_ops_per_s if cost.quantized else None
     per_byte = (operations or peaks.flops_per_s) / peaks.bytes_per_s
     tokens = int(AMORTISED * cost.weight_itemsize * per_byte / 2 * cost.parameters / cost.active_parameters)
     rounded = 1 << max(0, tokens - 1).bit_length()
@@ -43,7 +43,7 @@ def mixed_tokens(cost: ModelCost, peaks: Peaks | None) -> int:
     peaks are unknown the whole budget, which is to wait as long as the scheduler does at all."""
     if peaks is None:
         return MOST
-    operations = (peaks.int8_ops_per_s if cost.quantized else None) or peaks.flops_per_s
+    operations = (peaks.coded_ops_per_s if cost.quantized else None) or peaks.flops_per_s
     return int(LAUNCH_LAYER_S * cost.layers * operations / (2 * cost.active_parameters))
 
 

@@ -56,7 +56,7 @@ class Arithmetic:
 
     @property
     def weight_itemsize(self) -> int:
-        return 1 if self.quantization == "int8" else self.dtype.itemsize
+        return self.dtype.itemsize if self.quantization == "none" else 1
 
 
 class Source(Protocol):

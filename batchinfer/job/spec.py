@@ -60,7 +60,7 @@ class ModelSection(Section):
     )
     quantization: Quantization = Field(
         default="none",
-        description="How linear layers are computed. int8: weights become int8 as they are loaded.",
+        description="How linear layers are computed. int8, fp8: weights become codes when loaded. fp8: on a GPU only.",
     )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",

@@ -17,6 +17,10 @@ SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
 MXFP4_GROUP, MXFP4_BYTES = 32, 16  # values that share a scale, and the bytes that hold them
 # Of a weight, its scales; of its module, those of activations, which stay as they are once weights are dequantised
 _FP8_SCALES, _FP8_ACTIVATIONS = ("_scale_inv", "_scale"), ("input_scale", "activation_scale")
+# Of attention, for a cache of codes; a job's cache computes its own (docs/models.md)
+_CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".output_scale")
+# What else calls weights in FP8 so, and how they may be scaled
+_COMPRESSED, _FBGEMM, _STRATEGIES = "compressed-tensors", "fbgemm_fp8", ("tensor", "channel", "block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,15 @@ def packing_of(raw: Mapping[str, Any], mistakes: list[str]) -> Packing | None:
         mistakes.append(f"config.json: {KEY} is {shown(stated)}; wanted an object")
         return None
     method, block = stated.get("quant_method"), stated.get("weight_block_size")
+    if method == _COMPRESSED:
+        return _compressed(stated, mistakes)
+    if method == _FBGEMM:
+        return Packing("fp8", None)
     if method not in FORMATS:
         mistakes.append(
             f"config.json: {KEY}: weights quantized by quant_method {shown(method)} are not supported; float weights, "
-            f"{' and '.join(FORMATS)} are, with model.quantization: int8 where memory is short"
+            f"{', '.join((*FORMATS, _FBGEMM))} and {_COMPRESSED} of 8-bit floats are, with model.quantization: int8 "
+            "where memory is short"
         )
         return None
     if block is not None and not _is_block(block):
@@ -83,6 +92,34 @@ def packing_of(raw: Mapping[str, Any], mistakes: list[str]) -> Packing | None:
         )
         return None
     return Packing(cast(Format, method), None if block is None else (block[0], block[1]))
+
+
+def _compressed(stated: Mapping[str, Any], mistakes: list[str]) -> Packing | None:
+    """Of compressed-tensors those whose weights are 8-bit floats, dense, and scaled in one way."""
+    groups, sparse = stated.get("config_groups"), stated.get("sparsity_config")
+    wrong = []
+    if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
+        wrong.append(f"sparsity_config.format is {shown(sparse['format'])}; wanted dense")
+    if not isinstance(groups, Mapping) or not groups:
+        wrong.append(f"config_groups is {shown(groups)}; wanted an object with a group or more")
+        groups = {}
+    blocks = set()
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        weights = weights if isinstance(weights, Mapping) else {}
+        kind = (weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True))
+        if kind != ("float", 8, True) or weights.get("strategy") not in _STRATEGIES:
+            told = shown({key: weights.get(key) for key in ("type", "num_bits", "symmetric", "strategy")})
+            wrong.append(f"weights of {name} are {told}; wanted float, 8, symmetric, one of {_STRATEGIES}")
+            continue
+        block = weights.get("block_structure") if weights["strategy"] == "block" else None
+        if weights["strategy"] == "block" and not _is_block(block):
+            wrong.append(f"block_structure of {name} is {shown(block)}; wanted two numbers above 0")
+        blocks.add(None if block is None else tuple(block))
+    if len(blocks) > 1:
+        wrong.append("its groups have weights of different blocks; wanted the same for all")
+    mistakes += [f"config.json: {KEY}: {_COMPRESSED}: {text}" for text in wrong]
+    return None if wrong else Packing("fp8", cast("tuple[int, int] | None", blocks.pop()))
 
 
 def _is_block(value: object) -> bool:
@@ -101,6 +138,7 @@ def packed_tensors(packing: Packing | None, tensors: Mapping[str, StoredTensor])
         for name, tensor in tensors.items():
             if tensor.info.dtype in FP8_DTYPES:
                 _add_fp8(packed, name, tensors, packing.block)
+        packed.unused.update(name for name in tensors if name.endswith(_CACHE_SCALES))
     return packed
 
 

@@ -87,6 +87,8 @@ def _compiled(
     tiles: bool | None,
 ) -> Ops | Lacking:
     """`tiles`: whether it has to be in matrix tiles; None: wherever they are granted."""
+    if quantization == "fp8":
+        return Lacking("they have no products of fp8", "use engine.device: cuda, or model.quantization: int8")
     if not CpuOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
     grant = tile_grant()
@@ -136,16 +138,17 @@ def _triton(
 
     if not TritonOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
-    lacking = _unfit_gpu()
+    lacking = _unfit_gpu(quantization)
     if lacking is not None:
         return lacking
     shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic)
     return TritonOps(shape, quantization, latent)
 
 
-def _unfit_gpu() -> Lacking | None:
-    """Why Triton cannot compile for the GPU that it finds."""
+def _unfit_gpu(quantization: Quantization) -> Lacking | None:
+    """Why Triton cannot compile for the GPU that it finds, or the GPU cannot multiply so."""
     from batchinfer_kernels.gpu import target
+    from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8
 
     try:
         found = target.architecture()
@@ -154,4 +157,5 @@ def _unfit_gpu() -> Lacking | None:
     if found.isdigit() and int(found) < LEAST_CAPABILITY:
         has = f"this GPU has compute capability {found[:-1]}.{found[-1]}, and they need 8.0 or newer"
         return Lacking(has, "use a newer GPU or engine.device: cpu")
-    return None
+    missing = why_not_fp8() if quantization == "fp8" else None
+    return None if missing is None else Lacking(missing, "use model.quantization: int8 or a newer GPU")

@@ -60,6 +60,8 @@ class CpuOps(TorchOps):
     ) -> None:
         self._compiled, self._latent = compiled, latent
         self._group = _slice(group) if latent else group
+        if quantization == "fp8":
+            raise ValueError("a CPU's operators have no products of fp8")
         self._quantization, self._dtype = quantization, dtype
 
     @staticmethod

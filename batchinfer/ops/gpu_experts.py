@@ -9,6 +9,7 @@ from batchinfer.ops.interface import Experts, ExpertWeights, HeadsLinear
 from batchinfer.ops.torch_ops import add_loads
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.experts import Choice, group_by_expert
+from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
@@ -79,6 +80,8 @@ def _coded(weights: ExpertWeights, quantization: Quantization) -> tuple[Tensor, 
     """(values or codes, scales of codes)"""
     if quantization == "none":
         return weights.weight, None
-    coded = [quantize_weight(matrix) for matrix in weights.weight]
-    codes, scales = (torch.stack(parts) for parts in zip(*coded, strict=True))
-    return codes, scales
+    quantize = quantize_weight if quantization == "int8" else quantize_rows_fp8
+    coded = [quantize(matrix) for matrix in weights.weight]
+    # As bytes: torch does not stack float8_e4m3fn everywhere
+    codes = torch.stack([each.view(torch.uint8) for each, _ in coded]).view(coded[0][0].dtype)
+    return codes, torch.stack([scales for _, scales in coded])

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.ops.interface import Head, Linear
+from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.sample import sample
@@ -114,6 +116,38 @@ class Int8Head(Head):
 
     def __call__(self, x: Tensor) -> Tensor:
         return int8_matmul(x, self._codes, self._scales, out_dtype=torch.float32)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return sample(self(x))
+
+
+class Fp8Linear(Linear):
+    """float8_e4m3fn codes of the weight, and of each row of x when it comes."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, deterministic: bool
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.out_features //= 1 if activation is None else 2
+        self._codes, self._scales = quantize_rows_fp8(weight)
+        self._bias, self._activation, self._deterministic = bias, activation, deterministic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, how = (self._codes, self._scales, self._bias), self._deterministic
+        return fp8_matmul(x, *weight, activation=self._activation, deterministic=how)
+
+
+class Fp8Head(Head):
+    """The same with float32 results."""
+
+    def __init__(self, weight: Tensor, deterministic: bool) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._codes, self._scales = quantize_rows_fp8(weight)
+        self._deterministic = deterministic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        how = self._deterministic
+        return fp8_matmul(x, self._codes, self._scales, out_dtype=torch.float32, deterministic=how)
 
     def argmax(self, x: Tensor) -> Tensor:
         return sample(self(x))

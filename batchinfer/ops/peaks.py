@@ -18,6 +18,7 @@ from batchinfer.ops.products import Multiplier, compiled_operators, onednn_has_i
 
 GEMM_TRIES = 20
 STREAM_TRIES = 10
+FIRST_WITH_FP8 = (8, 9)  # the first compute capability whose tensor cores know float8_e4m3fn
 # M = N = K. At 790 TFLOP/s a 2048 GEMM takes 22 µs, not much above a launch; an 8192 one takes 1.4 ms.
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 # At least 16 times the last-level cache of usual machines (32 MiB on two EPYC cores, 50 MiB on an H200)
@@ -26,7 +27,8 @@ STREAM_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPeaks:
-    """FLOP/s by dtype name (int8: operations a second), and bytes/s: the better of reading and copying."""
+    """FLOP/s by dtype name (int8: operations a second; fp8: of float8_e4m3fn), and bytes/s: the better of reading and
+    copying."""
 
     name: str | None  # the GPU's name as torch and nvidia-smi print it; None on the CPU
     peak_flops: dict[str, float]
@@ -41,9 +43,11 @@ class MeasuredPeaks:
 
 
 def dtypes_of(device: str) -> tuple[str, ...]:
-    """The dtypes whose GEMM is measured on a device. int8 is for quantised linear layers."""
-    if torch.device(device).type == "cuda":
-        return ("bfloat16", "float16", "float32", "int8")
+    """The dtypes whose GEMM is measured on a device. int8 and fp8 are for quantised linear layers."""
+    where = torch.device(device)
+    if where.type == "cuda":
+        knows_fp8 = torch.cuda.get_device_capability(where) >= FIRST_WITH_FP8
+        return ("bfloat16", "float16", "float32", "int8", *(("fp8",) if knows_fp8 else ()))
     if onednn_has_int8() or compiled_operators() is not None:
         return ("bfloat16", "float32", "int8")
     return ("bfloat16", "float32")
@@ -92,10 +96,8 @@ def _gemm_peak(where: torch.device, dtype: str, size: int) -> tuple[float, Multi
             for _ in range(2)
         )
     else:
-        x, weight = (
-            torch.randn(size, size, generator=generator, device=where).to(getattr(torch, dtype))
-            for _ in range(2)
-        )
+        kind = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
+        x, weight = (torch.randn(size, size, generator=generator, device=where).to(kind) for _ in range(2))
     best, by = min((_best(call, where, GEMM_TRIES), by) for by, call in products(x, weight))
     return 2 * size**3 / best, by
 

@@ -17,7 +17,11 @@ Multiplier = Literal["torch", "compiled"]
 
 
 def products(x: Tensor, weight: Tensor) -> Iterator[tuple[Multiplier, Callable[[], Tensor]]]:
-    """x Wᵀ by everybody who can on the device of x, weights packed already. int8 stands for codes of both."""
+    """x Wᵀ by everybody who can on the device of x, weights packed already. int8 and float8_e4m3fn stand for codes
+    of both; those of float8_e4m3fn a GPU alone multiplies in a run."""
+    if x.dtype == torch.float8_e4m3fn:
+        yield "torch", _fp8_product(x, weight)
+        return
     codes, on_cpu = x.dtype == torch.int8, x.device.type == "cpu"
     if not codes:
         yield "torch", _linear(x, weight)
@@ -52,6 +56,12 @@ def _compiled_codes(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> C
     """In float32, of rows that it turns into codes itself, as in a run."""
     packed, values = compiled.pack_codes(weight, torch.ones(len(weight)), None), x.float()
     return lambda: compiled.linear(values, packed)
+
+
+def _fp8_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """x Wᵀ of float8_e4m3fn by the GPU vendor's library, in bfloat16."""
+    one = torch.ones((), device=x.device)
+    return lambda: torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16)
 
 
 def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from batchinfer.models.spec import CacheSpec
 from batchinfer.ops.gpu_experts import TritonExperts, TritonHeads
 from batchinfer.ops.gpu_linear import (
+    Fp8Head,
+    Fp8Linear,
     Int8Head,
     Int8Linear,
     InvariantExact,
@@ -118,8 +120,8 @@ class TritonOps(Ops):
 
     @property
     def linear(self) -> str:
-        if self._quantization == "int8":
-            return "int8"
+        if self._quantization != "none":
+            return self._quantization
         return "triton" if self._shape.deterministic else "library"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -131,6 +133,8 @@ class TritonOps(Ops):
     def pack_head(self, weight: Tensor) -> Head:
         if self._quantization == "int8":
             return Int8Head(weight)
+        if self._quantization == "fp8":
+            return Fp8Head(weight, self._shape.deterministic)
         return InvariantHead(weight) if self._shape.deterministic else LibraryHead(weight)
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -144,6 +148,8 @@ class TritonOps(Ops):
         """As a kernel of ours multiplies it; None where the library does."""
         if self._quantization == "int8":
             return Int8Linear(weight, bias, activation)
+        if self._quantization == "fp8":
+            return Fp8Linear(weight, bias, activation, self._shape.deterministic)
         return InvariantLinear(weight, bias, activation) if self._shape.deterministic else None
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ _T = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """Peak FLOP/s by dtype, those of 8-bit integers under "int8"; memory bandwidth in bytes/s and memory in bytes: as
-    the maker states them."""
+    """Peak FLOP/s by dtype, those of 8-bit integers under "int8" and of 8-bit floats under "fp8"; memory bandwidth in
+    bytes/s and memory in bytes: as the maker states them."""
 
     peak_flops: Mapping[str, float]
     bandwidth: float
@@ -24,12 +24,22 @@ class Datasheet:
 
 
 def _gpu(
-    half: float, single: float, int8: float | None, terabytes: float, gigabytes: int, *, bfloat16: bool = True
+    half: float,
+    single: float,
+    int8: float | None,
+    terabytes: float,
+    gigabytes: int,
+    *,
+    bfloat16: bool = True,
+    fp8: bool = False,
 ) -> Datasheet:
-    """Figures in TFLOP/s, TB/s and GB. Tensor cores know bfloat16 from Ampere on, int8 from Turing on."""
+    """Figures in TFLOP/s, TB/s and GB. Tensor cores know bfloat16 from Ampere on, int8 from Turing on, fp8 from Ada and
+    Hopper on, where its stated peak is int8's."""
     flops = {"float16": half * _T, "float32": single * _T}
     if int8 is not None:
         flops["int8"] = int8 * _T
+        if fp8:
+            flops["fp8"] = int8 * _T
     if bfloat16:
         flops["bfloat16"] = half * _T
     return Datasheet(MappingProxyType(flops), terabytes * _T, gigabytes * 10**9)
@@ -38,7 +48,9 @@ def _gpu(
 _V100_16 = _gpu(125, 15.7, None, 0.900, 16, bfloat16=False)  # V100 datasheet, SXM2 column
 _V100_32 = _gpu(125, 15.7, None, 0.900, 32, bfloat16=False)
 _A100_40 = _gpu(312, 19.5, 624, 1.555, 40)  # A100 datasheet, 40 GB
-_H100_SXM = _gpu(989.4, 66.9, 1978.9, 3.35, 80)  # H100 Tensor Core GPU Architecture whitepaper, table 2, SXM5
+_H100_SXM = _gpu(
+    989.4, 66.9, 1978.9, 3.35, 80, fp8=True
+)  # H100 Tensor Core GPU Architecture whitepaper, table 2, SXM5
 
 _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
@@ -53,13 +65,19 @@ _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
         "NVIDIA A100-SXM4-80GB": _gpu(312, 19.5, 624, 2.039, 80),  # A100 datasheet, 80 GB SXM
         "NVIDIA A100 80GB PCIe": _gpu(312, 19.5, 624, 1.935, 80),  # A100 datasheet, 80 GB PCIe
         "NVIDIA H100 80GB HBM3": _H100_SXM,
-        "NVIDIA H100 PCIe": _gpu(756, 51.2, 1513, 2.0, 80),  # H100 whitepaper, table 2, PCIe
-        "NVIDIA H100 NVL": _gpu(835.5, 60, 1671, 3.9, 94),  # H100 NVL datasheet, half of the sparse figure
-        "NVIDIA H200": _gpu(989.4, 66.9, 1978.9, 4.8, 141),  # H200 datasheet, SXM, half of the sparse figure
-        "NVIDIA H200 NVL": _gpu(835.5, 60, 1671, 4.8, 141),  # H200 datasheet, NVL, half of the sparse figure
-        "NVIDIA L4": _gpu(121, 30.3, 242.5, 0.300, 24),  # L4 datasheet, half of the sparse figure
-        "NVIDIA L40": _gpu(181.05, 90.5, 362, 0.864, 48),  # L40 datasheet
-        "NVIDIA L40S": _gpu(362.05, 91.6, 733, 0.864, 48),  # L40S datasheet
+        "NVIDIA H100 PCIe": _gpu(756, 51.2, 1513, 2.0, 80, fp8=True),  # H100 whitepaper, table 2, PCIe
+        "NVIDIA H100 NVL": _gpu(
+            835.5, 60, 1671, 3.9, 94, fp8=True
+        ),  # H100 NVL datasheet, half of the sparse figure
+        "NVIDIA H200": _gpu(
+            989.4, 66.9, 1978.9, 4.8, 141, fp8=True
+        ),  # H200 datasheet, SXM, half of the sparse figure
+        "NVIDIA H200 NVL": _gpu(
+            835.5, 60, 1671, 4.8, 141, fp8=True
+        ),  # H200 datasheet, NVL, half of the sparse figure
+        "NVIDIA L4": _gpu(121, 30.3, 242.5, 0.300, 24, fp8=True),  # L4 datasheet, half of the sparse figure
+        "NVIDIA L40": _gpu(181.05, 90.5, 362, 0.864, 48, fp8=True),  # L40 datasheet
+        "NVIDIA L40S": _gpu(362.05, 91.6, 733, 0.864, 48, fp8=True),  # L40S datasheet
     }
 )
 

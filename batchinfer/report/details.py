@@ -117,7 +117,7 @@ class Details:
 
     def _write(self, name: str, schema: pa.Schema, sql: str, given: list[str | float]) -> Path:
         peaks, engines = self._machine.peaks, self._machine.engines
-        flops_per_s = None if peaks is None else (peaks.int8_ops_per_s or peaks.flops_per_s) * engines
+        flops_per_s = None if peaks is None else (peaks.coded_ops_per_s or peaks.flops_per_s) * engines
         bytes_per_s = None if peaks is None else peaks.bytes_per_s * engines
         params: list[str | float | None] = [*given, flops_per_s, bytes_per_s]
         found = self._database.sql(f"WITH found AS ({sql}) {_EFFICIENCIES}", params=params).to_arrow_table()

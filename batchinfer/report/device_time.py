@@ -62,16 +62,16 @@ def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str,
 
 def _operator_seconds(operator: OperatorCost, peaks: Peaks, counts: StepCounts) -> Floats:
     """As `OperatorCost.of` and `Cost.seconds` have it, for many steps at once."""
-    integer = _sum(operator, counts, "int8_ops")
+    integer = _sum(operator, counts, "coded_ops")
     computing = (_sum(operator, counts, "flops") - integer) / peaks.flops_per_s
-    computing += integer / (peaks.int8_ops_per_s or peaks.flops_per_s)
+    computing += integer / (peaks.coded_ops_per_s or peaks.flops_per_s)
     runs = counts.tokens > 0
     if operator.only_sampled:
         runs &= counts.sampled > 0
     return np.where(runs, np.maximum(computing, _sum(operator, counts, "bytes") / peaks.bytes_per_s), 0.0)
 
 
-def _sum(operator: OperatorCost, counts: StepCounts, unit: Literal["flops", "bytes", "int8_ops"]) -> Floats:
+def _sum(operator: OperatorCost, counts: StepCounts, unit: Literal["flops", "bytes", "coded_ops"]) -> Floats:
     each = {
         "token": counts.tokens,
         "sampled": counts.sampled,

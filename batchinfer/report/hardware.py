@@ -60,7 +60,9 @@ class Hardware:
     device: Device
     cores: int | None  # CPU cores that this process may use; None on a GPU
     memory_bytes: int | None
-    peak_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by dtype name, `int8` included
+    peak_flops: Mapping[str, float] = field(
+        default_factory=dict
+    )  # FLOP/s by dtype name, `int8` and `fp8` included
     bandwidth: float | None = None  # bytes/s
     source: Source = "unknown"
     # What parts of a step take, by arithmetic, as it was measured here; see batchinfer.simulation.step_parts

@@ -64,7 +64,7 @@ def step_parts(cost: ModelCost, shape: StepShape, rows: int, peaks: Peaks) -> St
     over_tokens, over_sampled = [0.0, 0.0], [0.0, 0.0]
     for operator in cost.operators:
         whole = operator.of(shape)
-        computing = Cost(whole.flops, 0, whole.int8_ops).seconds(peaks)
+        computing = Cost(whole.flops, 0, whole.coded_ops).seconds(peaks)
         moving = whole.bytes / peaks.bytes_per_s
         if operator.pair.flops:
             others[ATTENTION] += computing

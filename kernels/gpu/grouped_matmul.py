@@ -19,9 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchinfer_kernels.fp8_matmul import FP8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import target
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8
 from batchinfer_kernels.gpu.matmul_core import (
     TOGETHER,
     finish,
@@ -31,7 +33,7 @@ from batchinfer_kernels.gpu.matmul_core import (
     weight_row,
 )
 from batchinfer_kernels.gpu.matmul_tiles import Kind, Tiles, grouped_tiles
-from batchinfer_kernels.gpu.quantize_rows import quantize_rows
+from batchinfer_kernels.gpu.quantize_rows import quantize_rows, quantize_rows_fp8
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
@@ -104,16 +106,17 @@ def grouped_matmul(
     """See batchinfer_kernels.grouped_matmul.grouped_matmul_reference. Rows of x may be strided.
 
     `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. float32 is multiplied as it is,
-    without tensor cores. With `scales` results are always deterministic: sums of integers are exact.
+    without tensor cores. With codes of int8 results are always deterministic: sums of integers are exact. Raises
+    ValueError for codes of float8_e4m3fn where the GPU has no such format.
     """
     check_grouped_matmul(x, weight, starts, bias, scales, activation)
     unit_columns(x=x, weight=weight)
-    dtype, row_scales, kind = x.dtype, None, _kind(x, scales)
+    dtype, row_scales, kind = x.dtype, None, _kind(x, weight)
     if scales is None:
         check_same_dtype(x=x, weight=weight)
     else:
         check_same_dtype(x=x)
-        x, row_scales = quantize_rows(x)
+        x, row_scales = _coded_rows(x, kind)
         row_scales = row_scales if from_rows is None else row_scales[from_rows]
     rows = len(x) if from_rows is None else len(from_rows)
     bias = None if bias is None else bias.contiguous()
@@ -122,10 +125,21 @@ def grouped_matmul(
     return _launch(given, kind, deterministic)
 
 
-def _kind(x: Tensor, scales: Tensor | None) -> Kind:
-    if scales is not None:
+def _kind(x: Tensor, weight: Tensor) -> Kind:
+    if weight.dtype == FP8:
+        return "fp8"
+    if weight.dtype == torch.int8:
         return "int8"
     return "wide" if x.dtype == torch.float32 else "half"
+
+
+def _coded_rows(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    if kind == "int8":
+        return quantize_rows(x)
+    missing = why_not_fp8()
+    if missing is not None:
+        raise ValueError(missing)
+    return quantize_rows_fp8(x)
 
 
 def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
@@ -179,7 +193,7 @@ def _arguments(given: _Operands, tiles: Tiles, y: Tensor, ends: Tensor) -> dict[
         "stride_expert": given.weight.stride(0),
         "stride_weight": given.weight.stride(1),
         "stride_y": y.stride(0),
-        "SUM": tl.int32 if given.scales is not None else tl.float32,
+        "SUM": tl.int32 if given.x.dtype == torch.int8 else tl.float32,
         "EVEN": inputs % tiles.inputs == 0,
         "ACTIVATION": given.activation or "none",
         "PRECISION": "ieee" if given.x.dtype == torch.float32 else "tf32",  # matters for float32 only

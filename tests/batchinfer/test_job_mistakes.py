@@ -267,6 +267,10 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         instead("model", "model: {path: m, kv_cache_dtype: int8}") + "engine: {device: cpu}\n",
         [(2, "model.kv_cache_dtype", ("is int8", "only a GPU's operators", "device: cuda"))],
     ),
+    "fp8 on a CPU": (
+        instead("model", "model: {path: m, quantization: fp8}") + "engine: {device: cpu}\n",
+        [(2, "model.quantization", ("is fp8", "only a GPU's operators multiply", "take int8"))],
+    ),
     "another cache": (
         instead("model", "model: {path: m, kv_cache_dtype: fp4}"),
         [(2, "model.kv_cache_dtype", ("fp4", "one of auto, int8, fp8"))],

@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from batchinfer.engine import sources
-from batchinfer.ops.interface import AttentionInputs, LayerCache, RopeTable
+from batchinfer.ops.interface import AttentionInputs, Head, LayerCache, Linear, RopeTable
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.arithmetic import CacheDtype, Dtype, Quantization
+from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.rope_store import coded_reference
 from tests.batchinfer.engine.teacher_forced import Forced, Place, Row, Way, load
@@ -118,22 +119,52 @@ class RoundedCache(TorchOps):
         return rotated
 
 
-def measured_cache(monkeypatch: pytest.MonkeyPatch, kept: CacheDtype, dtype: Dtype, count: int) -> Tensor:
-    """KL from a cache of values."""
+class Fp8Linear(Linear):
+    """As batchinfer_kernels.fp8_matmul says what it is, which a GPU computes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = quantize_rows_fp8(weight), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fp8_matmul_reference(x, *self._weight, self._bias)
+
+
+class Fp8Head(Fp8Linear, Head):
+    """The same for logits."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fp8_matmul_reference(x, *self._weight, out_dtype=torch.float32)
+
+
+class Fp8Weights(TorchOps):
+    """Linear layers in fp8."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return Fp8Linear(weight, bias)
+
+    def pack_head(self, weight: Tensor) -> Head:
+        return Fp8Head(weight)
+
+
+def measured_codes(
+    monkeypatch: pytest.MonkeyPatch, coded: TorchOps, said_of: str, dtype: Dtype, count: int
+) -> Tensor:
+    """KL from torch's operators on values."""
     rows, found = forced_rows(count), []
-    for ops in (TorchOps(), RoundedCache(kept)):
+    for ops in (TorchOps(), coded):
         monkeypatch.setattr(sources, "choose_ops", lambda *_, ops=ops, **__: ops)
         found.append(log_probabilities(rows, dtype))
     off = divergence(*found)
     said = f"mean {off.mean():.2e}, 99th percentile {off.quantile(0.99):.2e}, largest {off.max():.2e} nats"
     same = found[0].argmax(-1).eq(found[1].argmax(-1)).double().mean()
-    print(f"KL({dtype} || {dtype} with {kept} KV cache) over {len(off)} positions of {count} rows: {said}")
+    print(f"KL({dtype} || {dtype} with {said_of}) over {len(off)} positions of {count} rows: {said}")
     print(f"the most likely token is the same at {same:.3%} of them")
     return off
 
 
 def test_codes_in_the_cache_are_near_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    off = measured_cache(monkeypatch, "fp8", "float32", THINNED)
+    off = measured_codes(monkeypatch, RoundedCache("fp8"), "fp8 KV cache", "float32", THINNED)
     assert 1e-8 < off.mean() < MOST_MEAN
     assert off.max() < MOST
 
@@ -144,7 +175,15 @@ def test_codes_in_the_cache_are_near_values(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_divergence_of_codes_in_the_cache(
     monkeypatch: pytest.MonkeyPatch, kept: CacheDtype, dtype: Dtype
 ) -> None:
-    off = measured_cache(monkeypatch, kept, dtype, SAMPLE)
+    off = measured_codes(monkeypatch, RoundedCache(kept), f"{kept} KV cache", dtype, SAMPLE)
+    assert off.mean() < MOST_MEAN
+    assert off.max() < MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_divergence_of_fp8_weights(monkeypatch: pytest.MonkeyPatch, dtype: Dtype) -> None:
+    off = measured_codes(monkeypatch, Fp8Weights(), "fp8 weights", dtype, SAMPLE)
     assert off.mean() < MOST_MEAN
     assert off.max() < MOST
 

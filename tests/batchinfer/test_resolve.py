@@ -17,7 +17,7 @@ from batchinfer.launch.messages import EnginePlace, WorkerSpec
 from batchinfer.launch.places import worker_specs
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.spec import AttentionSpec
-from batchinfer.report.hardware import Gpu, Hardware, usable_gpus
+from batchinfer.report.hardware import Gpu, Hardware, hardware_called, usable_gpus
 from batchinfer.resolve import Setting, resolve
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.tiles import Grant
@@ -104,7 +104,7 @@ def test_answers_that_were_checked_against_columns_are_apart(checkpoint: Checkpo
 def test_every_arithmetic_has_answers_of_its_own(checkpoint: Checkpoint) -> None:
     settings = [
         replace(SETTING, quantization=quantization, deterministic=deterministic, dtype=dtype, kv_cache=kept)
-        for quantization in ("none", "int8")
+        for quantization in ("none", "int8", "fp8")
         for kept in ("auto", "int8", "fp8")
         for deterministic in (False, True)
         for dtype in ("bfloat16", "float32")
@@ -219,6 +219,22 @@ def test_a_cache_of_codes_is_refused_on_a_cpu_and_for_latents(
     ((key, why),) = latent.refusals(False, True, True)
     assert key == "model.kv_cache_dtype"
     assert "keeps latents" in why
+
+
+def test_fp8_has_a_peak_of_its_own_and_no_cpu(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, ("model.quantization", "fp8"), ("model.dtype", "float16"))
+    setting = resolve(job, checkpoint, hardware_called("h100"))
+    assert setting.peaks == Peaks(989.4e12, 3.35e12, 1978.9e12)
+    assert setting.model_cost(checkpoint).weight_itemsize == 1
+    assert resolve(job, checkpoint, hardware_called("a100")).peaks is None
+    monkeypatch.setattr(resolving, "_device", lambda: "cpu")
+    with pytest.raises(JobFileError) as refused:
+        resolve(job, checkpoint)
+    ((where, text),) = [(one.where, one.message) for one in refused.value.mistakes]
+    assert where == "model.quantization"
+    assert "no products of fp8" in text
 
 
 ASKED = ("model.quantization", "int8"), ("engine.deterministic", "true")

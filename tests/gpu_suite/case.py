@@ -98,7 +98,7 @@ def described(case: Case) -> dict[str, Any]:
         "dtype": case.dtype,
         "flops": case.cost.flops,
         "bytes": case.cost.bytes,
-        "int8_ops": case.cost.int8_ops,
+        "int8_ops": case.cost.coded_ops,
         "tolerance": case.tolerance,
         "target": case.target,
         "aim": dict(case.aim),

@@ -102,7 +102,7 @@ def _result(
     times = None
     if not section.setting.rehearsal:
         times = {"median_s": statistics.median(seconds), "min_s": min(seconds), "runs": len(seconds)}
-    operators = {name: [cost.flops, cost.bytes, cost.int8_ops] for name, cost in costs.items()}
+    operators = {name: [cost.flops, cost.bytes, cost.coded_ops] for name, cost in costs.items()}
     dtype = dtype_of(section.setting)
     return {
         "kind": "step",

@@ -29,7 +29,7 @@ def test_the_larger_of_computing_and_moving_bounds() -> None:
 
 
 def test_int8_operations_have_their_own_peak_and_add_to_the_others() -> None:
-    cost = Cost(flops=5000, bytes=0, int8_ops=4000)
+    cost = Cost(flops=5000, bytes=0, coded_ops=4000)
     assert cost.seconds(INT8) == 2.0
     assert cost.seconds(PEAKS) == 5.0, "without a peak of their own they count as the others"
     assert Cost(5000, 0).seconds(INT8) == 5.0
@@ -47,8 +47,8 @@ def test_the_fastest_peak() -> None:
 
 def test_a_quantised_linear_layer_by_hand() -> None:
     cost = quantized_linear_cost(3, 5, 7, 2)
-    assert cost.int8_ops == 2 * 3 * 5 * 7
-    assert cost.flops == cost.int8_ops + 3 * (3 * 5 + 2) + 2 * 3 * 7
+    assert cost.coded_ops == 2 * 3 * 5 * 7
+    assert cost.flops == cost.coded_ops + 3 * (3 * 5 + 2) + 2 * 3 * 7
     assert cost.bytes == 2 * 3 * (5 + 7) + 5 * 7 + 4 * 7
 
 
@@ -57,11 +57,11 @@ def test_only_the_linear_layers_of_a_quantised_model_change() -> None:
     assert list(plain) == list(quantized)
     for name in plain:
         if name in LINEAR:
-            assert quantized[name].int8_ops == plain[name].flops
+            assert quantized[name].coded_ops == plain[name].flops
             assert quantized[name].bytes < plain[name].bytes
         else:
             assert quantized[name] == plain[name]
-    assert step_total(plain).int8_ops == 0
+    assert step_total(plain).coded_ops == 0
     assert plain["lm_head"] == linear_cost(3, 64, 1000, 2, 2)
 
 
@@ -69,7 +69,7 @@ def test_the_roofline_of_a_quantised_model_uses_the_int8_peak() -> None:
     """With bandwidth no limit: the linear layers at four times the peak, the rest as before."""
     free = Peaks(1e6, 1e30), Peaks(1e6, 1e30, 4e6)
     costs = QUANTIZED.step(STEP)
-    integer = sum(cost.int8_ops for cost in costs.values())
+    integer = sum(cost.coded_ops for cost in costs.values())
     saved = roofline_seconds(costs, free[0]) - roofline_seconds(costs, free[1])
     assert saved == pytest.approx(integer / 1e6 * 3 / 4)
     plain = SHAPE.step(STEP)

@@ -234,7 +234,7 @@ def test_grouped_linear_of_codes():
     codes, scales = (part.view(3, 12, *part.shape[1:]) for part in quantize_weight(weight))
     found = cost.quantized_grouped_linear_cost(6, 2, 40, 12, 2)
     assert found.flops == counted(grouped_matmul_reference, x, codes, STARTS, scales=scales)
-    assert found.int8_ops == 2 * 6 * 40 * 12
+    assert found.coded_ops == 2 * 6 * 40 * 12
     y = grouped_matmul_reference(x, codes, STARTS, scales=scales)
     assert found.bytes == bytes_of(x, codes[:2], scales[:2], y)
 

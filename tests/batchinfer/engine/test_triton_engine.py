@@ -35,6 +35,7 @@ from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.ops.triton_ops import TritonOps
 from batchinfer.request import Request
 from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gpu import attention_plan, matmul_tiles
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
@@ -185,14 +186,16 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
 
 
 class ReferenceLinear(Linear):
-    """int8 as batchinfer_kernels.quantized_linear says what it is."""
+    """int8 as batchinfer_kernels.quantized_linear says what it is, fp8 as batchinfer_kernels.fp8_matmul."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, quantization: str) -> None:
         self.out_features, self.in_features = weight.shape
-        self._codes, self._bias = quantize_weight(weight), bias
+        int8 = quantization == "int8"
+        self._codes = quantize_weight(weight) if int8 else quantize_rows_fp8(weight)
+        self._product, self._bias = quantized_linear_reference if int8 else fp8_matmul_reference, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return quantized_linear_reference(x, *self._codes, self._bias)
+        return self._product(x, *self._codes, self._bias)
 
 
 class ReferenceHead(ReferenceLinear, Head):
@@ -200,13 +203,16 @@ class ReferenceHead(ReferenceLinear, Head):
 
 
 class ReferenceOps(TorchOps):
-    """torch's operators, with int8 linear layers."""
+    """torch's operators, with quantised linear layers."""
+
+    def __init__(self, quantization: str) -> None:
+        self._quantization = quantization
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return ReferenceLinear(weight, bias)
+        return ReferenceLinear(weight, bias, self._quantization)
 
     def pack_head(self, weight: Tensor) -> Head:
-        return ReferenceHead(weight, None)
+        return ReferenceHead(weight, None, self._quantization)
 
 
 def forced(ops: Ops, limits: Limits, device: str) -> dict[Place, Tensor]:
@@ -225,16 +231,19 @@ def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[floa
     return sorted(float((got[place] - wanted[place]).abs().max()) for place in wanted)
 
 
-def test_int8_is_what_its_reference_says():
-    """Sums of codes are exact, so that logits differ only by what attention and norms round, but where that turns the
-    code of an activation: then by a 127th of it."""
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_codes_are_what_their_reference_says(quantization):
+    """Sums of int8 codes are exact, those of fp8 nearly, so that logits differ only by what attention and norms round,
+    but where that turns the code of an activation into the next one."""
     limits = SETTINGS["chunked"]
-    wanted = forced(ReferenceOps(), limits, DEVICE)
-    got = forced(triton_ops("llama", "int8"), limits, DEVICE)
+    wanted = forced(ReferenceOps(quantization), limits, DEVICE)
+    got = forced(triton_ops("llama", quantization), limits, DEVICE)
     assert len(wanted) == FORCED * len(prompts())
     off, unquantised = farthest(got, wanted), farthest(forced(TorchOps(), limits, DEVICE), wanted)
     assert off[len(off) // 2] < 1e-5
     assert off[-1] < unquantised[0] / 3, "further away than a model that is not quantised"
+    if quantization == "fp8":
+        return
     cpu = forced(cpu_ops(checkpoint("llama"), "int8"), limits, "cpu")
     assert farthest(got, cpu)[-1] < unquantised[0] / 3, "a CPU's int8 is another one"
 
@@ -312,7 +321,7 @@ def test_a_row_has_the_same_bits_in_a_batch():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
 def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
     """In chunks, with what others left in the cache, preempted, the last first."""
     ops, requests = (
@@ -468,8 +477,10 @@ def test_int8_weights_take_a_byte_each(monkeypatch):
     """What the report says of a model, and so what is left for the cache."""
     stand_in(monkeypatch.setattr)
     monkeypatch.setattr(build, "_fit", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
-    plain, quantised = (build.load_model(gpus_config(q, False)).info.weight_bytes for q in ("none", "int8"))
+    plain, quantised, fp8 = (
+        build.load_model(gpus_config(q, False)).info.weight_bytes for q in ("none", "int8", "fp8")
+    )
     family, options = VARIANTS["llama-one-layer"]
     spec = checkpoint(family, **options).spec
     linear = spec.head.values + sum(layer.values for layer in spec.linears())
-    assert plain - quantised == 3 * linear
+    assert plain - quantised == plain - fp8 == 3 * linear

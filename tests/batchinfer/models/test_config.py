@@ -96,7 +96,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM' is not supported"),
     (
         {"quantization_config": {"quant_method": "gptq"}},
-        "quant_method 'gptq' are not supported; float weights, mxfp4 and",
+        "quant_method 'gptq' are not supported; float weights, mxfp4, fp8",
     ),
     ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method ['fp8'] are not supported"),
     ({"quantization_config": [1]}, "quantization_config is [1]; wanted an object"),

@@ -73,7 +73,7 @@ def test_int8_leaves_the_router_as_it_is() -> None:
     assert coded["router"] == plain["router"]
     assert coded["shared_gate"] == plain["shared_gate"]
     for name in ("experts.gate_up", "experts.down", "shared.down"):
-        assert coded[name].int8_ops == plain[name].flops
+        assert coded[name].coded_ops == plain[name].flops
         assert coded[name].bytes < plain[name].bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +21,11 @@ from batchinfer.errors import JobFileError
 from batchinfer.models import weights
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.dequantize import dequantized
-from batchinfer.models.packed import PackedTensor
+from batchinfer.models.packed import PackedTensor, Packing, packing_of
 from batchinfer.models.weights import CheckpointWeights
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json
-from tests.packed_weights import SINGLE, make_fp8, make_mxfp4
+from tests.packed_weights import COMPRESSED, SINGLE, make_fp8, make_mxfp4
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS: dict[str, Callable[[Path, Path], PreTrainedModel]] = {
@@ -32,8 +33,11 @@ KINDS: dict[str, Callable[[Path, Path], PreTrainedModel]] = {
     "fp8": lambda folder, plain: make_fp8(folder, plain, "deepseek_v3"),
     "fp8 of rows": lambda folder, plain: make_fp8(folder, plain, "qwen3", "row"),
     "fp8 of tensors": lambda folder, plain: make_fp8(folder, plain, "llama", "tensor"),
+    "fbgemm_fp8": lambda folder, plain: make_fp8(folder, plain, "llama", "row", "fbgemm_fp8"),
+    "compressed-tensors": lambda folder, plain: make_fp8(folder, plain, "qwen3", "row", "compressed-tensors"),
     "fp8 of experts": lambda folder, plain: make_fp8(folder, plain, "gpt_oss", "tensor"),
 }
+UNREAD = ("input_scale", ".k_scale", ".v_scale")
 MXFP4 = PackedTensor("mxfp4", "", "", ())
 
 
@@ -106,9 +110,44 @@ def test_memory_is_that_of_dequantised_weights(both: tuple[Path, Path, PreTraine
     assert len({source.parameters for source in sources if isinstance(source, ModelSource)}) == 1
     checkpoint = inspect_checkpoint(folder)
     stored = load_file(folder / SINGLE)
-    assert checkpoint.weight_bytes == sum(t.nbytes for name, t in stored.items() if "input_scale" not in name)
+    assert checkpoint.weight_bytes == sum(t.nbytes for name, t in stored.items() if not name.endswith(UNREAD))
     (notice,) = checkpoint.notices
     assert "are dequantised when they are loaded: all weights take" in notice
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"config_groups": {}}, r"config_groups is \{\}; wanted an object with a group or more"),
+        (
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            r"format is 'sparse-24-bitmask'; wanted dense",
+        ),
+        ({"num_bits": 4}, r"weights of group_0 are .*num_bits.*4.*; wanted float, 8, symmetric"),
+        ({"type": "int"}, r"weights of group_0 are .*int.*; wanted float, 8"),
+        ({"strategy": "group"}, r"strategy.*group.*; wanted float, 8, symmetric, one of \('tensor'"),
+        ({"strategy": "block", "block_structure": [0]}, r"block_structure of group_0 is \[0\]; wanted two"),
+    ],
+)
+def test_what_is_wrong_with_compressed_tensors_is_named(tmp_path: Path, change: Any, text: str) -> None:
+    make_fp8(tmp_path, tmp_path / "plain", "qwen3", "row", "compressed-tensors")
+    stated = copy.deepcopy(COMPRESSED)
+    of_weights = {"num_bits", "type", "strategy", "block_structure"}
+    (stated["config_groups"]["group_0"]["weights"] if change.keys() <= of_weights else stated).update(change)
+    edit_json(tmp_path / "config.json", quantization_config=stated)
+    with pytest.raises(JobFileError, match=f"compressed-tensors: .*{text}"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_blocks_of_compressed_tensors() -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 64]}
+    groups = {"config_groups": {"a": {"weights": weights}}}
+    mistakes: list[str] = []
+    stated = {"quantization_config": {"quant_method": "compressed-tensors"} | groups}
+    assert packing_of(stated, mistakes) == Packing("fp8", (128, 64))
+    groups["config_groups"]["b"] = {"weights": weights | {"strategy": "channel"}}
+    assert packing_of(stated, mistakes) is None
+    assert "different blocks" in mistakes[0]
 
 
 def test_one_expert_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

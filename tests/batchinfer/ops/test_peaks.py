@@ -71,10 +71,18 @@ def test_what_a_gpu_is_timed_with_in_int8_is_a_matrix_product_too() -> None:
     assert torch.equal(products._integer_product(x, weight)(), (x.long() @ weight.long().T).int())
 
 
+def test_what_a_gpu_is_timed_with_in_fp8_is_a_matrix_product_too() -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 64).to(torch.float8_e4m3fn) for rows in (32, 64))
+    product = peaks._fp8_product(x, weight)()
+    torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_measured_and_named() -> None:
     found = peaks.measure_peaks("cuda", size=512, stream_bytes=2**24)
-    assert set(found.peak_flops) == set(peaks.dtypes_of("cuda")) == {"bfloat16", "float16", "float32", "int8"}
+    assert set(found.peak_flops) == set(peaks.dtypes_of("cuda"))
+    assert set(found.peak_flops) - {"fp8"} == {"bfloat16", "float16", "float32", "int8"}
     assert found.name == torch.cuda.get_device_name()
 
 

@@ -23,7 +23,7 @@ from batchinfer.ops.interface import NO_TOKEN, AttentionInputs, Linear
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.ops.triton_ops import TritonOps
 from batchinfer_kernels.gated_activation import gated_activation_reference
-from batchinfer_kernels.gpu import attention_plan, target
+from batchinfer_kernels.gpu import attention_plan, fp8_matmul, target
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 
@@ -37,7 +37,14 @@ INVARIANT = AttentionShape(torch.float32, 4, 2, 16, deterministic=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("quantization", "deterministic", "linear"),
-    [("none", False, "library"), ("int8", False, "int8"), ("none", True, "triton"), ("int8", True, "int8")],
+    [
+        ("none", False, "library"),
+        ("int8", False, "int8"),
+        ("fp8", False, "fp8"),
+        ("none", True, "triton"),
+        ("int8", True, "int8"),
+        ("fp8", True, "fp8"),
+    ],
 )
 def test_a_gpu_gets_tritons(dtype, quantization, deterministic, linear):
     ops = choose_ops(GPU, dtype, 4, 128, quantization, deterministic, 8)
@@ -85,6 +92,16 @@ def test_a_gpu_that_is_too_old_gets_torchs_or_is_refused(monkeypatch, caplog, ar
     ) as refused:
         choose_ops(GPU, torch.bfloat16, 4, 64, "int8")
     assert refused.value.exit_code == 69
+
+
+@pytest.mark.parametrize(("architecture", "why"), [("80", "has 8.0"), ("gfx942", "matrix cores of gfx942")])
+def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch, architecture, why):
+    monkeypatch.setattr(fp8_matmul, "architecture", lambda: architecture)
+    with pytest.raises(Unavailable, match=rf"fp8 needs .*{why}.*; use model.quantization: int8") as refused:
+        choose_ops(GPU, torch.bfloat16, 4, 64, "fp8")
+    assert refused.value.exit_code == 69
+    with pytest.raises(Unavailable, match=r"they have no products of fp8; use engine\.device: cuda"):
+        choose_ops(torch.device("cpu"), torch.bfloat16, 4, 64, "fp8")
 
 
 FOUND_WITHOUT_A_DRIVER = """

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.experts import Choice, combine_reference, experts_reference, group_by_expert
+from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import combine as combine_module
+from batchinfer_kernels.gpu import fp8_matmul as fp8_module
 from batchinfer_kernels.gpu import grouped_matmul as grouped_module
 from batchinfer_kernels.gpu import target
 from batchinfer_kernels.gpu.combine import combine
@@ -95,16 +97,25 @@ def test_codes(activation: Activation | None) -> None:
     near(got, wanted)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_rows_are_read_where_they_stand(int8: bool) -> None:
+@pytest.mark.parametrize("quantize", [None, quantize_weight, quantize_rows_fp8])
+def test_rows_are_read_where_they_stand(quantize: Any) -> None:
     counts, from_rows = (3, 0, 5), torch.tensor([4, 0, 2, 3, 3, 1, 0, 4], device=DEVICE)
     x, weight = random(5, 40), weights_of(3, 6, 40, torch.float32)
     more: dict[str, Any] = {}
-    if int8:
-        codes, scales = quantize_weight(weight.flatten(0, 1))
+    if quantize is not None:
+        codes, scales = quantize(weight.flatten(0, 1))
         weight, more = codes.view(weight.shape), {"scales": scales.view(3, 6)}
-    got = grouped_matmul(x, weight, starts_of(counts), from_rows=from_rows, **more)
-    near(got, grouped_matmul_reference(x[from_rows], weight, starts_of(counts), **more))
+    wanted = grouped_matmul_reference(x[from_rows], weight, starts_of(counts), **more)
+    for how in (False, True):
+        given = {"from_rows": from_rows, "deterministic": how}
+        near(grouped_matmul(x, weight, starts_of(counts), **given, **more), wanted)
+
+
+def test_codes_that_a_gpu_does_not_multiply_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, scales = quantize_rows_fp8(random(6, 40))
+    monkeypatch.setattr(fp8_module, "architecture", lambda: "80")
+    with pytest.raises(ValueError, match=r"needs compute capability 8\.9 or newer, this GPU has 8\.0"):
+        grouped_matmul(random(2, 40), codes[None], starts_of((2,)), scales=scales[None])
 
 
 def test_nothing_beside_the_operands_is_read() -> None:
