@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import gcd
 from typing import Any, Literal
@@ -74,22 +74,32 @@ _SINGLE: dict[Work, dict[int, KVTiles]] = {
 }
 
 
-def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int) -> KVTiles:
-    """`head_dim`: as the model has it.
+def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int, coded: bool = False) -> KVTiles:
+    """`head_dim`: as the model has it. `coded`: the cache holds codes, whose scales take registers. There are as many
+    rows as without, and perhaps half the keys or twice the warps.
 
     AMD's compute units have 64 KiB of shared memory, for one tile in flight; warps of 64 threads; and 512 registers a
     thread where there are at most 4 of them.
     """
-    return _tiles(architecture(), work, dtype, padded_dim(head_dim))
+    return _tiles(architecture(), work, dtype, padded_dim(head_dim), coded)
 
 
 @cache
-def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int) -> KVTiles:
+def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool) -> KVTiles:
     half = _HALF if _from_memory(arch) else _HALF_OF_REGISTERS
     tiles = (_SINGLE if dtype == torch.float32 else half)[work][padded]
+    if coded and work in ("prefill", "prefix") and dtype != torch.float32:
+        tiles = _for_codes(arch, tiles, padded)
     if arch.startswith("gfx"):
         return KVTiles(tiles.rows, min(tiles.keys, 32), min(tiles.warps, 4), 1)
     return tiles
+
+
+def _for_codes(arch: str, tiles: KVTiles, padded: int) -> KVTiles:
+    """What compiles without spilling where tiles without codes just do. Not measured."""
+    halved = tiles.warps == 8 or padded == 64
+    keys = max(32 if _from_memory(arch) else 16, tiles.keys // 2) if halved else tiles.keys
+    return replace(tiles, keys=keys, warps=8)
 
 
 def _from_memory(arch: str) -> bool:
@@ -186,7 +196,7 @@ def kernel_arguments(
         "CAP": soft_cap is not None,
         "CODES": codes,
         **_strides(strides),
-        **_options(arch, work, q.dtype, *heads),
+        **_options(arch, work, q.dtype, *heads, codes != "none"),
     }
 
 
@@ -209,10 +219,10 @@ def _strides(strides: tuple[int, ...]) -> dict[str, int]:
 
 @cache
 def _options(
-    arch: str, work: Work, dtype: torch.dtype, group: int, head_dim: int, block_size: int
+    arch: str, work: Work, dtype: torch.dtype, group: int, head_dim: int, block_size: int, coded: bool
 ) -> dict[str, Any]:
     """What a kernel is compiled for."""
-    tiles = _tiles(arch, work, dtype, padded_dim(head_dim))
+    tiles = _tiles(arch, work, dtype, padded_dim(head_dim), coded)
     deterministic = work == "deterministic"
     return {
         "D": head_dim,

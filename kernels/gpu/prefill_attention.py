@@ -171,7 +171,7 @@ def prefill_attention(
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     work: Work = "deterministic" if deterministic else "prefill"
-    tiles = choose_tiles(work, q.dtype, q.shape[2])
+    tiles = choose_tiles(work, q.dtype, q.shape[2], k_scale is not None)
     if segment % tiles.keys:
         raise ValueError(f"a segment of {segment} keys is not made of tiles of {tiles.keys}")
     kv_heads = k_cache.shape[1]
