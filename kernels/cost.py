@@ -199,8 +199,8 @@ def rope_store_cost(
 def copy_parts_cost(
     tokens: int, kv_heads: int, head_dim: int, itemsize: int, tensors: int = 2, coded: bool = False
 ) -> Cost:
-    """K and V of so many cached tokens read and written; `tensors`: 1 where both are the same latents; `coded`: they are
-    codes of a byte, with a scale for each head."""
+    """K and V of so many cached tokens read and written; `tensors`: 1 where both are the same latents.
+    `coded`: they are codes of a byte, with a scale for each head."""
     head = head_dim + 4 if coded else head_dim * itemsize
     return Cost(0, 2 * tensors * tokens * kv_heads * head)
 

@@ -283,7 +283,7 @@ def test_time_that_is_left_goes_to_the_others():
 def kernel(**more: Any) -> dict[str, Any]:
     """10 GFLOP and 1 GB in 2 ms."""
     timed = {"median_s": 2e-3, "min_s": 1e-3, "runs": 5, "host_s": 1e-5}
-    plain = {"kind": "kernel", "kernel": "k", "size": "s", "dtype": "bfloat16", "coded_ops": 0, "error": 0.0}
+    plain = {"kind": "kernel", "kernel": "k", "size": "s", "dtype": "bfloat16", "int8_ops": 0, "error": 0.0}
     others = {"peer": {**timed, "median_s": 3e-3}}
     given = {"flops": 10**10, "bytes": 10**9, "target": 0.85, "aim": {"peer": 10.0}}
     return {**plain, **given, "ours": timed, "others": others, **more}

@@ -52,7 +52,7 @@ def _kernel(
     told: dict[str, Any] = {"times_as_fast": others}
     if found is None:
         return told
-    cost = Cost(result["flops"], result["bytes"], result["coded_ops"])
+    cost = Cost(result["flops"], result["bytes"], result["int8_ops"])
     bound = cost.seconds(found)
     by = "memory" if cost.bytes / found.bytes_per_s == bound else "compute"
     rates = {"flops_per_s": cost.flops / taken, "bytes_per_s": cost.bytes / taken}
