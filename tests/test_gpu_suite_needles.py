@@ -33,9 +33,10 @@ def test_borders_are_where_tiles_blocks_and_segments_meet():
 def attended(paged: Paged, q: Tensor, needle: Needle, last: int, weights: dict[int, float]) -> Tensor:
     """(group, dim): what the reader's heads see of keys 0 … last, each as often as `weights` says, once if it does
     not."""
-    heads, scale = paged.heads, 1.0 if paged.scale is None else float(paged.scale)
-    k, v = (cache[paged.table[needle.sequence].long(), needle.head] for cache in (paged.k, paged.v))
-    k, v = (t.flatten(0, 1)[: last + 1].double() * scale for t in (k, v))
+    heads, places = paged.heads, (paged.table[needle.sequence].long(), needle.head)
+    k, v = (cache[places].flatten(0, 1)[: last + 1].double() for cache in (paged.k, paged.v))
+    if paged.scale is not None:
+        k, v = (t * paged.scale[places].flatten()[: last + 1, None] for t in (k, v))
     often = torch.ones(last + 1, dtype=torch.float64)
     for at, weight in weights.items():
         often[at] = weight
