@@ -170,8 +170,8 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     replicas, gpus = _replicas(job, device, hardware is None)
     tiles = runs_in_tiles(device)
     arm = arm_sums(dtype) if device == "cpu" else ""
-    shared = (replicas, gpus, arm, job.model.kv_cache_dtype)
-    return Setting(device, dtype, length, hardware or detect(device), *chosen, tiles, *shared)
+    kept, place = job.model.kv_cache_dtype, hardware or detect(device)
+    return Setting(device, dtype, length, place, *chosen, tiles, replicas, gpus, arm, kept)
 
 
 def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
