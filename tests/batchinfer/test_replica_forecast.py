@@ -73,13 +73,12 @@ def test_the_run_then_computes_what_was_forecast(job: Path) -> None:
 def test_of_a_part_the_whole_is_forecast(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = planned(job, 2, GPU).forecast
     monkeypatch.setattr("batchinfer.engine_forecast.WINDOW", 10)
-    monkeypatch.setattr("batchinfer.engine_forecast.FULL_BATCHES", 2)
     monkeypatch.setattr("batchinfer.job_forecast.PLAN_MOST_S", 0.002)
     part = planned(job, 2, GPU).forecast
     assert whole is not None
     assert part is not None
     assert part.simulated < 0.9
-    assert part.seconds == pytest.approx(whole.seconds, rel=0.15)
+    assert part.seconds == pytest.approx(whole.seconds, rel=0.2)
     assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.1)
 
 
