@@ -127,8 +127,8 @@ def instead(work: Work, tiles: KVTiles) -> Iterator[None]:
     """Plans and launches of this kind are cut so; what launches remember of the usual ones is forgotten."""
     usual = attention_launch._tiles
 
-    def choose(arch: str, kind: Work, dtype: torch.dtype, padded: int) -> KVTiles:
-        return tiles if kind == work else usual(arch, kind, dtype, padded)
+    def choose(arch: str, kind: Work, dtype: torch.dtype, padded: int, coded: bool) -> KVTiles:
+        return tiles if kind == work else usual(arch, kind, dtype, padded, coded)
 
     with patch.object(attention_launch, "_tiles", choose):
         attention_launch._options.cache_clear()
