@@ -329,7 +329,7 @@ def test_what_no_datasheet_states_has_no_share_of_it():
 
 def test_int8_operations_are_held_against_their_own_peak():
     peaks = {"bfloat16": 1e13, "int8": 2e13, "bytes_per_s": 1e15}
-    result = kernel(flops=10**11, coded_ops=10**11)
+    result = kernel(flops=10**11, int8_ops=10**11)
     assert with_shares(record(result), peaks)["sections"][0]["results"][0]["bound_s"] == pytest.approx(5e-3)
 
 
