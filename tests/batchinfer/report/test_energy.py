@@ -33,7 +33,7 @@ def test_packages_are_summed_and_their_parts_and_the_platform_are_not(tmp_path: 
     two = zone(tmp_path, "intel-rapl:1", "package-1", 0)
     part = zone(tmp_path, "intel-rapl:0:0", "core", 0)
     platform = zone(tmp_path, "intel-rapl:2", "psys", 0)
-    meter = EnergyMeter(rapl_counters(tmp_path), ())
+    meter = EnergyMeter(rapl_counters(tmp_path), (), clock=lambda: 0.0)
     (one / "energy_uj").write_text("100000")  # it started again at a joule
     for other in (two, part, platform):
         (other / "energy_uj").write_text("500000")
