@@ -33,6 +33,8 @@ PLAN_MOST_S = 5.0  # what `plan` may simulate for
 RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # a run: of the time that it takes at the least, or so many seconds
 STRETCHES, LEAST_STRETCH = 16, 16  # of the requests that are simulated; requests
 TWO_PARTS = 1.5  # a part and its half are simulated
+# Nor more than twice so many rows, and tokens of their prompts: they are held in memory
+MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 25
 FULL_BATCHES = 4  # in a part, at the least: in its half, too, rows have to wait until others have ended
 
 
@@ -131,7 +133,8 @@ class ForecastEngine:
         engines = self.setup.setting.replicas  # of which one is simulated
         within = int(windows * budget_s * engines / takes_s / TWO_PARTS)
         least = max(2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / WINDOW))
-        return max(1, windows // max(within, least))
+        rows = min(MOST_ROWS, MOST_TOKENS * self.plan.to_run // max(1, self.plan.prompt_tokens))
+        return max(1, windows // max(min(within, rows // WINDOW), least))
 
     def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
         return [requests for _, requests in planned_requests(self.plan, prompts, WINDOW, every)]

@@ -19,11 +19,12 @@ from batchinfer.engine_forecast import forecast_engine
 from batchinfer.errors import OutOfMemory
 from batchinfer.job import Job
 from batchinfer.plan.field_order import field_order
-from batchinfer.plan.plan import Plan, Window
+from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
+from batchinfer.plan.requests import planned_requests
 from batchinfer.preflight import Setup
 from batchinfer.report.units import count
-from batchinfer.request import RowError, SamplingParams
+from batchinfer.request import RowError
 
 MOST_ROWS = 20_000  # are looked at: some seconds for each way to write the prompt
 SIMULATE_S = 1.0  # for each way
@@ -52,11 +53,6 @@ class Looked:
     plan: Plan
     index: Index
     seconds: float | None
-
-    def prompts(self, window: Window) -> list[list[int]]:
-        """Token ids of a window of the plan."""
-        offsets, counts = (window.numbers(name).tolist() for name in ("token_offset", "token_count"))
-        return [self.index.tokens.read(*place).tolist() for place in zip(offsets, counts, strict=True)]
 
     @property
     def tokens(self) -> int:
@@ -173,12 +169,13 @@ class Linter:
 
     def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:
         """Of each prompt whose answer is greedy: its text, its parameters, and how many of its tokens no other has."""
-        for window in first.plan.windows(_BATCH):
-            own = (window.numbers("token_count") - window.numbers("prefix_tokens")).tolist()
-            texts = self.setup.tokenizer.decode_batch(first.prompts(window))
-            for text, params, tokens in zip(texts, window.params, own, strict=True):
-                if SamplingParams.from_json(params).greedy:
-                    yield text, params, tokens
+        before = 0  # tokens that a prompt shares with the one before it
+        for window, requests in planned_requests(first.plan, first.index.tokens, _BATCH):
+            texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])
+            for text, params, request in zip(texts, window.params, requests, strict=True):
+                shared, before = max(before, request.shares_next), request.shares_next
+                if request.params.greedy:
+                    yield text, params, len(request.prompt) - min(shared, len(request.prompt) - 1)
 
 
 def _with_template(job: Job, template: str | None, index: Index) -> Job:

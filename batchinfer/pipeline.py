@@ -361,9 +361,10 @@ class _Run:
 
     def _execute(self, plan: Plan, index: Index, store: CompletionStore, budget: Budget) -> None:
         """The engine's part. On a signal: what runs may finish, all that is finished is committed."""
-        config = self.setting.engine_config(self.job, plan.longest, index.logprobs)
-        specs = worker_specs(self.job, self.setting, config, self.options.engine)
-        meter = self.report.open_meter(self.setting.model_cost(self.checkpoint))
+        setting = self.setting.for_rows(plan.to_run)
+        config = setting.engine_config(self.job, plan.longest, index.logprobs)
+        specs = worker_specs(self.job, setting, config, self.options.engine)
+        meter = self.report.open_meter(setting, setting.model_cost(self.checkpoint))
         if index.error_rows:
             self.progress.failed(dict(summarise_errors(index.index_parts).codes))
         columns, budget = self.setup.columns, budget.starting_at(index.error_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from batchinfer.report.hardware import (
     detect,
     has_fast_bf16,
     nvidia_gpus,
+    several_kinds,
     usable_gpus,
 )
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
@@ -59,6 +60,11 @@ class Setting:
     gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
     arm: str = ""  # how an Arm CPU adds up; empty elsewhere
     kv_cache: KvCacheDtype = "auto"
+
+    def for_rows(self, rows: int) -> Setting:
+        """With no more engines than there are rows."""
+        replicas = max(1, min(self.replicas, rows))
+        return replace(self, replicas=replicas, gpus=self.gpus[:replicas] if replicas > 1 else ())
 
     @property
     def arithmetic(self) -> str:
@@ -188,6 +194,12 @@ def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...
     if wanted > max(1, room):
         what = f"GPUs, and CUDA may use {room}" if device == "cuda" else f"cores, and {room} may be used"
         text = f"{wanted} engines need as many {what}; lower it, or leave it out"
+        raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
+    if wanted > 1 and device == "cuda" and job.engine.deterministic and several_kinds():
+        text = (
+            "a deterministic job's bits must not depend on the GPU that a row gets, and this machine has GPUs of "
+            "several kinds; unset CUDA_VISIBLE_DEVICES, which takes all of the first one's kind, or make it 1"
+        )
         raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
     return wanted, tuple(gpus[:wanted]) if wanted > 1 else ()
 

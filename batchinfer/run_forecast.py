@@ -38,6 +38,8 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunFor
         return _forecast(forecast_engine(job, setup, plan), prompts)
     except OutOfMemory:  # reckoned from here; the engine's own process knows better, and says so
         return RunForecast()
+    except MemoryError:
+        return RunForecast(None, ("no forecast: too little memory to simulate the job",))
     except (ArithmeticError, ValueError) as error:
         return RunForecast(None, (f"no forecast: {type(error).__name__}: {error}; please report it",))
 

@@ -100,12 +100,12 @@ class RunReport:
                 forecast_answers_from=seen.answers_from,
             )
 
-    def open_meter(self, cost: ModelCost) -> Meter:
-        """The meter that the engine's samples go to; `cost`: of the model that they ran."""
+    def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
+        """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
+        self._setting = setting
+        self.note(replicas=setting.replicas)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._meter = Meter(
-            self.folder, self._run_id, Machine(cost, self._setting.peaks, self._setting.replicas)
-        )
+        self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, setting.replicas))
         return self._meter
 
     def began(self, infos: Sequence[EngineInfo]) -> None:

@@ -409,9 +409,10 @@ class Scheduler:
         sources = self.parts.take(sequence)
         if self._fits(sequence, budget):
             return sources
-        if sources and not self.running and not self.leaving:  # nobody will make room for them
+        if sources:  # before its blocks are given back: what follows them is to be evicted first
             self.parts.give_back(sequence)
-            return []
+            if not self.running and not self.leaving:  # nobody will make room for them
+                return []
         return None
 
     def _copy(self, sequence: Sequence, sources: list[int], step: Step) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,7 +35,8 @@ class PromptIndex:
         if self._newest is not None and self._newest_ended:
             self._remove(self._newest)
         alike = self._alike(sequence)
-        alike.insert(bisect_left(alike, _text(sequence), key=_text), sequence)
+        # behind its equals: mostly the oldest one is removed first, and looked for from the front
+        alike.insert(bisect_right(alike, _text(sequence), key=_text), sequence)
         self._newest, self._newest_ended = sequence, False
 
     def remove(self, sequence: Sequence) -> None:

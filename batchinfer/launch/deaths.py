@@ -12,10 +12,13 @@ class Deaths:
         self._name_rows = name_rows
         self._before: list[bytes] | None = None  # in work at the death before this one; None: there was none
 
-    def named(self, in_work: Sequence[bytes], loaded: bool) -> str:
-        """What was in work at this death, and what of it at the one before, too."""
+    def named(self, in_work: Sequence[bytes], loaded: bool, restarted: bool) -> str:
+        """What was in work at this death, and what of it at the one before, too.
+
+        `loaded`: the engine had; `restarted`: it had died before.
+        """
         before, self._before = self._before, list(in_work)
-        again = "" if before is None else " again, after a restart"
+        again = " again, after a restart" if restarted else ""
         if not in_work:
             return f"no row was in work{again}" if loaded else f"it was loading the model{again}"
         earlier = set(before or ())

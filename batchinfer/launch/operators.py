@@ -28,7 +28,7 @@ class OperatorsBuild:
 
     def look(self) -> None:
         """Say, once each, that it goes on and that it is done. Why it failed the engine says, which fails likewise."""
-        if not self._told:
+        if not self._told and self._build is not None and self._build.error is None:
             self._told = True
             self._notice(COMPILING)
         if self._took is not None and not self._told_done:

@@ -227,7 +227,7 @@ class ReplicaPool:
             return
         what, again = str(error), crash is not None and self._may_restart(replica)
         if crash is not None:
-            named = self._deaths.named(replica.in_work(), replica.info is not None)
+            named = self._deaths.named(replica.in_work(), replica.info is not None, replica.restarts > 0)
             if not again and not others:
                 raise crash.error(named) from error
             what = f"{crash.what}; {named}"

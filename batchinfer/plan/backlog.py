@@ -14,6 +14,7 @@ MOST_ROWS = 256  # that one of several engines is given at once
 # The fewer rows are left, the fewer are handed out at once: an engine's even share of them divided by this. So engines
 # end together, even if one is several times slower than another.
 PIECES_LEFT = 4
+_READ = 1024  # rows at a time: a cut looks at all that were read
 
 
 class Backlog:
@@ -107,9 +108,14 @@ def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
         return list(requests)
     backlog, loads = Backlog(), [0] * engines
     shares: list[list[Request]] = [[] for _ in range(engines)]
-    backlog.append(requests)
-    while len(backlog):
-        piece = backlog.take(piece_rows(len(backlog), engines), engines)
+    left, read = len(requests), 0
+    while left:
+        rows = piece_rows(left, engines)
+        while read < len(requests) and len(backlog) < 2 * rows:  # as those are read that are handed out
+            backlog.append(requests[read : read + _READ])
+            read += _READ
+        piece = backlog.take(rows, engines)
+        left -= len(piece)
         least = loads.index(min(loads))
         shares[least] += piece
         loads[least] += sum(map(tokens_of, piece))

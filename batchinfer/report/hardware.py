@@ -325,6 +325,12 @@ def usable_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
     return [str(number) for number, gpu in enumerate(found) if gpu.name == found[0].name]
 
 
+def several_kinds(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether those that `usable_gpus` finds may be of several kinds: CUDA_VISIBLE_DEVICES lists them, and the machine
+    has several."""
+    return "CUDA_VISIBLE_DEVICES" in env and len({gpu.name for gpu in nvidia_gpus()}) > 1
+
+
 def _parse_gpu(line: str) -> Gpu:
     name, _, mebibytes = line.rpartition(",")
     size = mebibytes.strip()

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from batchinfer_kernels.cpu.build import build_library, library_path
+from batchinfer_kernels.cpu.build import build_library, is_built, library_path
 from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
 
 
@@ -24,7 +24,7 @@ class BackgroundBuild:
     @classmethod
     def needed(cls, cache: Path | None = None) -> BackgroundBuild | None:
         """None where the library is there. Raises NoCompiler."""
-        return None if library_path(cache).exists() else cls(cache)
+        return None if is_built(library_path(cache)) else cls(cache)
 
     def stop(self) -> None:
         """End it, done or not."""

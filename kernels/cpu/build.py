@@ -14,11 +14,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 
-from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
+from batchinfer_kernels.cpu.compilers import TIMEOUT_S, Compilers, NoCompiler
 from batchinfer_kernels.tiles import OPTIONS, TileWay, tile_grant
 
 FOLDER = Path(__file__).parent
@@ -63,12 +63,20 @@ def build_library(
     """The file of the library, compiled if it is not there. Processes that build it at once wait for the first of them.
     Raises NoCompiler."""
     library = library_path(cache, tiles)
-    if not library.exists():
+    if not is_built(library):
         compilers = compilers or Compilers()
         with _alone(library, compilers):
-            if not library.exists():
+            if not is_built(library):
                 _compile(library, compilers, _flags(tiles))
     return library
+
+
+def is_built(library: Path) -> bool:
+    """Whether the file is there. Raises NoCompiler where its folder may not be looked into."""
+    try:
+        return library.exists()
+    except OSError as error:
+        raise NoCompiler(f"{library} cannot be read: {error}") from error
 
 
 def library_path(cache: Path | None = None, tiles: TileWay | None = None) -> Path:
@@ -95,16 +103,25 @@ def _compiler() -> str:
 
 @contextmanager
 def _alone(library: Path, compilers: Compilers) -> Iterator[None]:
-    """While it lasts, no other process compiles this library. Raises NoCompiler."""
+    """While it lasts, no other process compiles this library; but where the lock cannot be had, because it is another
+    user's or its holder was stopped, each builds for itself. Raises NoCompiler."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with library.with_suffix(".lock").open("w") as lock:
-            while not _locked(lock):
+        with _lock_file(library.with_suffix(".lock")) as lock:
+            until = time.monotonic() + TIMEOUT_S
+            while lock is not None and not _locked(lock) and time.monotonic() < until:
                 compilers.check()
                 time.sleep(LOOK_S)
             yield
     except OSError as error:
         raise NoCompiler(f"{library} cannot be built: {error}") from error
+
+
+def _lock_file(path: Path) -> AbstractContextManager[IO[str] | None]:
+    try:
+        return path.open("w")
+    except OSError:
+        return nullcontext()
 
 
 def _locked(lock: IO[str]) -> bool:

@@ -375,7 +375,7 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
     sections = (ModelSection, InputSection, PromptSection)
     found = [{n: f.default for n, f in s.model_fields.items() if not f.is_required()} for s in sections]
     assert found == [
-        {"dtype": "auto", "quantization": "none", "max_model_len": None},
+        {"dtype": "auto", "quantization": "none", "kv_cache_dtype": "auto", "max_model_len": None},
         {
             "path": None,
             "sql": None,

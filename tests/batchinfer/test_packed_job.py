@@ -47,6 +47,6 @@ def test_validate_says_what_the_weights_take(models: Path, tmp_path: Path) -> No
 def test_other_ways_to_quantize_are_refused(models: Path, tmp_path: Path) -> None:
     edit_json(models / "packed" / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
     with pytest.raises(
-        JobFileError, match="quant_method 'awq' are not supported; float weights, mxfp4 and fp8 are"
+        JobFileError, match="quant_method 'awq' are not supported; float weights, mxfp4, fp8, "
     ):
         validate_job(load_job(write_job(tmp_path, models / "packed", ROWS, **PLAIN), ()))

@@ -75,6 +75,12 @@ def test_two_engines_share_the_work_and_the_report_says_so(job: Path) -> None:
     assert sum(one["device_s"] for one in report(job, "phases")) == pytest.approx(row["model_s"])
 
 
+def test_no_more_engines_are_started_than_there_are_rows(tmp_path: Path, job: Path) -> None:
+    row = run(job, FAKE, TWO, ("input.limit", "1")).row
+    assert (row["replicas"], row["rows_ok"]) == (1, 1)
+    assert (tmp_path / "starts").read_text().count(".") == 1
+
+
 @pytest.mark.parametrize("step", [0, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_engine_that_is_killed_costs_its_rows_in_work(
     job: Path, monkeypatch: pytest.MonkeyPatch, step: int

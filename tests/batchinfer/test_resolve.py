@@ -396,3 +396,16 @@ def test_a_single_engine_has_the_machine_to_itself(tmp_path: Path, checkpoint: C
     config = setting.engine_config(job, 64)
     assert worker_specs(job, setting, config, "a:b") == [WorkerSpec(config, job.model.path, "a:b")]
     assert (config.threads, config.memory) == (None, None)
+
+
+def test_bits_that_are_promised_do_not_come_from_gpus_of_several_kinds(
+    tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch
+) -> None:
+    machine.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    gpu, deterministic = ("engine.device", "cuda"), ("engine.deterministic", "true")
+    assert resolve(job_of(tmp_path, gpu), checkpoint).replicas == 2
+    with pytest.raises(JobFileError, match="GPUs of several kinds"):
+        resolve(job_of(tmp_path, gpu, deterministic), checkpoint)
+    assert (
+        resolve(job_of(tmp_path, gpu, deterministic, ("engine.data_parallel", "1")), checkpoint).replicas == 1
+    )

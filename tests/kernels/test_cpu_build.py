@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import time
@@ -95,3 +96,27 @@ def test_a_build_that_fails_says_why(monkeypatch, tmp_path):
     assert "cannot build the operators: no such thing" in str(building.error)
     with pytest.raises(NoCompiler, match="no such thing"):
         build.build_library(tmp_path / "cache")
+
+
+def test_without_the_lock_each_builds_for_itself(monkeypatch, tmp_path):
+    """It may be another user's, or its holder may have been stopped."""
+    compiler, log = fake_compiler(tmp_path)
+    monkeypatch.setenv("CC", str(compiler))
+    lock = build.library_path(tmp_path / "cache").with_suffix(".lock")
+    lock.mkdir(parents=True)  # cannot be opened, not even by root
+    assert build.build_library(tmp_path / "cache").exists()
+    lock = build.library_path(tmp_path / "other").with_suffix(".lock")
+    lock.parent.mkdir()
+    monkeypatch.setattr(build, "TIMEOUT_S", 0.2)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert build.build_library(tmp_path / "other").exists()
+    assert log.read_text().split().count("begin") == 2 * CALLS
+
+
+def test_a_cache_that_cannot_be_looked_into_is_no_library(monkeypatch, tmp_path):
+    compiler, _ = fake_compiler(tmp_path)
+    monkeypatch.setenv("CC", str(compiler))
+    for ask in (build.build_library, BackgroundBuild.needed):
+        with pytest.raises(NoCompiler, match="cannot be read"):
+            ask(tmp_path / ("x" * 300))

@@ -64,7 +64,8 @@ class Driver:
         self.check_sharing(step.chunks[self.random.randrange(2) :: 2])
         if step.chunks:
             self.check_rows([chunk.sequence for chunk in step.chunks])
-        self.scheduler.launched()
+            self.scheduler.launched()
+        assert not self.scheduler.pool.held, "a block is held for a copy that was made, or is not to be made"
         for chunk in step.chunks:
             self.post_process(chunk.sequence, chunk.end, chunk.samples)
         self.scheduler.check_integrity()

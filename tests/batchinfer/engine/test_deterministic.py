@@ -204,7 +204,7 @@ def test_arithmetics_differ():
     assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
-def refuse(*_: object) -> None:
+def refuse(**_: object) -> None:
     raise NoCompiler("no C compiler: none of cc, gcc, clang is there")
 
 

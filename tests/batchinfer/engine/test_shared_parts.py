@@ -237,3 +237,27 @@ def test_bytes_of_copies_are_those_of_what_is_read_and_written() -> None:
     padded = runner.caches[0].k.shape[3] / heads.head_dim
     assert cost.copied.bytes == 2 * block / padded
     assert torch.isnan(runner.caches[0].k).all()
+
+
+def test_what_a_row_that_does_not_fit_would_copy_is_not_held() -> None:
+    """The last row alone needs the whole cache, and waits for the step in flight of one that has left."""
+    scheduler = Scheduler(SchedulerConfig(8, 64), BlockPool(6, 4))
+    common = list(range(10))
+    first, other, last = (
+        sequence(prompt, outputs, key, exact=True)
+        for key, (prompt, outputs) in enumerate(
+            [([*common, 50], 1), ([70, 71], 1), ([*common, *range(100, 111)], 3)]
+        )
+    )
+    for one in (first, other, last):
+        scheduler.add(one)
+    assert [chunk.sequence for chunk in scheduler.schedule().chunks] == [first, other]
+    scheduler.launched()
+    scheduler.finish(first)
+    scheduler.leave(other)
+    assert not scheduler.schedule().chunks
+    assert not scheduler.pool.held
+    scheduler.release(other)
+    step = scheduler.schedule()
+    assert [chunk.sequence for chunk in step.chunks] == [last]
+    assert step.preemptions == 0

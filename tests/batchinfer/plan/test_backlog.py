@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.plan.backlog import DIVIDES_AT, Backlog, cut, piece_rows
+from batchinfer.plan.backlog import DIVIDES_AT, Backlog, cut, piece_rows, share_of, tokens_of
 from batchinfer.request import Request, SamplingParams
 
 
@@ -102,3 +104,11 @@ def test_rows_that_come_back_are_first() -> None:
     backlog.put_back(requests[:1])
     assert [request.key for request in backlog.take_all()] == [request.key for request in requests]
     assert not len(backlog)
+
+
+def test_the_busiest_engines_share_of_many_rows_is_found_at_once() -> None:
+    many = rows(*[(4, 16, 16)] * 25_000)
+    began = time.monotonic()
+    share = share_of(many, 2)
+    assert time.monotonic() - began < 10
+    assert sum(map(tokens_of, share)) == pytest.approx(sum(map(tokens_of, many)) / 2, rel=0.01)
