@@ -205,14 +205,14 @@ def test_an_engine_that_dies_loses_nothing(tmp_path, model, monkeypatch):
 
 
 def test_every_moment_of_a_run_is_in_a_phase(tmp_path, model, monkeypatch):
-    """Before, a second of the quickstart stood in none."""
+    """Before, a second of the quickstart stood in none. A busy machine may hold a process up for a tenth of one."""
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.5")
     path = write_job(tmp_path, model, people(30))
     for options in (replace(FAKE, already_s=0.7), NO_ENGINE):  # the second has nothing to do
         row = run(path, options).row
         spent = {name: row[f"{name}_s"] for name in PHASES if row[f"{name}_s"] is not None}
         assert sum(spent.values()) == pytest.approx(row["wall_s"], rel=0.01)
-        assert spent["other"] <= 0.02 * row["wall_s"] + 0.05, spent
+        assert spent["other"] <= 0.02 * row["wall_s"] + 0.2, spent
         assert row["wall_s"] == pytest.approx((row["finished_at"] - row["started_at"]).total_seconds())
     assert row["engine_s"] is None
     assert set(spent) == {"startup", "close", "other"}
