@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from batchinfer.core_load import CoreLoad
 from batchinfer.cpus import usable_cpus
 from batchinfer.errors import Busy, Unavailable
+from batchinfer.operators_build import build_operators
 from batchinfer.report.hardware import (
     Gpu,
     Hardware,
@@ -29,8 +30,9 @@ LOOK_S = 1.0  # for how long to look whether the machine is quiet
 MOST_BUSY = 0.2  # cores that other processes may use meanwhile
 
 
-def measure_hardware(although_busy: bool = False) -> Path:
-    """Measure the CPU, and the peaks of the GPU where torch sees one, and remember it all; the file written.
+def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] = lambda _: None) -> Path:
+    """Measure the CPU, and the peaks of the GPU where torch sees one, and remember it all; the file written. `notice`
+    gets a line where the CPU operators have to be compiled first.
 
     Raises Busy, and remembers nothing, when other processes use the cores before or meanwhile, but for `although_busy`.
     """
@@ -38,6 +40,7 @@ def measure_hardware(although_busy: bool = False) -> Path:
 
     from batchinfer.ops.peaks import measure_peaks
 
+    build_operators("cpu", notice)
     load = CoreLoad()
     time.sleep(LOOK_S)
     if not although_busy:

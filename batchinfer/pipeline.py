@@ -54,10 +54,10 @@ from batchinfer.job_forecast_text import plan_line
 from batchinfer.launch.feed import run_plan
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
-from batchinfer.launch.operators import OperatorsBuild, operators_built
 from batchinfer.launch.places import worker_specs
 from batchinfer.launch.replica_pool import ReplicaPool
 from batchinfer.models.stored import StoredModel
+from batchinfer.operators_build import OperatorsBuild, operators_built
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.preflight import Setup, check_input, check_setup

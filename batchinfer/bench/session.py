@@ -28,6 +28,7 @@ from batchinfer.models.dummy import DummyWeights, write_checkpoint
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import SHAPES, shape_config
+from batchinfer.operators_build import build_operators
 from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
 from batchinfer.report.hardware import has_fast_bf16
 from batchinfer.resolve import auto_dtype, runs_in_tiles
@@ -48,6 +49,7 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     options.check()
     workloads = [workload_of(options, name) for name in options.workloads]
     config = _engine_config(options, longest=max(workload.longest for workload in workloads))
+    build_operators(config.device, notice)
     torch.set_num_threads(options.threads or usable_cpus())  # before the peaks are measured
     measure = measure or _measure_of(options)
     before = _measured(config, measure, notice)

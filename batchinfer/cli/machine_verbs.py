@@ -39,7 +39,7 @@ def doctor(
         raise UsageError("--although-busy says how --measure measures; give --measure, too")
     if measure:
         tell("measuring matrix products, memory and steps of two small models, up to a minute ...")
-        tell(printable(f"wrote {measurement.measure_hardware(although_busy)}"))
+        tell(printable(f"wrote {measurement.measure_hardware(although_busy, tell)}"))
     facts = verbs.machine_facts()
     if as_json:
         say_json({fact.name: fact.value for fact in facts})

@@ -26,6 +26,10 @@ class BackgroundBuild:
         """None where the library is there. Raises NoCompiler."""
         return None if is_built(library_path(cache)) else cls(cache)
 
+    def wait(self) -> None:
+        """Until the library is there, or `error` says why it will not be."""
+        self._thread.join()
+
     def stop(self) -> None:
         """End it, done or not."""
         self._compilers.stop()

@@ -10,7 +10,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from batchinfer.launch.operators import COMPILING, operators_built
+from batchinfer.operators_build import COMPILING, operators_built
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.kernels.fake_compiler import fake_compiler

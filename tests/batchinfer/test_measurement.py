@@ -11,13 +11,16 @@ from batchinfer.engine import calibration
 from batchinfer.engine.calibration import Calibration
 from batchinfer.errors import Busy, Unavailable
 from batchinfer.measurement import MOST_BUSY, measure_hardware
+from batchinfer.operators_build import COMPILING_FIRST
 from batchinfer.ops import peaks
 from batchinfer.ops.peaks import MeasuredPeaks
 from batchinfer.report.hardware import detect
 from batchinfer.simulation.step_parts import PARTS, predicted, step_parts
 from batchinfer.simulation.step_time import StepTime
 from batchinfer_kernels.cost import Peaks, StepShape
+from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from tests.batchinfer.engine.simulation import LLAMA_135M
+from tests.kernels.fake_compiler import fake_compiler
 
 FOUND = MeasuredPeaks(None, {"float32": 1e9}, 1e9, 1e9, 0.0)
 
@@ -54,6 +57,7 @@ class Load:
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(fake_compiler(tmp_path)[0]))
     monkeypatch.setattr(measurement, "LOOK_S", 0.0)
     monkeypatch.setattr(measurement, "nvidia_gpus", list)
     monkeypatch.setattr(peaks, "measure_peaks", lambda _: FOUND)
@@ -70,6 +74,25 @@ def test_a_busy_machine_is_not_measured(
         measure_hardware()
     assert not list(tmp_path.rglob("*.json"))
     assert measure_hardware(although_busy=True).exists()
+
+
+def test_the_operators_are_compiled_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later the compiler would count as another user of the cores, and a new machine would be refused as busy."""
+    notices: list[str] = []
+    looks: list[bool] = []
+
+    def load() -> Load:
+        looks.append(BackgroundBuild.needed() is None)
+        return Load(0.0, 0.0)
+
+    monkeypatch.setattr(measurement, "CoreLoad", load)
+    measure_hardware(notice=notices.append)
+    assert looks == [True]
+    assert notices[0] == COMPILING_FIRST
+    assert "the CPU operators are compiled: it took" in notices[1]
+    monkeypatch.setattr(measurement, "CoreLoad", lambda: Load(0.0, 0.0))
+    measure_hardware(notice=notices.append)
+    assert len(notices) == 2
 
 
 @pytest.mark.parametrize("others", [(0.0, MOST_BUSY), (None, None)], ids=["quiet", "unknown"])

@@ -1,4 +1,5 @@
-"""The operators of a machine's first run, compiled while its input is read and planned."""
+"""The operators of a machine's first run, compiled while its input is read and planned; or at once, where nothing else
+can be done meanwhile."""
 
 from __future__ import annotations
 
@@ -9,15 +10,18 @@ from contextlib import contextmanager
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from batchinfer_kernels.cpu.compilers import NoCompiler
 
-COMPILING = "compiling the CPU operators for this machine (once), while the input is read and planned"
+COMPILING_FIRST = "compiling the CPU operators for this machine (once)"
+COMPILING = f"{COMPILING_FIRST}, while the input is read and planned"
 
 
 class OperatorsBuild:
     """What the run says and records of compiling."""
 
-    def __init__(self, build: BackgroundBuild | None, notice: Callable[[str], None]) -> None:
-        """build: None where there is nothing to compile."""
-        self._build, self._notice = build, notice
+    def __init__(
+        self, build: BackgroundBuild | None, notice: Callable[[str], None], line: str = COMPILING
+    ) -> None:
+        """build: None where there is nothing to compile. line: what to say of it while it goes on."""
+        self._build, self._notice, self._line = build, notice, line
         self._told = self._told_done = build is None
         self._needed_at: float | None = None
 
@@ -30,7 +34,7 @@ class OperatorsBuild:
         """Say, once each, that it goes on and that it is done. Why it failed the engine says, which fails likewise."""
         if not self._told and self._build is not None and self._build.error is None:
             self._told = True
-            self._notice(COMPILING)
+            self._notice(self._line)
         if self._took is not None and not self._told_done:
             self._told_done = True
             self._notice(f"the CPU operators are compiled: it took {self._took:.1f} s")
@@ -62,6 +66,21 @@ def operators_built(
     finally:
         if build is not None:
             build.stop()
+
+
+def build_operators(device: str, notice: Callable[[str], None]) -> None:
+    """Compile what `device` lacks before anything else is done, and say so. The compiler's processes would look like
+    those of other users to what measures this machine. Without a compiler nothing is said: the operators' user does."""
+    build = _build_for(device)
+    if build is None:
+        return
+    told = OperatorsBuild(build, notice, COMPILING_FIRST)
+    try:
+        told.look()
+        build.wait()
+        told.look()
+    finally:
+        build.stop()
 
 
 def _build_for(device: str) -> BackgroundBuild | None:
