@@ -23,11 +23,32 @@ from batchinfer.ops.interface import (
 
 
 class AttentionHalf(ABC):
-    """(T, hidden) → (T, hidden); K and V of the step's tokens are written to the cache."""
+    """(T, hidden) → (T, hidden), in three parts. What the first and the last launch depends on the number of tokens
+    alone, not on whose they are."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
-        """x: what the layer's norm gave."""
+    def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        """x, what the layer's norm gave → (T, heads, dim). K and V of the step's tokens are written to the cache."""
+
+    @abstractmethod
+    def attended(
+        self,
+        queries: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """(T, heads, dim) → (T, heads, another dim), written to `out` if given."""
+
+    @abstractmethod
+    def result(self, attended: Tensor) -> Tensor:
+        """→ (T, hidden)"""
+
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, int]:
+        """Values of a token: of its queries, and of what is attended."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,19 +60,38 @@ class HeadsAttention(AttentionHalf):
     parts: LayerParts
     rope: RopeTable
 
-    def __call__(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
-        linears, spec = self.parts.linears, self.spec
-        qkv = linears[spec.first](x)
+    def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        spec = self.spec
+        qkv = self.parts.linears[spec.first](x)
         if spec.q_norm is not None and not spec.norms_heads:
             self._norm_apart(qkv)
         heads = qkv.view(len(qkv), -1, spec.head_dim)
-        q = (
+        return (
             self._rotated(heads, inputs, cache)
             if spec.kv_layer is None
             else self._rotated_alone(heads, inputs)
         )
+
+    def attended(
+        self,
+        queries: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        spec = self.spec
+        if inputs.parts is not None and spec.kv_layer is None:
+            self.ops.copy_parts(cache, inputs.parts)
         rules = (spec.scale, spec.window, spec.soft_cap, self.parts.vectors.get("sinks"))
-        return linears["o"](self.ops.attention(q, cache, plan, *rules).flatten(1))
+        return self.ops.attention(queries, cache, plan, *rules, out=out)
+
+    def result(self, attended: Tensor) -> Tensor:
+        return self.parts.linears["o"](attended.flatten(1))
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.spec.q_width, self.spec.q_width
 
     def _rotated(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
         """q; rotated k, and v, go to the cache."""
@@ -59,10 +99,7 @@ class HeadsAttention(AttentionHalf):
         q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
         each = (norms["q_norm"], norms["k_norm"], *_numbers(spec.q_norm)) if spec.norms_heads else ()
-        rotated = self.ops.rope_store(q, k, v, self.rope, inputs, cache, *each)
-        if inputs.parts is not None:
-            self.ops.copy_parts(cache, inputs.parts)
-        return rotated
+        return self.ops.rope_store(q, k, v, self.rope, inputs, cache, *each)
 
     def _rotated_alone(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """q, where the cache is that of an earlier layer, which has filled it."""
@@ -99,18 +136,34 @@ class LatentAttention(AttentionHalf):
     rope: RopeTable
     heads: LatentHeads
 
-    def __call__(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan) -> Tensor:
+    def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
         linears, spec = self.parts.linears, self.spec
         q = self._queries(x).view(-1, spec.q_heads, spec.q_dim)
         plain, turned = q[..., : spec.plain_dim], q[..., spec.plain_dim :]
         kv = linears["kv_a"](x)
         latent = self._normed("kv_a_norm", kv[:, : spec.rank].contiguous())
         turned = self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache)
+        return torch.cat((self.heads.k(plain), turned), -1)
+
+    def attended(
+        self,
+        queries: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
         if inputs.parts is not None:
             self.ops.copy_parts(cache, inputs.parts)
-        query = torch.cat((self.heads.k(plain), turned), -1)
-        made = self.ops.latent_attention(query, cache, plan, spec.scale, spec.rank)
-        return linears["o"](self.heads.v(made).flatten(1))
+        return self.ops.latent_attention(queries, cache, plan, self.spec.scale, self.spec.rank, out)
+
+    def result(self, attended: Tensor) -> Tensor:
+        return self.parts.linears["o"](self.heads.v(attended).flatten(1))
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        spec = self.spec
+        return spec.q_heads * spec.head_dim, spec.q_heads * spec.rank
 
     def _queries(self, x: Tensor) -> Tensor:
         linears = self.parts.linears

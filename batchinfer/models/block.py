@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from batchinfer.models.attention import attention_half, pack_latent_heads
+from batchinfer.models.attention import AttentionHalf, attention_half, pack_latent_heads
 from batchinfer.models.feed_forward import feed_forward, pack_experts
 from batchinfer.models.norm import apply_norm
 from batchinfer.models.parameters import BIAS, norm_parameters
@@ -43,10 +43,34 @@ class Block(DecoderLayer):
             return self._feed(x, inputs), residual
         assert cache is not None, "a layer with attention reads a cache"
         assert plan is not None, "a layer with attention reads a cache"
-        x, residual = self._before("input_norm", x, residual)
-        attended = self._after("attention_norm", self._attention(x, inputs, cache, plan))
+        queries, normed, residual = self.begin(x, residual, inputs, cache)
+        attended = self._attention.attended(queries, inputs, cache, plan)
+        del queries  # not kept while the widest tensors of the layer are made
+        return self.end(attended, normed, residual, inputs)
+
+    @property
+    def attention(self) -> AttentionHalf | None:
+        """None: it has none, and is not begun and ended but called."""
+        return self._attention
+
+    def begin(
+        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What of a layer with attention comes before it → (queries, what its norm gave if `end` wants it, the
+        residual). K and V of the step's tokens are written to the cache."""
+        assert self._attention is not None, "a layer without attention is called"
+        normed, residual = self._before("input_norm", x, residual)
+        queries = self._attention.queries(normed, inputs, cache)
+        return queries, normed if self._spec.parallel and "post_norm" not in self._norms else None, residual
+
+    def end(
+        self, attended: Tensor, normed: Tensor | None, residual: Tensor, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor]:
+        """What comes after it → the next layer's x and residual."""
+        assert self._attention is not None, "a layer without attention is called"
+        attended = self._after("attention_norm", self._attention.result(attended))
         if self._spec.parallel:
-            x = self._before("post_norm", residual, None)[0] if "post_norm" in self._norms else x
+            x = self._before("post_norm", residual, None)[0] if normed is None else normed
             return attended + self._feed(x, inputs), residual
         x, residual = self._before("post_norm", attended, residual)
         return self._feed(x, inputs), residual

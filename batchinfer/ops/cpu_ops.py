@@ -21,6 +21,7 @@ from batchinfer.ops.interface import (
     LayerParts,
     Linear,
     RopeTable,
+    placed,
 )
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer_kernels.arithmetic import Quantization
@@ -187,24 +188,31 @@ class CpuOps(TorchOps):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         tables = plan.inputs.block_tables
         places = (cache.k, cache.v, cache.block_size, tables, plan.items)
-        return self._compiled.paged_attention(q, *places, scale, window, soft_cap, sinks)
+        return placed(self._compiled.paged_attention(q, *places, scale, window, soft_cap, sinks), out)
 
     def pack_heads(self, weight: Tensor) -> HeadsLinear:
         packed = pack(self._compiled, ExpertWeights(weight), "plain", self._quantization)
         return CompiledHeads(self._compiled, packed)
 
     def latent_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        rank: int,
+        out: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         tables = plan.inputs.block_tables
-        return self._compiled.latent_attention(q, cache.k, tables, plan.items, scale, rank)
+        return placed(self._compiled.latent_attention(q, cache.k, tables, plan.items, scale, rank), out)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return self._compiled.gate(gate_up, GATES[activation])

@@ -117,6 +117,11 @@ def finite_argmax(logits: Tensor) -> Tensor:
     return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
+def placed(result: Tensor, out: Tensor | None) -> Tensor:
+    """The result where it is wanted."""
+    return result if out is None else out.copy_(result)
+
+
 class HeadsLinear(ABC):
     """A matrix product for each head."""
 
@@ -357,8 +362,10 @@ class Ops(ABC):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """(T, q_heads, D) → (T, q_heads, D). See batchinfer_kernels.paged_attention."""
+        """(T, q_heads, D) → (T, q_heads, D), which is written to `out` if given. See
+        batchinfer_kernels.paged_attention."""
 
     def latent_store(
         self,
@@ -377,9 +384,16 @@ class Ops(ABC):
 
     @abstractmethod
     def latent_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        rank: int,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """(T, heads, rank + R) → (T, heads, rank). See batchinfer_kernels.latent_attention."""
+        """(T, heads, rank + R) → (T, heads, rank), which is written to `out` if given. See
+        batchinfer_kernels.latent_attention."""
 
     def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
         """cap × tanh(logits / cap) of (n, vocab) float32, perhaps in place."""

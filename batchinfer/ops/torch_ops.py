@@ -19,6 +19,7 @@ from batchinfer.ops.interface import (
     Linear,
     Ops,
     RopeTable,
+    placed,
 )
 from batchinfer_kernels.cpu.paged_attention import (
     AttentionGroup,
@@ -205,17 +206,25 @@ class TorchOps(Ops):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return grouped_attention(q, cache.k, cache.v, plan.groups, scale, window, soft_cap, sinks)
+        found = grouped_attention(q, cache.k, cache.v, plan.groups, scale, window, soft_cap, sinks)
+        return placed(found, out)
 
     def latent_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        rank: int,
+        out: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return grouped_latent_attention(q, cache.k, plan.groups, scale, rank)
+        return placed(grouped_latent_attention(q, cache.k, plan.groups, scale, rank), out)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation_reference(gate_up, activation)

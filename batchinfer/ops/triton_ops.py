@@ -255,24 +255,35 @@ class TritonOps(Ops):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        places = (cache.k, cache.v, plan.tables, plan.plan)
-        k_scale, v_scale = cache.k_scale, cache.v_scale
         return paged_attention(
-            q, *places, scale, window, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale
+            *(q, cache.k, cache.v, plan.tables, plan.plan, scale, window),
+            soft_cap=soft_cap,
+            sinks=sinks,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=out,
         )
 
     def pack_heads(self, weight: Tensor) -> HeadsLinear:
         return TritonHeads(weight, self._quantization, self._shape.deterministic)
 
     def latent_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        rank: int,
+        out: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, LatentPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return latent_attention(q, cache.k, plan.tables, plan.sequences, plan.positions, scale, rank)
+        places = (cache.k, plan.tables, plan.sequences, plan.positions)
+        return latent_attention(q, *places, scale, rank, out)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation(gate_up, activation)

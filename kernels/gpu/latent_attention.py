@@ -76,8 +76,9 @@ def latent_attention(
     positions: Tensor,
     scale: float,
     rank: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """See batchinfer_kernels.latent_attention.latent_attention_reference.
+    """See batchinfer_kernels.latent_attention.latent_attention_reference; `out`, contiguous, is written if given.
 
     `sequences` and `positions`, (T,) int64: each query's row of the block tables, and where it stands in its sequence.
     Both are read on the device, so that a graph can replay the launch.
@@ -87,7 +88,9 @@ def latent_attention(
     check_vectors(len(q), torch.int64, sequences=sequences, positions=positions)
     unit_columns(q=q, cache=cache, block_tables=block_tables)
     tokens, heads, width = q.shape
-    y = torch.empty((tokens, heads, rank), dtype=q.dtype, device=q.device)
+    y = torch.empty((tokens, heads, rank), dtype=q.dtype, device=q.device) if out is None else out
+    if y.shape != (tokens, heads, rank) or not y.is_contiguous():
+        raise ValueError(f"out is {tuple(y.shape)}, not {(tokens, heads, rank)}, or not contiguous")
     if not tokens:
         return y
     rank_padded = max(16, next_power_of_2(rank))

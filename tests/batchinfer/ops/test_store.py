@@ -47,3 +47,6 @@ def test_attention_reads_what_was_stored(
     wanted = paged_attention_reference(q, *plain, tables, lengths, lengths, 0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+    out, plan = torch.empty_like(found), ops.plan_attention(inputs, BLOCK, frozenset({None}))
+    assert ops.attention(q, cache, plan, 0.3, out=out).data_ptr() == out.data_ptr()
+    assert torch.equal(out, found)

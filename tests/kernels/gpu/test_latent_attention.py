@@ -67,6 +67,17 @@ def test_what_does_not_fit_is_refused(device):
         latent_attention(q, cache, table, *places([(1, 50)], "cpu"), SCALE, 29)
 
 
+def test_the_result_goes_where_it_is_wanted(device):
+    q, (cache, _), table = poisoned_case(2, 5, 1, 28, 16, [(1, 50)])
+    q, cache, table = q.to(device), cache.to(device), table.to(device)
+    where = places([(1, 50)], device)
+    out = torch.full((1, 5, 20), torch.nan, device=device)
+    assert latent_attention(q, cache, table, *where, SCALE, 20, out) is out
+    assert torch.equal(out, latent_attention(q, cache, table, *where, SCALE, 20))
+    with pytest.raises(ValueError, match=r"out is \(1, 5, 28\)"):
+        latent_attention(q, cache, table, *where, SCALE, 20, torch.empty_like(q))
+
+
 def launch(dtype: str, heads: int, rank: int, turned: int) -> None:
     cache = torch.zeros(4, 1, 16, rank + turned, dtype=getattr(torch, dtype))
     q = torch.zeros(8, heads, rank + turned, dtype=cache.dtype)
