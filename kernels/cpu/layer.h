@@ -48,17 +48,26 @@ void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, REAL *k
     attention.sinks = l->sinks;
 #pragma omp parallel
     {
+        DONE(BEGUN);
         NAME(norm)(s, &l->rotation, first ? NULL : s->residual, l->input_norm, l->qkv.inputs);
+        DONE(INPUT_NORM);
         NAME(multiply)(s, s->normed, &l->qkv, s->qkv, PLAIN);
+        DONE(QKV);
         NAME(team_rope_store)(&heads);
         if (s->parts.count)
             NAME(team_copy_parts)(&s->parts, k_cache, v_cache, heads.kv_heads, heads.dim_pad, heads.block_pad);
+        DONE(ROPE_STORE);
         NAME(team_attention)(&attention, &queue);
+        DONE(ATTENTION);
         NAME(multiply)(s, attention.out, &l->o, s->x, PLAIN);
+        DONE(O);
         NAME(norm_after)(s, &l->rotation, l->attention_norm, l->o.outputs);
         NAME(norm)(s, &l->rotation, s->residual, l->post_norm, l->gated.inputs);
+        DONE(POST_NORM);
         NAME(multiply)(s, s->normed, &l->gated, s->activated, l->gate);
+        DONE(GATE_UP);
         NAME(multiply)(s, s->activated, &l->down, s->x, PLAIN);
+        DONE(DOWN);
         NAME(norm_after)(s, &l->rotation, l->feed_forward_norm, l->down.outputs);
     }
 }

@@ -2,6 +2,7 @@
  * by side as there are cores; shared.c has what knows no dtype. Everything is computed in float. Semantics are those of the torch references beside
  * this folder. */
 #include "vector.h"
+#include "streams.h"
 #include "tiles.h"
 #include "panels.h"
 #include "tile_sums.h"
@@ -14,3 +15,8 @@
 #define LEAST_TURNED 4 /* tokens whose keys are turned into the cache's order as a square */
 #define LOG2_E 1.44269504f
 #define SLACK 8.0f /* powers of two by which a weight of attention may exceed 1 */
+
+/* What a measurement may make of the end of an operator in a layer, which every thread passes: tests/kernels/layer_clock.h. */
+#ifndef DONE
+#define DONE(operator)
+#endif

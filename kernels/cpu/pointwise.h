@@ -44,12 +44,21 @@ INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_
     return lane_sum(all) + rest;
 }
 
+/* `past` (a constant): past the caches, where streams.h allows it. */
+INLINE void NAME(put_twin)(REAL *to, Twin t, const int past) {
+    if (past)
+        NAME(stream_twin)(to, t);
+    else
+        NAME(store_twin)(to, t);
+}
+
 /* (offset + weight) * x * scale, rounded once. y may be x. */
-INLINE void NAME(scale_shifted)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float scale, float offset) {
+INLINE void NAME(scale_shifted)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float scale, float offset,
+                                const int past) {
     int64_t i = 0;
     for (; i + 2 * LANES <= width; i += 2 * LANES) {
         Twin v = NAME(load_twin)(x + i), w = NAME(load_twin)(weight + i);
-        NAME(store_twin)(y + i, (Twin){v.a * scale * (offset + w.a), v.b * scale * (offset + w.b)});
+        NAME(put_twin)(y + i, (Twin){v.a * scale * (offset + w.a), v.b * scale * (offset + w.b)}, past);
     }
     for (; i + LANES <= width; i += LANES) STOREV(y + i, LOADV(x + i) * scale * (offset + LOADV(weight + i)));
     for (; i < width; i++) y[i] = STORE(LOAD(x[i]) * scale * (offset + LOAD(weight[i])));
@@ -58,35 +67,48 @@ INLINE void NAME(scale_shifted)(const REAL *x, const REAL *weight, REAL *y, int6
 /* y = weight * round(x / rms(x)) for one row of values that were rounded already; with an offset,
  * (offset + weight) * x / rms(x). y may be x. */
 INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t width, float squares, float eps,
-                           float offset) {
+                           float offset, const int past) {
     float scale = 1.0f / sqrtf(squares / width + eps);
     int64_t i = 0;
     if (offset != 0) {
-        NAME(scale_shifted)(x, weight, y, width, scale, offset);
+        NAME(scale_shifted)(x, weight, y, width, scale, offset, past);
         return;
     }
     for (; i + 2 * LANES <= width; i += 2 * LANES) {
         Twin v = NAME(load_twin)(x + i), w = NAME(load_twin)(weight + i);
         v = NAME(round_twin)((Twin){v.a * scale, v.b * scale});
-        NAME(store_twin)(y + i, (Twin){w.a * v.a, w.b * v.b});
+        NAME(put_twin)(y + i, (Twin){w.a * v.a, w.b * v.b}, past);
     }
     for (; i + LANES <= width; i += LANES) STOREV(y + i, LOADV(weight + i) * ROUNDV(LOADV(x + i) * scale));
     for (; i < width; i++) y[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(x[i]) * scale)));
 }
 
-/* total = x + residual; y as `norm_row` makes it of total. residual may be NULL: then total is x. */
-TEAM void NAME(team_rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total,
-                              int64_t rows, int64_t width, float eps, float offset) {
-#pragma omp for schedule(static)
+/* As many rows as `team_rms_norm` has, one after the other. */
+INLINE void NAME(norm_rows)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total, int64_t rows,
+                            int64_t width, float eps, float offset, const int past) {
+#pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < rows; row++) {
         int64_t at = row * width;
         if (residual) {
             float squares = NAME(add_row)(x + at, residual + at, total + at, width);
-            NAME(norm_row)(total + at, weight, y + at, width, squares, eps, offset);
+            NAME(norm_row)(total + at, weight, y + at, width, squares, eps, offset, past);
         } else {
-            NAME(norm_row)(x + at, weight, y + at, width, NAME(add_row)(x + at, NULL, NULL, width), eps, offset);
+            float squares = NAME(add_row)(x + at, NULL, NULL, width);
+            NAME(norm_row)(x + at, weight, y + at, width, squares, eps, offset, past);
         }
     }
+}
+
+/* total = x + residual; y as `norm_row` makes it of total. residual may be NULL: then total is x. */
+TEAM void NAME(team_rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total,
+                              int64_t rows, int64_t width, float eps, float offset) {
+    if (y != x && streamed(y, rows, width * (int64_t)sizeof(REAL))) {
+        NAME(norm_rows)(x, residual, weight, y, total, rows, width, eps, offset, 1);
+        end_stream();
+    } else {
+        NAME(norm_rows)(x, residual, weight, y, total, rows, width, eps, offset, 0);
+    }
+#pragma omp barrier
 }
 
 void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total, int64_t rows,
@@ -196,7 +218,7 @@ INLINE void NAME(rotate)(const NAME(Rotation) *by, const REAL *head, const REAL 
     const float *cosine = by->cosine + position * by->pairs, *sine = by->sine + position * by->pairs;
     int64_t turned = 2 * by->pairs;
     if (norm) {
-        NAME(norm_row)(head, norm, normed, dim, NAME(add_row)(head, NULL, NULL, dim), by->eps, by->offset);
+        NAME(norm_row)(head, norm, normed, dim, NAME(add_row)(head, NULL, NULL, dim), by->eps, by->offset, 0);
         head = normed;
     }
     if (by->interleaved)

@@ -22,18 +22,28 @@ INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs) {
     return found;
 }
 
+/* Codes of twice LANES values, which `a` and `b` have in their lowest bytes. `past` (a constant): past the caches, where
+ * streams.h allows it. */
+INLINE void NAME(put_codes)(uint8_t *codes, vi a, vi b, const int past) {
+    if (PAIR == 2) {
+        vi both = (a & 0xff) | (b << 8); /* a has the even values */
+        past ? stream_halves((uint16_t *)codes, both) : store_halves((uint16_t *)codes, both);
+    } else if (past) {
+        stream_bytes(codes, a), stream_bytes(codes + LANES, b);
+    } else {
+        store_bytes(codes, a), store_bytes(codes + LANES, b);
+    }
+}
+
 /* Codes of one row, its scale in return: no number where a value is none or infinite, and then codes mean nothing. */
-INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes) {
+INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes, const int past) {
     float most = NAME(greatest_size)(x, inputs), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
     float shift = 12582912.0f + 128.0f; /* rounds to nearest, ties to even, and adds the zero point: the lowest byte */
     int64_t i = 0;
     for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
         Twin v = NAME(load_twin)(x + i);
         vi a = (vi)fused(v.a, splat(inverse), splat(shift)), b = (vi)fused(v.b, splat(inverse), splat(shift));
-        if (PAIR == 2)
-            store_halves((uint16_t *)(codes + i), (a & 0xff) | (b << 8)); /* a has the even values */
-        else
-            store_bytes(codes + i, a), store_bytes(codes + i + LANES, b);
+        NAME(put_codes)(codes + i, a, b, past);
     }
     for (; i < inputs; i++) {
         float shifted = fused_one(LOAD(x[i]), inverse, shift);
@@ -97,10 +107,21 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
 }
 
-TEAM void NAME(team_quantize)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows) {
-#pragma omp for schedule(static)
+INLINE void NAME(quantize_rows)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows,
+                                const int past) {
+#pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < rows; row++)
-        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * padded(inputs));
+        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * padded(inputs), past);
+}
+
+TEAM void NAME(team_quantize)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows) {
+    if (streamed(codes, rows, padded(inputs))) {
+        NAME(quantize_rows)(x, inputs, codes, row_scales, rows, 1);
+        end_stream();
+    } else {
+        NAME(quantize_rows)(x, inputs, codes, row_scales, rows, 0);
+    }
+#pragma omp barrier
 }
 
 /* As `linear`, with packed codes; `codes` and `row_scales` are room to work in. */
@@ -109,6 +130,7 @@ TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, u
     int64_t panels = panels_of(w->outputs, is_gated(kind));
     const Cut cut = cut_rows(0, rows, w->inputs, TILES);
     NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
+    DONE(CODES);
     begin_tiles(&cut, TILES);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < cut.blocks * panels; at++)

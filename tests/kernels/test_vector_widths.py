@@ -77,3 +77,49 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(operators, dtype, inpu
                 assert torch.equal(operators.linear(x[:rows].contiguous(), packed), together[:rows])
     plain = operators.linear(x, operators.pack_linear(weight, bias))
     torch.testing.assert_close(plain, torch.nn.functional.linear(x, weight, bias), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [576, 577, 592])
+def test_results_of_many_rows_are_those_of_a_row_alone(operators, dtype, width):
+    """Many rows are stored past the caches where whole lines are written, one row never is."""
+    torch.manual_seed(width)
+    rows, more = 131, 3
+    x, other = (torch.randn(rows, width).to(dtype) for _ in range(2))
+    weight = torch.randn(width).to(dtype)
+    norm = operators._functions["rms_norm", dtype]
+    for offset in (0.0, 1.0):
+        for first in (0, 1):  # the second begins within a line
+            poisoned = torch.full((rows + 2 * more, width), float("nan")).to(dtype)
+            y = poisoned.flatten()[more * width + first :]
+            total = torch.empty_like(x)
+            norm(
+                x.data_ptr(),
+                other.data_ptr(),
+                weight.data_ptr(),
+                y.data_ptr(),
+                total.data_ptr(),
+                rows,
+                width,
+                1e-5,
+                offset,
+            )
+            alone = [
+                operators.rms_norm(x[i : i + 1], weight, 1e-5, other[i : i + 1], offset) for i in range(rows)
+            ]
+            assert torch.equal(
+                y[: rows * width].view(rows, width), torch.cat([normed for normed, _ in alone])
+            )
+            assert torch.equal(total, torch.cat([summed for _, summed in alone]))
+            assert y[rows * width :].isnan().all()
+            assert poisoned.flatten()[: more * width + first].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [576, 600])
+def test_codes_of_many_rows_are_those_of_a_row_alone(operators, dtype, inputs):
+    torch.manual_seed(inputs)
+    x, weight = torch.randn(131, inputs).to(dtype), torch.randn(40, inputs).to(dtype)
+    packed = operators.pack_codes(*quantize_weight(weight), None)
+    alone = torch.cat([operators.linear(x[i : i + 1], packed) for i in range(len(x))])
+    assert torch.equal(operators.linear(x, packed), alone)

@@ -1,0 +1,56 @@
+/* Stores past the caches, for what one thread writes and all threads read: the result of a norm, codes.
+ *
+ * When a layer writes there again, every core has a copy of each line. On a Zen 4 a store to such a line waits until the
+ * other cores' copies are gone, for 8 to 27 ns, one line after another whatever is fetched ahead: of the 45 us of a norm of
+ * 128 x 576 that was 35. Past the caches the copies go without anybody waiting, and the threads read new ones from memory.
+ * Other CPUs were not measured, and store as ever. */
+#if defined(__CLZERO__) && LANES >= 8 /* what AMD's Zen has, and no other */
+#define STREAMS 1
+#else
+#define STREAMS 0
+#endif
+#define LEAST_STREAMED (32 << 10) /* bytes: what fits the L1 caches is written again without such a wait */
+
+/* Whether a team stores rows of that many bytes so. */
+INLINE int streamed(const void *to, int64_t rows, int64_t bytes) {
+    int whole = bytes % LINE == 0 && (uintptr_t)to % LINE == 0; /* lines that are written in parts go to memory in parts */
+    return STREAMS && whole && rows * bytes >= LEAST_STREAMED && omp_get_num_threads() > 1;
+}
+
+/* `to` is a multiple of a vector's size. */
+INLINE void stream_words(void *to, vi words) {
+#if !STREAMS
+    *(vi *)to = words;
+#elif LANES == 16
+    _mm512_stream_si512((__m512i *)to, (__m512i)words);
+#else
+    _mm256_stream_si256((__m256i *)to, (__m256i)words);
+#endif
+}
+
+/* As store_halves and store_bytes. */
+INLINE void stream_halves(uint16_t *to, vi value) {
+#if STREAMS && LANES == 16
+    _mm256_stream_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)value));
+#else
+    store_halves(to, value);
+#endif
+}
+
+INLINE void stream_bytes(uint8_t *to, vi value) {
+#if STREAMS && LANES == 16
+    _mm_stream_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)value));
+#else
+    store_bytes(to, value);
+#endif
+}
+
+/* Before the barrier after which other threads read. */
+INLINE void end_stream(void) {
+#if STREAMS
+    _mm_sfence();
+#endif
+}
+
+INLINE void stream_twin_f32(float *to, Twin t) { stream_words(to, (vi)t.a), stream_words(to + LANES, (vi)t.b); }
+INLINE void stream_twin_bf16(bf16 *to, Twin t) { stream_words(to, words_of_twin(t)); }
