@@ -87,6 +87,17 @@ def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Co
     return Cost(cost.flops + tokens * inputs, cost.bytes)
 
 
+def block_fp8_linear_cost(
+    tokens: int, inputs: int, outputs: int, itemsize: int, block: tuple[int, int] = (128, 128)
+) -> Cost:
+    """The same with a scale for each `block` (outputs, inputs) of the weight. A token has a scale for each group of
+    inputs (2 divisions); the sum of a group is multiplied with the product of two scales, and added (3 each)."""
+    groups, blocks = -(-inputs // block[1]), -(-outputs // block[0])
+    products = 2 * tokens * inputs * outputs
+    moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * groups * blocks
+    return Cost(products + tokens * (4 * inputs + groups * (3 * outputs + 2)), moved, products)
+
+
 def grouped_linear_cost(
     rows: int,
     hit: int,
@@ -110,6 +121,22 @@ def quantized_grouped_linear_cost(
     return Cost(
         plain.flops + rows * (3 * inputs + 2 * outputs + 2), plain.bytes + 4 * hit * outputs, plain.flops
     )
+
+
+def block_fp8_grouped_linear_cost(
+    rows: int,
+    hit: int,
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    tokens: int | None = None,
+    block: tuple[int, int] = (128, 128),
+) -> Cost:
+    """The same with float8 of which blocks share a scale; each row is quantised."""
+    plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
+    one = block_fp8_linear_cost(rows, inputs, outputs, itemsize, block)
+    scales = 4 * hit * -(-inputs // block[1]) * -(-outputs // block[0])
+    return Cost(one.flops, plain.bytes + scales, plain.flops)
 
 
 def expected_hit(tokens: int, experts: int, chosen: int) -> int:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference, check_blocks
 from batchinfer_kernels.fp8_matmul import FP8, fp8_matmul_reference
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.matmul import finished, products
@@ -21,6 +22,7 @@ def grouped_matmul_reference(
     bias: Tensor | None = None,
     *,
     scales: Tensor | None = None,
+    lines: Tensor | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
     """x: (R, K), weight: (E, N, K) of x's dtype, starts: (E + 1,) int64 from 0 to R, bias: (E, N) → (R, N), or
@@ -28,10 +30,12 @@ def grouped_matmul_reference(
 
     Row r is multiplied with weight e where starts[e] ≤ r < starts[e + 1]; any number of rows may belong to a weight, or
     none. What follows the sums is as in batchinfer_kernels.matmul.matmul_reference. With `scales` (E, N) the weight is
-    codes, int8 or float8_e4m3fn, and rows are quantised, see batchinfer_kernels.quantized_linear and fp8_matmul. Raises
-    ValueError when shapes or dtypes do not fit.
+    codes, int8 or float8_e4m3fn, and rows are quantised, see batchinfer_kernels.quantized_linear and fp8_matmul. With
+    `lines` (N,) int32 the codes are float8_e4m3fn of which blocks share a scale, `scales` (E, S, ceil(K / 128)), see
+    batchinfer_kernels.block_fp8_matmul: lines are those of each expert. Raises ValueError when shapes or dtypes do not
+    fit.
     """
-    check_grouped_matmul(x, weight, starts, bias, scales, activation)
+    check_grouped_matmul(x, weight, starts, bias, scales, activation, lines)
     outputs = weight.shape[1] // (1 if activation is None else 2)
     y = x.new_empty(len(x), outputs)
     for expert, (first, end) in enumerate(pairwise(starts.tolist())):
@@ -40,6 +44,8 @@ def grouped_matmul_reference(
         rows, matrix = x[first:end], weight[expert]
         if scales is None:
             sums = products(rows, matrix)
+        elif lines is not None:
+            sums = block_fp8_matmul_reference(rows.float(), BlockWeight(matrix, scales[expert], lines))
         else:
             coded = fp8_matmul_reference if matrix.dtype == FP8 else quantized_linear_reference
             sums = coded(rows.float(), matrix, scales[expert])
@@ -55,6 +61,7 @@ def check_grouped_matmul(
     bias: Tensor | None,
     scales: Tensor | None,
     activation: Activation | None,
+    lines: Tensor | None = None,
 ) -> None:
     """Raises ValueError when shapes or dtypes do not fit."""
     if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2] or not x.is_floating_point():
@@ -62,7 +69,11 @@ def check_grouped_matmul(
     if weight.dtype not in ((x.dtype,) if scales is None else (torch.int8, FP8)):
         beside = "without scales" if scales is None else "with scales"
         raise ValueError(f"x is {x.dtype}, the weights are {weight.dtype}, {beside}")
-    for name, values in (("bias", bias), ("scales", scales)):
+    if lines is not None:
+        if scales is None:
+            raise ValueError("lines say which scales a row of a weight has, and there are no scales")
+        check_blocks(BlockWeight(weight, scales, lines))
+    for name, values in (("bias", bias), ("scales", scales if lines is None else None)):
         if values is not None and values.shape != weight.shape[:2]:
             raise ValueError(f"{name} is {tuple(values.shape)}, the weights are {tuple(weight.shape)}")
     if starts.shape != (len(weight) + 1,) or starts.is_floating_point():

@@ -1,5 +1,5 @@
-"""Linear layers of experts, for rows that are sorted by expert. Cost: batchinfer_kernels.cost.grouped_linear_cost and
-quantized_grouped_linear_cost.
+"""Linear layers of experts, for rows that are sorted by expert. Cost: batchinfer_kernels.cost.grouped_linear_cost,
+quantized_grouped_linear_cost and block_fp8_grouped_linear_cost.
 
 A tile of rows belongs to one expert. How many tiles there are is known on the device alone: the grid has as many as
 there can be, and a program finds its expert among the ends of the experts' tiles, or ends where there is none left. So
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import GROUP
 from batchinfer_kernels.fp8_matmul import FP8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import target
@@ -26,24 +27,27 @@ from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
 from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8
 from batchinfer_kernels.gpu.matmul_core import (
     TOGETHER,
+    BlockScales,
     finish,
     is_aligned,
-    segment_sums,
+    sums_of,
     tile_place,
     weight_row,
 )
 from batchinfer_kernels.gpu.matmul_tiles import Kind, Tiles, grouped_tiles
-from batchinfer_kernels.gpu.quantize_rows import quantize_rows, quantize_rows_fp8
+from batchinfer_kernels.gpu.quantize_rows import quantize_groups_fp8, quantize_rows, quantize_rows_fp8
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
 
-@triton.jit(do_not_specialize=["row_tiles"])
+@triton.jit(do_not_specialize=["row_tiles", "group_stride"])
 def grouped_matmul_kernel(
     x_ptr, from_ptr,  # from: which row of x each row is; None: the same
     weight_ptr, scales_ptr, row_scales_ptr, bias_ptr,  # None: none
+    block_scales_ptr, lines_ptr, group_scales_ptr,  # as in matmul_kernel, blocks of each expert; None: none
     y_ptr, starts_ptr, ends_ptr,  # where experts' rows begin, (experts + 1,), and their tiles end, (experts,)
     experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_y,
+    stride_blocks, group_stride,  # of an expert's block_scales; of group_scales
     SUM: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     TOGETHER: tl.constexpr, EXPERTS: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
@@ -63,9 +67,16 @@ def grouped_matmul_kernel(
         line = line_tile * LINES + tl.arange(0, LINES)
         at = tl.arange(0, INPUTS)
         weight_at = weight_ptr + expert.to(tl.int64) * stride_expert
-        weight_at += weight_row(line, outputs, ACTIVATION).to(tl.int64)[:, None] * stride_weight + at[None, :]
+        from_row = weight_row(line, outputs, ACTIVATION).to(tl.int64)
+        weight_at += from_row[:, None] * stride_weight + at[None, :]
         x_at = x_ptr + read.to(tl.int64)[None, :] * stride_x + at[:, None]
-        sums = segment_sums(weight_at, x_at, 0, inputs, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
+        if block_scales_ptr is not None:
+            block_scales_ptr += expert.to(tl.int64) * stride_blocks
+        sums = sums_of(
+            weight_at, x_at, from_row, read, 0, inputs, inputs,
+            block_scales_ptr, lines_ptr, group_scales_ptr, group_stride,
+            SUM, EVEN, PRECISION, LINES, ROWS, INPUTS,
+        )  # fmt: skip
         if scales_ptr is not None:
             scales_ptr += expert.to(tl.int64) * outputs
         if bias_ptr is not None:
@@ -90,6 +101,7 @@ class _Operands:
     row_scales: Tensor | None
     bias: Tensor | None
     activation: Activation | None
+    blocks: BlockScales | None
 
 
 def grouped_matmul(
@@ -99,6 +111,7 @@ def grouped_matmul(
     bias: Tensor | None = None,
     *,
     scales: Tensor | None = None,
+    lines: Tensor | None = None,
     activation: Activation | None = None,
     from_rows: Tensor | None = None,
     deterministic: bool = False,
@@ -109,25 +122,28 @@ def grouped_matmul(
     without tensor cores. With codes of int8 results are always deterministic: sums of integers are exact. Raises
     ValueError for codes of float8_e4m3fn where the GPU has no such format.
     """
-    check_grouped_matmul(x, weight, starts, bias, scales, activation)
+    check_grouped_matmul(x, weight, starts, bias, scales, activation, lines)
     unit_columns(x=x, weight=weight)
-    dtype, row_scales, kind = x.dtype, None, _kind(x, weight)
-    if scales is None:
-        check_same_dtype(x=x, weight=weight)
-    else:
-        check_same_dtype(x=x)
+    check_same_dtype(x=x, **({"weight": weight} if scales is None else {}))
+    dtype, kind, rows = x.dtype, _kind(x, weight, lines), len(x if from_rows is None else from_rows)
+    row_scales, blocks = None, None
+    scales = None if scales is None else scales.contiguous()
+    if lines is not None and scales is not None:
+        _refuse_without_fp8()
+        x, group_scales = quantize_groups_fp8(x)
+        blocks = BlockScales(scales, lines.contiguous(), group_scales)
+        scales = None
+    elif scales is not None:
         x, row_scales = _coded_rows(x, kind)
         row_scales = row_scales if from_rows is None else row_scales[from_rows]
-    rows = len(x) if from_rows is None else len(from_rows)
     bias = None if bias is None else bias.contiguous()
-    scales = None if scales is None else scales.contiguous()
-    given = _Operands(x, weight, starts, rows, from_rows, dtype, scales, row_scales, bias, activation)
+    given = _Operands(x, weight, starts, rows, from_rows, dtype, scales, row_scales, bias, activation, blocks)
     return _launch(given, kind, deterministic)
 
 
-def _kind(x: Tensor, weight: Tensor) -> Kind:
+def _kind(x: Tensor, weight: Tensor, lines: Tensor | None) -> Kind:
     if weight.dtype == FP8:
-        return "fp8"
+        return "fp8" if lines is None else "block_fp8"
     if weight.dtype == torch.int8:
         return "int8"
     return "wide" if x.dtype == torch.float32 else "half"
@@ -136,10 +152,14 @@ def _kind(x: Tensor, weight: Tensor) -> Kind:
 def _coded_rows(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     if kind == "int8":
         return quantize_rows(x)
+    _refuse_without_fp8()
+    return quantize_rows_fp8(x)
+
+
+def _refuse_without_fp8() -> None:
     missing = why_not_fp8()
     if missing is not None:
         raise ValueError(missing)
-    return quantize_rows_fp8(x)
 
 
 def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
@@ -157,7 +177,9 @@ def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
         )
     )
     processors = target.processors(given.x.device)
-    tiles = grouped_tiles(kind, outputs, given.rows, experts, deterministic, processors, aligned)
+    span = None if given.blocks is None else GROUP
+    sizes = (outputs, given.rows, experts)
+    tiles = grouped_tiles(kind, *sizes, deterministic, processors, aligned, span)
     # An expert with rows has at most one tile that is not full
     row_tiles = min(experts, given.rows) + max(0, given.rows - experts) // tiles.rows
     ends = tile_ends(given.starts, tiles.rows)
@@ -176,6 +198,7 @@ def tile_ends(starts: Tensor, rows: int) -> Tensor:
 
 def _arguments(given: _Operands, tiles: Tiles, y: Tensor, ends: Tensor) -> dict[str, Any]:
     experts, outputs, inputs = given.weight.shape
+    blocks = given.blocks
     return {
         "x_ptr": given.x,
         "from_ptr": given.from_rows,
@@ -183,6 +206,9 @@ def _arguments(given: _Operands, tiles: Tiles, y: Tensor, ends: Tensor) -> dict[
         "scales_ptr": given.scales,
         "row_scales_ptr": given.row_scales,
         "bias_ptr": given.bias,
+        "block_scales_ptr": None if blocks is None else blocks.scales,
+        "lines_ptr": None if blocks is None else blocks.lines,
+        "group_scales_ptr": None if blocks is None else blocks.group_scales,
         "y_ptr": y,
         "starts_ptr": given.starts,
         "ends_ptr": ends,
@@ -193,6 +219,8 @@ def _arguments(given: _Operands, tiles: Tiles, y: Tensor, ends: Tensor) -> dict[
         "stride_expert": given.weight.stride(0),
         "stride_weight": given.weight.stride(1),
         "stride_y": y.stride(0),
+        "stride_blocks": 0 if blocks is None else blocks.scales.stride(0),
+        "group_stride": 0 if blocks is None else blocks.group_scales.stride(0),
         "SUM": tl.int32 if given.x.dtype == torch.int8 else tl.float32,
         "EVEN": inputs % tiles.inputs == 0,
         "ACTIVATION": given.activation or "none",

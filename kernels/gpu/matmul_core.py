@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import GROUP
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import target
 from batchinfer_kernels.gpu.checks import unit_columns
@@ -84,12 +85,66 @@ def segment_sums(
 
 
 @triton.jit
+def block_segment_sums(
+    weight_at, x_at, scales_at, group_scales_at, first, end, inputs, group_stride,
+    EVEN: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """The same of float8 where the inputs of a tile share a scale, of each line and of each row."""
+    sums = tl.zeros((LINES, ROWS), tl.float32)
+    at = tl.arange(0, INPUTS)
+    weight_at += first
+    x_at += first
+    scales_at += first // INPUTS
+    group_scales_at += (first // INPUTS) * group_stride
+    for start in range(first, end, INPUTS):
+        # Asked for before the product, so that they come while it is computed
+        scale = tl.load(scales_at)
+        row_scale = tl.load(group_scales_at)
+        if EVEN:
+            weight = tl.load(weight_at)
+            x = tl.load(x_at)
+        else:
+            weight = tl.load(weight_at, mask=(start + at < inputs)[None, :], other=0.0)
+            x = tl.load(x_at, mask=(start + at < inputs)[:, None], other=0.0)
+        made = tl.dot(weight, x, max_num_imprecise_acc=INPUTS)
+        sums = tl.fma(made, scale[:, None] * row_scale[None, :], sums)
+        scales_at += 1
+        group_scales_at += group_stride
+        weight_at += INPUTS
+        x_at += INPUTS
+    return sums
+
+
+@triton.jit
+def sums_of(
+    weight_at, x_at, from_row, read_row, first, end, inputs,
+    block_scales_ptr, lines_ptr, group_scales_ptr, group_stride,
+    SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Of the inputs from `first` to `end`. Where blocks share a scale a tile has the inputs of a group."""
+    if lines_ptr is None:
+        return segment_sums(weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
+    else:
+        block = tl.load(lines_ptr + from_row).to(tl.int64)
+        scales_at = block_scales_ptr + block * tl.cdiv(inputs, INPUTS)
+        group_scales_at = group_scales_ptr + read_row
+        return block_segment_sums(
+            weight_at, x_at, scales_at, group_scales_at, first, end, inputs, group_stride.to(tl.int64),
+            EVEN, LINES, ROWS, INPUTS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "segment", "group_stride"])
 def matmul_kernel(
     x_ptr, weight_ptr,
     scales_ptr, row_scales_ptr, bias_ptr,  # None: none
+    block_scales_ptr, lines_ptr,  # (blocks, groups of inputs), and which of the blocks an output has; None: none
+    group_scales_ptr,  # (groups of inputs, rows); None: none
     y_ptr, parts_ptr,  # parts: None, or (splits, lines, rows), both rounded up to whole tiles
     rows, outputs, inputs, stride_x, stride_weight, stride_y,
     segment,  # tiles of inputs
+    group_stride,  # of group_scales
     SUM: tl.constexpr, EVEN: tl.constexpr, IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
@@ -101,18 +156,25 @@ def matmul_kernel(
     at = tl.arange(0, INPUTS)
     from_row = weight_row(line, outputs, ACTIVATION).to(tl.int64)
     weight_at = weight_ptr + from_row[:, None] * stride_weight + at[None, :]
-    x_at = x_ptr + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * stride_x + at[:, None]
+    read_row = tl.minimum(row, rows - 1)
+    x_at = x_ptr + read_row.to(tl.int64)[None, :] * stride_x + at[:, None]
     if IN_TURN:
         sums = tl.zeros((LINES, ROWS), SUM)
         for first in range(0, inputs, segment * INPUTS):
             end = tl.minimum(first + segment * INPUTS, inputs)
-            sums += segment_sums(
-                weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS
-            )
+            sums += sums_of(
+                weight_at, x_at, from_row, read_row, first, end, inputs,
+                block_scales_ptr, lines_ptr, group_scales_ptr, group_stride,
+                SUM, EVEN, PRECISION, LINES, ROWS, INPUTS,
+            )  # fmt: skip
     else:
         first = tl.program_id(1) * segment * INPUTS
         end = tl.minimum(first + segment * INPUTS, inputs)
-        sums = segment_sums(weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
+        sums = sums_of(
+            weight_at, x_at, from_row, read_row, first, end, inputs,
+            block_scales_ptr, lines_ptr, group_scales_ptr, group_stride,
+            SUM, EVEN, PRECISION, LINES, ROWS, INPUTS,
+        )  # fmt: skip
     give(
         sums, line_tile * LINES, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
         rows, outputs, stride_y, line_tiles * LINES, row_tiles * ROWS, ACTIVATION, LINES, ROWS,
@@ -165,7 +227,7 @@ def finish(
     tl.store(y_at, values.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def add_parts_kernel(
     parts_ptr, scales_ptr, row_scales_ptr, bias_ptr, y_ptr,
     rows, outputs, stride_y, all_lines, all_rows, splits,
@@ -187,6 +249,15 @@ def add_parts_kernel(
 
 
 @dataclass(frozen=True, slots=True)
+class BlockScales:
+    """See batchinfer_kernels.block_fp8_matmul."""
+
+    scales: Tensor  # (blocks, groups) float32
+    lines: Tensor  # (N,) int32
+    group_scales: Tensor  # (groups, T) float32
+
+
+@dataclass(frozen=True, slots=True)
 class Operands:
     """One product, checked. x: (T, K); weight: one row an output, in any code."""
 
@@ -198,6 +269,7 @@ class Operands:
     row_scales: Tensor | None = None  # (T,) float32
     bias: Tensor | None = None  # (N,)
     activation: Activation | None = None
+    blocks: BlockScales | None = None
 
     @property
     def rows(self) -> int:
@@ -210,7 +282,14 @@ class Operands:
 
 def multiply(operands: Operands, kind: Kind, deterministic: bool) -> Tensor:
     """The product with the kernel above. The grid depends on sizes alone."""
-    return launch(matmul_kernel, operands, kind, deterministic)
+    blocks = operands.blocks
+    more = {
+        "block_scales_ptr": None if blocks is None else blocks.scales,
+        "lines_ptr": None if blocks is None else blocks.lines,
+        "group_scales_ptr": None if blocks is None else blocks.group_scales,
+        "group_stride": 0 if blocks is None else blocks.group_scales.stride(0),
+    }
+    return launch(matmul_kernel, operands, kind, deterministic, None if blocks is None else GROUP, **more)
 
 
 def launch(

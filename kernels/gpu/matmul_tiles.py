@@ -13,8 +13,9 @@ from typing import Literal
 from batchinfer_kernels.gpu.sizes import cdiv
 from batchinfer_kernels.gpu.target import architecture
 
-# half: both of 16 bits; wide: x float32; coded: x of 16 bits and a weight of packed codes; fp8, int8: codes of both
-Kind = Literal["half", "wide", "coded", "fp8", "int8"]
+# half: both of 16 bits; wide: x float32; coded: x of 16 bits and a weight of packed codes; fp8, int8: codes of both;
+# block_fp8: the same with scales of blocks
+Kind = Literal["half", "wide", "coded", "fp8", "block_fp8", "int8"]
 # Programs that a deterministic product is split into at least where it has few outputs: about the processors of a large
 # GPU. Not the processors of the GPU at hand: other GPUs of the same architecture shall give the same bits.
 DETERMINISTIC_PROGRAMS = 128
@@ -23,6 +24,9 @@ LEAST_SEGMENT = 512
 # Programs a multiprocessor that a split aims at
 PROGRAMS_PER_PROCESSOR = 2
 MANY = 1 << 30
+# Bytes of shared memory that a block may have where it is less than on 8.0 (CUDA programming guide, compute
+# capabilities), without 1 KiB for what is not a tile
+SMALL_MEMORY = dict.fromkeys(("86", "89", "120", "121"), 98 * 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,14 @@ _TILES: dict[Kind, dict[int, Tiles]] = {
         # Sums that go to float32 every tile are held twice, for which 256 rows leave no registers
         MANY: Tiles(128, 128, 128, 8, 4),
     },
+    # Inputs: a group, whatever stands here; so more tiles are in flight. Many outputs and few rows: a thread holds the
+    # scales of its rows, and of a line or two
+    "block_fp8": {
+        16: Tiles(64, 16, 128, 4, 7),
+        32: Tiles(64, 32, 128, 4, 7),
+        64: Tiles(64, 64, 128, 4, 5),
+        MANY: Tiles(256, 64, 128, 8, 4),
+    },
     "int8": {
         16: Tiles(64, 16, 256, 4, 4),
         32: Tiles(64, 32, 256, 4, 4),
@@ -87,6 +99,15 @@ _TILES: dict[Kind, dict[int, Tiles]] = {
         256: Tiles(128, 128, 128, 8, 4),
         MANY: Tiles(128, 256, 128, 8, 3),
     },
+}
+# Bytes of a value of the weight, and of x, in a tile
+_ITEM_BYTES: dict[Kind, tuple[float, int]] = {
+    "half": (2, 2),
+    "wide": (4, 4),
+    "coded": (1, 2),
+    "fp8": (1, 1),
+    "block_fp8": (1, 1),
+    "int8": (1, 1),
 }
 # One for any number of rows: the same instructions in the same order. 128 rows cost nothing where the weight has to be
 # read anyway (H100: 256 operations a value of 2 bytes take 0.26 ps at the peak, its reading 0.6 ps), and are few enough
@@ -96,6 +117,7 @@ _DETERMINISTIC: dict[Kind, Tiles] = {
     "wide": Tiles(64, 64, 16, 4, 3),
     "coded": Tiles(128, 128, 128, 8, 3),
     "fp8": Tiles(128, 128, 128, 8, 3),
+    "block_fp8": Tiles(256, 64, 128, 8, 3),
 }
 
 
@@ -111,13 +133,14 @@ def choose_cut(
 ) -> Cut:
     """`deterministic`: what is summed with what depends on outputs, inputs and `aligned` alone. All sizes ≥ 1.
 
-    `span`: inputs that a tile has to have, as their codes are packed together. `aligned`: whether 16 bytes are read at
-    once.
+    `span`: inputs that a tile has to have, as their codes are packed together or share a scale. `aligned`: whether 16
+    bytes are read at once.
     """
     if deterministic and kind != "int8":  # sums of integers are exact however they are cut
-        tiles = _fitted(_coded(kind, _DETERMINISTIC[kind], True), span, aligned)
+        tiles = _fitted(kind, _narrow(kind, _DETERMINISTIC[kind], True), span, aligned)
         return _deterministic_cut(tiles, outputs, rows, inputs)
-    tiles = _fitted(_coded(kind, _by_rows(kind, outputs, rows, processors), False), span, aligned)
+    found = _by_rows(kind, outputs, rows, processors)
+    tiles = _fitted(kind, _narrow(kind, found, False), span, aligned)
     programs = cdiv(outputs, tiles.outputs) * cdiv(rows, tiles.rows)
     wanted = PROGRAMS_PER_PROCESSOR * processors // programs
     segment = _segment(inputs, wanted, tiles)
@@ -125,14 +148,22 @@ def choose_cut(
 
 
 def grouped_tiles(
-    kind: Kind, outputs: int, rows: int, groups: int, deterministic: bool, processors: int, aligned: bool
+    kind: Kind,
+    outputs: int,
+    rows: int,
+    groups: int,
+    deterministic: bool,
+    processors: int,
+    aligned: bool,
+    span: int | None = None,
 ) -> Tiles:
     """Tiles of a product whose rows are spread over so many weights, as if evenly. Their sums are not split: many
-    weights make many tiles. `deterministic`: as for choose_cut."""
+    weights make many tiles. `deterministic`, `span`: as for choose_cut."""
     if deterministic and kind != "int8":
-        return _fitted(_DETERMINISTIC[kind], None, aligned)
+        return _fitted(kind, _narrow(kind, _DETERMINISTIC[kind], True), span, aligned)
     each = max(1, cdiv(rows, groups))
-    return _fitted(_by_rows(kind, outputs * groups, each, processors), None, aligned)
+    found = _by_rows(kind, outputs * groups, each, processors)
+    return _fitted(kind, _narrow(kind, found, False), span, aligned)
 
 
 def _deterministic_cut(tiles: Tiles, outputs: int, rows: int, inputs: int) -> Cut:
@@ -161,24 +192,40 @@ def _segment(inputs: int, wanted: int, tiles: Tiles) -> int:
     return cdiv(cdiv(inputs, count), tiles.inputs) * tiles.inputs
 
 
-def _coded(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:
-    """64 rows at most for packed codes where more do not compile well.
+def _narrow(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:
+    """Narrower where registers do not hold two tiles of sums.
 
-    For compute capability 10.x Triton 3.7 makes of a tile of 128 outputs and 128 rows of int4 a kernel that does
-    nothing. On 8.x and 12.x, where values that codes became stand in registers, two tiles of sums leave no room.
+    Packed codes: for compute capability 10.x Triton 3.7 makes of a tile of 128 outputs and 128 rows of int4 a kernel
+    that does nothing. On 8.x and 12.x, where values that codes became stand in registers, two tiles of sums leave no
+    room. Scales of blocks: on 10.x a thread has scales of as many rows as the tile has, on 9.0 of half of them.
     """
     found = architecture()
-    if kind != "coded" or not found.isdigit():
+    if kind not in ("coded", "block_fp8") or not found.isdigit():
         return tiles
-    narrow = 100 <= int(found) < 120 or (deterministic and int(found) // 10 != 9)
+    hopper = int(found) // 10 == 9
+    if kind == "block_fp8":
+        return tiles if hopper else replace(tiles, outputs=min(tiles.outputs, 128))
+    narrow = 100 <= int(found) < 120 or (deterministic and not hopper)
     return replace(tiles, rows=min(tiles.rows, 64)) if narrow else tiles
 
 
-def _fitted(tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
+def _fitted(kind: Kind, tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
     """As the architecture allows. AMD's compute units have 64 KiB of shared memory, where one tile is in flight."""
     if architecture().startswith("gfx"):
         sides = (min(tiles.outputs, 128), min(tiles.rows, 128), min(tiles.inputs, 64))
         tiles = Tiles(*sides, tiles.warps, 2)
     if not aligned:  # values that are read one by one have an address each, in registers
-        tiles = Tiles(min(tiles.outputs, 64), min(tiles.rows, 32), min(tiles.inputs, 32), 4, 2)
-    return tiles if span is None else replace(tiles, inputs=span)
+        few = kind == "block_fp8"  # of one group, more inputs than others are read at once
+        sides = (min(tiles.outputs, 32 if few else 64), min(tiles.rows, 32), min(tiles.inputs, 32))
+        tiles = Tiles(*sides, 8 if few else 4, 2)
+    return _in_shared_memory(kind, tiles if span is None else replace(tiles, inputs=span))
+
+
+def _in_shared_memory(kind: Kind, tiles: Tiles) -> Tiles:
+    """With fewer tiles in flight on GPUs that have less shared memory. Sums do not change."""
+    room = SMALL_MEMORY.get(architecture())
+    if room is None:
+        return tiles
+    weight, x = _ITEM_BYTES[kind]
+    tile = tiles.inputs * (tiles.outputs * weight + tiles.rows * x)
+    return replace(tiles, stages=max(2, min(tiles.stages, int(room // tile))))

@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import GROUP
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
-from batchinfer_kernels.gpu.sizes import next_power_of_2
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
 # A row up to this long is held in registers (16 values a thread with 16 warps); a longer one is read twice.
 LONGEST_HELD = 8192
+GROUPS_AT_ONCE = 16  # of 128 values each, 16 values a thread
 # Adding it to a number below 2^22 rounds that to the nearest integer, ties to even
 ROUNDER = tl.constexpr(12582912.0)
 
@@ -68,6 +70,24 @@ def _quantize_rows_kernel(
     tl.store(scales_ptr + row, scale)
 
 
+@triton.jit(do_not_specialize=["stride_scales"])
+def _quantize_groups_kernel(
+    x_ptr, codes_ptr, scales_ptr, stride_x, inputs, stride_scales, MOST: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    infinity = float("inf")
+    x = tl.load(x_ptr + row * stride_x + at, mask=at < inputs, other=0.0).to(tl.float32)
+    size = tl.abs(x)
+    inverse, scale = inverse_scale(tl.max(tl.where(size <= infinity, size, infinity), 1), MOST)
+    x = tl.where(size < infinity, x, 0.0)
+    codes = codes_of(x, inverse[:, None], codes_ptr.dtype.element_ty, MOST)
+    tl.store(codes_ptr + row * inputs + at, codes, mask=at < inputs)
+    tl.store(scales_ptr + group.to(tl.int64) * stride_scales + row, scale, mask=group * GROUP < inputs)
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """See batchinfer_kernels.quantized_linear.quantize_rows. Rows of x may be strided."""
     return _quantized(x, torch.int8, 127.0)
@@ -78,11 +98,23 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return _quantized(x, torch.float8_e4m3fn, 448.0)
 
 
+def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See batchinfer_kernels.block_fp8_matmul.quantize_groups_fp8. Rows of x may be strided."""
+    _check(x)
+    rows, inputs = x.shape
+    codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(cdiv(inputs, GROUP), rows, dtype=torch.float32, device=x.device)
+    if codes.numel():
+        at_once = min(GROUPS_AT_ONCE, next_power_of_2(len(scales)))
+        _quantize_groups_kernel[(rows, cdiv(len(scales), at_once))](
+            x, codes, scales, x.stride(0), inputs, rows, MOST=448.0, GROUPS=at_once, GROUP=GROUP,
+            num_warps=max(1, at_once // 4), enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes, scales
+
+
 def _quantized(x: Tensor, dtype: torch.dtype, most: float) -> tuple[Tensor, Tensor]:
-    if x.dim() != 2:
-        raise ValueError(f"x is {tuple(x.shape)}, not a matrix")
-    check_same_dtype(x=x)
-    unit_columns(x=x)
+    _check(x)
     rows, inputs = x.shape
     codes = torch.empty(rows, inputs, dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -95,3 +127,10 @@ def _quantized(x: Tensor, dtype: torch.dtype, most: float) -> tuple[Tensor, Tens
             num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
+
+
+def _check(x: Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"x is {tuple(x.shape)}, not a matrix")
+    check_same_dtype(x=x)
+    unit_columns(x=x)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from batchinfer_kernels import cost
+from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.experts import choose_experts, combine_reference, group_by_expert
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import gated_activation_reference
@@ -55,6 +58,26 @@ def test_linear_of_codes(sizes):
         found = declared(*sizes, 2)
         assert found.flops == counted(reference, x, *codes)
         assert found.bytes == bytes_of(x, *codes, reference(x, *codes))
+
+
+@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 300, 200)])
+def test_linear_of_codes_with_scales_of_blocks(sizes):
+    x, weight = layer(*sizes)
+    coded = quantize_blocks_fp8(weight)
+    found = cost.block_fp8_linear_cost(*sizes, 2)
+    assert found.flops == counted(block_fp8_matmul_reference, x, coded)
+    assert found.coded_ops == 2 * math.prod(sizes)
+    assert found.bytes == bytes_of(x, coded.codes, coded.scales, block_fp8_matmul_reference(x, coded))
+
+
+def test_grouped_linear_of_codes_with_scales_of_blocks():
+    x, coded = torch.randn(6, 140).bfloat16(), quantize_blocks_fp8(torch.randn(3 * 32, 140), 16)
+    codes, scales, lines = coded.codes.view(3, 32, 140), coded.scales.view(3, 2, 2), coded.lines[:32]
+    found = cost.block_fp8_grouped_linear_cost(6, 2, 140, 32, 2, block=(16, 128))
+    assert found.flops == counted(grouped_matmul_reference, x, codes, STARTS, scales=scales, lines=lines)
+    assert found.coded_ops == 2 * 6 * 140 * 32
+    y = grouped_matmul_reference(x, codes, STARTS, scales=scales, lines=lines)
+    assert found.bytes == bytes_of(x, codes[:2], scales[:2], y)
 
 
 @pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])

@@ -29,7 +29,7 @@ from typing import Any
 NVIDIA = ("sm_80", "sm_90", "sm_100")
 TARGETS = (*NVIDIA, "gfx942")
 # Bytes of shared memory that a block may have: CUDA programming guide, compute capabilities; AMD: LDS of CDNA 3
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 # Bytes of stack that pass: what ptxas uses for its calls (10.x has some), and up to four values that it puts aside from
 # the beginning of a kernel to its end in order to stay within a count of registers
 STACK_LIMIT = 16

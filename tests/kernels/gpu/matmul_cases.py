@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.matmul import finished, matmul_reference
@@ -24,7 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rounding to the dtype, of values up to the largest: half a unit in the last place, and sums in another order
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 # Ways to multiply; int8 alone has no `deterministic` to be asked for
-WAYS = ("plain", "int8_weight", "int4_32", "int4_64", "int4_128", "int4_64_zeros", "fp8", "int8")
+WAYS = ("plain", "int8_weight", "int4_32", "int4_64", "int4_128", "int4_64_zeros", "fp8", "block_fp8", "int8")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -56,6 +57,7 @@ class Way:
 
 def way(name: str, weight: Tensor) -> Way:
     """`name`: one of WAYS; the weight is quantised as it says."""
+    from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
     from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
     from batchinfer_kernels.gpu.int8_matmul import int8_matmul
     from batchinfer_kernels.gpu.matmul import matmul
@@ -67,6 +69,8 @@ def way(name: str, weight: Tensor) -> Way:
         return Way(int8_weight_matmul, int8_weight_matmul_reference, (quantize_int8(weight),))
     if name == "fp8":
         return Way(fp8_matmul, fp8_matmul_reference, quantize_rows_fp8(weight))
+    if name == "block_fp8":
+        return Way(block_fp8_matmul, block_fp8_matmul_reference, (quantize_blocks_fp8(weight, 48),))
     if name == "int8":
         return Way(int8_matmul, int8_reference, quantize_weight(weight))
     quantized = quantize_int4(weight, int(name.split("_")[1]), symmetric=not name.endswith("zeros"))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
 from batchinfer_kernels.experts import Choice, combine_reference, experts_reference, group_by_expert
-from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
+from batchinfer_kernels.fp8_matmul import FP8, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import combine as combine_module
 from batchinfer_kernels.gpu import fp8_matmul as fp8_module
@@ -76,6 +77,43 @@ def test_experts_with_any_number_of_rows(
         grouped_matmul(*arguments, activation=activation),
         grouped_matmul_reference(*arguments, activation=activation),
     )
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_blocks(dtype: torch.dtype, activation: Activation | None) -> None:
+    """Of blocks that outputs and inputs are no multiples of; rows in any order, and the bits of one alone."""
+    counts, each = (0, 19, 1, 0, 4), [quantize_blocks_fp8(random(34, 300, seed=e), 16) for e in range(5)]
+    codes = torch.stack([weight.codes.view(torch.uint8) for weight in each]).view(FP8)
+    x, bias = random(7, 300, dtype=dtype), random(5, 34, dtype=dtype, seed=2)
+    from_rows = torch.arange(24, device=DEVICE) * 5 % 7
+    scales = torch.stack([weight.scales for weight in each])
+    options: dict[str, Any] = {"scales": scales, "lines": each[0].lines, "activation": activation}
+    wanted = grouped_matmul_reference(x[from_rows], codes, starts_of(counts), bias, **options)
+    for how in (False, True):
+        given = {"from_rows": from_rows, "deterministic": how}
+        near(grouped_matmul(x, codes, starts_of(counts), bias, **given, **options), wanted)
+    whole = grouped_matmul(x[from_rows], codes, starts_of(counts), bias, deterministic=True, **options)
+    one = grouped_matmul(
+        x[from_rows[19:20]], codes, starts_of((0, 0, 1, 0, 0)), bias, deterministic=True, **options
+    )
+    assert torch.equal(one, whole[19:20])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scales": None}, "no scales"),
+        ({"lines": torch.zeros(5, dtype=torch.int32)}, "the weight has 34 rows"),
+        ({"scales": torch.zeros(2, 3, 2)}, "scales are"),
+    ],
+)
+def test_scales_of_blocks_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
+    weight = quantize_blocks_fp8(random(34, 300), 16)
+    given: dict[str, Any] = {"scales": weight.scales[None], "lines": weight.lines, **change}
+    codes = weight.codes[None].float() if given["scales"] is None else weight.codes[None]
+    with pytest.raises(ValueError, match=words):
+        grouped_matmul(random(2, 300), codes, starts_of((2,)), **given)
 
 
 def test_no_rows_at_all() -> None:

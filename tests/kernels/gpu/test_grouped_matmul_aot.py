@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from typing import Any
 
@@ -23,7 +24,7 @@ def launch_grouped(
     rows: int,
     experts: int,
     sizes: tuple[int, int],
-    int8: bool,
+    coded: str | None,
     deterministic: bool,
     activation: Activation | None,
 ) -> None:
@@ -33,10 +34,14 @@ def launch_grouped(
 
     outputs, inputs = sizes
     kind = getattr(torch, dtype)
-    weight = torch.zeros(experts, outputs, inputs, dtype=torch.int8 if int8 else kind)
+    codes = {"int8": torch.int8, "block_fp8": torch.float8_e4m3fn}
+    weight = torch.zeros(experts, outputs, inputs, dtype=codes[coded] if coded else kind)
     x, starts = torch.zeros(rows // 2, inputs, dtype=kind), torch.zeros(experts + 1, dtype=torch.int64)
     bias, scales = torch.zeros(experts, outputs, dtype=kind), torch.zeros(experts, outputs)
-    options: dict[str, Any] = {"scales": scales if int8 else None, "deterministic": deterministic}
+    options: dict[str, Any] = {"scales": scales if coded else None, "deterministic": deterministic}
+    if coded == "block_fp8":
+        options |= {"scales": torch.zeros(experts, -(-outputs // 128), -(-inputs // 128))}
+        options |= {"lines": torch.zeros(outputs, dtype=torch.int32)}
     before, target.processors = target.processors, lambda _device: 132
     try:
         from_rows = torch.zeros(rows, dtype=torch.int64)
@@ -60,25 +65,34 @@ def compiled(
     *,
     experts: int = EXPERTS,
     dtype: str = "bfloat16",
-    int8: bool = False,
+    coded: str | None = None,
     deterministic: bool = False,
     activation: str | None = None,
 ) -> Compiled:
-    arguments = (dtype, rows, experts, sizes, int8, deterministic, activation)
+    arguments = (dtype, rows, experts, sizes, coded, deterministic, activation)
     found = compile_launch("tests.kernels.gpu.test_grouped_matmul_aot:launch_grouped", arguments, target)
     for kernel in found:
         kernel.check()
     (matmul,) = [kernel for kernel in found if kernel.kernel == "grouped_matmul_kernel"]
     if dtype != "float32":
-        assert_multiplies(matmul, target, "int8" if int8 else "plain")
+        assert_multiplies(matmul, target, coded or "plain")
     if target in NVIDIA and sizes != ODD:
         assert_reads_wide(matmul, 12 if dtype == "float32" else 16)
     return matmul
 
 
-@pytest.mark.parametrize(("target", "int8", "rows"), pairs_first(TARGETS, (False, True), (FEW, MANY)))
-def test_few_and_many_rows(target: str, int8: bool, rows: int) -> None:
-    compiled(target, rows, int8=int8, activation="silu" if rows == FEW else None)
+@pytest.mark.parametrize(("target", "coded", "rows"), pairs_first(TARGETS, (None, "int8"), (FEW, MANY)))
+def test_few_and_many_rows(target: str, coded: str | None, rows: int) -> None:
+    compiled(target, rows, coded=coded, activation="silu" if rows == FEW else None)
+
+
+@pytest.mark.parametrize(("target", "rows"), pairs_first(("sm_89", "sm_90", "sm_100"), (FEW, MANY)))
+def test_scales_of_blocks(target: str, rows: int) -> None:
+    for deterministic in (False, True):
+        kernel = compiled(target, rows, coded="block_fp8", deterministic=deterministic, activation="silu")
+        waits = [int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.ptx)]
+        assert waits, kernel.summary()
+        assert waits[0] >= 2, f"{kernel.summary()}: {waits}"
 
 
 def test_deterministic_products_and_odd_sizes() -> None:

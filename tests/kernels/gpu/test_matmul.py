@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
+from batchinfer_kernels.block_fp8_matmul import quantize_groups_fp8 as quantize_groups_reference
 from batchinfer_kernels.gpu import matmul_core, matmul_tiles, target
+from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
 from batchinfer_kernels.gpu.int8_matmul import MOST_INPUTS, int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.matmul_tiles import choose_cut
+from batchinfer_kernels.gpu.quantize_rows import quantize_groups_fp8
 from batchinfer_kernels.quantized_linear import quantize_weight
 from tests.kernels.gpu.matmul_cases import (
     DTYPES,
@@ -189,6 +194,29 @@ def test_int8_is_what_the_cpu_computes(dtype: torch.dtype, activation: Any) -> N
             near(got, wanted)
 
 
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 1), (5, 127), (3, 2049), (2, 4500)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_are_quantised_as_the_reference_does(rows: int, inputs: int, dtype: torch.dtype) -> None:
+    x = random(rows, inputs, dtype=dtype) * 10
+    x[0, :128] = 0
+    x[-1, -1] = float("inf")
+    for given in (x, beside_nan(x)):
+        codes, scales = quantize_groups_fp8(given)
+        wanted, wanted_scales = quantize_groups_reference(x)
+        torch.testing.assert_close(scales, wanted_scales, atol=0, rtol=0, equal_nan=True)
+        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_scales_of_blocks_are_those_of_transformers() -> None:
+    """The format: a float32 model's weight dequantised as transformers does it is what the codes stand for."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # slow to import
+
+    weight = quantize_blocks_fp8(random(256, 384, seed=1))
+    whole = Fp8Dequantize(None)._dequantize_one(weight.codes.cpu(), weight.scales.cpu())
+    x = torch.eye(384, device=DEVICE)
+    torch.testing.assert_close(block_fp8_matmul(x, weight).T.cpu(), whole.float(), rtol=1e-6, atol=0)
+
+
 def test_int8_sums_beyond_float32_are_exact() -> None:
     codes = torch.full((2, 20_001), 127, dtype=torch.int8, device=DEVICE)
     codes[1, 0] = 126
@@ -242,7 +270,7 @@ def test_a_row_does_not_depend_on_its_batch_in_other_dtypes(dtype: torch.dtype) 
 
 def test_a_deterministic_cut_is_the_weights() -> None:
     """The same tile and the same segments for any number of rows and any GPU; only their places differ."""
-    for kind, aligned in product(("half", "wide", "coded", "fp8"), (True, False)):
+    for kind, aligned in product(("half", "wide", "coded", "fp8", "block_fp8"), (True, False)):
         few, many = (choose_cut(kind, 300, rows, 4096, True, 1, aligned=aligned) for rows in (1, 4096))
         assert (few.tiles, few.segment, few.segments) == (many.tiles, many.segment, many.segments)
         assert few.segments > 1
@@ -283,6 +311,18 @@ def test_segments_are_whole_tiles_and_cover_the_inputs(kind: Any) -> None:
 def test_what_does_not_fit_is_refused(x: Tensor, weight: Tensor, options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         matmul(x, weight, **options)
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    weight = quantize_blocks_fp8(random(4, 300))
+    x = random(2, 300)
+    for change, words in (
+        ({"codes": weight.codes.float()}, "float8_e4m3fn"),
+        ({"scales": weight.scales[:, :2]}, "scales are"),
+        ({"lines": weight.lines[:3]}, "the weight has 4 rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            block_fp8_matmul(x, replace(weight, **change))
 
 
 def test_codes_that_do_not_fit_are_refused() -> None:

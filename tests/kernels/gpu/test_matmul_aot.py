@@ -7,19 +7,22 @@ from itertools import product
 
 import pytest
 
-from tests.kernels.gpu.aot import NVIDIA, TARGETS, Compiled, compile_launch
+from tests.kernels.gpu.aot import TARGETS, Compiled, compile_launch
 from tests.kernels.gpu.pairs import every_pair, pairs_first
 
 LAUNCH = "tests.kernels.gpu.matmul_cases:launch_way"
 PROCESSORS = 132
-WAYS = ("plain", "int8_weight", "int4_32", "int4_64_zeros", "int4_128", "fp8", "int8")
+WAYS = ("plain", "int8_weight", "int4_32", "int4_64_zeros", "int4_128", "fp8", "block_fp8", "int8")
+FLOAT8 = ("fp8", "block_fp8")
 FEW, MANY = 8, 600
 ALL_ROWS = (FEW, 32, 64, 256, MANY)
 # Outputs, inputs. ODD: no whole tiles, nothing at multiples of 16 bytes. DEEP: of several segments
 EVEN, ODD, DEEP = (1024, 512), (1026, 515), (1024, 2048)
 # The instruction that multiplies floats of 16 bits, float8 and int8, in PTX, SASS (9.0) or amdgcn
+_AMPERE = r"\bmma\.sync\S*\.f16|\bmma\.sync\S*\.bf16"
 MULTIPLIES = {
-    "sm_80": (r"\bmma\.sync\S*\.f16|\bmma\.sync\S*\.bf16", None, r"\bmma\.sync\S*\.s8"),
+    "sm_80": (_AMPERE, None, r"\bmma\.sync\S*\.s8"),
+    "sm_89": (_AMPERE, r"\bmma\.sync\S*\.e4m3", r"\bmma\.sync\S*\.s8"),
     "sm_90": (r"\bHGMMA\b", r"\bQGMMA\b", r"\bIGMMA\b"),
     "sm_100": (r"\btcgen05\.mma\S*kind::f16", r"\btcgen05\.mma\S*kind::f8f6f4", r"\bmma\.sync\S*\.s8"),
     "gfx942": (r"\bv_mfma_f32\S*_b?f16", None, r"\bv_mfma_i32\S*_i8"),
@@ -27,7 +30,7 @@ MULTIPLIES = {
 
 
 def can(target: str, way: str) -> bool:
-    return way != "fp8" or MULTIPLIES[target][1] is not None
+    return way not in FLOAT8 or MULTIPLIES[target][1] is not None
 
 
 def compiled(
@@ -49,7 +52,7 @@ def compiled(
     (matmul,) = [kernel for kernel in found if kernel.kernel.removeprefix("_coded_") == "matmul_kernel"]
     if dtype != "float32":
         assert_multiplies(matmul, target, way)
-    if target in NVIDIA and sizes != ODD:
+    if target.startswith("sm_") and sizes != ODD:
         # Of float32 a tile has two pieces of the weight and two of x, or four and one, in each of three stages
         assert_reads_wide(matmul, 12 if dtype == "float32" else 16)
     return matmul
@@ -57,7 +60,7 @@ def compiled(
 
 def assert_multiplies(kernel: Compiled, target: str, way: str) -> None:
     floats, float8, integers = MULTIPLIES[target]
-    pattern = {"fp8": float8, "int8": integers}.get(way, floats)
+    pattern = {**dict.fromkeys(FLOAT8, float8), "int8": integers}.get(way, floats)
     assert pattern is not None
     assert re.search(pattern, kernel.sass if target == "sm_90" else kernel.ptx), kernel.summary()
 
@@ -72,7 +75,7 @@ def assert_reads_wide(kernel: Compiled, least: int) -> None:
 
 @pytest.mark.parametrize(
     ("target", "way", "rows"),
-    pairs_first(TARGETS, ("plain", "int8_weight", "int4_64_zeros", "fp8", "int8"), (FEW, MANY)),
+    pairs_first(TARGETS, ("plain", "int8_weight", "int4_64_zeros", *FLOAT8, "int8"), (FEW, MANY)),
 )
 def test_few_and_many_rows(target: str, way: str, rows: int) -> None:
     if can(target, way):
@@ -106,11 +109,27 @@ def test_float16_with_a_gate(target: str, way: str, sizes: tuple[int, int]) -> N
     compiled(target, way, FEW, sizes, dtype="float16", activation="silu")
 
 
+@pytest.mark.parametrize(("target", "rows"), pairs_first(("sm_89", "sm_90", "sm_100"), (FEW, 64, MANY)))
+def test_scales_of_blocks_leave_tiles_in_flight(target: str, rows: int) -> None:
+    """The loop waits for the oldest tile's two copies alone."""
+    for deterministic in (False, True):
+        found = compiled(target, "block_fp8", rows, deterministic=deterministic, activation="silu")
+        waits = [int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", found.ptx)]
+        assert waits, found.summary()
+        assert waits[0] >= 2, f"{found.summary()}: {waits}"
+
+
+@pytest.mark.parametrize("way", ["plain", "fp8", "int8"])
+def test_little_shared_memory(way: str) -> None:
+    for rows in (FEW, MANY):
+        compiled("sm_89", way, rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tile", "given", "dtype"),
     every_pair(
-        [(target, way) for target, way in product(TARGETS, WAYS) if can(target, way)],
+        [(target, way) for target, way in product((*TARGETS, "sm_89"), WAYS) if can(target, way)],
         [*((rows, False) for rows in ALL_ROWS), (FEW, True), (MANY, True)],
         list(product((EVEN, ODD, DEEP), (None, "silu"))),
         ["bfloat16", "float16", "float32"],

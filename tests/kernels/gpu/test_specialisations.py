@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
+from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.latent_attention import latent_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.penalties import Penalties
+from tests.kernels.gpu.matmul_cases import way
 from tests.kernels.gpu.specialisations import recorded
 
 HEADS, KV_HEADS, DIM, BLOCK = 3, 3, 64, 16
@@ -57,6 +60,26 @@ def test_latents_of_tables_of_all_widths() -> None:
             tables, at = torch.zeros(2, width, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
             latent_attention(torch.zeros(2, 4, 80), torch.zeros(3, 1, BLOCK, 80), tables, at, at, 0.1, 64)
     assert kernels(found) == ["_latent_attention_kernel"]
+
+
+@pytest.mark.parametrize("name", ["plain", "block_fp8"])
+def test_products_of_any_number_of_rows_with_the_same_tile(name: str) -> None:
+    multiply = way(name, torch.zeros(96, 1152))
+    with recorded(runs=False) as found:
+        for rows in (1, 2, 15, 16):
+            multiply(torch.zeros(rows, 1152))
+    quantising = ["_quantize_groups_kernel"] if name == "block_fp8" else []
+    assert kernels(found) == [*quantising, "matmul_kernel"]
+
+
+def test_experts_of_any_number_of_rows_with_the_same_tile() -> None:
+    weight = quantize_blocks_fp8(torch.zeros(3 * 64, 128), 64)
+    codes, scales = weight.codes.view(3, 64, 128), weight.scales.view(3, 1, 1)
+    with recorded(runs=False) as found:
+        for rows in (1, 2, 16, 17):
+            starts = torch.tensor([0, rows, rows, rows])
+            grouped_matmul(torch.zeros(rows, 128), codes, starts, scales=scales, lines=weight.lines[:64])
+    assert kernels(found) == ["_quantize_groups_kernel", "grouped_matmul_kernel"]
 
 
 def test_penalties_with_any_number_of_bans() -> None:
