@@ -93,6 +93,8 @@ def load_model(
     """
     device, dtype = _device(config), getattr(torch, config.dtype)
     threads = _set_threads(config)
+    if config.device == "cuda":
+        keep_partial_sums()
     source = source or checkpoint_source(config.model, config.kv_cache)
     how = (config.quantization, config.deterministic, config.tiles, config.kv_cache)
     arithmetic = Arithmetic(dtype, device, *how)
@@ -208,6 +210,13 @@ def _device_name(device: torch.device) -> str:
 
 def _gpu(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+
+
+def keep_partial_sums() -> None:
+    """Tell torch, for this process, not to round partial sums of the vendor's matrix products to 16 bits: which ones
+    are split along the inner dimension depends on the number of rows."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _set_threads(config: EngineConfig) -> int:

@@ -8,9 +8,13 @@ from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import OutOfMemory
 from batchinfer.sizes import sizes
 
-# Share of the memory that is left once the weights are loaded. A CPU's memory is shared with tokenising, publishing
-# and other programs; a GPU is taken to be free for this job.
-AUTO_FRACTION = {"cpu": 0.4, "cuda": 0.9}
+# Share of a CPU's memory that is left once the weights are loaded: tokenising, publishing and other programs share it
+CPU_FRACTION = 0.4
+# A GPU is taken to be free for this job, and what steps take is measured, gaps between the allocator's segments
+# included. What is not measured is kept back: code of kernels that are loaded later, graphs (some 70 in the warm-up, of
+# a few MiB each, more in mid-job), and the products' work space of the stream that captures them; and a share for gaps
+# that steps in another order than the measured one tear.
+GPU_RESERVE, GPU_RESERVE_SHARE = 512 << 20, 0.02
 # More blocks than all running sequences can fill at once keep prefixes alive between their users.
 PREFIX_ROOM = 1.25
 
@@ -38,7 +42,7 @@ def cache_blocks(
     `memory`: bytes (int), a fraction of `free` (float), of which `needed` bytes are taken for what a step computes,
     or None for the device's default. Raises OutOfMemory when not even the job's longest sequence fits.
     """
-    budget = memory if isinstance(memory, int) else int(free * (memory or AUTO_FRACTION[kind])) - needed
+    budget = memory if isinstance(memory, int) else _usable(memory, free, kind) - needed
     least = tables.alone(job.longest, job.max_num_batched_tokens)
     running = tables.among_others(job.longest) * job.max_num_seqs
     most = int(running * PREFIX_ROOM) + tables.for_chunks(job.max_num_batched_tokens) + 1
@@ -51,3 +55,10 @@ def cache_blocks(
             "or raise engine.kv_memory"
         )
     return blocks
+
+
+def _usable(fraction: float | None, free: int, kind: str) -> int:
+    """Bytes of `free` that the cache and the steps may take together."""
+    if fraction is None and kind == "cuda":
+        return free - GPU_RESERVE - int(free * GPU_RESERVE_SHARE)
+    return int(free * (CPU_FRACTION if fraction is None else fraction))

@@ -13,7 +13,7 @@ from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.constraints import ConstraintMask
 from batchinfer.engine.decode_graphs import Capture, GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
-from batchinfer.engine.memory import JobSize, cache_blocks
+from batchinfer.engine.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
 from batchinfer.engine.scheduler import SchedulerConfig
@@ -163,11 +163,27 @@ def test_what_steps_need_is_taken_from_the_share_of_the_cache():
         TableSizes(16),
         JobSize(64, 1000, 250),
     )  # bytes of a block, its tokens, the longest row, sequences
-    assert cache_blocks(*sizes, None, 100_000, "cuda", 30_000) == 60
+    assert cache_blocks(*sizes, None, 100_000, "cpu", 30_000) == 10
     assert cache_blocks(*sizes, 0.5, 100_000, "cuda", 30_000) == 20
     assert cache_blocks(*sizes, 40_000, 100_000, "cuda", 30_000) == 40, "bytes are what the job asked for"
     with pytest.raises(OutOfMemory, match="lower max_tokens"):
         cache_blocks(*sizes, 0.5, 100_000, "cuda", 48_000)
+
+
+@pytest.mark.parametrize(("free", "kept"), [(4 << 30, 0.15), (8 << 30, 0.09), (64 << 30, 0.03)])
+def test_a_gpu_s_cache_gets_all_but_the_reserve(free, kept):
+    """What steps were measured to take is taken once; beside it so many bytes and a small share are left."""
+    sizes = (1 << 20, TableSizes(16), JobSize(4096, 100_000, 8192))
+    needed = free // 8
+    left = free - needed - (cache_blocks(*sizes, None, free, "cuda", needed) << 20)
+    assert GPU_RESERVE <= left - free * GPU_RESERVE_SHARE < GPU_RESERVE + (2 << 20)
+    assert left < kept * free
+
+
+def test_a_gpu_without_room_beside_the_reserve():
+    sizes = (1 << 20, TableSizes(16), JobSize(4096, 8, 8192))
+    with pytest.raises(OutOfMemory, match="0 bytes may be used"):
+        cache_blocks(*sizes, None, GPU_RESERVE, "cuda", 0)
 
 
 def test_dummy_steps_are_as_large_as_they_can_be():

@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.engine.build import load_model
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.memory import AUTO_FRACTION
+from batchinfer.engine.memory import CPU_FRACTION
 from batchinfer.errors import OutOfMemory
 from tests.checkpoints import make_checkpoint
 
@@ -22,7 +22,7 @@ def test_an_engine_takes_no_more_than_its_part(tmp_path: Path) -> None:
     whole = load_model(config).info
     part = whole.weight_bytes + CACHE
     info = load_model(replace(config, memory=part)).info
-    assert CACHE * AUTO_FRACTION["cpu"] * 0.8 < info.kv_bytes <= CACHE * AUTO_FRACTION["cpu"]
+    assert CACHE * CPU_FRACTION * 0.8 < info.kv_bytes <= CACHE * CPU_FRACTION
     assert info.kv_bytes < whole.kv_bytes
     assert load_model(replace(config, memory=part << 10)).info.kv_bytes == whole.kv_bytes
     with pytest.raises(OutOfMemory):
