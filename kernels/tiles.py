@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# What products are computed in: vectors; the CPU's tiles; tiles in plain C, which any CPU can run, for tests
-TileWay = Literal["none", "granted", "emulated"]
-# How tiles.h is told. "granted" leaves it to the compiler, who knows the CPU.
+# What products are computed in: vectors; the CPU's tiles; for tests, in plain C that any CPU can run, tiles, or Arm's
+# matrix multiply-accumulate
+TileWay = Literal["none", "granted", "emulated", "emulated_mmla"]
+# How tiles.h and mmla.h are told. "granted" leaves it to the compiler, who knows the CPU.
 OPTIONS: dict[TileWay, tuple[str, ...]] = {
     "none": ("-DNO_TILES",),
     "granted": (),
     "emulated": ("-DEMULATED_TILES",),
+    "emulated_mmla": ("-DNO_TILES", "-DEMULATED_MMLA"),
 }
 FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 # Of Linux on x86-64: arch_prctl's number, ARCH_REQ_XCOMP_PERM, and the state component that holds the tiles

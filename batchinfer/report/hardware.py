@@ -286,7 +286,8 @@ def has_fast_bf16(cpuinfo: Path = _CPUINFO) -> bool:
 
 def arm_sums(dtype: str, machine: str = platform.machine(), cpuinfo: Path = _CPUINFO) -> str:
     """How the compiled operators of an Arm CPU add up, empty elsewhere: its vectors are shorter than x86-64's, so that
-    sums run in another order, and with BFDOT (`bf16`) sums in bfloat16 are rounded in another way."""
+    sums run in another order, and with BFDOT (`bf16`) sums in bfloat16 are rounded in another way. BFMMLA, which the
+    same CPUs have, rounds as BFDOT does, and is no kind of its own."""
     if machine not in ("aarch64", "arm64"):
         return ""
     return "bfdot" if dtype == "bfloat16" and "bf16" in cpu_flags(cpuinfo) else "neon"

@@ -30,10 +30,12 @@ SOURCES = tuple(
 # Not -ffast-math: it would assume that no NaN exists, which is how broken weights show, older compilers would make the
 # whole process flush denormals, and sums in another order for other numbers of rows would make a row's bits depend on
 # its neighbours. No contraction but where the code says so (`fused` in vector.h), for the same reason.
+# Before it gives registers out, GCC for Arm moves loads so far ahead that sums no longer fit the 32.
+ARM_FLAGS = ("-fno-schedule-insns",)
 FLAGS = (
     "-O3",
     # What this CPU has, which is named otherwise on aarch64, where clang does not know the other
-    "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
+    *(("-mcpu=native", *ARM_FLAGS) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)),
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",

@@ -1,13 +1,14 @@
 /* Matrix products with a weight packed once; included once a dtype.
  *
- * The weight of `outputs` x `inputs` is cut into panels of PANEL outputs. A panel holds, word after word of the inputs,
- * that word of each of its outputs: a tile of ROWS x PANEL sums stays in registers while it runs down the panel. Every
+ * The weight of `outputs` x `inputs` is cut into panels of PANEL outputs. A panel holds, word after word of the inputs
+ * (two at a time where `word_at` pairs them), that word of each of its outputs: a tile of ROWS x PANEL sums stays in registers while it runs down the panel. Every
  * sum runs over the inputs in order, alone in its lane: a result does not depend on how many rows it is computed with.
  *
  * A gated weight has gate above up; a panel then holds PANEL / 2 of each, so that act(gate) * up needs no second pass.
  */
 
 #define IN_TILES (TILES && PAIR == 2) /* whatever the number of rows: a tile adds in another order than vectors do */
+#define BY_MMLA (MMLA_BF16 && PAIR == 2)
 
 /* packed: (panels, words, PANEL) words, columns and values without a weight zero. */
 void NAME(pack_linear)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, REAL *packed) {
@@ -20,7 +21,7 @@ void NAME(pack_linear)(const REAL *weight, int64_t outputs, int64_t inputs, int6
                 REAL word[PAIR] = {0};
                 if (output >= 0 && rest > 0)
                     memcpy(word, weight + output * inputs + i * PAIR, rest < PAIR ? sizeof(REAL) : sizeof word);
-                memcpy(packed + ((panel * words + i) * PANEL + column) * PAIR, word, sizeof word);
+                memcpy(packed + (panel * words * PANEL + word_at(i, column, BY_MMLA)) * PAIR, word, sizeof word);
             }
 }
 
@@ -132,10 +133,14 @@ INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cu
 #else
     const char *ahead = ahead_of(panel, words, at.turn, more);
     vf sums[ROWS][COLUMNS];
+#if BY_MMLA
+    mmla_sums((const char *)(x + row * inputs), bytes, panel, ahead, rows, sums, 0);
+#else
 #define CASE(n) \
     case n: NAME(linear_tile)(x + row * inputs, (const REAL *)panel, ahead, inputs, sums, n); break;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
+#endif
 #endif
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
 }

@@ -4,8 +4,10 @@
 #include "vector.h"
 #include "streams.h"
 #include "tiles.h"
+#include "mmla.h"
 #include "panels.h"
 #include "tile_sums.h"
+#include "mmla_sums.h"
 #include "plan.h"
 
 #define MAX_DIM 256

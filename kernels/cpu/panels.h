@@ -45,6 +45,12 @@ INLINE int64_t columns_of(int64_t outputs, int gated) { return panels_of(outputs
 INLINE int64_t padded(int64_t bytes) { return (bytes + STEP - 1) / STEP * STEP; }
 INLINE int64_t words_of(int64_t bytes) { return padded(bytes) / 4; }
 
+/* Where word `i` of a column stands among a panel's words. `paired` (a constant): two that follow one another in a row do
+ * so here. */
+INLINE int64_t word_at(int64_t i, int64_t column, const int paired) {
+    return paired ? (i / 2 * PANEL + column) * 2 + i % 2 : i * PANEL + column;
+}
+
 #define CHUNK_BYTES (256 << 10) /* of x: a quarter of an L2 of 1 MiB. From 96 to 4,096 rows made no difference above 3% */
 
 /* How rows of x are cut up for a product: from row `from` on into `blocks` of `height`, the last of what is left. A chunk of

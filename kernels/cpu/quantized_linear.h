@@ -96,6 +96,10 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
 #else
     const char *ahead = ahead_of(panel, words, at.turn, more);
     vf sums[ROWS][COLUMNS];
+#if MMLA_INT8
+    mmla_sums((const char *)codes + row * bytes, bytes, panel, ahead, rows, sums, 1);
+    NAME(scale_sums)(sums, row_scales + row, w->starts + from, scales, rows);
+#else
 #define CASE(n) \
     case n: \
         NAME(quantized_tile)(codes + row * bytes, row_scales + row, (const int8_t *)panel, ahead, w->starts + from, scales, \
@@ -103,6 +107,7 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
         break;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
+#endif
 #endif
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
 }

@@ -108,7 +108,7 @@ void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t g
                 int64_t output = output_of(panel, column, outputs, gated), rest = inputs - i * 4;
                 int8_t word[4] = {0};
                 if (output >= 0 && rest > 0) memcpy(word, weight + output * inputs + i * 4, rest < 4 ? rest : 4);
-                memcpy(packed + ((panel * words + i) * PANEL + column) * 4, word, 4);
+                memcpy(packed + (panel * words * PANEL + word_at(i, column, MMLA_INT8)) * 4, word, 4);
                 for (int j = 0; j < 4; j++) starts[panel * PANEL + column] -= 128 * word[j];
             }
 }

@@ -246,8 +246,6 @@ INLINE vf dot_bf16(vf sum, vi a, vi b) {
 INLINE vi dot_int8(vi sum, vi a, vi b) {
 #if defined(__AVX512VNNI__) && LANES == 16
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-    return (vi)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
 #elif defined(__ARM_FEATURE_DOTPROD)
     /* Signed only: a - 128 with b, and 128 times b, which is the same for all rows that meet b. */
     vi lowered = (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)(a ^ (int32_t)0x80808080), (int8x16_t)b);

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from batchinfer_kernels.cpu.build import FLAGS, FOLDER, SOURCES
+from batchinfer_kernels.cpu.build import ARM_FLAGS, FLAGS, FOLDER, SOURCES
 
 CROSS = "aarch64-linux-gnu-gcc"
 DRIVER = Path(__file__).parent / "cross" / "driver.c"
@@ -18,11 +20,14 @@ UNITS = ("bfloat16", "float32")
 KINDS = {
     "neon": (("-march=armv8-a",), "cortex-a72"),
     "sdot": (("-march=armv8.2-a+dotprod",), "neoverse-n1"),
-    "bfdot and usdot": (("-march=armv8.6-a+bf16+i8mm",), "max"),
+    "bfmmla": (("-march=armv8.2-a+bf16",), "max"),
+    "bfmmla and usmmla": (("-march=armv8.6-a+bf16+i8mm",), "max"),
+    "emulated mmla": (("-march=armv8-a", "-DEMULATED_MMLA"), "cortex-a72"),
     "emulated tiles": (("-march=armv8-a", "-DEMULATED_TILES"), "cortex-a72"),
 }
 # As the operators are built, but for the CPU, and faster
-COMMON = [flag for flag in FLAGS if not flag.startswith(("-O", "-march", "-mcpu"))]
+COMMON = [flag for flag in FLAGS if not flag.startswith(("-O", "-march", "-mcpu")) and flag not in ARM_FLAGS]
+SAMPLE = ("bfmmla and usmmla", "bfloat16")  # what every run of the tests has of the sweep
 needs_cross = pytest.mark.skipif(
     shutil.which(CROSS) is None, reason=f"{CROSS} is missing (apt install gcc-aarch64-linux-gnu)"
 )
@@ -44,6 +49,11 @@ def passes(command: list[str]) -> None:
     assert "all checks passed" in done.stdout
 
 
+needs_emulator = pytest.mark.skipif(
+    shutil.which("qemu-aarch64") is None, reason="qemu-aarch64 is missing (apt install qemu-user)"
+)
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are those of x86-64")
 def test_the_checks_pass_on_this_machine(tmp_path):
@@ -60,30 +70,36 @@ def test_every_unit_is_c_that_the_compiler_for_arm_takes(kind):
     assert done.returncode == 0, done.stderr[:2000]
 
 
-@pytest.mark.slow
 @needs_cross
-@pytest.mark.skipif(
-    shutil.which("qemu-aarch64") is None, reason="qemu-aarch64 is missing (apt install qemu-user)"
+@needs_emulator
+@pytest.mark.parametrize(
+    ("kind", "unit"),
+    [
+        one if one == SAMPLE else pytest.param(*one, marks=pytest.mark.slow)
+        for one in itertools.product(KINDS, UNITS)
+    ],
 )
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_operators_are_right_on_arm(kind, unit, tmp_path):
     options, cpu = KINDS[kind]
     program = build_driver(CROSS, unit, (*options, "-static"), tmp_path)
     passes(["qemu-aarch64", "-cpu", cpu, str(program)])
+    if kind == SAMPLE[0]:
+        done = subprocess.run(["qemu-aarch64", "-cpu", "neoverse-n1", str(program)], check=False)
+        assert done.returncode == -signal.SIGILL  # a CPU of the emulator has what its name says, and no more
 
 
 @needs_cross
 @pytest.mark.parametrize(
     ("kind", "instruction", "unit"),
     [
-        ("bfdot and usdot", "bfdot", "bfloat16"),
-        ("bfdot and usdot", "usdot", "float32"),
+        ("bfmmla and usmmla", "bfmmla", "bfloat16"),
+        ("bfmmla and usmmla", "bfdot", "bfloat16"),
+        ("bfmmla and usmmla", "usmmla", "float32"),
         ("sdot", "sdot", "float32"),
     ],
 )
 @pytest.mark.slow
-def test_the_instructions_are_used(kind, instruction, unit, tmp_path):
+def test_the_instructions_are_used(kind, instruction, unit):
     options, _ = KINDS[kind]
     command = [CROSS, "-O1", *COMMON, *options, "-S", "-o", "-", str(FOLDER / f"{unit}.c")]
     assert instruction in subprocess.check_output(command, text=True)

@@ -28,7 +28,8 @@ GATES = {
     "clamped_gated": "clamped_swiglu",
     "exact_gelu_gated": "gelu",
 }
-WAYS = (None, "emulated")  # how products are computed: as this machine does it, and in matrix tiles
+# How products are computed: as this machine does it, in matrix tiles, by matrix multiply-accumulate
+WAYS: tuple[TileWay | None, ...] = (None, "emulated", "emulated_mmla")
 AVX2_LANES = 8  # and what has AVX2 has fused multiply-adds
 
 

@@ -1,4 +1,5 @@
-"""Products in matrix tiles: int8 with the bits of vectors, nothing read beside x and the weight."""
+"""Products in matrix tiles and by matrix multiply-accumulate: int8 with the bits of vectors, nothing read beside x and
+the weight."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.quantized_linear import quantize_weight
-from batchinfer_kernels.tiles import FLAGS, Grant, ask, tile_grant
+from batchinfer_kernels.tiles import FLAGS, Grant, TileWay, ask, tile_grant
 from tests.kernels.c_units import assembled
 from tests.kernels.test_cpu_linear import GATES, operators
 from tests.kernels.test_cpu_operators import DTYPES
 
+EMULATED: tuple[TileWay, ...] = ("emulated", "emulated_mmla")
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -33,16 +35,17 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 )
 @settings(max_examples=60, deadline=None)
 def test_int8_has_the_bits_of_vectors(seed, dtype, rows, inputs, outputs, kind, biased):
-    """Sums are exact: so no key need tell the two apart."""
+    """Sums are exact: so no key need tell them apart."""
     torch.manual_seed(seed)
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs)
     x[-1, :1] = float("nan")
     bias = torch.randn(outputs).to(dtype) if biased else None
     found = [
         one.linear(x, one.pack_codes(*quantize_weight(weight), bias, kind))
-        for one in (operators("none"), operators("emulated"))
+        for one in map(operators, ("none", *EMULATED))
     ]
-    assert found[0].view(torch.uint8).equal(found[1].view(torch.uint8))
+    for other in found[1:]:
+        assert found[0].view(torch.uint8).equal(other.view(torch.uint8))
 
 
 @pytest.mark.skipif(
@@ -63,17 +66,19 @@ def test_the_cpus_tiles_have_the_bits_of_those_in_c(rows, inputs):
 def test_int8_finds_the_same_greatest(dtype):
     torch.manual_seed(7)
     x, weight = torch.randn(37, 70).to(dtype), quantize_weight(torch.randn(300, 70))
-    none, tiles = operators("none"), operators("emulated")
+    none, *others = map(operators, ("none", *EMULATED))
     wanted = none.argmax(x, none.pack_codes(*weight, None, "float"))
-    assert tiles.argmax(x, tiles.pack_codes(*weight, None, "float")).equal(wanted)
+    for one in others:
+        assert one.argmax(x, one.pack_codes(*weight, None, "float")).equal(wanted)
 
 
+@pytest.mark.parametrize("way", EMULATED)
 @pytest.mark.parametrize("inputs", [1, 33, 64, 95])
 @pytest.mark.parametrize("rows", [1, 2, 17, 33])
-def test_a_broken_row_breaks_no_other(rows, inputs):
+def test_a_broken_row_breaks_no_other(way, rows, inputs):
     """0 x NaN is NaN: neither the rows of a tile nor what lies behind a row's end may meet."""
     torch.manual_seed(3)
-    compiled = operators("emulated")
+    compiled = operators(way)
     room = torch.full((rows + 2, inputs), float("nan"), dtype=torch.bfloat16)
     room[1:-1] = torch.randn(rows, inputs)
     packed = compiled.pack_linear(torch.randn(70, inputs).bfloat16(), None)
@@ -100,7 +105,7 @@ def at_the_end(tensor):
     room[:] = flat
     return torch.from_numpy(room).view(tensor.dtype).view(tensor.shape)
 
-compiled = CompiledOperators(tiles="emulated")
+compiled = CompiledOperators(tiles=sys.argv[1])
 torch.manual_seed(0)
 for rows in (1, 16, 17, 33):
     for inputs in (1, 31, 64, 97):
@@ -115,9 +120,10 @@ print("went through")
 """
 
 
-def test_nothing_beside_x_and_the_weight_is_read():
+@pytest.mark.parametrize("way", EMULATED)
+def test_nothing_beside_x_and_the_weight_is_read(way):
     """Both end where memory does."""
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", GUARDED, way], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "went through"), done.stderr
 
 
@@ -149,3 +155,4 @@ def test_what_is_granted_is_asked_for():
 def test_operators_say_what_they_compute_in():
     assert operators("emulated").has_tiles
     assert not operators("none").has_tiles
+    assert not operators("emulated_mmla").has_tiles

@@ -3,6 +3,9 @@
  * and run in software. */
 #include <stdio.h>
 #include UNIT
+#if !defined(EMULATED_MMLA)
+#include "emulated_mmla.h"
+#endif
 
 #define BF16 (PAIR == 2)
 #define MOST_FAILURES 20
@@ -198,6 +201,15 @@ static void check_dot(void) {
         wanted = fmaf(LOAD(a[0]), LOAD(b[0]), start);
 #endif
         same("one word's products", &got, &wanted, 4);
+#if BF16
+        float made, modelled = rounded_to_odd((double)LOAD(a[0]) * LOAD(b[0]) + (double)LOAD(a[1]) * LOAD(b[1]));
+        uint32_t sum, in_c;
+        modelled = rounded_to_odd((double)modelled + start);
+        memcpy(&sum, &start, 4);
+        in_c = emulated_bfdot(sum, (uint32_t)x, (uint32_t)w);
+        memcpy(&made, &in_c, 4);
+        same("BFDOT in C", &made, &modelled, 4);
+#endif
     }
     printf("dot\n");
 }
@@ -217,10 +229,79 @@ static void check_codes(void) {
     printf("dot of codes\n");
 }
 
+#if MMLA_BF16 || MMLA_INT8
+/* Any bits at all, or numbers of one size; every 16th is one of those that are treated in a way of their own. */
+static Quad any_quad(int i) {
+    static const uint16_t strange[] = {0, 0x8000, 1, 0x807f, 0x7f80, 0xff80, 0x7fc1, 0x7f7f, 0xff7f, 0x0080, 0x2000, 0x1fff};
+    uint16_t halves[8];
+    Quad made;
+    for (int j = 0; j < 8; j++) {
+        float value = draw();
+        halves[j] = i % 2 ? bf16_store(value) : (uint16_t)(int32_t)(value * 32767.0f);
+        if (i % 3 == 0 && (int)(value * 1000) % 16 == 0) halves[j] = strange[(unsigned)(value * value * 1e6f) % 12];
+    }
+    memcpy(&made, halves, sizeof made);
+    return made;
+}
+#endif
+
+/* Each of four sums, as the manual defines the instructions; BFMMLA also as two BFDOTs, which is how keys count on it. */
+static void check_mmla(void) {
+#if MMLA_INT8
+    for (int i = 0; i < 4000; i++) {
+        Quad sums = any_quad(0), x = any_quad(0), w = any_quad(0);
+        Quad got = mmla_int8(sums, x, w), wanted = emulated_usmmla(sums, x, w);
+        same("USMMLA", &got, &wanted, sizeof got);
+    }
+    printf("usmmla\n");
+#endif
+#if MMLA_BF16
+    for (int i = 0; i < 20000; i++) {
+        Quad sums = any_quad(i), x = any_quad(i), w = any_quad(i), got = mmla_bf16(sums, x, w), wanted = emulated_bfmmla(sums, x, w);
+        same("BFMMLA", &got, &wanted, sizeof got);
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+        Quad rows[2] = {{x[0], x[0], x[2], x[2]}, {x[1], x[1], x[3], x[3]}};
+        Quad columns[2] = {{w[0], w[2], w[0], w[2]}, {w[1], w[3], w[1], w[3]}};
+        vf twice = dot_bf16(dot_bf16((vf)sums, (vi)rows[0], (vi)columns[0]), (vi)rows[1], (vi)columns[1]);
+        same("BFMMLA is two BFDOTs", &got, &twice, sizeof got);
+#endif
+    }
+    printf("bfmmla\n");
+#endif
+}
+
+/* A product's floats are BFDOT's, word after word, where the CPU has that. */
+static void check_product_bits(int64_t rows, int64_t outputs, int64_t inputs) {
+#if BF16 && (MMLA_BF16 || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)) && !TILES
+    int64_t columns = packed_columns(outputs, 0);
+    REAL *x = draws(rows * inputs), *w = draws(outputs * inputs), *panels = zeros(columns * padded(inputs * 2));
+    float *y = zeros(rows * outputs * 4), *wanted = zeros(rows * outputs * 4);
+    NAME(pack_linear)(w, outputs, inputs, 0, panels);
+    Weight weight = {panels, NULL, NULL, NULL, outputs, inputs};
+    NAME(linear)(x, &weight, y, rows, FLOAT);
+    for (int64_t i = 0; i < rows * outputs; i++) {
+        const REAL *of_x = x + i / outputs * inputs, *of_w = w + i % outputs * inputs;
+        uint32_t sum = 0;
+        for (int64_t j = 0; j < inputs; j += 2) {
+            uint32_t high = j + 1 < inputs;
+            sum = emulated_bfdot(sum, of_x[j] | (high ? (uint32_t)of_x[j + 1] << 16 : 0),
+                                 of_w[j] | (high ? (uint32_t)of_w[j + 1] << 16 : 0));
+        }
+        memcpy(wanted + i, &sum, 4);
+    }
+    same("a product in the order of its words", y, wanted, rows * outputs * 4);
+    printf("bits of %ld x %ld x %ld\n", (long)rows, (long)outputs, (long)inputs);
+#else
+    (void)rows, (void)outputs, (void)inputs;
+#endif
+}
+
 int main(void) {
     printf("%ld lanes\n", (long)lanes());
     check_dot();
     check_codes();
+    check_mmla();
+    for (int64_t rows = 1; rows < 9; rows++) check_product_bits(rows, 37, 60 + rows);
     for (int64_t rows = 1; rows < 9; rows++) check_linear(rows, 70, 33 + 16 * rows, PLAIN);
     check_linear(13, 130, 200, GATED);
     for (int64_t rows = 1; rows < 9; rows += 2) check_quantized(rows, 70, 31 + 16 * rows);

@@ -1,0 +1,63 @@
+/* Products by matrix multiply-accumulate: pairs of rows meet pairs of a panel's columns, two words of each at a time. Panels
+ * have those words side by side (`word_at` in panels.h), so that a pair of columns is one load. The panels of other CPUs,
+ * zipped in registers, took 101 instructions for 48 of these with 6 rows, instead of 82. A row's sum runs over its words in order,
+ * whatever stands beside it; an odd row has zeros beside it. */
+#if MMLA_BF16 || MMLA_INT8
+#define QUADS (PANEL / 2) /* pairs of columns */
+#define PASS 16 /* bytes of a row at a time: two quads for each pair of rows */
+_Static_assert(PASS == 4 * FETCHED, "a line is fetched in each pass");
+
+#if !MMLA_BF16
+#define MMLA(sums, x, weight, codes) mmla_int8(sums, x, weight)
+#elif !MMLA_INT8
+#define MMLA(sums, x, weight, codes) mmla_bf16(sums, x, weight)
+#else
+#define MMLA(sums, x, weight, codes) (codes ? mmla_int8(sums, x, weight) : mmla_bf16(sums, x, weight))
+#endif
+
+/* One pass of `rows` (a constant) rows. */
+INLINE void add_pass(const char *x, int64_t stride, const Quad *weight, Quad sums[ROWS / 2][QUADS], const int codes,
+                     const int rows) {
+    Quad pairs[2][ROWS / 2];
+    for (int r = 0; r < rows; r += 2) {
+        Quad one = *(const Quad *)(x + r * stride), other = {0};
+        if (r + 1 < rows) other = *(const Quad *)(x + (r + 1) * stride);
+        pairs[0][r / 2] = first_halves(one, other), pairs[1][r / 2] = second_halves(one, other);
+    }
+    for (int half = 0; half < 2; half++)
+        for (int c = 0; c < QUADS; c++, weight++)
+            for (int r = 0; r < rows; r += 2) sums[r / 2][c] = MMLA(sums[r / 2][c], pairs[half][r / 2], *weight, codes);
+}
+
+/* Sums of `rows` (a constant) rows of `bytes` each with one panel, in the order of results. */
+INLINE void sum_pairs(const char *x, int64_t bytes, const char *panel, const char *ahead, vf result[ROWS][COLUMNS],
+                      const int codes, const int rows) {
+    const Quad *weight = (const Quad *)panel;
+    Quad sums[ROWS / 2][QUADS];
+    for (int r = 0; r < rows; r += 2)
+        for (int c = 0; c < QUADS; c++) sums[r / 2][c] = (Quad){0};
+    int64_t i = 0;
+    for (; i + PASS <= bytes; i += PASS, weight += 2 * QUADS, ahead += LINE) {
+        __builtin_prefetch(ahead);
+        add_pass(x + i, bytes, weight, sums, codes, rows);
+    }
+    if (i < bytes) { /* what lies behind a row must not be read */
+        char ends[ROWS][PASS] = {{0}};
+        for (int r = 0; r < rows; r++) memcpy(ends[r], x + r * bytes + i, bytes - i);
+        add_pass(ends[0], PASS, weight, sums, codes, rows);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < QUADS; c += 2) {
+            Quad one = sums[r / 2][c], next = sums[r / 2][c + 1];
+            *(Quad *)((float *)result[r] + 2 * c) = r % 2 ? second_halves(one, next) : first_halves(one, next);
+        }
+}
+
+INLINE void mmla_sums(const char *x, int64_t bytes, const char *panel, const char *ahead, int64_t rows,
+                      vf result[ROWS][COLUMNS], const int codes) {
+#define CASE(n) \
+    case n: sum_pairs(x, bytes, panel, ahead, result, codes, n); break;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+}
+#endif
