@@ -31,8 +31,9 @@ from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import Unavailable
 from batchinfer.memory import available_memory
 from batchinfer.models.expert_loads import ExpertLoads
+from batchinfer.ops.prefill_choice import PromptSizes, fastest_prefill
 from batchinfer.request import ExpertTokens
-from batchinfer_kernels.cost import Peaks
+from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
 
 _log = logging.getLogger(__name__)
@@ -98,13 +99,13 @@ def load_model(
     source = source or checkpoint_source(config.model, config.kv_cache)
     how = (config.quantization, config.deterministic, config.tiles, config.kv_cache)
     arithmetic = Arithmetic(dtype, device, *how)
-    ops = source.choose_ops(arithmetic)
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
-    model, cost = source.load(ops, arithmetic, longest), source.cost(arithmetic)
-    limits, block_size = scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
-    if not source.can_be_captured:  # then steps that only decode cost the host as much as others
-        limits = replace(limits, mixed_tokens=0)
+    cost, block_size = source.cost(arithmetic), config.block_size or DEFAULT_BLOCK_SIZE
+    limits = _limits(config, source, cost)
+    sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
+    ops = fastest_prefill(source.choose_ops(arithmetic), sizes, device, source.plain_attention)
+    model = source.load(ops, arithmetic, longest)
     eos, caches = frozenset(source.eos_token_ids), source.caches
     layout = cache_layout(caches, block_size, longest)
     bytes_of_a_block = block_bytes(ops, caches, layout, dtype.itemsize)
@@ -144,6 +145,12 @@ def load_model(
     return LoadedModel(
         fitted.runner, limits, EngineLimits(longest, eos, model.long_from), info, loads, followed
     )
+
+
+def _limits(config: EngineConfig, source: Source, cost: ModelCost) -> SchedulerConfig:
+    """The limits of a step. Where none can be captured, one that only decodes costs the host as much as others."""
+    limits = scheduler_config(config, cost)
+    return limits if source.can_be_captured else replace(limits, mixed_tokens=0)
 
 
 def _fit(

@@ -20,7 +20,7 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.outliers import WatchedWeights, warning_of
-from batchinfer.models.spec import Caches, ModelSpec
+from batchinfer.models.spec import AttentionSpec, Caches, ModelSpec
 from batchinfer.models.weights import CheckpointWeights, Weights
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
@@ -78,6 +78,11 @@ class Source(Protocol):
     def can_be_captured(self) -> bool:
         """Whether its decode steps launch the same kernels each time, and never wait for the device."""
 
+    @property
+    def plain_attention(self) -> bool:
+        """Whether a layer of heads of one size is known to have attention without a window, a soft cap and sinks, over
+        a cache without codes."""
+
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
         """The operators that it runs with. Raises Unavailable if none here have the arithmetic."""
 
@@ -121,6 +126,12 @@ class ModelSource:
     def can_be_captured(self) -> bool:
         """See Source."""
         return True
+
+    @property
+    def plain_attention(self) -> bool:
+        """See Source."""
+        found = (layer.attention for layer in self.spec.layers)
+        return any(isinstance(attention, AttentionSpec) and attention.plain for attention in found)
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
         """See Source."""

@@ -182,6 +182,12 @@ class AttentionSpec:
         return self.q_heads // self.kv_heads
 
     @property
+    def plain(self) -> bool:
+        """Whether every query sees all keys before it, by their scores alone, and the cache keeps values."""
+        rules = (self.window, self.soft_cap, self.cache_dtype)
+        return rules == (None, None, None) and not self.sinks
+
+    @property
     def q_width(self) -> int:
         return self.q_heads * self.head_dim
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec
+from batchinfer.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
 from batchinfer.ops.gpu_experts import TritonExperts, TritonHeads
 from batchinfer.ops.gpu_linear import (
     Fp8Head,
@@ -60,8 +63,15 @@ class TritonPlan(FixedPlan):
 
     padded_tokens = 0
 
-    def __init__(self, plan: attention_plan.LaunchPlan, inputs: AttentionInputs) -> None:
-        self.plan, self.tables = plan, inputs.block_tables
+    def __init__(
+        self,
+        plan: attention_plan.LaunchPlan,
+        inputs: AttentionInputs,
+        pages: PromptPages | None = None,
+    ) -> None:
+        """`pages`: of chunks that FlashInfer reads in layers that it covers."""
+        self.plan, self.tables, self.pages = plan, inputs.block_tables, pages
+        self.singles = plan if pages is None else replace(plan, items=None)  # what it leaves to our kernels
         self.shares = inputs.whole  # whether it was planned what sequences share
 
     @property
@@ -107,6 +117,23 @@ class TritonOps(Ops):
         self, shape: AttentionShape, quantization: Quantization = "none", latent: bool = False
     ) -> None:
         self._shape, self._quantization, self._latent = shape, quantization, latent
+        self._prefill: FlashInferPrefill | None = None
+
+    @property
+    def shape(self) -> AttentionShape:
+        """See PromptOps."""
+        return self._shape
+
+    @property
+    def latent(self) -> bool:
+        """See PromptOps."""
+        return self._latent
+
+    def with_prefill(self, prefill: FlashInferPrefill) -> TritonOps:
+        """See PromptOps."""
+        made = TritonOps(self._shape, self._quantization, self._latent)
+        made._prefill, made.name = prefill, f"{self.name}+flashinfer"
+        return made
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
@@ -207,13 +234,14 @@ class TritonOps(Ops):
     ) -> AttentionPlan:
         if self._latent:
             return LatentPlan(inputs)
+        pages = self._prefill.plan(inputs) if self._prefill is not None and None in windows else None
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
-            return TritonPlan(beside.plan.with_windows(windows), inputs)
+            return TritonPlan(beside.plan.with_windows(windows), inputs, pages)
         shared = self._shared(inputs, block_size)
         lens = (inputs.query_lens, inputs.context_lens)
         device = inputs.block_tables.device
         plan = attention_plan.plan_attention(*lens, self._shape, device, shared, windows=windows)
-        return TritonPlan(plan, inputs)
+        return TritonPlan(plan, inputs, pages)
 
     def plan_captured(
         self,
@@ -259,8 +287,13 @@ class TritonOps(Ops):
     ) -> Tensor:
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        todo, prefill = plan.plan, self._prefill
+        if prefill is not None and plan.pages is not None and prefill.covers(cache, window, soft_cap, sinks):
+            out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+            prefill.run(plan.pages, q, cache, scale, out)
+            todo = plan.singles
         return paged_attention(
-            *(q, cache.k, cache.v, plan.tables, plan.plan, scale, window),
+            *(q, cache.k, cache.v, plan.tables, todo, scale, window),
             soft_cap=soft_cap,
             sinks=sinks,
             k_scale=cache.k_scale,

@@ -13,6 +13,7 @@ from batchinfer.sizes import size
 from batchinfer_kernels.tiles import Grant, tile_grant
 
 PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyarrow", "numpy", "triton")
+OPTIONAL = {"flashinfer-python": "not installed: `pip install batchinfer[flashinfer]`, for prompts on GPUs"}
 _X86 = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 _FLAGS = (*_X86, "asimddp", "i8mm", "bf16")
 
@@ -41,6 +42,7 @@ def installed_version(package: str) -> str | None:
 
 def _versions() -> list[Fact]:
     found = [Fact(name, installed_version(name) or "not installed") for name in PACKAGES]
+    found += [Fact(name, installed_version(name) or without) for name, without in OPTIONAL.items()]
     return [Fact("python", platform.python_version()), Fact("platform", platform.platform()), *found]
 
 

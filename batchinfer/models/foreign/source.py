@@ -66,6 +66,11 @@ class ForeignSource:
         return [layer.cache for layer in self.checkpoint.spec.layers]
 
     @property
+    def plain_attention(self) -> bool:
+        """Not known: its layers may differ in what they ask of attention."""
+        return False
+
+    @property
     def can_be_captured(self) -> bool:
         """Nobody knows what another's code does."""
         return False

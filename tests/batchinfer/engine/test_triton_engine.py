@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
+import sys
 from dataclasses import fields, replace
 from functools import partial
 
@@ -30,6 +31,7 @@ from batchinfer.engine.pending import Pending
 from batchinfer.engine.rehearsal import sizes_between
 from batchinfer.engine.sampled import Sampled
 from batchinfer.engine.sequence import Sequence
+from batchinfer.ops import flashinfer_prefill, prefill_choice
 from batchinfer.ops.interface import Head, Linear, Ops
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.ops.triton_ops import TritonOps
@@ -55,6 +57,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
 )
 from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
+from tests.batchinfer.ops import flashinfer_stand_in
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS as FOREIGN_EOS
 from tests.foreign_models import make_foreign
@@ -118,7 +121,7 @@ def prompts(every: int = 1) -> list[list[int]]:
     return (own + [shared + row[:7] for row in own])[::every]
 
 
-def triton_ops(variant: str, quantization: Quantization = "none", deterministic: bool = False) -> Ops:
+def triton_ops(variant: str, quantization: Quantization = "none", deterministic: bool = False) -> TritonOps:
     family, options = VARIANTS[variant]
     attention = checkpoint(family, **options).spec.attention
     sizes = (attention.q_heads, attention.kv_heads, attention.head_dim)
@@ -471,6 +474,25 @@ def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(
     largest, most = 8192, 256
     warmed = {compiled(rows) for rows in (*batch_sizes(most), *sizes_between(most, largest), largest)}
     assert {compiled(rows) for rows in range(1, largest + 1)} <= warmed
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_answers_are_the_same_where_flashinfer_reads_prompts(monkeypatch):
+    """A module with its interface stands in, and is taken to be faster."""
+    module = flashinfer_stand_in.stand_in()
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(flashinfer_prefill, "is_installed", lambda: True)
+    monkeypatch.setattr(flashinfer_prefill, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(flashinfer_prefill, "HEAD_DIMS", (triton_ops("llama").shape.head_dim,))
+    monkeypatch.setattr(prefill_choice, "MARGIN", float("inf"))
+    loaded, _ = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
+    assert loaded.info.ops == "triton+flashinfer"
+    wrappers = module.BatchPrefillWithPagedKVCacheWrapper.made
+    before = sum(wrapper.runs for wrapper in wrappers)
+    wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
+    assert drain(loaded.engine(), greedy(prompts(), OUTPUT)).answers == wanted
+    assert sum(wrapper.runs for wrapper in wrappers) > before
+    assert build.load_model(gpus_config("none", deterministic=True)).info.ops == "triton"
 
 
 SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
