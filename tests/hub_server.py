@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,6 +157,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         if end is not None:
             self.hub.reached.set()
-            if self.hub.stalled.is_set():
-                threading.Event().wait(3)
+            while self.hub.stalled.is_set():
+                time.sleep(0.05)
             self.close_connection = True

@@ -10,7 +10,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-SLEEP_S = 120.0
+SLEEP_S = 600.0
 
 
 def sleep(connection: Connection[Any, Any]) -> None:

@@ -33,12 +33,13 @@ from tests.batchinfer.wrong_jobs import (
     hears_signals,
     make_place,
 )
+from tests.patience import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "cli.md"
-MANY = [{"id": f"r{i}", "text": f"word number {i}"} for i in range(100)]
+# Slow enough that what a test does while they run is done by then: a step has 4 of them, and takes 0.3 s.
+MANY = [{"id": f"r{i}", "text": f"word number {i}"} for i in range(400)]
 SLOW = {"FAKE_ENGINE_DELAY_S": "0.3", "FAKE_ENGINE_BATCH": "4"}
-PATIENCE_S = 60.0  # until something must have happened, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +72,6 @@ def finish(place: Place, *arguments: str) -> Ended:
     with started(place, *arguments) as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     return Ended(process.returncode, out, err)
-
-
-def waits_for(what: Callable[[], bool]) -> None:
-    """Until `what()` is true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.05)
 
 
 # --- help and documentation
@@ -342,7 +335,7 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monke
     """What is finished is kept and readable, the rest is done by the same command, nothing is done twice."""
     long_job(place)
     with started(place, "run", "job.yaml", **SLOW) as process:
-        waits_for(lambda: committed(place) >= 8)
+        wait_until(lambda: committed(place) >= 8)
         partial = command(capsys, monkeypatch, NO_ENGINE)(
             "query", place.results, "select count(*) as n from results", "--partial", "--json"
         )
@@ -369,7 +362,7 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monke
 def interrupt_the_group(place: Place, when: Callable[[], bool]) -> None:
     """As Ctrl-C does in a terminal: the children hear it, too."""
     with started(place, "run", "job.yaml", **SLOW) as process:
-        waits_for(when)
+        wait_until(when)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (130, ""), err
@@ -398,12 +391,12 @@ def test_the_parent_is_killed(place: Place) -> None:
     """No process is left behind, and the next run finishes."""
     long_job(place)
     with started(place, "run", "job.yaml", **SLOW) as process:
-        waits_for(lambda: committed(place) >= 4)
+        wait_until(lambda: committed(place) >= 4)
         below = list(children(process.pid))
         assert below
         process.kill()
         process.communicate(timeout=PATIENCE_S)
-    waits_for(lambda: not alive(below))
+    wait_until(lambda: not alive(below))
     done = committed(place)
     assert finish(place, "run", "job.yaml", "-q").code == 0
     assert runs(place)[-1]["reused_requests"] == done
@@ -418,10 +411,10 @@ def engines_of(pid: int) -> list[int]:
 def kill_engine(place: Place, pid: int, signum: signal.Signals) -> None:
     """Once it has got some work done."""
     before = committed(place)
-    waits_for(lambda: committed(place) >= before + 4)
+    wait_until(lambda: committed(place) >= before + 4)
     (engine,) = engines_of(pid)
     os.kill(engine, signum)
-    waits_for(lambda: not alive([engine]))
+    wait_until(lambda: not alive([engine]))
 
 
 @pytest.mark.slow
@@ -450,10 +443,10 @@ def test_the_engine_is_killed_twice(signum: signal.Signals, code: int, words: st
 @pytest.mark.slow
 def test_progress_in_plain_lines(place: Place) -> None:
     long_job(place)
-    with started(place, "run", "job.yaml", FAKE_ENGINE_DELAY_S="0.5", FAKE_ENGINE_BATCH="5") as process:
+    with started(place, "run", "job.yaml", FAKE_ENGINE_DELAY_S="0.5", FAKE_ENGINE_BATCH="20") as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} nightly: "
-    assert re.search(rf"(?m)^{stamp}(running \d+% · .* tokens .* of 100 rows|loading model)$", err)
+    assert re.search(rf"(?m)^{stamp}(running \d+% · .* tokens .* of 400 rows|loading model)$", err)
     assert not re.search(r"[\r\x1b]", err + out)
-    assert "100 ok" in out
+    assert "400 ok" in out

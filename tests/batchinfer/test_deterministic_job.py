@@ -12,6 +12,7 @@ import torch
 
 from tests.batchinfer.wrong_jobs import Place, environment, make_place
 from tests.checkpoints import make_model_folder
+from tests.patience import PATIENCE_S
 
 ROWS = [{"id": f"r{n}", "text": f"number {n} " * (n % 7)} for n in range(40)]
 SLOWLY = (
@@ -34,7 +35,13 @@ def run(place: Place, *settings: str) -> None:
     command = [sys.executable, "-m", "batchinfer", "run", "job.yaml", "--quiet"]
     command += [word for setting in settings for word in ("--set", setting)]
     done = subprocess.run(
-        command, cwd=place.folder, env=environment(), capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=place.folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

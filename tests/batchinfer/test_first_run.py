@@ -14,12 +14,13 @@ from batchinfer.operators_build import COMPILING, operators_built
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.kernels.fake_compiler import fake_compiler
+from tests.patience import PATIENCE_S
 
 
 def batchinfer(cache: Path, compiler: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"XDG_CACHE_HOME": str(cache), "CC": str(compiler)}
     command = [sys.executable, "-m", "batchinfer", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=PATIENCE_S)
 
 
 @pytest.fixture

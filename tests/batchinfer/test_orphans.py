@@ -18,11 +18,12 @@ import pytest
 from batchinfer.spawning import Child, Ended, receiving
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, environment
+from tests.patience import PATIENCE_S
 
 MARK = "BATCHINFER_TEST_MARK"
 TASKS = "tests.batchinfer.child_tasks"
-# A child is to be gone after 2 s, and one that nothing ends stays for 120: in between a busy machine has its time.
-GONE_S = 15.0
+# A child is to be gone after 2 s, and one that nothing ends stays for 600: in between a busy machine has its time.
+GONE_S = 120.0
 PARENT = f"""
 import os, signal, sys, threading
 from batchinfer.spawning import Child
@@ -74,7 +75,10 @@ def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: in
     delay = random.Random(turn).uniform(0.02, 0.4)
     mark = uuid.uuid4().hex
     subprocess.run(
-        [sys.executable, "-c", PARENT, str(delay)], env=environment(**{MARK: mark}), check=False, timeout=60
+        [sys.executable, "-c", PARENT, str(delay)],
+        env=environment(**{MARK: mark}),
+        check=False,
+        timeout=PATIENCE_S,
     )
     deadline = time.monotonic() + GONE_S
     while (left := marked(mark)) and time.monotonic() < deadline:
@@ -103,7 +107,9 @@ def test_a_child_whose_parent_is_gone_imports_nothing() -> None:
         command = Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")[:-1]
     orphan = [os.fsdecode(word) for word in command]
     orphan[orphan.index(str(os.getpid()))] = "999999999"
-    done = subprocess.run([*orphan[:1], "-v", *orphan[1:]], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*orphan[:1], "-v", *orphan[1:]], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 1
     assert "import 'site'" in done.stderr
     assert "import 'ctypes'" not in done.stderr
@@ -139,8 +145,8 @@ def test_a_child_gets_its_arguments_and_hears_no_signal_of_a_terminal() -> None:
 
 def test_a_child_has_no_descriptor_but_its_own(tmp_path: Path) -> None:
     """Least of all the one that holds the lock of the state folder."""
-    with open(tmp_path / "lock", "w"), Child(f"{TASKS}:sleep") as child:
-        time.sleep(0.5)
+    with open(tmp_path / "lock", "w"), Child(f"{TASKS}:greet") as child:
+        child.connection.recv()  # it runs
         links = {os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()}
     assert str(tmp_path / "lock") not in links
 
@@ -166,7 +172,7 @@ def test_a_child_that_ends_in_the_middle_of_a_message_is_gone_like_any_other() -
 )
 def test_how_a_child_ended(how: str, words: str, memory: bool) -> None:
     with Child(f"{TASKS}:end", how) as child:
-        ended = child.wait(60)
+        ended = child.wait(PATIENCE_S)
     assert ended is not None
     assert words in str(ended)
     assert ended.out_of_memory == memory

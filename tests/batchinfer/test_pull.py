@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tests.batchinfer.wrong_jobs import hears_signals
 from tests.checkpoints import make_tokenizer
 from tests.foreign_models import make_foreign
 from tests.hub_server import Hub, files_of, serving, sha256
+from tests.patience import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -52,7 +52,7 @@ def command(hub: Hub, cache: Path, *arguments: str, **env: str) -> subprocess.Po
 
 def pull(hub: Hub, cache: Path, *arguments: str, **env: str) -> tuple[int, str, str]:
     child = command(hub, cache, *arguments, **env)
-    out, err = child.communicate(timeout=120)
+    out, err = child.communicate(timeout=PATIENCE_S)
     return child.returncode, out, err
 
 
@@ -102,19 +102,18 @@ def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(hub: Hub,
     hub.cut[WEIGHTS] = whole // 2
     hub.stalled.set()
     child = command(hub, cache, "org/tiny")
-    assert hub.reached.wait(60)
+    assert hub.reached.wait(PATIENCE_S)
     partial = cache / f"models--org--tiny/blobs/{sha256(hub.commits[FIRST][WEIGHTS])}.incomplete"
-    for _ in range(600):
-        if partial.exists() and partial.stat().st_size >= whole // 2 - 3 * 4096:  # what it buffers
-            break
-        assert child.poll() is None
-        time.sleep(0.05)
+    arrived = whole // 2 - 3 * 4096  # what it buffers
+    wait_until(lambda: child.poll() is not None or (partial.exists() and partial.stat().st_size >= arrived))
+    assert child.poll() is None
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
     assert "the same command continues" in err
     there = partial.stat().st_size
     assert 0 < there < whole
+    hub.stalled.clear()
     hub.cut.clear()
     hub.served.clear()
     code, out, err = pull(hub, cache, "org/tiny", "--json")

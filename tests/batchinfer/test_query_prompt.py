@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from batchinfer.report.columns import SCHEMAS
 from batchinfer.report.history import HISTORY
 from tests.batchinfer.screen import lines_on, on_terminal
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Ended, Place, command
+from tests.patience import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -102,9 +102,9 @@ def test_typed_at_a_terminal(measured: Place, tmp_path: Path) -> None:
     def talk(*keys: bytes) -> str:
         with on_terminal(["batchinfer", "query", str(measured.results)], measured.folder, env) as terminal:
             for at, typed in enumerate(keys):
-                wait_for(lambda at=at: terminal.text.count(PROMPT) > at)  # type: ignore[misc]
+                wait_until(lambda at=at: terminal.text.count(PROMPT) > at)  # type: ignore[misc]
                 terminal.type(typed)
-            assert terminal.wait(60) == 0
+            assert terminal.wait(PATIENCE_S) == 0
             return terminal.text
 
     shown = lines_on(
@@ -117,10 +117,3 @@ def test_typed_at_a_terminal(measured: Place, tmp_path: Path) -> None:
     assert "from results;" in kept.read_text()
     again = talk(b"\x1b[A\x1b[A\x1b[A\x1b[A\n", b"\x04")  # up to the first line
     assert "DuckDB refuses the query" in again
-
-
-def wait_for(what) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end, "nothing came"
-        time.sleep(0.02)

@@ -18,8 +18,9 @@ from batchinfer.errors import Interrupted
 from batchinfer.report.progress import RECORD_EVERY_S, Progress, ProgressState
 from batchinfer.request import StepSample
 from batchinfer.status import RunStatus, prometheus_lines, status_of, write_prometheus
-from tests.batchinfer.test_cli import PATIENCE_S, SLOW, committed, finish, long_job, started, waits_for
+from tests.batchinfer.test_cli import SLOW, committed, finish, long_job, started
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, Command, Place, command
+from tests.patience import PATIENCE_S, wait_until
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -38,8 +39,8 @@ def test_a_run_is_seen_while_it_works_and_after_a_signal(place: Place, run: Comm
     long_job(place)
     job, prom = place.folder / "job.yaml", place.folder / "x.prom"
     with started(place, "run", "job.yaml", **SLOW) as process:
-        waits_for(lambda: committed(place) >= 8)
-        waits_for(lambda: (status_of(place.results).tokens or 0) > 0)
+        wait_until(lambda: committed(place) >= 8)
+        wait_until(lambda: (status_of(place.results).tokens or 0) > 0)
         told = json.loads(run("status", place.results, "--json", "--prometheus", prom).out)
         assert (told["state"], told["phase"], told["pid"]) == ("running", "running", process.pid)
         assert told["exit_code"] is None
@@ -67,7 +68,7 @@ def test_a_run_is_seen_while_it_works_and_after_a_signal(place: Place, run: Comm
 def test_a_killed_run_has_crashed(place: Place, run: Command) -> None:
     long_job(place)
     with started(place, "run", "job.yaml", **SLOW) as process:
-        waits_for(lambda: committed(place) >= 4)
+        wait_until(lambda: committed(place) >= 4)
         process.kill()
         process.wait(PATIENCE_S)
     told = run("status", place.results)

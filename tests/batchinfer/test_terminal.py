@@ -22,11 +22,11 @@ from batchinfer.report.exit_status import MEANINGS
 from batchinfer.report.hardware import Hardware
 from batchinfer.text import json_line, printable
 from tests.batchinfer.screen import lines_on, on_terminal
-from tests.batchinfer.test_cli import MANY, SLOW, committed, kinds, long_job, runs, verbs, waits_for
+from tests.batchinfer.test_cli import MANY, SLOW, committed, kinds, long_job, runs, verbs
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, alive, children, command, environment
+from tests.patience import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0
 EVIL = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp\x7f\r\x08"
 SHELL = {"TERM": "xterm-256color", "NO_COLOR": "", "COLUMNS": "100"}
 
@@ -201,7 +201,8 @@ def shell(place: Place, script: str, **env: str) -> subprocess.CompletedProcess[
     run = f"{sys.executable} -m tests.fake_cli"
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", script],
-        cwd=place.folder, env=environment(RUN=run, **env), capture_output=True, text=True, timeout=120, check=False,
+        cwd=place.folder, env=environment(RUN=run, **env), capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False,
     )  # fmt: skip
 
 
@@ -236,11 +237,11 @@ def test_a_closed_window_ends_a_run_in_order(place: Place) -> None:
     long_job(place)
     env = environment(**SLOW, **SHELL)
     with on_terminal(["tests.fake_cli", "run", "job.yaml"], place.folder, env, read=False) as terminal:
-        waits_for(lambda: committed(place) >= 8)
+        wait_until(lambda: committed(place) >= 8)
         below = list(children(terminal.process.pid))
         terminal.close()
         assert terminal.wait(PATIENCE_S) == 128 + signal.SIGHUP
-    waits_for(lambda: not alive(below))  # multiprocessing's tracker leaves a moment after its parent
+    wait_until(lambda: not alive(below))  # multiprocessing's tracker leaves a moment after its parent
     (row,) = runs(place)
     assert (row["exit_code"], row["exit_status"]) == (129, "interrupted")
     assert row["computed_requests"] == committed(place) < len(MANY)
@@ -262,7 +263,7 @@ def test_ctrl_c_on_a_terminal(place: Place) -> None:
     long_job(place)
     env = environment(**SLOW, **SHELL)
     with on_terminal(["tests.fake_cli", "run", "job.yaml"], place.folder, env) as terminal:
-        waits_for(lambda: committed(place) >= 8)
+        wait_until(lambda: committed(place) >= 8)
         terminal.type(b"\x03")
         assert terminal.wait(PATIENCE_S) == 130
     shown = lines_on(terminal.text)
@@ -331,7 +332,12 @@ def test_a_shell_can_complete_verbs_and_options(place: Place) -> None:
         )
         code = "import sys; sys.argv = ['batchinfer']; from batchinfer.__main__ import main; main()"
         done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
         assert done.stderr == ""
         return done.stdout.split()

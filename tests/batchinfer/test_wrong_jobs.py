@@ -32,6 +32,7 @@ from tests.batchinfer.wrong_jobs import (
     flip,
 )
 from tests.checkpoints import edit_json, make_checkpoint
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -704,7 +705,7 @@ def separate(
         env=environment(**env),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -1022,7 +1023,7 @@ def limited(place: Place, file_bytes: int) -> subprocess.CompletedProcess[str]:
     )
     return subprocess.run(
         [sys.executable, "-c", code],
-        cwd=place.folder, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+        cwd=place.folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer_kernels.cpu.build import ARM_FLAGS, FLAGS, FOLDER, SOURCES
+from tests.patience import PATIENCE_S
 
 CROSS = "aarch64-linux-gnu-gcc"
 DRIVER = Path(__file__).parent / "cross" / "driver.c"
@@ -43,7 +44,7 @@ def build_driver(compiler: str, unit: str, options: tuple[str, ...], folder: Pat
 
 def passes(command: list[str]) -> None:
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=300, env={"OMP_NUM_THREADS": "2"}
+        command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env={"OMP_NUM_THREADS": "2"}
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "all checks passed" in done.stdout
@@ -66,7 +67,7 @@ def test_the_checks_pass_on_this_machine(tmp_path):
 def test_every_unit_is_c_that_the_compiler_for_arm_takes(kind):
     options, _ = KINDS[kind]
     command = [CROSS, "-fsyntax-only", "-Wall", "-Werror", *COMMON, *options, *map(str, SOURCES)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[:2000]
 
 

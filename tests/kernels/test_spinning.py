@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from batchinfer_kernels.cpu.spinning import Spinning
+from tests.patience import PATIENCE_S
 
 # A team of two threads works for a moment, then waits for 3 ms while the process sleeps; 60 times.
 WAITING = """
@@ -44,7 +45,12 @@ def test_waiting_costs_time_only_while_spins_are_long() -> None:
         pytest.skip("this torch has no GNU OpenMP")
     usual = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run(
-        [sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=120, check=True, env=usual
+        [sys.executable, "-c", WAITING],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+        env=usual,
     )
     long, told, short, again, long_again, short_again = json.loads(done.stdout)
     print(f"CPU seconds of 0.18 s of waiting: {long:.3f}, {short:.3f}, {long_again:.3f}, {short_again:.3f}")

@@ -13,6 +13,7 @@ from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.messages import WorkerSpec
 from batchinfer.request import Request, SamplingParams
 from tests import fake_engine
+from tests.patience import PATIENCE_S
 
 CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
 
@@ -49,7 +50,7 @@ def test_what_was_finished_before_a_failure_is_received_before_the_failure(late)
             host.receive(0.1)
         host.submit(requests)
         if late:
-            host._child.wait(20)
+            host._child.wait(PATIENCE_S)
             host.submit(requests)  # nobody reads it, and nothing is lost by it
         done: list[bytes] = []
         with pytest.raises(BatchInferError, match="out of memory") as caught:

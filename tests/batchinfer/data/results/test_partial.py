@@ -19,6 +19,7 @@ from batchinfer.data.storage.duck import interruptible
 from batchinfer.errors import Interrupted
 from batchinfer.launch.interrupts import Interrupts
 from tests.batchinfer.data.small_index import answer, decode, keys_in, mixed_rows, write_index
+from tests.patience import PATIENCE_S
 
 
 def test_finished_rows_while_a_run_holds_the_store(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_a_signal_ends_the_join_of_a_users_query(tmp_path: Path, monkeypatch: py
         store.append(answer(key) for key in keys_in(rows))
         store.commit()
     monkeypatch.setattr("batchinfer.data.results.join._load_chosen", endless)
-    watchdog = threading.Timer(20.0, give_up)
+    watchdog = threading.Timer(PATIENCE_S, give_up)
     watchdog.start()
     interrupts = Interrupts()
     with (
