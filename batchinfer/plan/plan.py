@@ -70,7 +70,7 @@ class Plan:
     to_run: int
     prompt_tokens: int
     expected_tokens: int  # output tokens, at most
-    shared_prefix_tokens: int  # prompt tokens that ideal sharing of whole blocks saves
+    shared_prefix_tokens: int  # prompt tokens that need not run, as an earlier row has them, too
     longest: int  # largest token_count + expected_tokens; 0 if nothing is to run
 
     def windows(self, rows_per_window: int) -> Iterator[Window]:

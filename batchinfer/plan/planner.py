@@ -10,24 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
-from batchinfer.plan.block_hashes import BLOCK, HASH_BYTES, block_hashes, shared_blocks
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
-from batchinfer.plan.prefix_forest import ROOT, ForestBuilder, Ints, PrefixForest
+from batchinfer.plan.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.plan.prefixes import write_prefixes
-from batchinfer.plan.requests import Prompts, read_prompts
-from batchinfer.plan.run_order import depth_first, efforts
+from batchinfer.plan.requests import Prompts
+from batchinfer.plan.run_order import depth_first, efforts, kept_together
+from batchinfer.plan.sorted_prompts import sorted_prompts
 
 _ROWS_PER_GROUP = 65_536
-# What a batch of rows holds of their longest columns: chains of hashes, whose comparison takes six times as much, and
-# parameters, of which a row's schema may make a megabyte
-_CHAIN_BYTES, _PARAMS_BYTES = 8 << 20, 256 << 20
+_PARAMS_BYTES = 256 << 20  # that a batch of rows holds, of which a row's schema may make a megabyte
 
 
 def plan_job(
@@ -42,9 +39,9 @@ def plan_job(
 ) -> Plan:
     """Plan every distinct key of the index that the completion parts lack, once each.
 
-    Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`, in blocks of 16 tokens), at
-    each node by descending effort (`run_order`), so that what ends last starts first, and rows that share a prefix
-    stay together. `prompts`: the token ids that the index points to.
+    Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`), at each node by descending
+    effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
+    the token ids that the index points to.
 
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
     which spills into `out_dir`. Raises StorageError, OutOfMemory.
@@ -52,7 +49,7 @@ def plan_job(
     index = sorted(index_dir.glob("part-*.parquet"))
     with connection(out_dir / "spill", memory_limit, threads) as database:
         _load_work(database, index, completion_parts, retry_errors)
-        forest, rows = _forest(database, prompts)
+        forest, rows = sorted_prompts(database, prompts)
         _place(database, forest, rows)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
         write_plan(database.sql(_ordered_sql()), path, longest_params(database, "work"))
@@ -88,46 +85,13 @@ def _distinct_sql(index: Sequence[Path]) -> str:
     )
 
 
-def _forest(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
-    """The forest of the work's prompts, and their rows (`rowid`) in the order in which it has them."""
-
-    raised: list[BaseException] = []
-
-    def chains(offsets: pa.Array, counts: pa.Array) -> pa.Array:
-        try:
-            read = read_prompts(prompts, offsets.to_numpy(), counts.to_numpy())
-            return pa.array([chain for some in read for chain in block_hashes(some)], pa.binary())
-        except BaseException as error:  # a signal's, too; DuckDB would tell of it as of a damaged file
-            raised.append(error)
-            raise
-
-    kinds: list[Any] = ["BIGINT", "INTEGER"]
-    database.create_function("chain", chains, kinds, "BLOB", type="arrow")
-    query = database.sql(
-        "SELECT rowid, chain(token_offset, token_count) AS chain FROM work ORDER BY chain, rowid"
-    )
-    builder, rows, before = ForestBuilder(), [np.zeros(0, np.int32)], b""
-    longest = _most(database, "token_count", "work") // BLOCK * HASH_BYTES
-    try:
-        for batch in query.to_arrow_reader(_rows_within(_CHAIN_BYTES, longest)):
-            found = batch.column(1).to_pylist()
-            builder.add(shared_blocks(found, before).tolist())
-            rows.append(batch.column(0).to_numpy().astype(np.int32))
-            before = found[-1]
-    except duckdb.Error as error:
-        if raised:
-            raise raised[0] from error
-        raise
-    return builder.finished(), np.concatenate(rows)
-
-
 def _place(database: Any, forest: PrefixForest, rows: Ints) -> None:
     """Create the table `place`: where each row of `work` runs, in which node, and how much of it is shared."""
     numbers = database.sql("SELECT token_count, expected_tokens FROM work").fetchnumpy()
     effort = efforts(numbers["token_count"], numbers["expected_tokens"])
     deepest = forest.node_of
     depths = np.append(forest.depth, np.int32(0))  # behind the last, where ROOT points
-    columns = depth_first(forest, effort[rows]), deepest, depths[deepest]
+    columns = depth_first(kept_together(forest), effort[rows]), deepest, depths[deepest]
     names = ("seq", "prefix_group", "prefix_tokens")
     placed = {name: _by_row(column, rows) for name, column in zip(names, columns, strict=True)}
     database.register("placed", pa.table(placed))
@@ -141,29 +105,20 @@ def _by_row(values: Ints, rows: Ints) -> Ints:
     return found
 
 
-def _rows_within(size: int, longest: int) -> int:
-    """How many rows of at most so many bytes a batch of `size` bytes has."""
-    return min(_ROWS_PER_GROUP, max(1, size // max(1, longest)))
-
-
-def _most(database: Any, value: str, source: str) -> int:
-    found = database.execute(f"SELECT coalesce(max({value}), 0) FROM {source}").fetchall()
-    return int(found[0][0])
-
-
 def longest_params(database: Any, source: str) -> int:
     """Bytes of the longest parameters of the rows of a table, or of what else SQL reads from."""
-    return _most(database, "strlen(params)", source)
+    found = database.execute(f"SELECT coalesce(max(strlen(params)), 0) FROM {source}").fetchall()
+    return int(found[0][0])
 
 
 def write_plan(query: Any, path: Path, longest: int) -> None:
     """Write what a DuckDB query gives, all columns of PLAN_SCHEMA but `seq`, in its order. `longest`: of its rows, as
     `longest_params` has it. Raises StorageError.
     """
-    done = 0
+    done, rows = 0, min(_ROWS_PER_GROUP, max(1, _PARAMS_BYTES // max(1, longest)))
     with naming_errors(path), storage(path, "write"):
         writer = pq.ParquetWriter(path, PLAN_SCHEMA, compression="zstd", write_page_checksum=True)
-        for batch in query.to_arrow_reader(_rows_within(_PARAMS_BYTES, longest)):
+        for batch in query.to_arrow_reader(rows):
             seq = pa.array(range(done, done + batch.num_rows), pa.int64())
             columns = [
                 seq,

@@ -1,7 +1,8 @@
 """The prefixes that prompts share: a forest, found from how much neighbours in sorted order have in common.
 
 A node is a prefix that two prompts or more begin with, and behind which they part or one of them ends; its parent is
-the longest shorter one. Of prompts in the order of their chains (`block_hashes`) each node's stand together.
+the longest shorter one. Each node's prompts stand together where prompts are sorted by what they begin with: by their
+tokens, or by what stands for them (`block_hashes`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.plan.block_hashes import BLOCK
-
 Ints = NDArray[np.int32]
 ROOT = -1  # the parent of what shares nothing: no node
 
@@ -23,7 +22,7 @@ ROOT = -1  # the parent of what shares nothing: no node
 class PrefixForest:
     """The nodes, parents before children; a node has the prompts [first, first + users) in sorted order."""
 
-    depth: Ints  # tokens, in whole blocks
+    depth: Ints  # tokens
     first: Ints
     users: Ints
     parent: Ints  # number of a node, or ROOT
@@ -31,6 +30,16 @@ class PrefixForest:
 
     def __len__(self) -> int:
         return len(self.depth)
+
+    @property
+    def around(self) -> Ints:
+        """The node of each item, which are the prompts, then the nodes: the deepest one around it, or ROOT."""
+        return np.concatenate([self.node_of, self.parent])
+
+    @property
+    def firsts(self) -> Ints:
+        """The first prompt of each item."""
+        return np.concatenate([np.arange(len(self.node_of), dtype=np.int32), self.first])
 
     @property
     def own(self) -> Ints:
@@ -41,6 +50,20 @@ class PrefixForest:
     def saved(self) -> NDArray[np.int64]:
         """Prompt tokens that each node saves where it runs once: its own tokens for every user but the first."""
         return self.own.astype(np.int64) * (self.users - 1)
+
+    def only(self, kept: NDArray[np.bool_]) -> PrefixForest:
+        """The forest without the other nodes: what lay at one of them lies at the next one above that is kept."""
+        above = np.append(np.where(kept, np.arange(len(self)), self.parent), ROOT)  # last, where ROOT points
+        while (above[above] != above).any():
+            above = above[above]
+        number = np.append(np.cumsum(kept) - 1, ROOT).astype(np.int32)[above]
+        return PrefixForest(
+            self.depth[kept],
+            self.first[kept],
+            self.users[kept],
+            number[self.parent[kept]],
+            number[self.node_of],
+        )
 
     def largest(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
         """For each node the largest of its prompts' values, which are given in sorted order."""
@@ -55,42 +78,42 @@ class ForestBuilder:
 
     _count: int = 0
     _open: list[int] = field(default_factory=lambda: [ROOT])  # from the root to the node at hand
-    _depths: list[int] = field(default_factory=lambda: [0])  # theirs, in blocks
+    _depths: list[int] = field(default_factory=lambda: [0])  # theirs
     _depth: array[int] = field(default_factory=lambda: array("i"))
     _first: array[int] = field(default_factory=lambda: array("i"))
     _users: array[int] = field(default_factory=lambda: array("i"))
     _parent: array[int] = field(default_factory=lambda: array("i"))
 
     def add(self, shared: Iterable[int]) -> None:
-        """For each prompt, how many blocks it has in common with the one before it; for the first one 0."""
-        for blocks in shared:
-            if blocks != self._depths[-1]:
-                self._turn(blocks)
+        """For each prompt, how many tokens it has in common with the one before it; for the first one 0."""
+        for tokens in shared:
+            if tokens != self._depths[-1]:
+                self._turn(tokens)
             self._count += 1
 
-    def _turn(self, blocks: int) -> None:
+    def _turn(self, depth: int) -> None:
         """Close what ends before the prompt at hand, and open what begins with the one before."""
         first = self._count - 1
-        while blocks < self._depths[-1]:
-            first = self._close(blocks)
-        if blocks > self._depths[-1]:
-            self._begin(blocks, first)
+        while depth < self._depths[-1]:
+            first = self._close(depth)
+        if depth > self._depths[-1]:
+            self._begin(depth, first)
 
-    def _close(self, blocks: int) -> int:
-        """Close the deepest open node; its first prompt. What is next to it lies `blocks` deep."""
+    def _close(self, depth: int) -> int:
+        """Close the deepest open node; its first prompt. What is next to it lies `depth` deep."""
         node, _ = self._open.pop(), self._depths.pop()
         first = self._first[node]
         self._users[node] = self._count - first
-        if self._depths[-1] < blocks:
-            self._begin(blocks, first)
+        if self._depths[-1] < depth:
+            self._begin(depth, first)
         self._parent[node] = self._open[-1]
         return first
 
-    def _begin(self, blocks: int, first: int) -> None:
+    def _begin(self, depth: int, first: int) -> None:
         self._open.append(len(self._depth))
-        self._depths.append(blocks)
+        self._depths.append(depth)
         for column, value in (
-            (self._depth, blocks),
+            (self._depth, depth),
             (self._first, first),
             (self._users, 0),
             (self._parent, ROOT),
@@ -112,7 +135,7 @@ class ForestBuilder:
             place[parent[order]].astype(np.int32),
         )
         node_of = _deepest(first, users, parent, self._count)
-        return PrefixForest(depth * BLOCK, first, users, parent, node_of)
+        return PrefixForest(depth, first, users, parent, node_of)
 
 
 def _deepest(first: Ints, users: Ints, parent: Ints, count: int) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from batchinfer.plan.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.planner import longest_params, write_plan
 from batchinfer.plan.policies import Capacity, OrderPolicy, SharedWork
 from batchinfer.plan.prefix_forest import ROOT, Ints, PrefixForest
+from batchinfer.plan.run_order import kept_together
 
 
 def reorder(
@@ -49,11 +51,12 @@ def _work(plan: Plan) -> SharedWork:
 
 
 def _forest(path: Path, node_of: Ints) -> PrefixForest:
-    """The forest over the rows of a plan as they stand."""
+    """The forest over the rows of a plan as they stand: the nodes whose rows stand together."""
     with storage(path, "read"):
         table = pq.read_table(path, columns=["prefix_tokens", "users", "parent"])
     depth, users, parent = (_ints(table.column(name)) for name in table.column_names)
-    return PrefixForest(depth, _firsts(node_of, parent), users, parent, node_of)
+    forest = kept_together(PrefixForest(depth, np.zeros_like(depth), users, parent, node_of))
+    return replace(forest, first=_firsts(forest.node_of, forest.parent))
 
 
 def _ints(column: Any) -> Ints:
@@ -61,11 +64,13 @@ def _ints(column: Any) -> Ints:
 
 
 def _firsts(node_of: Ints, parent: Ints) -> Ints:
-    """The first row of each node: one of its own or of a node below it."""
+    """The first row of each node: one of its own or of a node below it. In as many rounds as the logarithm of the
+    forest's height: each looks twice as far down as the one before."""
     firsts = np.full(len(parent) + 1, len(node_of), np.int32)  # one more, where ROOT points
     nodes, rows = np.unique(node_of, return_index=True)
     firsts[nodes] = rows
-    found, above = firsts.tolist(), parent.tolist()
-    for node in range(len(above) - 1, -1, -1):  # children come behind their parents
-        found[above[node]] = min(found[above[node]], found[node])
-    return np.array(found[:-1], np.int32)
+    above = np.append(parent, np.int32(ROOT))
+    while (above != ROOT).any():
+        np.minimum.at(firsts, above, firsts.copy())
+        above = above[above]
+    return firsts[:-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ import pyarrow.parquet as pq
 from batchinfer.bench.planning import Planned, prepared_rows, row_keys
 from batchinfer.bench.workloads import Row
 from batchinfer.data.prompts.prepare import Prepared
-from batchinfer.plan.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.prefix_forest import ForestBuilder
-from batchinfer.plan.run_order import depth_first, efforts
-from batchinfer.request import TokenIds
+from batchinfer.plan.run_order import depth_first, efforts, kept_together
+from batchinfer.request import TokenIds, common_prefix
 
 
 class MemoryTokens:
@@ -60,14 +60,15 @@ def plan_in_memory(rows: Sequence[Row], folder: Path, threads: int, deduplicate:
 
 
 def _ordered(prepared: Prepared, offsets: TokenIds, rows: Sequence[int]) -> list[int]:
-    prompts = [prepared.tokens[offsets[row] :][: prepared.counts[row]] for row in rows]
-    chains = sorted(zip(block_hashes(prompts), rows, strict=True))
+    """Rows that are given in their order, in the planner's."""
+    heads = [prepared.tokens[offsets[row] :][: prepared.counts[row] - 1] for row in rows]
+    order = sorted(range(len(rows)), key=lambda at: heads[at].tolist())
     builder = ForestBuilder()
-    builder.add(shared_blocks([chain for chain, _ in chains]).tolist())
-    ordered = [row for _, row in chains]
-    effort = efforts(prepared.counts[ordered], np.array(prepared.max_tokens)[ordered])
-    places = depth_first(builder.finished(), effort)
-    return [row for _, row in sorted(zip(places.tolist(), ordered, strict=True))]
+    builder.add([0, *(common_prefix(heads[a], heads[b]) for a, b in pairwise(order))])
+    found = [rows[at] for at in order]
+    effort = efforts(prepared.counts[found], np.array(prepared.max_tokens)[found])
+    places = depth_first(kept_together(builder.finished()), effort)
+    return [row for _, row in sorted(zip(places.tolist(), found, strict=True))]
 
 
 def _counted(path: Path, columns: dict[str, list[Any]], rows: int) -> Plan:

@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.data.index.token_store import TokenStore
 from batchinfer.engine.config import WINDOW
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
+from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
 from batchinfer.plan.requests import planned_requests
+from batchinfer.report.prefixes import PrefixTree
 from batchinfer.request import Request, SamplingParams
 from tests.batchinfer.data.small_index import good_row, write_index
 from tests.batchinfer.engine.driver import Driver
@@ -41,15 +45,19 @@ def tree(system: int, document: int, documents: int, questions: int, seed: int) 
     return rows
 
 
-def planned(rows: list[list[int]], folder: Path, window: int = WINDOW) -> Iterator[list[Request]]:
-    """The windows of requests that the feeder sends."""
+def plan_of(rows: list[list[int]], folder: Path) -> tuple[Plan, TokenStore]:
     text = PARAMS.to_json()
     index = write_index(
         folder / "x",
         [good_row(i, row, 12 if i % 5 else 11, params=text) for i, row in enumerate(rows)],
     )
-    plan = plan_job(index.folder / "index", index.tokens, [], folder / "plan")
-    for _, requests in planned_requests(plan, index.tokens, window):
+    return plan_job(index.folder / "index", index.tokens, [], folder / "plan"), index.tokens
+
+
+def planned(rows: list[list[int]], folder: Path, window: int = WINDOW) -> Iterator[list[Request]]:
+    """The windows of requests that the feeder sends."""
+    plan, tokens = plan_of(rows, folder)
+    for _, requests in planned_requests(plan, tokens, window):
         yield requests
 
 
@@ -73,7 +81,7 @@ def run(scheduler: Scheduler, windows: Iterator[list[Request]], queued: int) -> 
 
 SCARCE, SOME, PLENTY = 1.3, 3.0, 30.0  # memory, in longest rows
 # A block that nobody uses gives way to what rows write; then the next row runs again what it would have copied.
-MORE = {SCARCE: 1.06, SOME: 1.02, PLENTY: 1.0}
+MORE = {SCARCE: 1.08, SOME: 1.02, PLENTY: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +99,29 @@ def test_each_node_runs_once(shape, room, budget, tmp_path):
     assert driver.preempted == 0
     outputs = sum(s.output_length - 1 for s in driver.finished)
     assert fewest(rows) <= driver.ran - outputs <= MORE[room] * fewest(rows)
+
+
+@pytest.mark.parametrize("size", [5, 16, 33])
+@pytest.mark.parametrize("shape", [(3, 10, 9, 9), (70, 50, 16, 5)], ids=str)
+def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_path):
+    """Where documents, too, stand together that have less than a block in common."""
+    rows = tree(*shape, seed=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("batchinfer.plan.run_order.MANY", 1)
+        plan, tokens = plan_of(rows, tmp_path)
+    requests = [request for _, some in planned_requests(plan, tokens, WINDOW) for request in some]
+    scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(4000 // size, size))
+    driver = run(scheduler, iter([requests]), queued=192)
+    assert driver.cached == plan.shared_prefix_tokens == sum(map(len, rows)) - fewest(rows)
+    reported = PrefixTree()
+    for request in requests:
+        reported.add(request)
+    nodes = pq.read_table(reported.close().write(tmp_path, "r"))
+    assert sum(nodes["saved_tokens"].to_pylist()) == plan.shared_prefix_tokens
+    wanted = pq.read_table(plan.prefixes).select(["prefix_tokens", "own_tokens", "users"]).to_pylist()
+    assert sorted(
+        map(tuple, zip(*(nodes[name].to_pylist() for name in ("depth", "tokens", "users")), strict=True))
+    ) == sorted(tuple(node.values()) for node in wanted)
 
 
 def test_the_document_outlives_a_queue_that_runs_dry(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.results.completion_store import CompletionStore
-from batchinfer.plan import planner
+from batchinfer.plan import planner, prefixes, sorted_prompts
 from batchinfer.plan.block_hashes import BLOCK
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
@@ -101,8 +101,8 @@ def test_long_work_comes_first_and_groups_stay_together(tmp_path: Path) -> None:
     plan = plan_rows(tmp_path, rows)
     order = [next(r["row_id"] for r in rows if r["key"] == p["key"]) for p in planned(plan)]
     assert order == [0, 3, 1, 2, 4]
-    assert plan.shared_prefix_tokens == 16
-    assert [p["prefix_tokens"] for p in planned(plan)] == [0, 16, 16, 0, 0]
+    assert plan.shared_prefix_tokens == 20
+    assert [p["prefix_tokens"] for p in planned(plan)] == [0, 20, 20, 0, 0]
 
 
 def test_an_output_token_weighs_more_than_a_prompt_token(tmp_path: Path) -> None:
@@ -175,9 +175,9 @@ def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
 
 
 def _shared(prompts: list[list[int]]) -> int:
-    """Tokens of blocks that another prompt has, too, all but once. A prompt's last token always runs."""
-    blocks = [tuple(prompt[:end]) for prompt in prompts for end in range(BLOCK, len(prompt), BLOCK)]
-    return BLOCK * (len(blocks) - len(set(blocks)))
+    """Tokens beyond the nodes of the prompts' trie. A prompt's last token always runs, and is no node of it."""
+    heads = [tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt))]
+    return len(heads) - len(set(heads))
 
 
 def _assert_nodes_are_told(
@@ -201,9 +201,9 @@ def test_a_shared_prefix_of_any_length_is_found(tmp_path: Path) -> None:
     head = [t % 900 for t in range(5000)]
     rows = [good_row(i, [*head[: 4990 + 4 * i], 1000 + i]) for i in range(4)]
     plan = plan_rows(tmp_path, rows)
-    # 4990 and 4994 tokens and one that differs: 311 whole blocks, and 312 of the last two
-    assert [(p.prefix_tokens, p.users) for p in largest_prefixes(plan.prefixes, 9)] == [(4976, 4), (4992, 3)]
-    assert plan.shared_prefix_tokens == 3 * 4976 + 2 * 16
+    prefixes = [(p.prefix_tokens, p.users) for p in largest_prefixes(plan.prefixes, 9)]
+    assert prefixes == [(4990, 4), (4994, 3), (4998, 2)]
+    assert plan.shared_prefix_tokens == 3 * 4990 + 2 * 4 + 4
 
 
 def test_the_largest_prefixes_come_with_those_above_them(tmp_path: Path) -> None:
@@ -222,12 +222,24 @@ def test_the_largest_prefixes_come_with_those_above_them(tmp_path: Path) -> None
     assert tokens.tolist() == [1] * 32 + [5] * 80
 
 
+def test_nodes_are_held_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [good_row(i, [*range(i % 23), 100 + i % 7, 200 + i]) for i in range(150)]
+    plan = plan_rows(tmp_path / "a", rows)
+    usual = [largest_prefixes(plan.prefixes, most) for most in (1, 9, 1000)]
+    monkeypatch.setattr(prefixes, "_GROUP", 4)
+    again = plan_rows(tmp_path / "b", rows)
+    assert pq.read_table(again.prefixes).equals(pq.read_table(plan.prefixes))
+    assert [largest_prefixes(again.prefixes, most) for most in (1, 9, 1000)] == usual
+    assert sum(node.saved_tokens for node in usual[-1]) == plan.shared_prefix_tokens
+
+
 def test_long_rows_are_taken_few_at_a_time_into_the_same_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [good_row(i, [*range(16 * (i % 7)), i], 1 + i % 5) for i in range(90)]
     usual = planned(plan_rows(tmp_path / "a", rows))
-    monkeypatch.setattr(planner, "_CHAIN_BYTES", 100)
+    monkeypatch.setattr(sorted_prompts, "_CHAIN_BYTES", 100)
+    monkeypatch.setattr(sorted_prompts, "_ROWS", 7)
     monkeypatch.setattr(planner, "_PARAMS_BYTES", 200)
     plan = plan_rows(tmp_path / "b", rows)
     assert planned(plan) == usual
@@ -253,6 +265,6 @@ def test_what_is_raised_while_prompts_are_hashed_is_raised_as_it_is(
     def stops(*_: Any) -> Any:
         raise Stopped
 
-    monkeypatch.setattr(planner, "read_prompts", stops)
+    monkeypatch.setattr(sorted_prompts, "read_prompts", stops)
     with pytest.raises(Stopped):
         plan_rows(tmp_path, mixed_rows(70, distinct=20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import StorageError
-from batchinfer.plan.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.plan import PLAN_SCHEMA
 from batchinfer.plan.policies import Capacity, OrderPolicy, SharedWork
 from batchinfer.plan.prefix_forest import ForestBuilder
 from batchinfer.plan.reorder import reorder
+from batchinfer.plan.run_order import kept_together
+from batchinfer.request import common_prefix
 from tests.batchinfer.data.small_index import good_row, key_of
 from tests.batchinfer.plan.test_planner import plan_rows
 
@@ -26,13 +28,13 @@ ROOM = Capacity(64, 100_000)
 
 def work_of(prompts: list[list[int]], outputs: list[int]) -> tuple[SharedWork, list[int]]:
     """The work, and which prompts it has, in its order."""
-    ids = [np.array(prompt, np.int32) for prompt in prompts]
-    chains = sorted(zip(block_hashes(ids), range(len(ids)), strict=True))
+    ids = [np.array(prompt[:-1], np.int32) for prompt in prompts]
+    found = sorted(range(len(ids)), key=lambda row: prompts[row])
     builder = ForestBuilder()
-    builder.add(shared_blocks([chain for chain, _ in chains]).tolist())
-    rows = np.array([row for _, row in chains])
+    builder.add([0, *(common_prefix(ids[a], ids[b]) for a, b in pairwise(found))])
+    rows = np.array(found)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)[rows]
-    work = SharedWork(builder.finished(), lengths, np.array(outputs, np.int32)[rows], rows)
+    work = SharedWork(kept_together(builder.finished()), lengths, np.array(outputs, np.int32)[rows], rows)
     return work, rows.tolist()
 
 

@@ -1,18 +1,21 @@
-"""Block hashes, the forest that they give, and the order that it gives, against what brute force says of them."""
+"""The forest of shared prefixes, and the order that it gives, against what brute force says of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
+import duckdb
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.plan import requests
-from batchinfer.plan.block_hashes import BLOCK, HASH_BYTES, block_hashes, shared_blocks
+from batchinfer.plan import block_tails, requests, run_order
+from batchinfer.plan import sorted_prompts as sorting
+from batchinfer.plan.block_hashes import BLOCK, HASH_BYTES, block_hashes
 from batchinfer.plan.prefix_forest import ROOT, ForestBuilder, PrefixForest
-from batchinfer.plan.run_order import depth_first
+from batchinfer.plan.run_order import depth_first, kept_together
 
 # A path is made of stretches of 5 tokens, which fill no whole blocks
 paths = st.lists(
@@ -26,19 +29,21 @@ def prompts_of(tree: list[tuple[list[int], int]]) -> list[np.ndarray]:
 
 
 def heads_of(prompt: np.ndarray) -> list[bytes]:
-    """What a prompt's blocks cover, but for a block that ends with its last token."""
-    return [prompt[:end].tobytes() for end in range(BLOCK, len(prompt), BLOCK)]
+    """What a prompt may share: not its last token, which always runs."""
+    return [prompt[:end].tobytes() for end in range(1, len(prompt))]
 
 
 def in_order(prompts: list[np.ndarray], batch: int) -> tuple[list[np.ndarray], PrefixForest]:
-    """The prompts sorted, and their forest, of which the builder learns so many prompts at a time."""
-    pairs = sorted(zip(block_hashes(prompts), range(len(prompts)), strict=True))
-    builder, before = ForestBuilder(), b""
-    for start in range(0, len(pairs), batch):
-        chains = [chain for chain, _ in pairs[start : start + batch]]
-        builder.add(shared_blocks(chains, before).tolist())
-        before = chains[-1]
-    return [prompts[row] for _, row in pairs], builder.finished()
+    """The prompts sorted, and their forest, of which so many prompts are held at a time."""
+    counts = [len(prompt) for prompt in prompts]
+    places = pa.table({"token_offset": np.cumsum(counts) - counts, "token_count": np.array(counts, np.int32)})
+    with duckdb.connect() as database, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sorting, "_ROWS", batch)
+        database.register("places", places)
+        database.execute("CREATE TABLE work AS SELECT * FROM places")
+        forest, rows = sorting.sorted_prompts(database, Counted(np.concatenate(prompts)))
+    assert rows.tolist() == sorted(range(len(prompts)), key=lambda row: (prompts[row][:-1].tolist(), row))
+    return [prompts[row] for row in rows], forest
 
 
 def brute_force(prompts: list[np.ndarray]) -> dict[bytes, tuple[int, bytes | None]]:
@@ -47,9 +52,7 @@ def brute_force(prompts: list[np.ndarray]) -> dict[bytes, tuple[int, bytes | Non
     for row, prompt in enumerate(prompts):
         for head in heads_of(prompt):
             users[head].add(row)
-    longer = {
-        head[: -4 * BLOCK]: len(rows) for head, rows in sorted(users.items(), key=lambda one: len(one[1]))
-    }
+    longer = {head[:-4]: len(rows) for head, rows in sorted(users.items(), key=lambda one: len(one[1]))}
     nodes = {
         head: len(rows) for head, rows in users.items() if len(rows) > 1 and longer.get(head, 0) < len(rows)
     }
@@ -58,7 +61,7 @@ def brute_force(prompts: list[np.ndarray]) -> dict[bytes, tuple[int, bytes | Non
 
 
 @given(paths, st.integers(1, 50))
-@settings(deadline=None, print_blob=True)
+@settings(max_examples=40, deadline=None, print_blob=True)
 def test_the_forest_is_the_one_of_brute_force(tree, batch):
     prompts, forest = in_order(prompts_of(tree), batch)
     heads = [
@@ -76,32 +79,37 @@ def test_the_forest_is_the_one_of_brute_force(tree, batch):
         deepest = max((h for h in heads_of(prompt) if h in wanted), key=len, default=None)
         assert deepest == (None if node == ROOT else heads[node])
     everything = [head for prompt in prompts for head in heads_of(prompt)]
-    assert forest.saved.sum() == BLOCK * (len(everything) - len(set(everything)))
+    assert forest.saved.sum() == len(everything) - len(set(everything))
 
 
-@given(paths, st.data())
-@settings(deadline=None, print_blob=True)
-def test_the_order_walks_the_forest_by_effort(tree, data):
+@pytest.mark.parametrize("many", [0, 1000])
+@given(tree=paths, data=st.data())
+@settings(max_examples=30, deadline=None, print_blob=True)
+def test_the_order_walks_the_forest_by_effort(many, tree, data):
+    """What shares a token stands together among many rows, among few what shares a block."""
     prompts, forest = in_order(prompts_of(tree), 1000)
     effort = np.array([data.draw(st.integers(0, 9)) for _ in prompts], np.int64)
-    places = depth_first(forest, effort).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_order, "MANY", many)
+        places = depth_first(kept_together(forest), effort).tolist()
     assert sorted(places) == list(range(len(prompts)))
+    step = BLOCK if many else 1
     assert [row for _, row in sorted(zip(places, range(len(prompts)), strict=True))] == walk(
-        list(range(len(prompts))), prompts, effort.tolist(), 0
+        list(range(len(prompts))), prompts, effort.tolist(), 0, step
     )
 
 
-def walk(rows: list[int], prompts: list[np.ndarray], effort: list[int], depth: int) -> list[int]:
-    """By recursion: the parts of these rows that differ in the block at `depth`, by largest effort."""
+def walk(rows: list[int], prompts: list[np.ndarray], effort: list[int], depth: int, step: int) -> list[int]:
+    """By recursion: the parts of these rows that differ in the next `step` tokens, by largest effort."""
     parts: dict[bytes | int, list[int]] = defaultdict(list)
     for row in rows:
-        whole = len(prompts[row]) > depth + BLOCK
-        parts[prompts[row][depth : depth + BLOCK].tobytes() if whole else row].append(row)
+        whole = len(prompts[row]) > depth + step
+        parts[prompts[row][depth : depth + step].tobytes() if whole else row].append(row)
     ordered = sorted(parts.values(), key=lambda part: (-max(effort[row] for row in part), part[0]))
     return [
         row
         for part in ordered
-        for row in (part if len(part) == 1 else walk(part, prompts, effort, depth + BLOCK))
+        for row in (part if len(part) == 1 else walk(part, prompts, effort, depth + step, step))
     ]
 
 
@@ -129,7 +137,7 @@ def test_a_very_deep_chain_of_prefixes():
     assert len(forest) == 598
     assert forest.users.tolist() == list(range(599, 1, -1))
     effort = np.array([len(prompt) for prompt in prompts])
-    assert sorted(depth_first(forest, effort).tolist()) == list(range(599))
+    assert sorted(depth_first(kept_together(forest), effort).tolist()) == list(range(599))
 
 
 class Counted:
@@ -159,3 +167,22 @@ def test_prompts_that_lie_together_are_read_together(rows, at_once):
     ]
     assert [prompt.tolist() for prompt in found] == wanted
     assert store.reads <= 1 + np.count_nonzero(gaps[1:]) + counts.sum() // at_once
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), max_size=30), st.integers(1, 60))
+@settings(deadline=None)
+def test_tails_that_lie_near_one_another_are_read_together(rows, gap):
+    """Tails of so many tokens, each so far behind the one before it."""
+    counts = np.array([count for count, _ in rows], np.int64)
+    gaps = np.array([gap for _, gap in rows], np.int64)
+    offsets = np.cumsum(counts + gaps) - counts
+    store = Counted(np.arange(7, 7 + int(counts.sum() + gaps.sum()), dtype=np.int32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_tails, "_GAP", gap)
+        tails = block_tails.read_tails(store, offsets, counts)
+    found = [[token - 1 for token in tail.tolist() if token] for tail in tails]
+    assert found == [
+        store.tokens[o : o + min(c, BLOCK)].tolist()
+        for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)
+    ]
+    assert store.reads <= 1 + np.count_nonzero(np.diff(offsets) > gap)
