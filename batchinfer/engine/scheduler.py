@@ -363,6 +363,7 @@ class Scheduler:
         return sequence.prompt_blocks(len(sequence) - 1, self.pool.block_size)
 
     def _release(self, sequence: Sequence) -> None:
+        self.parts.released(sequence)
         self.tables.release(sequence)
         self._most -= self._bound(sequence)
 
@@ -417,8 +418,8 @@ class Scheduler:
 
     def _copy(self, sequence: Sequence, sources: list[int], step: Step) -> None:
         """Fill the beginning of its first block of its own from these, if there are any."""
+        self.parts.admitted(sequence)
         if not sources:
-            self.parts.offer(sequence)
             return
         assert sequence.part is not None
         step.copies += self.parts.copies(sequence, sources)

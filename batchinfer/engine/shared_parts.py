@@ -22,29 +22,23 @@ class Copy(NamedTuple):
     end: int
 
 
-class PromptIndex:
-    """The prompts that are in the engine, sorted, so that what has most in common with another stands next to it. The
-    one that was added last stays: the next one may follow once it has ended."""
+class SortedPrompts:
+    """Sequences by their prompts, so that what has most in common with another stands next to it."""
 
     def __init__(self) -> None:
         self._sorted: dict[bool, list[Sequence]] = {False: [], True: []}  # by whether they are rotated later
-        self._newest: Sequence | None = None
-        self._newest_ended = False
 
     def add(self, sequence: Sequence) -> None:
-        if self._newest is not None and self._newest_ended:
-            self._remove(self._newest)
         alike = self._alike(sequence)
         # behind its equals: mostly the oldest one is removed first, and looked for from the front
         alike.insert(bisect_right(alike, _text(sequence), key=_text), sequence)
-        self._newest, self._newest_ended = sequence, False
 
     def remove(self, sequence: Sequence) -> None:
-        """It has ended, or was dropped."""
-        if sequence is self._newest:
-            self._newest_ended = True
-        else:
-            self._remove(sequence)
+        alike = self._alike(sequence)
+        place = bisect_left(alike, _text(sequence), key=_text)
+        while alike[place] is not sequence:  # prompts may be equal
+            place += 1
+        del alike[place]
 
     def neighbours(self, sequence: Sequence) -> Iterator[Sequence]:
         """Those between which it stands, or would stand."""
@@ -55,12 +49,32 @@ class PromptIndex:
     def _alike(self, sequence: Sequence) -> list[Sequence]:
         return self._sorted[bool(sequence.rotated_from)]
 
-    def _remove(self, sequence: Sequence) -> None:
-        alike = self._alike(sequence)
-        place = bisect_left(alike, _text(sequence), key=_text)
-        while alike[place] is not sequence:  # prompts may be equal
-            place += 1
-        del alike[place]
+
+class PromptIndex:
+    """The prompts that are in the engine. The one that was added last stays: the next one may follow once it has
+    ended."""
+
+    def __init__(self) -> None:
+        self._prompts = SortedPrompts()
+        self._newest: Sequence | None = None
+        self._newest_ended = False
+
+    def add(self, sequence: Sequence) -> None:
+        if self._newest is not None and self._newest_ended:
+            self._prompts.remove(self._newest)
+        self._prompts.add(sequence)
+        self._newest, self._newest_ended = sequence, False
+
+    def remove(self, sequence: Sequence) -> None:
+        """It has ended, or was dropped."""
+        if sequence is self._newest:
+            self._newest_ended = True
+        else:
+            self._prompts.remove(sequence)
+
+    def neighbours(self, sequence: Sequence) -> Iterator[Sequence]:
+        """As of `SortedPrompts`."""
+        return self._prompts.neighbours(sequence)
 
 
 def _text(sequence: Sequence) -> bytes:
@@ -79,6 +93,7 @@ class SharedParts:
         self._tables, self._pool = tables, tables.pool
         self._least = least
         self._prompts = PromptIndex()
+        self._running = SortedPrompts()  # those that hold blocks
         self._held: list[
             int
         ] = []  # blocks that are copied from and that nobody uses, until the step is launched
@@ -119,7 +134,7 @@ class SharedParts:
     def found(self, sequence: Sequence, blocks: int) -> int:
         """Tokens that it could take over behind so many whole blocks."""
         part = sequence.part
-        if part is None or part.index != blocks or self._blocks(part) is None:
+        if part is None or part.index != blocks or self._blocks(part, sequence) is None:
             return 0
         return part.tokens
 
@@ -128,7 +143,7 @@ class SharedParts:
         none if they are not there. They stay as they are until `launched`."""
         if sequence.part is None or not self.found(sequence, len(sequence.tables[0])):
             return []
-        blocks = self._blocks(sequence.part) or []
+        blocks = self._blocks(sequence.part, sequence) or []
         self._newly_held = self._pool.hold(blocks)
         self._held = [*self._held, *self._newly_held]
         sequence.computed += sequence.part.tokens
@@ -141,12 +156,20 @@ class SharedParts:
         self._held = self._held[: len(self._held) - len(self._newly_held)]
         self._pool.let_go(self._newly_held)
 
-    def offer(self, sequence: Sequence) -> None:
-        """A sequence that found no part of its own is admitted, and runs it: where the cache has lost the block that
-        others wait for, they take over from this one's."""
+    def admitted(self, sequence: Sequence) -> None:
+        """It takes its part over, or runs it: where the cache has lost the block that others wait for, they take over
+        from this one's."""
+        if self._least is None:
+            return
         part = sequence.part
-        if part is not None and part.turns and self._blocks(part) is None:
+        if part is not None and part.turns and self._blocks(part, sequence) is None:
             self._move(part, sequence)
+        self._running.add(sequence)
+
+    def released(self, sequence: Sequence) -> None:
+        """It was admitted, and has given its blocks back."""
+        if self._least is not None:
+            self._running.remove(sequence)
 
     def copies(self, sequence: Sequence, sources: list[int]) -> Iterator[Copy]:
         """What fills the beginning of its first block of its own. What was itself copied in this step comes from where
@@ -196,8 +219,21 @@ class SharedParts:
             self._pool.unreserve_part(before, turn)
             self._pool.reserve_part(part.content, turn)
 
-    def _blocks(self, part: SharedPart) -> list[int] | None:
-        """Those that hold its content, of each cache group."""
+    def _blocks(self, part: SharedPart, sequence: Sequence) -> list[int] | None:
+        """Those from which a sequence takes its part over, one of each cache group: they hold its content, or begin
+        with it and are in use."""
         groups = range(self._tables.sizes.tables)
         found = [block for group in groups if (block := self._pool.find(part.content, group)) is not None]
-        return found if len(found) == len(groups) else None
+        if len(found) == len(groups):
+            return found
+        holder = next(
+            (one for one in self._running.neighbours(sequence) if self._holds(one, part, sequence)), None
+        )
+        return None if holder is None else [table[part.index] for table in holder.tables]
+
+    def _holds(self, holder: Sequence, part: SharedPart, sequence: Sequence) -> bool:
+        """Whether it has in its blocks what the sequence takes over."""
+        tokens = part.index * self._pool.block_size + part.tokens
+        if holder is sequence or tokens > holder.computed or max(holder.left) > part.index:
+            return False
+        return tokens <= common_prefix(sequence.request.prompt, holder.request.prompt)
