@@ -83,6 +83,8 @@ def check_setup(
     if hardware is None:
         _check_device(job)
     setting = resolve(job, checkpoint, hardware)
+    if setting.quantization == "stored":
+        checkpoint = checkpoint.as_stored()
     tokenizer = Tokenizer.load(job.model.path)
     check_chat_template(job, tokenizer)
     check_destination(state.results, job.name, replace)

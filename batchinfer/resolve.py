@@ -22,6 +22,7 @@ from batchinfer.report.hardware import (
     arm_sums,
     detect,
     has_fast_bf16,
+    multiplies_fp8,
     nvidia_gpus,
     several_kinds,
     usable_gpus,
@@ -81,7 +82,7 @@ class Setting:
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """What steps of the model cost as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
-        weights = itemsize if self.quantization == "none" else 1
+        weights = itemsize if self.quantization in ("none", "stored") else 1
         return checkpoint.cost(itemsize, weights, self.kv_cache)
 
     def context(
@@ -166,18 +167,31 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     )
     positions = checkpoint.spec.max_positions
     coded_cache = job.model.kv_cache_dtype != "auto"
-    refused = checkpoint.refusals(job.model.quantization != "none", job.engine.deterministic, coded_cache)
+    quantized = job.model.quantization not in ("auto", "none")
+    refused = checkpoint.refusals(quantized, job.engine.deterministic, coded_cache)
     mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, dtype, job)]
+    mistakes += _nothing_stored(job, checkpoint)
     mistakes += [Mistake(key, text) for key, text in refused]
     if mistakes:
         raise JobFileError(str(job.source), mistakes)
     length = job.model.max_model_len or positions
-    chosen = job.model.quantization, job.engine.deterministic, job.engine.block_size
+    place = hardware or detect(device)
+    quantization = job.model.quantization
+    if quantization == "auto":
+        stored = checkpoint.stores_codes and multiplies_fp8(place, hardware is None)
+        quantization = "stored" if stored else "none"
+    chosen = quantization, job.engine.deterministic, job.engine.block_size
     replicas, gpus = _replicas(job, device, hardware is None)
     tiles = runs_in_tiles(device)
     arm = arm_sums(dtype) if device == "cpu" else ""
-    kept, place = job.model.kv_cache_dtype, hardware or detect(device)
+    kept = job.model.kv_cache_dtype
     return Setting(device, dtype, length, place, *chosen, tiles, replicas, gpus, arm, kept)
+
+
+def _nothing_stored(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
+    if job.model.quantization == "stored" and not checkpoint.stores_codes:
+        text = "the checkpoint stores no weights in fp8 that products are computed of (docs/models.md); leave it out"
+        yield Mistake("model.quantization", f"stored: {text}")
 
 
 def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
@@ -228,13 +242,14 @@ def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
     if device == "cpu" and job.model.kv_cache_dtype != "auto":
         text = "only a GPU's operators read and write it, and device: auto means the CPU here; leave it out"
         yield Mistake("model.kv_cache_dtype", f"{job.model.kv_cache_dtype}: {text}")
-    fp8 = device == "cpu" and job.model.quantization == "fp8"
+    asked = job.model.quantization
+    fp8 = device == "cpu" and asked in ("fp8", "stored")
     if fp8:
         text = "a CPU's operators have no products of fp8, and device: auto means the CPU here; take int8"
-        yield Mistake("model.quantization", f"fp8: {text}")
+        yield Mistake("model.quantization", f"{asked}: {text}")
     if device == "cpu" and dtype == "float16":
         text = "not available in float16 on a CPU, which device: auto means here; take dtype: bfloat16 or float32"
-        if job.model.quantization != "none" and not fp8:
+        if asked not in ("auto", "none") and not fp8:
             yield Mistake("model.quantization", f"{job.model.quantization} is {text}, or leave it out")
         if job.engine.deterministic:
             yield Mistake("engine.deterministic", f"true is {text}, or leave it out")

@@ -10,7 +10,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # batchinfer_kernels.rope_store
 CacheDtype = Literal["int8", "fp8"]
 KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the run
-Quantization = Literal["none", "int8", "fp8"]  # of the linear layers' weights, as they are loaded
+# Of the linear layers' weights, as they are loaded; stored: codes of fp8 stay as the checkpoint has them
+Quantization = Literal["none", "int8", "fp8", "stored"]
+# How codes of fp8 that a checkpoint stores are scaled: a scale for each output, or for each block
+CodedForm = Literal["channel", "block"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
 NO_TOKEN = -1  # in place of a token where a row's logits are not numbers
 # Of the clamped SwiGLU of gpt-oss (OpenAI, 2025); see batchinfer_kernels.gated_activation

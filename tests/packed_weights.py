@@ -59,7 +59,13 @@ def _is_experts(name: str) -> bool:
 
 
 def make_fp8(
-    folder: Path, plain: Path, family: str, each: str = "block", method: str = "fp8", **sizes: Any
+    folder: Path,
+    plain: Path,
+    family: str,
+    each: str = "block",
+    method: str = "fp8",
+    block: int = BLOCK,
+    **sizes: Any,
 ) -> PreTrainedModel:
     """A model stored in FP8 with a scale for `each` block, row (of outputs) or tensor, as `method` has it, and in
     `plain` dequantised."""
@@ -70,35 +76,38 @@ def make_fp8(
         if any(part in name for part in _FLOAT) or not packs:
             packed[name] = tensor
             continue
-        scales = _scales(tensor, each)
-        values = (tensor / _spread(scales, tensor, each)).to(torch.float8_e4m3fn)
-        stored[name] = values.float() * _spread(scales, tensor, each)
+        scales = _scales(tensor, each, block)
+        spread = _spread(scales, tensor, each, block)
+        values = (tensor / spread).to(torch.float8_e4m3fn)
+        stored[name] = values.float() * spread
         packed |= {name: values, name + ("_scale_inv" if each == "block" else "_scale"): scales}
         if each == "tensor":
             packed[name.removesuffix("weight") + "input_scale"] = torch.tensor(3.0)
-    config = FP8 if each == "block" else {**FP8, "weight_block_size": None, "activation_scheme": "static"}
+    config = {**FP8, "weight_block_size": [block, block]}
+    if each != "block":
+        config |= {"weight_block_size": None, "activation_scheme": "static"}
     if method != "fp8":
         config = COMPRESSED if method == "compressed-tensors" else {"quant_method": method}
         packed |= {f"model.layers.0.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
     return _saved(folder, plain, model, packed, stored, config)
 
 
-def _scales(tensor: Tensor, each: str) -> Tensor:
+def _scales(tensor: Tensor, each: str, block: int) -> Tensor:
     if each == "tensor":
         return tensor.abs().max() / 448
     if each == "row":
         return tensor.abs().amax(1, keepdim=True) / 448
     blocks = [
-        torch.stack([part.abs().max() / 448 for part in rows.split(BLOCK, 1)]) for rows in tensor.split(BLOCK)
+        torch.stack([part.abs().max() / 448 for part in rows.split(block, 1)]) for rows in tensor.split(block)
     ]
     return torch.stack(blocks)
 
 
-def _spread(scales: Tensor, tensor: Tensor, each: str) -> Tensor:
+def _spread(scales: Tensor, tensor: Tensor, each: str, block: int) -> Tensor:
     if each != "block":
         return scales
     rows, columns = tensor.shape
-    return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return scales.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
 
 
 def _saved(

@@ -107,6 +107,7 @@ def every_kernel_is_rehearsed(record: dict[str, Any]) -> None:
         "int8-weight matmul",
         "int4-weight matmul",
         "fp8 matmul",
+        "block fp8 matmul",
         "RMSNorm with residual",
         "RoPE with KV write",
         "gated activation",

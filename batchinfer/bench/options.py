@@ -16,6 +16,9 @@ DEFAULT_WORKLOADS = ("shared-prefix", "mixed", "decode")
 DEFAULT_MODEL = "llama-135m"
 DEVICES = ("auto", "cpu", "cuda")
 PEERS = ("transformers",)
+_QUANTIZATIONS = tuple(
+    name for name in get_args(Quantization) if name != "stored"
+)  # dummy weights store no codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class BenchOptions:
         known = [
             *(("WORKLOAD", name, tuple(WORKLOADS)) for name in self.workloads),
             ("--dtype", self.dtype, ("auto", *get_args(Dtype))),
-            ("--quantization", self.quantization, get_args(Quantization)),
+            ("--quantization", self.quantization, _QUANTIZATIONS),
             ("--device", self.device, DEVICES),
             ("--against", self.against, (None, *PEERS)),
         ]

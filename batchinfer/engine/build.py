@@ -96,7 +96,7 @@ def load_model(
     threads = _set_threads(config)
     if config.device == "cuda":
         keep_partial_sums()
-    source = source or checkpoint_source(config.model, config.kv_cache)
+    source = source or checkpoint_source(config.model, config.kv_cache, config.quantization == "stored")
     how = (config.quantization, config.deterministic, config.tiles, config.kv_cache)
     arithmetic = Arithmetic(dtype, device, *how)
     # no longer than what runs: a checkpoint may name billions of positions

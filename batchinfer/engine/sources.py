@@ -56,7 +56,7 @@ class Arithmetic:
 
     @property
     def weight_itemsize(self) -> int:
-        return self.dtype.itemsize if self.quantization == "none" else 1
+        return self.dtype.itemsize if self.quantization in ("none", "stored") else 1
 
 
 class Source(Protocol):
@@ -162,8 +162,9 @@ class ModelSource:
 
     def weight_bytes(self, cost: ModelCost) -> int:
         """A tied head counts once, unless it is quantised beside its embedding."""
-        if not cost.quantized:
-            return self.parameters * cost.itemsize
+        coded = sum(linear.values for linear in self.spec.linears() if linear.coded)
+        if coded or not cost.quantized:
+            return coded + (self.parameters - coded) * cost.itemsize
         head = self.spec.head.values
         linear = sum(linear.values for linear in self.spec.linears() if not linear.exact)
         others = self.parameters - linear - (0 if self.spec.tied else head)
@@ -181,9 +182,11 @@ def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> For
     return describe(raw, generation)
 
 
-def checkpoint_source(path: Path, kv_cache: KvCacheDtype = "auto") -> Source:
-    """The model of a checkpoint folder, with such a cache. Raises what inspecting a checkpoint raises."""
+def checkpoint_source(path: Path, kv_cache: KvCacheDtype = "auto", as_stored: bool = False) -> Source:
+    """The model of a checkpoint folder, with such a cache; `as_stored`: with codes of fp8 where it stores them. Raises
+    what inspecting a checkpoint raises."""
     checkpoint = open_checkpoint(path, _describe_here)
+    checkpoint = checkpoint.as_stored() if as_stored else checkpoint
     if isinstance(checkpoint, Checkpoint):
         spec = checkpoint.spec.caching(kv_cache)
         return ModelSource(spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint))

@@ -237,8 +237,8 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
     if codes in get_args(CacheDtype):
         message = f"is {codes}, which only a GPU's operators read and write"
         yield Finding(("model", "kv_cache_dtype"), message, "take it out, or take device: cuda")
-    if model.get("quantization") == "fp8":
-        message = "is fp8, which only a GPU's operators multiply"
+    if (codes := model.get("quantization")) in ("fp8", "stored"):
+        message = f"is {codes}, and only a GPU's operators multiply fp8"
         yield Finding(("model", "quantization"), message, "take int8, or take device: cuda")
     if model.get("dtype") != "float16":
         return

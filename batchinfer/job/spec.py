@@ -58,9 +58,10 @@ class ModelSection(Section):
         default="auto",
         description="Type to compute in. auto: the checkpoint's, but float32 on a CPU without fast bfloat16.",
     )
-    quantization: Quantization = Field(
-        default="none",
-        description="How linear layers are computed. int8, fp8: weights become codes when loaded. fp8: on a GPU only.",
+    quantization: Literal["auto", Quantization] = Field(
+        default="auto",
+        description="How linear layers are computed. auto: fp8 as stored where the GPU can, else none. none: in dtype. "
+        "int8, fp8: weights become codes when loaded. stored: those of fp8 stay as they are. fp8, stored: GPU only.",
     )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",

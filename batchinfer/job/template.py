@@ -18,7 +18,7 @@ name: my-first-job
 model:
   path: @MODEL@    # folder with config.json, *.safetensors, tokenizer.json
   dtype: auto             # or float32, bfloat16, float16
-  quantization: none      # or int8, fp8: weights of half the size, a little less exact
+  quantization: auto      # or int8, fp8: weights of half the size, a little less exact
   max_model_len: auto     # most tokens of a row, prompt and answer together
 
 input:

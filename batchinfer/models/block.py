@@ -7,12 +7,14 @@ from torch import Tensor
 from batchinfer.models.attention import AttentionHalf, attention_half, pack_latent_heads
 from batchinfer.models.feed_forward import feed_forward, pack_experts
 from batchinfer.models.norm import apply_norm
-from batchinfer.models.parameters import BIAS, norm_parameters
+from batchinfer.models.parameters import BIAS, LINES, SCALES, norm_parameters
 from batchinfer.models.spec import LayerSpec, LinearSpec
 from batchinfer.models.weights import LayerWeights
 from batchinfer.ops.interface import (
+    ActivatedLinear,
     AttentionInputs,
     AttentionPlan,
+    CodedWeight,
     DecoderLayer,
     LayerCache,
     LayerParts,
@@ -103,7 +105,7 @@ def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTabl
 def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None) -> LayerParts:
     """The layer's weights as the operators want them."""
     linears = {
-        linear.name: _packed(ops, linear, weights[linear.name], weights.get(linear.name + BIAS))
+        linear.name: _packed(ops, linear, weights)
         for linear in spec.linears
         if not (linear.experts or linear.heads)
     }
@@ -118,10 +120,20 @@ def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable
     )
 
 
-def _packed(ops: Ops, linear: LinearSpec, weight: Tensor, bias: Tensor | None) -> Linear:
+def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
+    weight, bias = weights[linear.name], weights.get(linear.name + BIAS)
+    if linear.coded is not None:
+        codes = CodedWeight(weight, weights[linear.name + SCALES], weights.get(linear.name + LINES))
+        return _packed_codes(ops, linear, codes, bias)
     if linear.exact:
         return ops.pack_exact(weight, bias)
     if linear.activation is None:
         return ops.pack_linear(weight, bias)
     pack = ops.pack_gated if linear.gated else ops.pack_activated
     return pack(weight, bias, linear.activation)
+
+
+def _packed_codes(ops: Ops, linear: LinearSpec, weight: CodedWeight, bias: Tensor | None) -> Linear:
+    if linear.activation is None or linear.gated:
+        return ops.pack_codes(weight, bias, linear.activation)
+    return ActivatedLinear(ops, ops.pack_codes(weight, bias), linear.activation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchinfer.models.config import decoder_config, is_supported, load_config, multimodal_of
@@ -14,13 +14,22 @@ from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.multimodal import Multimodal
 from batchinfer.models.folder import CheckpointFolder
 from batchinfer.models.model_cost import model_cost
-from batchinfer.models.packed import PackedTensor, PackedTensors, packed_tensors, packing_of, unpacked_shapes
+from batchinfer.models.packed import (
+    PackedTensor,
+    PackedTensors,
+    coded_form,
+    packed_tensors,
+    packing_of,
+    unpacked_shapes,
+)
 from batchinfer.models.parameters import EMBEDDING, HEAD, Shape
-from batchinfer.models.spec import ModelSpec
+from batchinfer.models.spec import LayerSpec, ModelSpec
 from batchinfer.models.tensor_names import (
+    StoredParameter,
     expected_shapes,
     further_layers,
     ignores,
+    layer_names,
     prefixes_of,
     table_names,
 )
@@ -32,9 +41,10 @@ from batchinfer.models.weight_files import (
     read_weight_files,
 )
 from batchinfer.sizes import size
-from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype
+from batchinfer_kernels.arithmetic import CodedForm, Dtype, KvCacheDtype
 from batchinfer_kernels.cost import ModelCost
 
+_IN_16_BITS = " in 16 bits"
 OWN = "batchinfer"  # whose code computes a model of a family of ours
 
 
@@ -48,6 +58,42 @@ class Checkpoint(WeightFiles):
     packed: Mapping[str, PackedTensor]  # those that are dequantised as they are read
     shapes: Mapping[str, Shape]  # of all tensors once they are
     notices: tuple[str, ...] = ()  # what a user should know before it runs
+
+    @property
+    def stores_codes(self) -> bool:
+        """Whether products can be computed of codes as they are stored."""
+        return any(layer.coded for layer in self.as_stored().spec.layers)
+
+    def as_stored(self) -> Checkpoint:
+        """The same with weights that stay in codes of fp8 where products can be computed of them."""
+        layers = tuple(
+            replace(layer, coded=tuple(self._coded(index, layer)))
+            for index, layer in enumerate(self.spec.layers)
+        )
+        spec = replace(self.spec, layers=layers)
+        kept = tuple(_kept(spec))
+        others = (notice for notice in self.notices if not (kept and notice.endswith(_IN_16_BITS)))
+        return replace(self, spec=spec, notices=(*kept, *others))
+
+    def _coded(self, index: int, layer: LayerSpec) -> Iterator[tuple[str, CodedForm]]:
+        names = layer_names(self.spec, index, self.prefixes)
+        for linear in layer.linears:
+            if linear.exact or linear.heads:
+                continue
+            parts = (names[part] for part, _ in linear.parts)
+            found = {self._form(part, bool(linear.experts)) for part in parts}
+            form = found.pop()
+            if form is not None and not found:
+                yield linear.name, form
+
+    def _form(self, stored: StoredParameter, whole: bool) -> CodedForm | None:
+        """How a parameter is coded; None: in a way that is dequantised. `whole`: it has to be a tensor of its own."""
+        packed, part = self.packed.get(stored.tensor), stored.part
+        if packed is None or stored.rows or (part is not None and (whole or part.index is not None)):
+            return None
+        if part is not None and part.transposed:
+            return None
+        return coded_form(packed, self.tensors[packed.values].info.dtype)
 
     @property
     def dtype(self) -> Dtype:
@@ -115,7 +161,16 @@ def _dequantised(packed: PackedTensors, shapes: Mapping[str, Shape]) -> Iterator
     """What a user should know of weights that are stored in few bits."""
     for name in sorted({each.format for each in packed.found.values()}):
         took = size(2 * sum(map(math.prod, shapes.values())))
-        yield f"weights stored as {name} are dequantised when they are loaded: all weights take {took} in 16 bits"
+        yield f"weights stored as {name} are dequantised when they are loaded: all weights take {took}{_IN_16_BITS}"
+
+
+def _kept(spec: ModelSpec) -> Iterator[str]:
+    """What a user should know of codes that are multiplied as they are stored."""
+    weights = [(linear.values, linear.coded is not None) for linear in spec.linears()]
+    kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
+    if kept:
+        share = f"{kept / all_values:.1%} of the weights of linear layers"
+        yield f"{share} stay in fp8 as they are stored; the rest is computed in the job's dtype"
 
 
 def _text_alone(whole: Multimodal, tensors: Iterable[str]) -> str:

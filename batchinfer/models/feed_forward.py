@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from batchinfer.models.parameters import BIAS
+from batchinfer.models.parameters import BIAS, LINES, SCALES
 from batchinfer.models.spec import SHARED, ExpertsSpec, FeedForwardSpec, LayerSpec
 from batchinfer.models.weights import LayerWeights
 from batchinfer.ops.interface import AttentionInputs, Experts, ExpertWeights, LayerParts, Ops
@@ -53,7 +53,13 @@ def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Experts | 
 
 def _of_experts(weights: LayerWeights, name: str, count: int) -> ExpertWeights:
     """What lies one above the other, apart."""
-    weight, bias = weights[name], weights.get(name + BIAS)
+    weight, bias, lines = weights[name], weights.get(name + BIAS), weights.get(name + LINES)
+    scales = weights.get(name + SCALES)
+    if scales is not None:
+        scales = scales.view(count, -1, *scales.shape[1:])
     return ExpertWeights(
-        weight.view(count, -1, weight.shape[1]), None if bias is None else bias.view(count, -1)
+        weight.view(count, -1, weight.shape[1]),
+        None if bias is None else bias.view(count, -1),
+        scales,
+        None if lines is None else lines[: len(lines) // count],  # blocks lie alike in all of them
     )

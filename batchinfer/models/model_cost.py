@@ -23,6 +23,8 @@ from batchinfer_kernels.cost import (
     OperatorCost,
     activation_cost,
     attention_cost,
+    block_fp8_grouped_linear_cost,
+    block_fp8_linear_cost,
     cap_cost,
     combine_cost,
     copy_parts_cost,
@@ -68,8 +70,14 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
         head_parameters=spec.head.values,
         caches=tuple((cache.window, cache.token_bytes(itemsize)) for cache in keeping(spec.caches).values()),
         itemsize=itemsize,
-        weight_itemsize=weight_itemsize,
+        weight_itemsize=1 if _is_coded(spec) else weight_itemsize,
     )
+
+
+def _is_coded(spec: ModelSpec) -> bool:
+    """Whether most weights stay in codes, as the checkpoint stores them."""
+    values = [(linear.values, linear.coded is not None) for linear in spec.linears()]
+    return 2 * sum(count for count, coded in values if coded) > sum(count for count, _ in values)
 
 
 def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
@@ -175,7 +183,9 @@ def _experts(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Operato
         rows = tokens * linear.chosen
         sizes = (rows, hit, linear.inputs, linear.outputs, itemsize)
         read = tokens if linear.gated else rows
-        if weight_itemsize == 1:
+        if linear.coded == "block":
+            return block_fp8_grouped_linear_cost(*sizes, tokens=read)
+        if weight_itemsize == 1 or linear.coded:
             return quantized_grouped_linear_cost(*sizes, tokens=read)
         return grouped_linear_cost(*sizes, weight_itemsize, tokens=read)
 
@@ -204,7 +214,9 @@ def _norm(norm: NormSpec, tokens: int, itemsize: int, residual: bool) -> Cost:
 
 def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
     sizes = (linear.inputs, linear.outputs, itemsize)
-    if weight_itemsize == 1 and not linear.exact:
+    if linear.coded == "block":
+        return lambda n: block_fp8_linear_cost(n, *sizes)
+    if linear.coded or (weight_itemsize == 1 and not linear.exact):
         return lambda n: quantized_linear_cost(n, *sizes)
     return lambda n: linear_cost(n, *sizes, itemsize if linear.exact else weight_itemsize)
 

@@ -8,12 +8,14 @@ from typing import Any, Literal, cast, get_args
 
 from batchinfer.models.config_fields import shown
 from batchinfer.models.weight_files import FLOAT_DTYPES, StoredTensor
+from batchinfer_kernels.arithmetic import CodedForm
 
 Format = Literal["mxfp4", "fp8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 KEY = "quantization_config"
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
+PRODUCT_GROUP = 128  # inputs that share a scale where products are computed of codes
 MXFP4_GROUP, MXFP4_BYTES = 32, 16  # values that share a scale, and the bytes that hold them
 # Of a weight, its scales; of its module, those of activations, which stay as they are once weights are dequantised
 _FP8_SCALES, _FP8_ACTIVATIONS = ("_scale_inv", "_scale"), ("input_scale", "activation_scale")
@@ -184,6 +186,15 @@ def _block_of(
     if block is None or scales != (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
         return None
     return block
+
+
+def coded_form(packed: PackedTensor, dtype: str) -> CodedForm | None:
+    """How the codes are scaled if products can be computed of them; None: they are dequantised. `dtype`: of codes."""
+    if packed.format != "fp8" or dtype != FP8_DTYPES[0] or len(packed.shape) != 2:
+        return None
+    if packed.block is None or packed.block == (1, packed.shape[1]):
+        return "channel"
+    return "block" if packed.block[1] == PRODUCT_GROUP else None
 
 
 def unpacked_shapes(

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
 
-BIAS = ".bias"
+BIAS, SCALES, LINES = ".bias", ".scales", ".lines"
 EMBEDDING, POSITIONS, HEAD, FINAL_NORM = "embedding", "positions", "head", "final_norm"
 Shape = tuple[int, ...]
 Joined = TypeVar("Joined")
@@ -54,7 +54,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterator[tuple[str, Joined]]:
     """What the operators take: each linear layer's weight and bias, by its name, its parts above one another; each norm
-    and vector. `joined` makes one of the parameters that it is given."""
+    and vector. `joined` makes one of the parameters that it is given. Weights that stay in codes are left out."""
     for name, norm in layer.norms.items():
         for parameter in norm_parameters(name, norm):
             yield parameter, joined([parameter])
@@ -62,6 +62,7 @@ def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterat
         yield vector, joined([vector])
     for linear in layer.linears:
         parts = [part for part, _ in linear.parts]
-        yield linear.name, joined(parts)
+        if linear.coded is None:
+            yield linear.name, joined(parts)
         if linear.biased:
             yield linear.name + BIAS, joined([part + BIAS for part in parts])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinfer.models.rope_config import RopeConfig
-from batchinfer_kernels.arithmetic import Activation, CacheDtype, Dtype, KvCacheDtype
+from batchinfer_kernels.arithmetic import Activation, CacheDtype, CodedForm, Dtype, KvCacheDtype
 from batchinfer_kernels.routing import Routing
 
 SHARED = "shared."  # begins the names of the products of shared experts
@@ -46,7 +46,8 @@ class LinearSpec:
     `activation` follows it; where it is `gated`, the upper half of its outputs is the gate of the lower half. One that
     is `exact` is never quantised, and its results are float32. With `experts` the weight is that of all of them, one
     above the other, and a token multiplies those of `chosen` experts; 0: it belongs to none. With `heads` it has a part
-    for each of so many, which queries and results of attention are multiplied with (LatentAttentionSpec).
+    for each of so many, which queries and results of attention are multiplied with (LatentAttentionSpec). `coded`: its
+    weight stays as the checkpoint stores it, in codes of fp8 that are scaled so.
     """
 
     name: str
@@ -59,6 +60,7 @@ class LinearSpec:
     experts: int = 0
     chosen: int = 1
     heads: int = 0
+    coded: CodedForm | None = None
 
     @property
     def outputs(self) -> int:
@@ -362,7 +364,8 @@ class LayerSpec:
     """A decoder layer: h += m * attention_norm(attention(input_norm(h))); then
     h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
     Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm. Without
-    an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm.
+    an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm. `coded`: the names
+    of its products whose weights stay in codes of fp8, and how these are scaled.
     """
 
     hidden: int
@@ -374,6 +377,7 @@ class LayerSpec:
     feed_forward_norm: NormSpec | None = None
     residual_multiplier: float = 1.0
     parallel: bool = False
+    coded: tuple[tuple[str, CodedForm], ...] = ()
 
     def __post_init__(self) -> None:
         halved = self.input_norm is None and self.attention_norm is None and not self.parallel
@@ -394,7 +398,8 @@ class LayerSpec:
     def linears(self) -> tuple[LinearSpec, ...]:
         """Its matrix products, in the order in which they run."""
         attending = () if self.attention is None else self.attention.linears(self.hidden)
-        return (*attending, *self.feed_forward.linears(self.hidden))
+        found, coded = (*attending, *self.feed_forward.linears(self.hidden)), dict(self.coded)
+        return tuple(replace(each, coded=coded.get(each.name)) for each in found) if coded else found
 
     @property
     def vectors(self) -> dict[str, int]:

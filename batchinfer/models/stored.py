@@ -58,6 +58,13 @@ class StoredModel(Protocol):
     def notices(self) -> tuple[str, ...]:
         """What a user should know before it runs."""
 
+    @property
+    def stores_codes(self) -> bool:
+        """Whether products can be computed of codes of fp8 as they are stored."""
+
+    def as_stored(self) -> StoredModel:
+        """The same with weights that stay in codes where they can."""
+
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
         """What is asked for and cannot be had of this model, whatever the device: key of the job file, and why."""
 

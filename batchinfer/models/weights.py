@@ -16,10 +16,13 @@ from torch import Tensor
 from batchinfer.models.checkpoint import Checkpoint
 from batchinfer.models.dequantize import dequantized
 from batchinfer.models.families.family import Part
-from batchinfer.models.parameters import BIAS, EMBEDDING, FINAL_NORM, HEAD, POSITIONS, fused
+from batchinfer.models.parameters import BIAS, EMBEDDING, FINAL_NORM, HEAD, LINES, POSITIONS, SCALES, fused
+from batchinfer.models.spec import LinearSpec
 from batchinfer.models.tensor_names import StoredParameter, layer_names, table_names
 
-# One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on
+FP8 = torch.float8_e4m3fn
+# One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on; beside a weight
+# that stays in codes "qkv.scales" and, where blocks share them, "qkv.lines": see batchinfer.ops.interface.CodedWeight
 LayerWeights = Mapping[str, Tensor]
 
 
@@ -86,7 +89,26 @@ class CheckpointWeights(Weights):
                 found = [files.parameter(names[parameter]) for parameter in parameters]
                 return self._copied(found, torch.float32 if parameters[0] in layer.vectors else self._dtype)
 
-            return dict(fused(layer, joined))
+            found = dict(fused(layer, joined))
+            for linear in layer.linears:
+                if linear.coded is not None:
+                    parts = [files.coded(names[part]) for part, _ in linear.parts]
+                    found |= self._coded(linear, parts)
+            return found
+
+    def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
+        """The parts above one another, with their scales and, where blocks share these, the lines that say which."""
+        copied = {
+            linear.name: self._copied([part.codes for part in parts], FP8),
+            linear.name + SCALES: self._copied([part.scales for part in parts], torch.float32),
+        }
+        if linear.coded == "block":
+            first, lines = 0, []
+            for part in parts:
+                lines.append(part.lines + first)
+                first += len(part.scales)
+            copied[linear.name + LINES] = self._copied(lines, torch.int32)
+        return copied
 
     def _copied(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The parts above one another, cast and copied out of the mapped file in one pass."""
@@ -97,6 +119,15 @@ class CheckpointWeights(Weights):
             whole[start : start + part.shape[0]].copy_(part)
             start += part.shape[0]
         return whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredCodes:
+    """A parameter as codes of fp8, (N, K). Scales are (N,), or (blocks, groups) of which each output has a line."""
+
+    codes: Tensor
+    scales: Tensor
+    lines: Tensor
 
 
 def stretches_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
@@ -135,6 +166,22 @@ class _OpenFiles:
         if stored.rows:
             return torch.stack([self._read(row, None) for row in stored.rows])
         return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
+
+    def coded(self, stored: StoredParameter) -> StoredCodes:
+        """As it is stored, of a tensor that `Checkpoint.as_stored` names."""
+        packed = self._checkpoint.packed[stored.tensor]
+        codes, scales = self._read(packed.values, None), self._read(packed.scales, None).float()
+        high = 1 if packed.block is None else packed.block[0]
+        lines = torch.arange(len(codes), dtype=torch.int32) // high
+        if packed.block is None or (packed.block[1] == codes.shape[1] and high == 1):
+            scales = scales.reshape(-1).expand(len(codes))
+            scales = _stretches(scales, stored.part).flatten(0, 1)
+        # Of a part all scales are kept, which its lines choose from
+        return StoredCodes(
+            _stretches(codes, stored.part).flatten(0, 1),
+            scales,
+            _stretches(lines, stored.part).flatten(0, 1),
+        )
 
     def _matrix(self, name: str, index: int | None) -> Tensor:
         """A tensor, or one of the matrices in it, dequantised where it is packed. One matrix at a time: a tensor may

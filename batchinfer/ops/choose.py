@@ -87,7 +87,7 @@ def _compiled(
     tiles: bool | None,
 ) -> Ops | Lacking:
     """`tiles`: whether it has to be in matrix tiles; None: wherever they are granted."""
-    if quantization == "fp8":
+    if quantization in ("fp8", "stored"):
         return Lacking("they have no products of fp8", "use engine.device: cuda, or model.quantization: int8")
     if not CpuOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
@@ -157,5 +157,5 @@ def _unfit_gpu(quantization: Quantization) -> Lacking | None:
     if found.isdigit() and int(found) < LEAST_CAPABILITY:
         has = f"this GPU has compute capability {found[:-1]}.{found[-1]}, and they need 8.0 or newer"
         return Lacking(has, "use a newer GPU or engine.device: cpu")
-    missing = why_not_fp8() if quantization == "fp8" else None
+    missing = why_not_fp8() if quantization in ("fp8", "stored") else None
     return None if missing is None else Lacking(missing, "use model.quantization: int8 or a newer GPU")

@@ -28,6 +28,7 @@ class TritonExperts(Experts):
         deterministic: bool,
     ) -> None:
         self._gate_up, self._down = (_coded(weights, quantization) for weights in (gate_up, down))
+        self._lines = (gate_up.lines, down.lines)
         self._biases = (gate_up.bias, down.bias)
         self._activation, self._deterministic = activation, deterministic
         weight = gate_up.weight
@@ -46,6 +47,7 @@ class TritonExperts(Experts):
             groups.starts,
             self._biases[0],
             scales=scales,
+            lines=self._lines[0],
             activation=self._activation,
             from_rows=groups.order // choice.experts.shape[1],
             deterministic=self._deterministic,
@@ -56,6 +58,7 @@ class TritonExperts(Experts):
             groups.starts,
             self._biases[1],
             scales=down_scales,
+            lines=self._lines[1],
             deterministic=self._deterministic,
         )
         return combine(made, groups.order, choice.weights)
@@ -78,8 +81,8 @@ class TritonHeads(HeadsLinear):
 
 def _coded(weights: ExpertWeights, quantization: Quantization) -> tuple[Tensor, Tensor | None]:
     """(values or codes, scales of codes)"""
-    if quantization == "none":
-        return weights.weight, None
+    if weights.scales is not None or quantization in ("none", "stored"):
+        return weights.weight, weights.scales
     quantize = quantize_weight if quantization == "int8" else quantize_rows_fp8
     coded = [quantize(matrix) for matrix in weights.weight]
     # As bytes: torch does not stack float8_e4m3fn everywhere

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.ops.interface import Head, Linear
+from batchinfer.ops.interface import CodedWeight, Head, Linear
+from batchinfer_kernels.block_fp8_matmul import BlockWeight
 from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
@@ -135,6 +137,26 @@ class Fp8Linear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         weight, how = (self._codes, self._scales, self._bias), self._deterministic
         return fp8_matmul(x, *weight, activation=self._activation, deterministic=how)
+
+
+class StoredFp8Linear(Linear):
+    """float8_e4m3fn codes as a checkpoint stores them, and of each row or each group of it when it comes."""
+
+    def __init__(
+        self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None, deterministic: bool
+    ) -> None:
+        self.out_features, self.in_features = weight.codes.shape
+        self.out_features //= 1 if activation is None else 2
+        self._weight, self._bias = weight, bias
+        self._activation, self._deterministic = activation, deterministic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, gate, how = self._weight, self._activation, self._deterministic
+        if weight.lines is None:
+            rest = (weight.codes, weight.scales, self._bias)
+            return fp8_matmul(x, *rest, activation=gate, deterministic=how)
+        blocks = BlockWeight(weight.codes, weight.scales, weight.lines)
+        return block_fp8_matmul(x, blocks, self._bias, activation=gate, deterministic=how)
 
 
 class Fp8Head(Head):

@@ -95,11 +95,25 @@ class Linear(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CodedWeight:
+    """A weight that stays as a checkpoint stores it: codes (out, in) float8_e4m3fn, and scales (out,) float32, or
+    (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
+    batchinfer_kernels.block_fp8_matmul."""
+
+    codes: Tensor
+    scales: Tensor
+    lines: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """One matrix product of each expert: weight (experts, out, in), bias (experts, out)."""
+    """One matrix product of each expert: weight (experts, out, in), bias (experts, out). With scales, each expert's,
+    the weight is a CodedWeight's codes; the lines are those of every expert."""
 
     weight: Tensor
     bias: Tensor | None = None
+    scales: Tensor | None = None
+    lines: Tensor | None = None
 
 
 class Head(Linear):
@@ -218,6 +232,13 @@ class Ops(ABC):
     def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
         """A gated layer, gate above up: (T, in) → (T, out / 2), act(gate) * up."""
         return GatedLinear(self, self.pack_linear(weight, bias), activation)
+
+    def pack_codes(
+        self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
+    ) -> Linear:
+        """A layer whose weight stays in codes of fp8, gated where there is an activation. Raises TypeError where these
+        operators have no products of such codes: who chooses operators has asked before."""
+        raise TypeError(f"{self.name} operators have no products of fp8")
 
     def pack_activated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
         """A layer with an activation behind it: (T, in) → (T, out)."""

@@ -22,10 +22,12 @@ from batchinfer.ops.gpu_linear import (
     LibraryExact,
     LibraryHead,
     LibraryLinear,
+    StoredFp8Linear,
 )
 from batchinfer.ops.interface import (
     AttentionInputs,
     AttentionPlan,
+    CodedWeight,
     Experts,
     ExpertWeights,
     FixedPlan,
@@ -148,7 +150,7 @@ class TritonOps(Ops):
     @property
     def linear(self) -> str:
         if self._quantization != "none":
-            return self._quantization
+            return "fp8" if self._quantization == "stored" else self._quantization
         return "triton" if self._shape.deterministic else "library"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -156,6 +158,11 @@ class TritonOps(Ops):
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
         return self._packed(weight, bias, activation) or super().pack_gated(weight, bias, activation)
+
+    def pack_codes(
+        self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
+    ) -> Linear:
+        return StoredFp8Linear(weight, bias, activation, self._shape.deterministic)
 
     def pack_head(self, weight: Tensor) -> Head:
         if self._quantization == "int8":

@@ -84,7 +84,10 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _text("hardware", "model name of the CPU or GPU"),
     _count("cores", "cores", "CPU cores that the process may use; null on a GPU"),
     _text("dtype", "data type of activations, and of weights that are not quantised"),
-    _text("quantization", "`none`, or the type that the weights of linear layers were quantised to"),
+    _text(
+        "quantization",
+        "`none`; what weights of linear layers were quantised to; `stored`: fp8 as stored",
+    ),
     _text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: codes of these"),
     Column(
         "deterministic", pa.bool_(), "", "whether answers were to be the same to the bit whatever else ran"

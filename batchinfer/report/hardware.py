@@ -32,6 +32,7 @@ Source = Literal["measured", "datasheet", "unknown"]
 PartTimes = Mapping[str, Mapping[str, float]]  # by arithmetic, e.g. `float32` or `bfloat16+int8`
 
 CACHE_FORMAT = 1
+FIRST_WITH_FP8 = (8, 9)  # the first compute capability whose tensor cores know float8_e4m3fn
 FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one is aarch64's, for BFDOT
 _CPUINFO = Path("/proc/cpuinfo")
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def arithmetic_text(
     dtype: str, quantization: str | None, kv_cache: str | None, deterministic: bool | None
 ) -> str:
     """What is computed in, for people: `bfloat16 with int8 weights, deterministic`."""
-    coded = {"weights": quantization, "KV cache": kv_cache}
+    coded = {"weights": "stored fp8" if quantization == "stored" else quantization, "KV cache": kv_cache}
     parts = [f"{how} {what}" for what, how in coded.items() if how not in (None, "none", "auto")]
     found = f"{dtype} with {' and '.join(parts)}" if parts else dtype
     return found + (", deterministic" if deterministic else "")
@@ -50,6 +51,11 @@ def arithmetic_text(
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
     """What times of steps are kept under."""
     return dtype if quantization == "none" else f"{dtype}+{quantization}"
+
+
+def codes_of(quantization: str) -> str:
+    """The type in which products of such weights are computed, as peaks are named."""
+    return "fp8" if quantization == "stored" else quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,7 @@ class Hardware:
             return None
         if quantization == "none":
             return Peaks(flops, self.bandwidth)
-        integer = self.peak_flops.get(quantization)
+        integer = self.peak_flops.get(codes_of(quantization))
         return None if integer is None else Peaks(flops, self.bandwidth, integer)
 
 
@@ -313,6 +319,23 @@ def nvidia_gpus() -> list[Gpu]:
     """The NVIDIA GPUs that the driver lists, in its order; empty without a driver."""
     text = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
     return [_parse_gpu(line) for line in text.splitlines() if line.strip()]
+
+
+def multiplies_fp8(hardware: Hardware, here: bool) -> bool:
+    """Whether it is a GPU that multiplies float8: as its peaks or, where it is `here`, the driver say."""
+    if hardware.device != "cuda":
+        return False
+    if "fp8" in hardware.peak_flops:
+        return True
+    text = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]) if here else ""
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    return bool(found) and all(_capability(line) >= FIRST_WITH_FP8 for line in found)
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    """Of `8.9`; of what is no number nothing, which is less than any."""
+    parts = text.split(".")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 def usable_gpus(env: Mapping[str, str] = os.environ) -> list[str]:

@@ -15,7 +15,7 @@ from batchinfer.report.device_time import LOSSES
 from batchinfer.report.doctor import installed_version
 from batchinfer.report.exit_status import is_published
 from batchinfer.report.folder import prune, table_path
-from batchinfer.report.hardware import Hardware
+from batchinfer.report.hardware import Hardware, codes_of
 from batchinfer.report.meter import Measured, Totals
 from batchinfer.report.percentiles import NAMES, Spread
 from batchinfer.report.spool import write_row
@@ -168,7 +168,7 @@ def _deadline_columns(facts: RunFacts) -> RunRow:
 def _hardware_columns(hardware: Hardware, facts: RunFacts) -> RunRow:
     stated, linear = datasheet(hardware.name), facts.dtype or ""
     if facts.quantization not in (None, "none"):
-        linear = facts.quantization
+        linear = codes_of(facts.quantization)
     devices = 1 if hardware.device == "cpu" else facts.replicas or 1  # engines on a CPU share it
     return {
         "device": hardware.device,

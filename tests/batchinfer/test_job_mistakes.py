@@ -269,7 +269,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "fp8 on a CPU": (
         instead("model", "model: {path: m, quantization: fp8}") + "engine: {device: cpu}\n",
-        [(2, "model.quantization", ("is fp8", "only a GPU's operators multiply", "take int8"))],
+        [(2, "model.quantization", ("is fp8", "only a GPU's operators multiply fp8", "take int8"))],
     ),
     "another cache": (
         instead("model", "model: {path: m, kv_cache_dtype: fp4}"),
@@ -304,7 +304,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
             (3, "model.path", ("nowhere", "does not exist")),
             (4, "model.dtype", ("one of auto, float32", 'did you mean "bfloat16"?')),
             (5, "model.max_model_len", ("number 0", "or auto")),
-            (6, "model.quantization", ('"w8a8"', "one of none, int8", 'did you mean "int8"?')),
+            (6, "model.quantization", ('"w8a8"', "one of auto, none, int8", 'did you mean "int8"?')),
         ],
     ),
     "model is a file": (instead("model", "model: {path: file.txt}"), [(2, "model.path", ("not a folder",))]),

@@ -17,11 +17,13 @@ from batchinfer.launch.messages import EnginePlace, WorkerSpec
 from batchinfer.launch.places import worker_specs
 from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.spec import AttentionSpec
-from batchinfer.report.hardware import Gpu, Hardware, hardware_called, usable_gpus
+from batchinfer.report import hardware as hardware_module
+from batchinfer.report.hardware import Gpu, Hardware, hardware_called, multiplies_fp8, usable_gpus
 from batchinfer.resolve import Setting, resolve
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.tiles import Grant
 from tests.checkpoints import make_checkpoint
+from tests.packed_weights import make_fp8
 
 CPU = Hardware("Test CPU", "cpu", 2, None, {"bfloat16": 2e12, "int8": 4e12}, 3e10, "measured")
 SETTING = Setting("cpu", "bfloat16", 512, CPU)
@@ -235,6 +237,56 @@ def test_fp8_has_a_peak_of_its_own_and_no_cpu(
     ((where, text),) = [(one.where, one.message) for one in refused.value.mistakes]
     assert where == "model.quantization"
     assert "no products of fp8" in text
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """One that stores fp8 with scales of blocks."""
+    folder = tmp_path_factory.mktemp("stored")
+    make_fp8(folder / "m", folder / "plain", "llama", block=128)
+    return inspect_checkpoint(folder / "m")
+
+
+def test_codes_of_fp8_are_computed_as_they_are_stored_where_the_gpu_can(
+    tmp_path: Path, stored: Checkpoint, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, ("model.dtype", "bfloat16"))
+    found = {gpu: resolve(job, stored, hardware_called(gpu)) for gpu in ("h100", "a100")}
+    assert {gpu: setting.quantization for gpu, setting in found.items()} == {"h100": "stored", "a100": "none"}
+    h100, a100 = found.values()
+    assert h100.arithmetic == "bfloat16 with stored fp8 weights"
+    assert h100.peaks == Peaks(989.4e12, 3.35e12, 1978.9e12)
+    assert h100.context(stored, "m", "t") != a100.context(stored, "m", "t")
+    assert h100.model_cost(stored.as_stored()).quantized
+    assert resolve(job, checkpoint, hardware_called("h100")).quantization == "none"
+    asked = job_of(tmp_path, ("model.quantization", "none"))
+    assert resolve(asked, stored, hardware_called("h100")).quantization == "none"
+    monkeypatch.setattr(resolving, "_device", lambda: "cpu")
+    assert resolve(job, stored).quantization == "none"
+
+
+def test_stored_codes_are_refused_where_there_are_none_or_nothing_multiplies_them(
+    tmp_path: Path, stored: Checkpoint, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, ("model.quantization", "stored"))
+    with pytest.raises(JobFileError, match=r"the checkpoint stores no weights in fp8"):
+        resolve(job, checkpoint, hardware_called("h100"))
+    monkeypatch.setattr(resolving, "_device", lambda: "cpu")
+    with pytest.raises(JobFileError, match=r"stored: a CPU's operators have no products of fp8"):
+        resolve(job, stored)
+
+
+@pytest.mark.parametrize(
+    ("said", "can"),
+    [("8.9", True), ("9.0\n10.0", True), ("8.0", False), ("9.0\n8.6", False), ("", False), ("[N/A]", False)],
+)
+def test_the_driver_says_whether_a_gpu_without_known_peaks_multiplies_fp8(
+    monkeypatch: pytest.MonkeyPatch, said: str, can: bool
+) -> None:
+    monkeypatch.setattr(hardware_module, "_output", lambda _: said)
+    unknown = Hardware("NVIDIA X", "cuda", None, None)
+    assert multiplies_fp8(unknown, here=True) is can
+    assert not multiplies_fp8(unknown, here=False)
 
 
 ASKED = ("model.quantization", "int8"), ("engine.deterministic", "true")

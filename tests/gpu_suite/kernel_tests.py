@@ -27,6 +27,7 @@ TESTS = (
     "tests/batchinfer/ops/test_triton_ops.py",
     "tests/batchinfer/ops/test_experts.py",
     "tests/batchinfer/engine/test_triton_engine.py",
+    "tests/batchinfer/engine/test_stored_fp8.py",
 )
 REHEARSED = "tests/kernels/gpu/test_merge_state.py"
 TO_SUM_UP_S = 10.0  # for pytest to write what came of it when it is interrupted

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.cost import (
     Cost,
+    block_fp8_linear_cost,
     fp8_linear_cost,
     linear_cost,
     quantized_linear_cost,
@@ -19,6 +21,7 @@ from batchinfer_kernels.cost import (
 )
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
 from batchinfer_kernels.fp8_matmul import quantize_rows_fp8 as quantize_weight_fp8
+from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul, why_not_fp8
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
@@ -75,7 +78,7 @@ def run(section: Section) -> None:
 def cases(section: Section) -> list[Part]:
     """Each kind for one step of decode and of prefill; the plain one on more layers."""
     quantised = [int8_case, weight_int8_case, weight_int4_case]
-    quantised += [fp8_case] if why_not_fp8() is None else []
+    quantised += [fp8_case, block_fp8_case] if why_not_fp8() is None else []
     if section.setting.rehearsal:
         kinds: list[Maker] = [plain_case, deterministic_case, *quantised]
         return [_part(section, make, TINY, TINY_TOKENS) for make in kinds]
@@ -132,6 +135,18 @@ def fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
     right = partial(fp8_matmul_reference, x, codes, scales)
     ours = partial(fp8_matmul, x, codes, scales)
     case = _case("fp8 matmul", layer, x, weight, cost, FP8, ours, right, others)
+    return replace(case, tolerance=FP8_TOLERANCE)
+
+
+def block_fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
+    """The same with scales of blocks, as published weights have them; beside it those of channels."""
+    x, weight = layer.operands(section, tokens)
+    coded, channels = quantize_blocks_fp8(weight), quantize_weight_fp8(weight)
+    cost = block_fp8_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
+    others = {"scales of channels": partial(fp8_matmul, x, *channels)}
+    right = partial(block_fp8_matmul_reference, x, coded)
+    ours = partial(block_fp8_matmul, x, coded)
+    case = _case("block fp8 matmul", layer, x, weight, cost, FP8, ours, right, others)
     return replace(case, tolerance=FP8_TOLERANCE)
 
 

@@ -49,6 +49,15 @@ class ForeignCheckpoint(WeightFiles):
         )
         return (slower, *self.unused_code)
 
+    @property
+    def stores_codes(self) -> bool:
+        """Only float weights are read."""
+        return False
+
+    def as_stored(self) -> ForeignCheckpoint:
+        """See StoredModel."""
+        return self
+
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
         """See StoredModel."""
         why = f"{self.spec.family} is computed by transformers' code, in which"

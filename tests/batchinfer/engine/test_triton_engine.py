@@ -337,6 +337,8 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
         run = same_bits(ops, limits, requests[:: -1 if limits.scarce else 1], wanted)
         assert (sum(s.cached_tokens for s in run.steps) > 0) == limits.caching
         assert (sum(s.preemptions for s in run.steps) > 0) == limits.scarce
+    if quantization == "fp8":  # which no CPU computes
+        return
     cpu = on_the_cpu("llama", SETTINGS["whole"], prompts(), quantization)
     tokens = {key: [int(wanted[key, at].argmax()) for at in range(OUTPUT)] for key in cpu.answers}
     assert tokens == {key: answer[:OUTPUT] for key, (answer, _) in cpu.answers.items()}

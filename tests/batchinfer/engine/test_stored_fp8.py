@@ -1,0 +1,216 @@
+"""Checkpoints that store fp8, computed of their codes by Triton, against what the operators' references say of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no triton", allow_module_level=True)
+
+import torch
+import triton
+from torch import Tensor
+
+from batchinfer.engine.sources import ModelSource, checkpoint_source
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.weights import CheckpointWeights
+from batchinfer.ops.interface import CodedWeight, Experts, ExpertWeights, Linear, Ops
+from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.ops.triton_ops import TritonOps
+from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference
+from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
+from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.attention_plan import AttentionShape
+from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
+from tests.batchinfer.engine.small_engine import Limits, drain, greedy, make_engine, make_runner
+from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
+from tests.checkpoints import kept_folder
+from tests.packed_weights import make_fp8
+
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+
+# Sizes that 128 does not divide, so that fused parts begin within a block; experts, latents; a part of a stored tensor
+SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "blocks": ("llama", "block", SIZES),
+    "blocks, parts of a tensor": ("phi3", "block", SIZES),
+    "blocks of experts": ("qwen3_moe", "block", {**SIZES, "moe_intermediate_size": 136}),
+    "blocks, latents": ("deepseek_v3", "block", {**SIZES, "moe_intermediate_size": 136}),
+    "rows": ("qwen3", "row", {"num_hidden_layers": 1}),
+    "tensors": ("llama", "tensor", {"num_hidden_layers": 1}),
+}
+SLOW = ("blocks, parts of a tensor", "blocks of experts")
+
+
+@cache
+def folders(kind: str) -> tuple[Path, Path]:
+    """As it is stored, and dequantised."""
+    family, each, sizes = KINDS[kind]
+    made = kept_folder()
+    make_fp8(made / "stored", made / "plain", family, each, block=128, **sizes)
+    return made / "stored", made / "plain"
+
+
+def stored(kind: str) -> Checkpoint:
+    return inspect_checkpoint(folders(kind)[0]).as_stored()
+
+
+class StoredLinear(Linear):
+    """As the references say what it is."""
+
+    def __init__(self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None) -> None:
+        self.out_features, self.in_features = weight.codes.shape
+        self.out_features //= 1 if activation is None else 2
+        self._weight, self._bias, self._activation = weight, bias, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, more = self._weight, {"activation": self._activation}
+        if weight.lines is None:
+            return fp8_matmul_reference(x, weight.codes, weight.scales, self._bias, **more)
+        blocks = BlockWeight(weight.codes, weight.scales, weight.lines)
+        return block_fp8_matmul_reference(x, blocks, self._bias, **more)
+
+
+class StoredExperts(Experts):
+    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
+        self._parts, self._activation = (gate_up, down), activation
+        self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        groups = group_by_expert(choice.experts, len(self.loads))
+        made = x[groups.order // choice.experts.shape[1]]
+        for part, activation in zip(self._parts, (self._activation, None), strict=True):
+            codes = {"scales": part.scales, "lines": part.lines, "activation": activation}
+            made = grouped_matmul_reference(made, part.weight, groups.starts, part.bias, **codes)
+        return combine_reference(made, groups.order, choice.weights)
+
+
+class StoredOps(TorchOps):
+    """torch's operators, with products of stored codes."""
+
+    def pack_codes(
+        self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
+    ) -> Linear:
+        return StoredLinear(weight, bias, activation)
+
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        if gate_up.scales is None:
+            return super().pack_experts(gate_up, down, activation)
+        return StoredExperts(gate_up, down, activation)
+
+
+def triton_ops(model: Checkpoint, deterministic: bool = False) -> Ops:
+    attention = model.spec.attention
+    sizes = (attention.q_heads, attention.kv_heads, attention.head_dim)
+    shape = AttentionShape(torch.float32, *sizes, deterministic)
+    return TritonOps(shape, "stored", attention.cache.latent)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(250) for _ in range(n)] for n in (1, 9, 23, 40)]
+
+
+def forced(model: Checkpoint, ops: Ops, limits: Limits) -> dict[Place, Tensor]:
+    """Logits of answers that are given."""
+    rows = [Row(prompt, [7, 8]) for prompt in prompts()]
+    sampler = ForcedSampler(frozenset(), rows=rows)
+    runner = replace(make_runner(model, ops, limits, DEVICE), sampler=sampler)
+    drain(make_engine(runner, limits, frozenset()), greedy(prompts(), 2, ignore_eos=True))
+    return {place: logits.cpu() for place, logits in sampler.seen.items()}
+
+
+def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[float]:
+    """Of each token's logits, ascending."""
+    assert got.keys() == wanted.keys()
+    return sorted(float((got[place] - wanted[place]).abs().max()) for place in wanted)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in KINDS]
+)
+def test_stored_codes_are_what_their_references_say(kind: str) -> None:
+    model, limits = stored(kind), Limits(budget=32)
+    wanted = forced(model, StoredOps(), limits)
+    got = forced(model, triton_ops(model), limits)
+    plain = forced(inspect_checkpoint(folders(kind)[1]), TorchOps(), limits)
+    off, unquantised = farthest(got, wanted), farthest(plain, wanted)
+    assert off[len(off) // 2] < 1e-5
+    assert off[-1] < unquantised[len(unquantised) // 2] / 2, (
+        "further away than activations that are not coded"
+    )
+    deviation = torch.stack([got[place] - plain[place] for place in plain]).std()
+    assert deviation < 0.25 * torch.stack(list(plain.values())).std(), (
+        "another model than the dequantised one"
+    )
+
+
+@pytest.mark.parametrize("kind", ["blocks", pytest.param("blocks of experts", marks=pytest.mark.slow)])
+def test_a_row_has_the_same_bits_in_a_batch(kind: str) -> None:
+    model = stored(kind)
+    ops = triton_ops(model, deterministic=True)
+    alone = forced(model, ops, Limits(budget=4096, seqs=1, caching=False))
+    together = forced(model, ops, Limits(budget=24))
+    assert all(torch.equal(together[place], alone[place]) for place in alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_stand_for_the_dequantised_weights(kind: str) -> None:
+    """Fused, of experts, and of parts of a tensor."""
+    model, plain = stored(kind), inspect_checkpoint(folders(kind)[1])
+    read, whole = (CheckpointWeights(each, torch.float32, "cpu") for each in (model, plain))
+    for index, spec in enumerate(model.spec.layers):
+        codes, wanted = read.layer(index), whole.layer(index)
+        coded = [linear for linear in spec.linears if linear.coded]
+        assert {linear.name for linear in coded} == {name for name, _ in spec.coded}
+        assert len(coded) >= 2
+        for linear in coded:
+            found = codes[linear.name].float()
+            scales = codes[linear.name + ".scales"]
+            if linear.coded == "channel":
+                spread = scales[:, None]
+            else:
+                lines = codes[linear.name + ".lines"].long()
+                spread = scales[lines].repeat_interleave(128, 1)[:, : found.shape[1]]
+            assert torch.equal(found * spread, wanted[linear.name])
+        others = wanted.keys() - {linear.name for linear in coded}
+        assert all(torch.equal(codes[name], wanted[name]) for name in others)
+
+
+def test_what_stays_in_codes_and_what_it_takes() -> None:
+    """What the checkpoint leaves in floats is computed in the job's dtype, as is a product one part of which is."""
+    kind = "blocks"
+    model, source = stored(kind), checkpoint_source(folders(kind)[0], as_stored=True)
+    first, second = (dict(layer.coded) for layer in model.spec.layers)
+    assert first == {"qkv": "block", "gate_up": "block", "down": "block"}
+    assert second == {**first, "o": "block"}
+    (notice,) = model.notices
+    assert "stay in fp8 as they are stored" in notice
+    assert isinstance(source, ModelSource)
+    cost = model.cost(2, 2)
+    coded = sum(linear.values for linear in model.spec.linears() if linear.coded)
+    assert cost.quantized
+    assert source.weight_bytes(cost) == 2 * model.parameters - coded
+    plain = inspect_checkpoint(folders(kind)[0]).cost(2, 2)
+    assert not plain.quantized
+    ran, dequantised = ({operator.name: operator for operator in each.operators} for each in (cost, plain))
+    assert ran["qkv"].token.coded_ops == dequantised["qkv"].token.flops
+    assert ran["qkv"].step.bytes < 0.6 * dequantised["qkv"].step.bytes
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_blocks_of_other_widths_are_dequantised(tmp_path: Path, block: int) -> None:
+    make_fp8(tmp_path / "stored", tmp_path / "plain", "llama", block=block, **SIZES)
+    found = inspect_checkpoint(tmp_path / "stored")
+    assert found.stores_codes == (block == 128)
+    assert ("dequantised" in found.as_stored().notices[0]) == (block != 128)
+    assert not inspect_checkpoint(tmp_path / "plain").stores_codes
