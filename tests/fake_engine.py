@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -77,6 +78,13 @@ def _may_die() -> bool:
     return before < int(os.environ["FAKE_ENGINE_DEATHS"])
 
 
+def _wait_for_others() -> None:
+    """Until FAKE_ENGINE_TOGETHER engines have started, by the file FAKE_ENGINE_STARTS: none does the others' work."""
+    wanted = int(os.environ.get("FAKE_ENGINE_TOGETHER", "0"))
+    while wanted and len(Path(os.environ["FAKE_ENGINE_STARTS"]).read_bytes()) < wanted:
+        time.sleep(0.01)
+
+
 def _die() -> None:
     """As FAKE_ENGINE_DIES_BY says: by that signal, else with exit status 3."""
     if "FAKE_ENGINE_DIES_BY" in os.environ:
@@ -90,14 +98,18 @@ class FakeEngine:
 
     def __init__(self) -> None:
         mortal = _may_die()
+        _wait_for_others()
         if not mortal:  # the start that takes the place of one that died
             time.sleep(float(os.environ.get("FAKE_ENGINE_RELOAD_S", "0")))
         if mortal and "FAKE_ENGINE_DIES_LOADING" in os.environ:
             _die()
         self._waiting: deque[tuple[Request, float]] = deque()  # and when it came
-        self._started = time.perf_counter()
+        self._started, self._counted_s = time.perf_counter(), 0.0
         self._steps = 0
         self._delay_s = float(os.environ.get("FAKE_ENGINE_DELAY_S", "0"))
+        self._counts = (
+            "FAKE_ENGINE_COUNTS_TIME" in os.environ
+        )  # a step takes its delay to the bit, and no time
         self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1")) if mortal else -1
         self._raises = os.environ.get(
             "FAKE_ENGINE_RAISES", ""
@@ -130,7 +142,7 @@ class FakeEngine:
             else:
                 _die()
         began = self._now()
-        time.sleep(self._delay_s)
+        self._delay()
         taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
         if self._log is not None:
             with open(self._log, "a") as log:
@@ -145,8 +157,13 @@ class FakeEngine:
         self._steps += 1
         return FakeOutput(completions, requests, sample)
 
+    def _delay(self) -> None:
+        self._counted_s += self._delay_s
+        if not self._counts:
+            time.sleep(self._delay_s)
+
     def _now(self) -> float:
-        return time.perf_counter() - self._started
+        return self._counted_s if self._counts else time.perf_counter() - self._started
 
     def _complete(self, request: Request) -> Completion:
         if self._fail_every and int.from_bytes(request.key[:4], "big") % self._fail_every == 0:

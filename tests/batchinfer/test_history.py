@@ -26,7 +26,6 @@ from batchinfer.report.meter import Measured, Totals
 from batchinfer.report.percentiles import UNKNOWN
 from batchinfer.report.tables import RunFacts, run_row, write_run
 from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Place, command, make_place
-from tests.examples import examples
 
 START = datetime(2026, 3, 1, 22, 30, tzinfo=UTC)
 
@@ -231,6 +230,7 @@ def test_a_percentage() -> None:
 def test_a_job_and_its_result_have_one_history(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_COUNTS_TIME", "1")  # without a delay: no time at all, on any machine
     run = command(capsys, monkeypatch, FAKE)
     job = place.folder / "job.yaml"
     assert run("history", job).code == 66
@@ -238,7 +238,7 @@ def test_a_job_and_its_result_have_one_history(
     told = [json.loads(run("history", name, "--json").out) for name in (job, place.results)]
     assert told[0] == told[1]
     assert [(one["rows"], one["exit_status"]) for one in told[0]["runs"]] == [(20, "published")]
-    assert told[0]["comparison"]["run_id"] is None  # a few milliseconds are no measurement
+    assert told[0]["comparison"]["run_id"] is None  # that is no measurement
     with asked(place.results, "SELECT run_id, tokens, computed_requests FROM history", False) as answer:
         (row,) = answer.fetchall()
     assert row[0] == told[0]["runs"][0]["run_id"]
@@ -248,7 +248,7 @@ def test_a_job_and_its_result_have_one_history(
     assert run("history", place.results, "--set", "seed=1").code == 2
 
 
-STEP_S, STEPS = 0.1, 8  # long enough that what a busy machine adds to a step is a small part of it
+STEP_S, STEPS = 0.1, 8
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +268,7 @@ def whole_run(place: Place, patch: pytest.MonkeyPatch, step_s: float, words: str
     place.rows(*({"id": f"r{i:02}", "text": text} for i, text in enumerate(texts)))
     patch.setenv("FAKE_ENGINE_BATCH", "2")
     patch.setenv("FAKE_ENGINE_DELAY_S", str(step_s))
+    patch.setenv("FAKE_ENGINE_COUNTS_TIME", "1")  # whatever else the machine does
     return cli._guarded(["run", str(place.folder / "job.yaml"), "-q"])
 
 
@@ -280,15 +281,13 @@ def test_whole_runs_fail_where_the_engine_is_slower(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A run takes less than a second here, so that twenty of each can be tried."""
     monkeypatch.setattr(report_history, "LEAST_S", STEPS * STEP_S / 2)
     run = command(capsys, monkeypatch, FAKE)
     report = nights.results.with_name("res-report")
     before = set(tables(report, RUN))
-    for attempt in range(examples(1, 20)):
-        assert whole_run(nights, monkeypatch, slower * STEP_S, f"attempt {attempt} of {slower:.2f}") == 0
-        (made,) = set(tables(report, RUN)) - before
-        ended = run("history", nights.folder / "job.yaml", "--fail-if-slower", "10%")
-        assert ended.code == code, f"attempt {attempt}: {ended.out}"
-        assert "median of the 4 comparable runs" in ended.out
-        made.unlink()  # the next attempt is compared with the same nights
+    assert whole_run(nights, monkeypatch, slower * STEP_S, f"slower by {slower:.2f}") == 0
+    (made,) = set(tables(report, RUN)) - before
+    ended = run("history", nights.folder / "job.yaml", "--fail-if-slower", "10%")
+    assert ended.code == code, ended.out
+    assert "median of the 4 comparable runs" in ended.out
+    made.unlink()  # the next one is compared with the same nights

@@ -17,8 +17,13 @@ from batchinfer.job import load_job
 from batchinfer.job.file import read_job_file
 from batchinfer.job.variables import Variables
 from batchinfer.job.yaml_tree import read_yaml, resolve
+from tests.examples import examples
 
-PLAIN = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+PLAIN = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
+    max_examples=examples(50, 150),
+)
 VARIABLES = Variables("2026-01-02", {"A": "a", "EMPTY": "", "BRACES": "{{ x }}"})
 
 

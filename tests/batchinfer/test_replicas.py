@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from batchinfer.pipeline import RunOptions
 from batchinfer.report.summary import PHASES
 from tests.batchinfer.test_pipeline import FAKE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
+from tests.patience import PATIENCE_S, wait_until
 
 TWO = ("engine.data_parallel", "2")
 ROWS = 60
-PATIENCE_S = 60.0
 
 pytestmark = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) < 2,
@@ -50,7 +49,11 @@ def computed(job: Path) -> Counter[str]:
     return Counter((job.parent / "log").read_text().split())
 
 
-def test_two_engines_share_the_work_and_the_report_says_so(job: Path) -> None:
+def test_two_engines_share_the_work_and_the_report_says_so(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_TOGETHER", "2")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")  # what holds one of them up is little beside its share
     row = run(job, FAKE, TWO).row
     assert len(table(job)) == ROWS
     assert set(computed(job).values()) == {1}
@@ -117,30 +120,24 @@ def test_a_signal_ends_all_engines_and_the_next_run_goes_on(tmp_path: Path, mode
     job = write_job(tmp_path, model, people(400))
     command = [sys.executable, "-m", "tests.fake_cli", "run", "job.yaml", "--set", "=".join(TWO)]
     slow = environment(
-        FAKE_ENGINE_DELAY_S="0.3", FAKE_ENGINE_BATCH="10", FAKE_ENGINE_LOG=str(tmp_path / "log")
+        FAKE_ENGINE_DELAY_S="0.3", FAKE_ENGINE_BATCH="2", FAKE_ENGINE_LOG=str(tmp_path / "log")
     )
     with subprocess.Popen(
         command, cwd=tmp_path, text=True, start_new_session=True, env=slow, preexec_fn=hears_signals,
         stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
-        deadline = time.monotonic() + PATIENCE_S
-        while not (tmp_path / "log").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(0.5)
+        wait_until((tmp_path / "log").exists)
         below = list(children(process.pid))
-        began = time.monotonic()
         os.killpg(process.pid, signal.SIGTERM)
         try:
             _, err = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert process.returncode == 143, err
-    assert time.monotonic() - began < 20
     assert len(below) >= 2
     assert not alive(below)
     again = run(job, FAKE, TWO).row
-    assert again["reused_requests"] > 0
+    assert 0 < again["reused_requests"] < 400, "at the signal the engines leave what they have not begun"
     assert len(table(job)) == 400
     assert again["reused_requests"] + again["computed_requests"] == 400
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.attention_plan import CachePages, attention_items
 from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
+from tests.examples import examples
 
 BLOCK = 16
 Found = tuple[frozenset[int], int, int, int]  # sequences, first unit, end, level
@@ -69,7 +70,7 @@ def as_found(groups: list[PrefixGroup]) -> list[Found]:
     return [(frozenset(g.sequences.tolist()), g.first, g.end, g.level) for g in groups]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(100, 400), deadline=None)
 @given(steps(), st.sampled_from((1, 2)), st.integers(1, 3), st.integers(2, 4))
 def test_groups_are_those_that_comparing_finds(step, units, least, sharers) -> None:
     lens, contexts, tables = step

@@ -47,7 +47,7 @@ def test_figures_are_consistent(every, name):
     wall = found["wall_s"]
     assert len(wall["runs"]) == 2
     assert wall["min"] == min(wall["runs"]) <= wall["median"]
-    assert 0 < found["plan_s"] < wall["median"] * 1.5
+    assert 0 < found["plan_s"] < max(wall["runs"])
     assert found["prompt_tokens"] == workload.prompt_tokens
     assert found["output_tokens"] == workload.output_tokens
     assert found["output_tokens_per_s"] == pytest.approx(workload.output_tokens / wall["median"])

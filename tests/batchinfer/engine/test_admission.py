@@ -62,7 +62,7 @@ def test_rows_are_admitted_together_where_mixed_steps_are_dear():
     ),
     size=st.sampled_from([1, 2, 3, 16]),
 )
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=examples(80, 200), deadline=None, print_blob=True)
 def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
     """Each row shares 0…3 leading blocks with those that share at least as many."""
     pool = BlockPool(4000, size)
@@ -149,7 +149,8 @@ def answers(kind: str, rng: random.Random, most: int) -> int:
 @pytest.mark.parametrize("kind", ["short", "exponential", "uniform", "normal", "two peaks", "longest"])
 def test_wrong_estimates_cost_little_and_never_thrash(kind):
     rng = random.Random(4)
-    rows = [(rng.randint(20, 300), answers(kind, rng, 512)) for _ in range(400)]
+    count = examples(100, 400) if kind == "longest" else 400
+    rows = [(rng.randint(20, 300), answers(kind, rng, 512)) for _ in range(count)]
     known = simulate([Row(p, o) for p, o in rows], blocks=800, budget=512)
     guessed = simulate([Row(p, o, max_tokens=512) for p, o in rows], blocks=800, budget=512)
     assert known.preemptions == 0
@@ -164,7 +165,7 @@ def test_wrong_estimates_cost_little_and_never_thrash(kind):
     stops=st.sampled_from([0.0, 0.02, 0.1, 0.5]),
     seed=st.integers(0, 1 << 16),
 )
-@settings(max_examples=100, deadline=None, print_blob=True)
+@settings(max_examples=examples(40, 100), deadline=None, print_blob=True)
 def test_preemptions_stay_below_the_number_of_rows(rows, blocks, stops, seed):
     scheduler = Scheduler(SchedulerConfig(16, 64), BlockPool(blocks, 4))
     driver = Driver(scheduler, seed, stops)
@@ -176,13 +177,13 @@ def test_preemptions_stay_below_the_number_of_rows(rows, blocks, stops, seed):
 
 
 def test_estimates_forget_rows_of_another_kind():
-    """The plan sorts by length, so short answers may be followed by long ones: 250 of up to 40 tokens, then of 600."""
-    rng = random.Random(3)
-    answers = [rng.randint(5, 40) for _ in range(250)] + [rng.randint(600, 900) for _ in range(250)]
+    """The plan sorts by length, so short answers may be followed by long ones: of up to 40 tokens, then of 600."""
+    rng, each = random.Random(3), examples(100, 250)
+    answers = [rng.randint(5, 40) for _ in range(each)] + [rng.randint(600, 900) for _ in range(each)]
     rows = [(rng.randint(30, 300), output) for output in answers]
     known = simulate([Row(p, o) for p, o in rows], blocks=400, budget=512)
     guessed = simulate([Row(p, o, max_tokens=4096) for p, o in rows], blocks=400, budget=512)
-    assert guessed.preemptions <= 100
+    assert guessed.preemptions <= 0.4 * each
     assert guessed.recomputed_tokens <= 0.15 * guessed.tokens
     assert guessed.seconds <= 1.15 * known.seconds
 

@@ -19,6 +19,7 @@ from batchinfer.request import Completion, ConstraintWork, Request, SamplingPara
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, make_engine, watcher
 from tests.batchinfer.engine.word_constraints import WordConstraints, word
+from tests.examples import examples
 
 LETTERS = [chr(ord("a") + token) for token in range(1, VOCAB)]
 EASY = Limits(budget=64, seqs=8, blocks=60, block_size=4)
@@ -100,7 +101,7 @@ CUTS = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None, print_blob=True)
+@settings(max_examples=examples(40, 120), deadline=None, print_blob=True)
 @given(rows(), CUTS)
 def test_answers_are_among_those_allowed_however_the_work_is_cut(work: list[Request], cut: Cut) -> None:
     """Batches, chunks, preemption, look-ahead, forced tokens and masks filled only where they are needed change no

@@ -33,9 +33,9 @@ def test_a_signal_during_a_query_is_an_interruption_and_no_bug(tmp_path):
     with (
         pytest.raises(Interrupted) as caught,
         interrupts.installed(),
-        signalled(0.3),
         interrupts.retold(),
         connection(tmp_path / "spill", threads=1) as database,
+        signalled(0.3),
     ):
         database.execute(long)
     assert caught.value.exit_code == 128 + signal.SIGTERM

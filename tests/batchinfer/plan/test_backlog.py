@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -106,9 +105,15 @@ def test_rows_that_come_back_are_first() -> None:
     assert not len(backlog)
 
 
-def test_the_busiest_engines_share_of_many_rows_is_found_at_once() -> None:
-    many = rows(*[(4, 16, 16)] * 25_000)
-    began = time.monotonic()
+def test_the_busiest_engines_share_of_many_rows_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut looks at all rows that were read: of 25,000 that were read at once it looked 50 times at each."""
+    many, looked_at, take = rows(*[(4, 16, 16)] * 25_000), [0], Backlog.take
+
+    def counted(backlog: Backlog, most: int, engines: int) -> list[Request]:
+        looked_at[0] += len(backlog)
+        return take(backlog, most, engines)
+
+    monkeypatch.setattr(Backlog, "take", counted)
     share = share_of(many, 2)
-    assert time.monotonic() - began < 10
+    assert len(many) // 2 < looked_at[0] < 10 * len(many)
     assert sum(map(tokens_of, share)) == pytest.approx(sum(map(tokens_of, many)) / 2, rel=0.01)
