@@ -171,8 +171,10 @@ class CpuOps(TorchOps):
         before = beside if isinstance(beside, ItemPlan) else None
         lens = (inputs.query_lens, inputs.context_lens, self._group)
         if inputs.whole:
-            tables, latent = inputs.block_tables.numpy(), self._latent
-            pages = (self._compiled.latent_pages if latent else self._compiled.pages)(block_size)
+            tables, compiled = inputs.block_tables.numpy(), self._compiled
+            pages = (
+                compiled.latent_pages(block_size, self._dtype) if self._latent else compiled.pages(block_size)
+            )
             return ItemPlan(inputs, attention_items(*lens, tables, pages), before)
         # Tables of a window do not show what sequences share: entries that it has left are alike in all of them
         if before is not None and not before.inputs.whole:

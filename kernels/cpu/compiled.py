@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.copy_parts import check_copy_parts
-from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, CachePages, Items
+from batchinfer_kernels.cpu.attention_plan import CachePages, Items
 from batchinfer_kernels.cpu.build import load_library
 from batchinfer_kernels.cpu.experts import ExpertsRoom
 from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
@@ -41,7 +41,6 @@ from batchinfer_kernels.tiles import TileWay
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 WORD_BYTES = 4
 MAX_HEAD_DIM = 256
-LATENT_TILE = 16  # tokens; as in latent.h
 _GREATEST = 3
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _WEIGHT = ctypes.POINTER(Weight)
@@ -57,10 +56,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 4 + [_LONG],
     "experts": [ctypes.POINTER(ExpertsStructure)],
     "paged_attention": [ctypes.POINTER(Attention)],
+    "latent_tile": [],
+    "latent_room": [_LONG] * 2,
     "latent_attention": [ctypes.POINTER(Latent), _POINTER],
     "decoder_layer": [ctypes.POINTER(Layer), ctypes.POINTER(LayerStep)] + [_POINTER] * 2 + [_LONG],
 }
-_RESULTS: dict[str, Any] = {"experts": _LONG}
+_RESULTS: dict[str, Any] = {"experts": _LONG, "latent_tile": _LONG, "latent_room": _LONG}
 
 
 class CompiledOperators:
@@ -381,9 +382,9 @@ class CompiledOperators:
         self._call("paged_attention", q, attention)
         return out
 
-    def latent_pages(self, block_size: int) -> CachePages:
+    def latent_pages(self, block_size: int, dtype: torch.dtype) -> CachePages:
         """How a cache of latents of this block size is laid out in tiles."""
-        return CachePages(block_size, 1, LATENT_TILE)
+        return CachePages(block_size, 1, self._functions["latent_tile", dtype]())
 
     def latent_attention(
         self, q: Tensor, cache: Tensor, block_tables: Tensor, items: Items, scale: float, rank: int
@@ -400,7 +401,8 @@ class CompiledOperators:
         plan = items.structure(block_tables, slice_heads)
         places = (q.data_ptr(), cache.data_ptr(), ctypes.pointer(plan), address(state), out.data_ptr())
         latent = Latent(*places, heads, slice_heads, width, rank, cache.shape[2], scale * LOG2_E)
-        self._call("latent_attention", q, latent, torch.empty(torch.get_num_threads(), MAX_ROWS, rank))
+        room = self._functions["latent_room", q.dtype](width, rank)
+        self._call("latent_attention", q, latent, torch.empty(torch.get_num_threads(), room))
         return out
 
     def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:

@@ -6,7 +6,8 @@
  * A row's sums run in the order of the values and of the tokens, alone in their lanes: its bits do not depend on the rows
  * that it is computed with, nor on where its tiles are cut into levels.
  */
-#define LATENT_TILE 16
+#define LATENT_TILES (TILES && PAIR == 2)
+#define LATENT_TILE (LATENT_TILES ? 32 : 16)
 
 typedef struct {
     const REAL *q, *cache; /* q: (tokens, q_heads, width) */
@@ -17,14 +18,15 @@ typedef struct {
     float scale; /* times log2(e): exponentials are powers of 2 here */
 } NAME(Latent);
 
-/* The rows of a job: which query each is, and the state that it takes along. `sum` is (rows, rank). */
+/* The rows of a job: which query each is, and the state that it takes along. `sum` is (rows, stride), of
+ * which `rank` count. */
 typedef struct {
     const REAL *q[MOST_ROWS];
     int64_t at[MOST_ROWS]; /* token * q_heads + head */
     int32_t position[MOST_ROWS];
     float most[MOST_ROWS], mass[MOST_ROWS], p[MOST_ROWS][LATENT_TILE], shrink[MOST_ROWS];
     float *sum;
-    int64_t rows;
+    int64_t stride, rows;
 } NAME(LatentWork);
 
 /* Products of `rows` (a constant) queries with two keys. */
@@ -53,20 +55,32 @@ INLINE void NAME(latent_scores)(const REAL *const *q, const REAL *a, const REAL 
 /* Scores become probabilities relative to the row's maximum so far, which may rise: then `shrink` says by what its sum has
  * to be multiplied. */
 INLINE void NAME(latent_weigh)(const NAME(Latent) *s, NAME(LatentWork) *work, int64_t r, int32_t first, int64_t count) {
-    float *p = work->p[r], top = work->most[r], added = 0;
-    for (int64_t j = 0; j < LATENT_TILE; j++) {
-        int seen = j < count && first + j <= work->position[r];
-        p[j] = seen ? p[j] * s->scale : -INFINITY;
-        top = p[j] > top ? p[j] : top;
+    float *p = work->p[r], top;
+    int32_t left = work->position[r] - first + 1; /* keys from the first on that the row sees */
+    vf tops = splat(work->most[r]), added = splat(0.0f);
+    vi lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    left = left < count ? left : (int32_t)count;
+    for (int32_t j = 0; j < LATENT_TILE; j += LANES) {
+        vf scores = pick(lane + j < left, load_f32(p + j) * s->scale, splat(-INFINITY));
+        tops = larger(scores, tops); /* not by what is no number */
+        store_f32(p + j, scores);
     }
+    top = lane_max(tops);
     work->shrink[r] = top == work->most[r] ? 1.0f : exp2f(work->most[r] - top);
     work->most[r] = top;
-    for (int64_t j = 0; j < LATENT_TILE; j += LANES)
-        store_f32(p + j, exp2_bounded(load_f32(p + j) - splat(top == -INFINITY ? 0.0f : top)));
-    for (int64_t j = 0; j < LATENT_TILE; j++) added += p[j];
-    work->mass[r] = work->mass[r] * work->shrink[r] + added;
+    for (int64_t j = 0; j < LATENT_TILE; j += LANES) {
+        vf e = exp2_bounded(load_f32(p + j) - splat(top == -INFINITY ? 0.0f : top));
+        store_f32(p + j, e), added += e;
+    }
+    work->mass[r] = work->mass[r] * work->shrink[r] + lane_sum(added);
 }
 
+#if LATENT_TILES
+#include "latent_tiles.h"
+#define LATENT_STRIDE(s) NAME(latent_columns)((s)->rank)
+#else
+#define LATENT_STRIDE(s) (s)->rank
 /* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the latent from `from` on. */
 INLINE void NAME(latent_add)(const REAL *const *keys, int64_t count, float *sum, int64_t rank, float (*p)[LATENT_TILE],
                              const float *shrink, int64_t from, const int rows, const int columns) {
@@ -104,18 +118,21 @@ INLINE void NAME(latent_rows)(const NAME(Latent) *s, NAME(LatentWork) *work, con
         }
 }
 
+#endif
+
 INLINE void NAME(latent_take_up)(const NAME(Latent) *s, const Item *item, int64_t slice, NAME(LatentWork) *work) {
-    work->rows = item->rows * s->slice;
+    work->rows = item->rows * s->slice, work->stride = LATENT_STRIDE(s);
     for (int64_t r = 0; r < work->rows; r++) {
         const int64_t *row = s->plan->rows + (item->first_row + r / s->slice) * 2;
         int64_t at = row[0] * s->q_heads + slice * s->slice + r % s->slice;
         work->at[r] = at, work->q[r] = s->q + at * s->width, work->position[r] = (int32_t)row[1];
         if (item->starts) {
-            memset(work->sum + r * s->rank, 0, s->rank * sizeof(float));
+            memset(work->sum + r * work->stride, 0, work->stride * sizeof(float));
             work->most[r] = -INFINITY, work->mass[r] = 0;
         } else {
             const float *kept = s->state + at * (s->rank + 2);
-            memcpy(work->sum + r * s->rank, kept, s->rank * sizeof(float));
+            memcpy(work->sum + r * work->stride, kept, s->rank * sizeof(float));
+            memset(work->sum + r * work->stride + s->rank, 0, (work->stride - s->rank) * sizeof(float));
             work->most[r] = kept[s->rank], work->mass[r] = kept[s->rank + 1];
         }
     }
@@ -123,7 +140,7 @@ INLINE void NAME(latent_take_up)(const NAME(Latent) *s, const Item *item, int64_
 
 INLINE void NAME(latent_put_down)(const NAME(Latent) *s, const Item *item, const NAME(LatentWork) *work) {
     for (int64_t r = 0; r < work->rows; r++) {
-        const float *sum = work->sum + r * s->rank;
+        const float *sum = work->sum + r * work->stride;
         if (item->ends) {
             float share = 1.0f / work->mass[r];
             for (int64_t d = 0; d < s->rank; d++) s->out[work->at[r] * s->rank + d] = STORE(sum[d] * share);
@@ -135,12 +152,16 @@ INLINE void NAME(latent_put_down)(const NAME(Latent) *s, const Item *item, const
     }
 }
 
-static void NAME(latent_attend)(const NAME(Latent) *s, const Item *item, int64_t slice, float *sum) {
+static void NAME(latent_attend)(const NAME(Latent) *s, const Item *item, int64_t slice, float *room) {
     NAME(LatentWork) work;
     const int32_t *table = s->plan->tables + item->sequence * s->plan->table_width;
     int64_t last = 0;
-    work.sum = sum;
+    work.sum = room;
     NAME(latent_take_up)(s, item, slice, &work);
+#if LATENT_TILES
+    NAME(LatentRoom) copies;
+    NAME(latent_take_room)(s, &work, room + MOST_ROWS * work.stride, &copies);
+#endif
     for (int64_t r = 0; r < work.rows; r++) last = work.position[r] > last ? work.position[r] : last;
     int64_t end = item->ends ? last / LATENT_TILE + 1 : item->end_tile;
     for (int64_t tile = item->first_tile; tile < end; tile++) {
@@ -150,6 +171,9 @@ static void NAME(latent_attend)(const NAME(Latent) *s, const Item *item, int64_t
             int64_t at = token + j;
             keys[j] = s->cache + (table[at / s->block_size] * s->block_size + at % s->block_size) * s->width;
         }
+#if LATENT_TILES
+        NAME(latent_rows)(s, &work, &copies, keys, (int32_t)token, count);
+#else
         for (int64_t first = 0; first < work.rows; first += ROWS)
 #define CASE(n) \
     case n: NAME(latent_rows)(s, &work, keys, (int32_t)token, count, first, n); break;
@@ -157,19 +181,32 @@ static void NAME(latent_attend)(const NAME(Latent) *s, const Item *item, int64_t
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
             }
 #undef CASE
+#endif
     }
     NAME(latent_put_down)(s, item, &work);
 }
 
-/* `room`: (threads, MOST_ROWS, rank) */
+/* Tokens of a tile, and floats of room that a thread needs. */
+int64_t NAME(latent_tile)(void) { return LATENT_TILE; }
+int64_t NAME(latent_room)(int64_t width, int64_t rank) {
+#if LATENT_TILES
+    return MOST_ROWS * NAME(latent_columns)(rank) + NAME(latent_copies)(width, rank);
+#else
+    (void)width;
+    return MOST_ROWS * rank;
+#endif
+}
+
+/* `room`: (threads, latent_room) */
 void NAME(latent_attention)(const NAME(Latent) *s, float *room) {
-    int64_t slices = s->q_heads / s->slice;
+    int64_t slices = s->q_heads / s->slice, size = NAME(latent_room)(s->width, s->rank);
 #pragma omp parallel
     for (int64_t level = 0; level < s->plan->levels; level++) {
         int64_t first = level ? s->plan->level_ends[level - 1] : 0, end = s->plan->level_ends[level];
 #pragma omp for schedule(dynamic)
         for (int64_t job = first * slices; job < end * slices; job++)
             NAME(latent_attend)(s, s->plan->items + job / slices, job % slices,
-                                room + omp_get_thread_num() * MOST_ROWS * s->rank);
+                                room + omp_get_thread_num() * size);
+        end_tiles(LATENT_TILES); /* each level's jobs configured them */
     }
 }

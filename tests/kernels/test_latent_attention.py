@@ -3,6 +3,9 @@ the reference, and rows' bits whatever they are computed with."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,9 +21,12 @@ from batchinfer_kernels.cpu.paged_attention import (
     grouped_latent_attention,
 )
 from batchinfer_kernels.latent_attention import latent_attention_reference, latent_store_reference
+from tests.examples import examples
+from tests.kernels.test_cpu_linear import operators
 from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
 from tests.kernels.test_paged_attention import poisoned_case
 
+WAYS = (None, "emulated")  # as this machine does it, and in matrix tiles
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6)
 
 
@@ -31,7 +37,7 @@ def latent_case(seed, heads, rank, turned, block_size, chunks):
 
 
 def attend(compiled, q, cache, table, queries, contexts, scale, rank, heads=None, share=True):
-    pages = (table.numpy(), compiled.latent_pages(cache.shape[2])) if share else ()
+    pages = (table.numpy(), compiled.latent_pages(cache.shape[2], q.dtype)) if share else ()
     items = attention_items(queries, contexts, heads or q.shape[1], *pages)
     return compiled.latent_attention(q, cache, table, items, scale, rank)
 
@@ -55,6 +61,7 @@ def test_the_reference_is_attention_of_heads_that_are_made():
     torch.testing.assert_close(torch.einsum("qhr,hvr->qhv", made, v_of), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tiles", WAYS)
 @given(
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from(DTYPES),
@@ -64,9 +71,9 @@ def test_the_reference_is_attention_of_heads_that_are_made():
     block_size=st.sampled_from([1, 4, 16, 21, 100]),
     lengths=LENGTHS,
 )
-@settings(max_examples=80, deadline=None)
-def test_equals_the_reference(seed, dtype, heads, rank, turned, block_size, lengths):
-    compiled = CompiledOperators()
+@settings(max_examples=examples(40, 80), deadline=None)
+def test_equals_the_reference(tiles, seed, dtype, heads, rank, turned, block_size, lengths):
+    compiled = operators(tiles)
     chunks = [(queries, queries + before) for queries, before in lengths]
     q, cache, table, queries, contexts = latent_case(seed, heads, rank, turned, block_size, chunks)
     q, cache = q.to(dtype), cache.to(dtype)
@@ -83,6 +90,7 @@ def test_equals_the_reference(seed, dtype, heads, rank, turned, block_size, leng
     )
 
 
+@pytest.mark.parametrize("tiles", WAYS)
 @given(
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from(DTYPES),
@@ -91,9 +99,9 @@ def test_equals_the_reference(seed, dtype, heads, rank, turned, block_size, leng
     block_size=st.sampled_from([16, 5, 64]),
     own=st.integers(1, 3),
 )
-@settings(max_examples=40, deadline=None)
-def test_a_shared_prefix_changes_no_bit(seed, dtype, rows, shared, block_size, own):
-    compiled, torch_seed = CompiledOperators(), torch.Generator().manual_seed(seed)
+@settings(max_examples=examples(20, 40), deadline=None)
+def test_a_shared_prefix_changes_no_bit(tiles, seed, dtype, rows, shared, block_size, own):
+    compiled, torch_seed = operators(tiles), torch.Generator().manual_seed(seed)
     fresh = iter(range(shared, 10_000))
     table = torch.tensor(
         [[*range(shared), *(next(fresh) for _ in range(own))] for _ in range(rows)], dtype=torch.int32
@@ -111,8 +119,9 @@ def test_a_shared_prefix_changes_no_bit(seed, dtype, rows, shared, block_size, o
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_does_not_depend_on_its_step(dtype, threads):
-    compiled, chunks = CompiledOperators(), [(90, 150), (1, 70), (33, 33)]
+@pytest.mark.parametrize("tiles", WAYS)
+def test_a_row_does_not_depend_on_its_step(tiles, dtype, threads):
+    compiled, chunks = operators(tiles), [(90, 150), (1, 70), (33, 33)]
     q, cache, table, queries, contexts = latent_case(5, 6, 40, 8, 16, chunks)
     q, cache, before = q.to(dtype), cache.to(dtype), torch.get_num_threads()
     whole = attend(compiled, q, cache, table, queries, contexts, 0.2, 40)
@@ -130,13 +139,52 @@ def test_a_row_does_not_depend_on_its_step(dtype, threads):
         torch.set_num_threads(before)
 
 
-def test_no_number_reaches_the_output():
-    compiled = CompiledOperators()
+@pytest.mark.parametrize("tiles", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_number_reaches_the_output(tiles, dtype):
+    compiled = operators(tiles)
     q, cache, table, queries, contexts = latent_case(1, 2, 12, 4, 16, [(3, 30), (1, 9)])
+    q, cache = q.to(dtype), cache.to(dtype)
     q[3] = float("nan")
     got = attend(compiled, q, cache, table, queries, contexts, 0.2, 12)
     assert got[:3].isfinite().all()
     assert got[3].isnan().all()
+
+
+AT_THE_END = """
+import torch
+from batchinfer_kernels.cpu.attention_plan import attention_items
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from tests.kernels.guarded_tensor import at_the_end
+
+compiled = CompiledOperators(tiles="emulated")
+torch.manual_seed(0)
+for rank, turned in ((512, 64), (32, 32), (20, 8), (33, 2)):
+    for block_size in (4, 16, 40):
+        cache = at_the_end(torch.randn(1, 1, block_size, rank + turned).bfloat16())
+        q = at_the_end(torch.randn(block_size, 3, rank + turned).bfloat16())
+        items = attention_items([block_size], [block_size], 3)
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        assert compiled.latent_attention(q, cache, table, items, 0.3, rank).isfinite().all()
+print("went through")
+"""
+
+
+def test_nothing_beside_queries_and_cache_is_read():
+    """All end where memory does."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "went through"), done.stderr
+
+
+def test_latents_as_large_as_deepseeks():
+    """Whole vectors, which are turned where they lie; a block may be cut by a tile."""
+    for block_size in (16, 40):
+        chunks = [(3, 100), (1, 33)]
+        q, cache, table, queries, contexts = latent_case(9, 16, 512, 64, block_size, chunks)
+        q, cache = q.bfloat16(), cache.bfloat16()
+        wanted = latent_attention_reference(q, cache, table, queries, contexts, 0.05, 512)
+        got = attend(operators("emulated"), q, cache, table, queries, contexts, 0.05, 512)
+        torch.testing.assert_close(got, wanted, **TOLERANCE[torch.bfloat16])
 
 
 def test_latent_and_key_lie_beside_one_another():

@@ -118,13 +118,7 @@ AT_THE_END = """
 import torch
 from batchinfer_kernels.cpu.attention_plan import attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from tests.kernels.tile_probe import guarded
-
-def at_the_end(tensor):
-    flat = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
-    room = guarded(flat.size)
-    room[:] = flat
-    return torch.from_numpy(room).view(tensor.dtype).view(tensor.shape)
+from tests.kernels.guarded_tensor import at_the_end
 
 compiled = CompiledOperators(tiles="emulated")
 torch.manual_seed(0)

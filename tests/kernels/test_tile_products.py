@@ -94,16 +94,10 @@ def test_a_broken_row_breaks_no_other(way, rows, inputs):
 
 
 GUARDED = """
-import numpy as np, sys, torch
+import sys, torch
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.quantized_linear import quantize_weight
-from tests.kernels.tile_probe import guarded
-
-def at_the_end(tensor):
-    flat = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
-    room = guarded(flat.size)
-    room[:] = flat
-    return torch.from_numpy(room).view(tensor.dtype).view(tensor.shape)
+from tests.kernels.guarded_tensor import at_the_end
 
 compiled = CompiledOperators(tiles=sys.argv[1])
 torch.manual_seed(0)

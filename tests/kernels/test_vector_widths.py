@@ -9,11 +9,14 @@ import torch
 
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.latent_attention import latent_attention_reference
 from batchinfer_kernels.paged_attention import paged_attention_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.tiles import OPTIONS
 from tests.kernels.test_cpu_attention import attend, tree_case
 from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
+from tests.kernels.test_latent_attention import attend as attend_latents
+from tests.kernels.test_latent_attention import latent_case
 
 # What takes an instruction set away from `-march=native`. An option for a set that is not there changes nothing.
 NARROWER = {
@@ -123,3 +126,17 @@ def test_codes_of_many_rows_are_those_of_a_row_alone(operators, dtype, inputs):
     packed = operators.pack_codes(*quantize_weight(weight), None)
     alone = torch.cat([operators.linear(x[i : i + 1], packed) for i in range(len(x))])
     assert torch.equal(operators.linear(x, packed), alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rank", "turned"), [(64, 32), (33, 8)])
+def test_a_query_of_latents_does_not_depend_on_the_others(operators, dtype, rank, turned):
+    chunks = [(40, 75), (1, 33)]
+    q, cache, table, queries, contexts = latent_case(rank, 6, rank, turned, 24, chunks)
+    q, cache = q.to(dtype), cache.to(dtype)
+    together = attend_latents(operators, q, cache, table, queries, contexts, 0.3, rank)
+    for n in (1, 7, 39):
+        alone = attend_latents(operators, q[:n], cache, table[:1], [n], [35 + n], 0.3, rank)
+        assert torch.equal(alone, together[:n])
+    wanted = latent_attention_reference(q, cache, table, queries, contexts, 0.3, rank)
+    torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
