@@ -47,6 +47,12 @@ def mixed_tokens(cost: ModelCost, peaks: Peaks | None) -> int:
     return int(LAUNCH_LAYER_S * cost.layers * operations / (2 * cost.active_parameters))
 
 
+def captured_tokens(cost: ModelCost, peaks: Peaks | None, limits: SchedulerConfig) -> int:
+    """The tokens of the largest step that reads prompts and is captured: a larger one takes a GPU longer than its host
+    takes to launch it, operator by operator, so that a graph would gain nothing."""
+    return min(mixed_tokens(cost, peaks), limits.max_num_batched_tokens)
+
+
 def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
     """The fewest tokens that it pays to copy from another block: both copying and running a token take the same time
     for each, so it is one or, where copying takes longer, None. Where peaks are unknown it is taken to pay."""

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from batchinfer.cpus import usable_cpus
-from batchinfer.engine.budget import scheduler_config
+from batchinfer.engine.budget import captured_tokens, scheduler_config
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig, EngineInfo
 from batchinfer.engine.constraints import ConstraintMask, Constraints, ConstraintsFor
-from batchinfer.engine.decode_graphs import Capture, Captured, GraphOps, capture_on_gpu
+from batchinfer.engine.decode_graphs import GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.engine import Engine, EngineLimits
+from batchinfer.engine.graph_capture import GpuRecorder, GraphRecorder, R, Replay
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
@@ -121,7 +121,7 @@ def load_model(
     mask = None if followed is None else ConstraintMask(followed)
     runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask, device.type == "cpu"), cost, device)
     counters = model.expert_loads if source.can_be_captured else None
-    fitted = _fit(runner, limits, room, counters, config.logprobs)
+    fitted = _fit(runner, limits, room, counters, config, captured_tokens(cost, config.peaks, limits))
     limits, blocks = fitted.limits, fitted.blocks
     whose, linear = source.computed_by(ops)
     info = EngineInfo(
@@ -158,25 +158,31 @@ def _fit(
     limits: SchedulerConfig,
     room: CacheRoom,
     loads: ExpertLoads | None,
-    logprobs: int | None,
+    config: EngineConfig,
+    mixed: int,
 ) -> Fitted:
-    """Give the runner its cache. On a GPU steps are measured first, and decode steps captured; `loads` are the counters
-    of a model that can be captured, None one that cannot."""
+    """Give the runner its cache. On a GPU steps are measured first, and then captured, those that read prompts up to
+    `mixed` tokens; `loads` are the counters of a model that can be captured, None one that cannot."""
     if isinstance(runner.ops, GraphOps):
-        capture = None if loads is None else _uncounted(capture_on_gpu(), loads)
-        return fit(runner, limits, room, GpuMeter(runner.device), capture, logprobs)
+        capture = None if loads is None else _Uncounted(GpuRecorder(), loads)
+        return fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
     blocks = room.blocks(0)
     return Fitted(replace(runner, caches=room.allocate(blocks)), limits, blocks)
 
 
-def _uncounted(capture: Capture, loads: ExpertLoads) -> Capture:
+class _Uncounted(GraphRecorder):
     """A step that is captured runs for nobody, and is replayed afterwards."""
 
-    def captured(run: Callable[[], Tensor]) -> Captured:
-        with loads.paused():
-            return capture(run)
+    def __init__(self, inner: GraphRecorder, loads: ExpertLoads) -> None:
+        self._inner, self._loads = inner, loads
 
-    return captured
+    def warm_up(self, run: Callable[[], object]) -> None:
+        with self._loads.paused():
+            self._inner.warm_up(run)
+
+    def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
+        with self._loads.paused():
+            return self._inner.record(run)
 
 
 def _blocks(

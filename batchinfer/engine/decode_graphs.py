@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.cache_layout import CacheGroup
+from batchinfer.engine.graph_capture import Capture, Captured
 from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan
 
@@ -55,18 +56,6 @@ class GraphOps(Protocol):
         `beside`: as for `Ops.plan_attention`. `before`: a plan for the same sequences in the same order, with a token
         less each, on the same tensors; what they share is the same.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A captured function: the tensor that holds its result after each replay, and how to replay it."""
-
-    result: Tensor
-    replay: Callable[[], None]
-
-
-# Runs a function and captures what it launches. Raises torch.OutOfMemoryError.
-Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,22 +239,3 @@ class DecodeGraphs:
                 raise
             self._graphs[key] = _Graph(plans, captured)
         return self._graphs[key]
-
-
-def capture_on_gpu() -> Capture:
-    """Captures CUDA graphs. They share a memory pool: one runs at a time, and its result is read before the next. They
-    are captured in one stream: libraries keep a work space of tens of MiB for each stream that they are called in."""
-    pool = torch.cuda.graph_pool_handle()
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def capture(run: Callable[[], Tensor]) -> Captured:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()  # compiles kernels and makes the libraries' work spaces, which a capture must not do
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=side):
-            result = run()
-        return Captured(result, graph.replay)
-
-    return capture

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from batchinfer.engine.decode_graphs import Capture, DecodeGraphs, GraphLimits, GraphOps
+from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits, GraphOps
 from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.graph_capture import Capture, GraphRecorder
 from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.piecewise_graphs import PiecewiseGraphs, StoppingModel
 from batchinfer.engine.rehearsal import MemoryMeter, Rehearsal
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.errors import OutOfMemory
+from batchinfer.models.stop import StepRoom
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 
 _log = logging.getLogger(__name__)
@@ -52,29 +55,35 @@ def fit(
     meter: MemoryMeter,
     capture: Capture | None,
     logprobs: int | None = None,
+    mixed: int = 0,
 ) -> Fitted:
     """Gives `runner`, which has no cache yet, the largest cache that leaves room for its steps.
 
     `capture` turns decode steps into graphs, if the operators can plan for graphs; None: the model cannot be captured.
-    `logprobs`: the most log-probabilities that a row asks for; None: none does.
+    `logprobs`: the most log-probabilities that a row asks for; None: none does. `mixed`: the most tokens of a step that
+    reads prompts and is captured in pieces, if `capture` can record them.
     Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for a step of one token
     or for the longest sequence.
     """
     measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     try:
         first = Rehearsal(measured, limits, room.longest, limits.max_num_seqs, logprobs)
-        needed = first.step_bytes(meter)
+        needed = first.step_bytes(meter, mixed)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"the device has no memory for a step of one token: {error}") from error
     if measured.most_tokens is not None:
         limits = replace(limits, max_num_batched_tokens=measured.most_tokens)
+    mixed = min(mixed, limits.max_num_batched_tokens)
     pieces = measured.pieces
     del measured, first  # its small cache, too
     meter.restart()
+    between = _step_room(runner, mixed) if isinstance(capture, GraphRecorder) else None
     blocks, caches = _cache(room, room.blocks(needed))
     fitted = replace(_with_cache(runner, caches), pieces=pieces)
     if capture is not None and isinstance(runner.ops, GraphOps):
         fitted = replace(fitted, graphs=_graphs(fitted, runner.ops, limits, room, blocks, capture))
+    if between is not None and isinstance(capture, GraphRecorder):
+        fitted = replace(fitted, mixed=_piecewise(fitted, between, blocks, capture))
     Rehearsal(fitted, limits, room.longest, blocks, logprobs).warm_up()
     return Fitted(fitted, limits, blocks)
 
@@ -99,6 +108,26 @@ def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
             if blocks < wanted:
                 _log.warning("the KV cache has %d blocks: the device had no memory for %d", blocks, wanted)
             return blocks, caches
+
+
+def _step_room(runner: ModelRunner, tokens: int) -> StepRoom | None:
+    """What is left between the pieces of steps of up to so many tokens, allocated before the cache is; None: no step is
+    captured in pieces."""
+    if not tokens or not isinstance(runner.ops, GraphOps) or not isinstance(runner.model, StoppingModel):
+        return None
+    try:
+        return runner.model.room(tokens)
+    except torch.OutOfMemoryError:
+        _log.warning("no memory is left to capture steps of %s tokens: their operators are launched", tokens)
+        return None
+
+
+def _piecewise(
+    runner: DeviceRunner, between: StepRoom, blocks: int, recorder: GraphRecorder
+) -> PiecewiseGraphs:
+    assert isinstance(runner.model, StoppingModel), "it has made the room"
+    groups, padding_slot = len(runner.layout.groups), blocks * runner.layout.block_size
+    return PiecewiseGraphs(runner.model, runner.caches, groups, padding_slot, between, recorder)
 
 
 def _graphs(

@@ -17,6 +17,7 @@ from batchinfer.engine.decode_graphs import DecodeGraphs
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
+from batchinfer.engine.piecewise_graphs import PiecewiseGraphs
 from batchinfer.engine.runner import Launched
 from batchinfer.engine.sampled import Masked, Sampled, by_sequence
 from batchinfer.engine.scheduler import Chunk
@@ -70,6 +71,7 @@ class DeviceRunner(ModelRunner):
     """
 
     graphs: DecodeGraphs | None = None
+    mixed: PiecewiseGraphs | None = None  # of steps that no decode graph covers
     pieces: Pieces = field(default_factory=Pieces)
     pending: Pending = field(default_factory=Pending)
 
@@ -137,6 +139,8 @@ class DeviceRunner(ModelRunner):
                 _log.debug("a step that could not be captured is launched as it is")
         if self.graphs is not None:
             self.graphs.interrupt()
+        if self.mixed is not None and self.mixed.covers(len(host.token_ids)):
+            return self.mixed.run(host, lambda token_ids: self._fill_in(token_ids, host), self.plan_attention)
         arrays = (host.token_ids, host.sampled_rows, *host.places)
         token_ids, sampled, *places = upload(arrays, self.device)
         self._fill_in(token_ids, host)

@@ -79,15 +79,15 @@ class GraphInputs:
 
 def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
     shape = (size.rows,)
-    slots = (_grown(own, shape, size.padding_slot) for own in batch.slots)
-    return [_grown(batch.token_ids, shape), _grown(batch.positions, shape), *slots]
+    slots = (grown(own, shape, size.padding_slot) for own in batch.slots)
+    return [grown(batch.token_ids, shape), grown(batch.positions, shape), *slots]
 
 
 def _tables(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
-    return [_grown(own, (size.rows, size.blocks(size.longest))) for own in batch.tables]
+    return [grown(own, (size.rows, size.blocks(size.longest))) for own in batch.tables]
 
 
-def _grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
+def grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
     """A larger array that begins with these values. np.pad takes ten times as long."""
     grown = np.full(shape, filling, values.dtype)
     grown[tuple(slice(n) for n in values.shape)] = values

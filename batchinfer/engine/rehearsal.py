@@ -98,12 +98,13 @@ class Rehearsal:
         """What takes the most memory of what the job's rows may ask for."""
         return replace(COSTLY, logprobs=self.logprobs)
 
-    def step_bytes(self, meter: MemoryMeter) -> int:
+    def step_bytes(self, meter: MemoryMeter, mixed: int = 0) -> int:
         """Bytes that the largest step takes beside the weights and the cache, plus those of the largest decode step,
-        which its graph keeps. A step for which there is no memory is measured in the pieces that it is then run in.
+        which its graph keeps, and of the largest one that is captured in pieces, of `mixed` tokens. A step for which
+        there is no memory is measured in the pieces that it is then run in.
         """
         total = 0
-        for tokens in (self.limits.max_num_batched_tokens, self.rows):
+        for tokens in (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows)):
             meter.restart()
             self._run(self.chunks(tokens, self.rows, self.longest, self.costly))
             total += meter.peak()
@@ -126,6 +127,8 @@ class Rehearsal:
                 self._run(self.chunks(self.rows, self.rows, context, params), masked)
         if self.runner.graphs is not None:
             self.runner.graphs.end_warm_up()
+        if self.runner.mixed is not None:
+            self.runner.mixed.capture()
 
     def _run(self, chunks: list[Chunk], runner: DeviceRunner | None = None) -> None:
         launched = (runner or self.runner).launch(chunks)

@@ -51,8 +51,13 @@ class Block(DecoderLayer):
         return self.end(attended, normed, residual, inputs)
 
     @property
-    def attention(self) -> AttentionHalf | None:
-        """None: it has none, and is not begun and ended but called."""
+    def attends(self) -> bool:
+        """Whether it has attention; without, it is not begun and ended but called."""
+        return self._attention is not None
+
+    @property
+    def attention(self) -> AttentionHalf:
+        assert self._attention is not None, "a layer without attention is called"
         return self._attention
 
     def begin(
@@ -60,17 +65,15 @@ class Block(DecoderLayer):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """What of a layer with attention comes before it → (queries, what its norm gave if `end` wants it, the
         residual). K and V of the step's tokens are written to the cache."""
-        assert self._attention is not None, "a layer without attention is called"
         normed, residual = self._before("input_norm", x, residual)
-        queries = self._attention.queries(normed, inputs, cache)
+        queries = self.attention.queries(normed, inputs, cache)
         return queries, normed if self._spec.parallel and "post_norm" not in self._norms else None, residual
 
     def end(
         self, attended: Tensor, normed: Tensor | None, residual: Tensor, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor]:
         """What comes after it → the next layer's x and residual."""
-        assert self._attention is not None, "a layer without attention is called"
-        attended = self._after("attention_norm", self._attention.result(attended))
+        attended = self._after("attention_norm", self.attention.result(attended))
         if self._spec.parallel:
             x = self._before("post_norm", residual, None)[0] if normed is None else normed
             return attended + self._feed(x, inputs), residual

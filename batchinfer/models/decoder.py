@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from batchinfer.models.block import build_layer
+from batchinfer.models.block import Block, build_layer
 from batchinfer.models.expert_loads import ExpertLoads
 from batchinfer.models.norm import apply_norm
 from batchinfer.models.parameters import BIAS, FINAL_NORM
 from batchinfer.models.rope import rope_table
 from batchinfer.models.spec import ModelSpec, Rotation
+from batchinfer.models.stop import StepRoom, Stop
 from batchinfer.models.weights import Weights
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, RopeTable, finite_argmax
 
@@ -87,6 +88,41 @@ class Decoder:
             else:
                 x, residual = layer(x, residual, inputs[cache.group], cache, plans[cache.group])
         return x if residual is None else x + residual
+
+    def passing(
+        self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[LayerCache]
+    ) -> Generator[Stop, Tensor | None, Tensor]:
+        """`forward`, stopped before each layer's attention, which whoever drives it computes and sends.
+
+        Of `inputs` only positions, slots and the padding slot are read: what is launched between two stops depends on
+        the number of tokens alone. Not for operators that fuse layers.
+        """
+        x = self._embedded(token_ids, inputs[0].positions)
+        residual: Tensor | None = None
+        places = dict(zip(self._attending, caches, strict=True))
+        for index, layer in enumerate(self._layers):
+            cache = places.get(index)
+            if cache is None:
+                x, residual = layer(x, residual, inputs[0], None, None)
+                continue
+            assert isinstance(layer, Block), "a fused layer cannot be stopped"
+            own = inputs[cache.group]
+            queries, normed, residual = layer.begin(x, residual, own, cache)
+            attended = yield Stop(queries, layer.attention, cache)
+            del queries, x  # whoever captures the pieces uses their memory again
+            assert attended is not None, "what attention gave is to be sent"
+            x, residual = layer.end(attended, normed, residual, own)
+        return x if residual is None else x + residual
+
+    def room(self, tokens: int) -> StepRoom:
+        """For what `passing` leaves at its stops, and for its result, of up to so many tokens."""
+        embedding, hidden = self._tables.embedding, self.spec.hidden
+        halves = [
+            layer.attention.widths for layer in self._layers if isinstance(layer, Block) and layer.attends
+        ]
+        widest = (max(widths) for widths in zip(*halves, strict=True))
+        queries, attended = (embedding.new_zeros(tokens * width) for width in widest)
+        return StepRoom(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x = self._ops.embedding(token_ids, self._tables.embedding)

@@ -221,9 +221,9 @@ def _captured(section: Section, call: Call) -> Call:
     """As a CUDA graph; a rehearsal has none, and calls again what would be captured."""
     if section.setting.device.type == "cpu":
         return call
-    from batchinfer.engine.decode_graphs import capture_on_gpu
+    from batchinfer.engine.graph_capture import GpuRecorder
 
-    captured = capture_on_gpu()(call)
+    captured = GpuRecorder()(call)
 
     def replay() -> Tensor:
         captured.replay()

@@ -14,8 +14,8 @@ from torch import Tensor
 from batchinfer.engine.build import LoadedModel, load_model
 from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.decode_graphs import Captured
 from batchinfer.engine.device_fit import CacheRoom, fit
+from batchinfer.engine.graph_capture import Captured
 from batchinfer.engine.sources import ModelSource
 from batchinfer.errors import Unavailable
 from batchinfer.models.decoder import Decoder

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.engine.decode_graphs import Capture, Captured, DecodeGraphs, GraphLimits
+from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
+from batchinfer.engine.graph_capture import Capture, Captured
 from batchinfer.engine.sampler import Sampler
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
 from batchinfer.ops.torch_ops import TorchOps

@@ -25,9 +25,10 @@ if interpreter.is_wanted():  # attention is planned for a GPU, and none may be h
 import torch
 from torch import Tensor
 
-from batchinfer.engine.decode_graphs import Captured, DecodeGraphs, GraphLimits
+from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.engine import Engine, EngineLimits
+from batchinfer.engine.graph_capture import Captured
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig

@@ -1,6 +1,6 @@
 """What stands in for a GPU where there is none: the engine is built as for one, and Triton's kernels are interpreted.
 
-Only what asks CUDA itself is replaced: the device, its memory, and graphs, which call again what was captured.
+Only what asks CUDA itself is replaced: the device, its memory, and graphs, which launch again what was captured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.models.foreign import source as foreign_source
 from batchinfer.ops import choose
 from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.interface import Ops
-from tests.batchinfer.engine.hashing_model import captured_eagerly
+from tests.batchinfer.engine.taped import Taped
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
 Replace = Callable[[Any, str, Any], None]
@@ -51,7 +51,7 @@ def stand_in(replace: Replace) -> None:
     for module in (sources, foreign_source):
         replace(module, "choose_ops", _as_on_a_gpu)
     replace(building, "GpuMeter", lambda _: NoMeter())
-    replace(building, "capture_on_gpu", lambda: captured_eagerly)
+    replace(building, "GpuRecorder", Taped)
 
 
 def build(*arguments: Any) -> BuiltEngine:

@@ -15,13 +15,13 @@ from torch import Tensor
 from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.decode_graphs import (
     SHORTEST,
-    Captured,
     DecodeGraphs,
     GraphLimits,
     batch_sizes,
     context_bound,
 )
 from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.graph_capture import Captured
 from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.sequence import Sequence
 from tests.batchinfer.engine.hashing_model import (

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.constraints import ConstraintMask
-from batchinfer.engine.decode_graphs import Capture, GraphOps
+from batchinfer.engine.decode_graphs import GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
+from batchinfer.engine.graph_capture import Capture
 from batchinfer.engine.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
@@ -20,7 +21,8 @@ from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import OutOfMemory
 from batchinfer.ops.cpu_ops import CpuOps
-from batchinfer.ops.interface import LayerCache
+from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.ops.torch_ops import GroupedPlan, TorchOps
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from tests.batchinfer.engine.hashing_model import captured_eagerly
 from tests.batchinfer.engine.small_engine import (
@@ -32,6 +34,7 @@ from tests.batchinfer.engine.small_engine import (
     make_engine,
     make_runner,
 )
+from tests.batchinfer.engine.taped import Taped
 from tests.batchinfer.engine.word_constraints import WordConstraints
 
 LONGEST, SIZE = 100, 8
@@ -42,9 +45,9 @@ STEPS = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=250)
 class Device:
     """A model, memory for so many tokens a step and so many blocks, and a meter that counts the tokens of a step."""
 
-    def __init__(self, tokens: int = 1 << 30, blocks: int = 1 << 30) -> None:
+    def __init__(self, tokens: int = 1 << 30, blocks: int = 1 << 30, ops: Ops | None = None) -> None:
         checked = checkpoint("llama")
-        self.runner = make_runner(checked, cpu_ops(checked), Limits(blocks=1, block_size=SIZE))
+        self.runner = make_runner(checked, ops or cpu_ops(checked), Limits(blocks=1, block_size=SIZE))
         self._decoder: Any = self.runner.model
         self.tokens, self.blocks = tokens, blocks
         self.steps: list[int] = []
@@ -58,6 +61,7 @@ class Device:
         limits: SchedulerConfig = STEPS,
         capture: Capture | None = captured_eagerly,
         logprobs: int | None = None,
+        mixed: int = 0,
     ) -> Fitted:
         def blocks(needed: int) -> int:
             self.needed = needed
@@ -65,7 +69,7 @@ class Device:
 
         room = CacheRoom(blocks, self.allocate, LONGEST, -(-LONGEST // SIZE))
         runner: ModelRunner = replace(self.runner, model=self)
-        return fit(runner, limits, room, self, capture, logprobs)
+        return fit(runner, limits, room, self, capture, logprobs, mixed)
 
     def allocate(self, blocks: int) -> list[LayerCache]:
         self.wanted.append(blocks)
@@ -80,6 +84,12 @@ class Device:
         self.steps.append(len(token_ids))
         hidden: Tensor = self._decoder.forward(token_ids, *rest)
         return hidden
+
+    def passing(self, *step: Any) -> Any:
+        return self._decoder.passing(*step)
+
+    def room(self, tokens: int) -> Any:
+        return self._decoder.room(tokens)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
@@ -110,6 +120,32 @@ def test_the_largest_step_and_the_largest_decode_step_are_measured():
     assert device.needed == 1000 * (250 + 6)
     assert device.wanted == [7, 61], "one block belongs to nobody"
     assert (fitted.blocks, fitted.limits) == (60, STEPS)
+
+
+class Replayed(GroupedPlan):
+    """Of single queries, for a graph that nobody replays with other contexts."""
+
+    sizes = ()
+
+    def refill(self, other: Any) -> None:
+        """Dummy steps of as many rows are alike."""
+
+
+class AsOnAGpu(TorchOps):
+    """Operators that plan for graphs, and fuse no layers."""
+
+    def plan_captured(
+        self, inputs: AttentionInputs, size: int, windows: frozenset[int | None], *_: Any
+    ) -> Any:
+        return Replayed(self.plan_attention(inputs, size, windows).groups, len(inputs.query_lens))
+
+
+def test_the_largest_step_that_is_captured_in_pieces_is_measured_too():
+    device = Device(ops=AsOnAGpu())
+    fitted = device.fit(capture=Taped(), mixed=90)
+    assert device.needed == 1000 * (250 + 6 + 90)
+    assert fitted.runner.mixed is not None
+    assert fitted.runner.mixed.sizes == [64, 90]
 
 
 def test_every_kind_of_step_is_run_before_the_first_real_one():

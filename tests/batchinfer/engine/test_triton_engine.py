@@ -395,6 +395,10 @@ def test_all_of_the_gpus_path(monkeypatch):
     assert runner.graphs is not None
     before = runner.graphs.captured
     assert before == len(runner.graphs.sizes) + 1 == 5, "all sizes, and the largest with shared keys"
+    assert runner.mixed is not None
+    assert (runner.mixed.sizes, runner.mixed.captured) == ([32], 2), (
+        "before the layer's attention and behind it"
+    )
     wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
     with recorded() as later:
         for _ in range(3):  # what comes for the third time is captured
@@ -454,6 +458,9 @@ def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
     requests = greedy(prompts(), 4, ignore_eos=True)[5:]
     run = drain(loaded.engine(), requests)
     assert any(s.padded_tokens for s in run.steps), "three rows take the graph of four"
+    assert all(
+        s.prefill_tokens + s.decode_tokens + s.padded_tokens == 32 for s in run.steps if s.prefill_tokens
+    )
     ops = triton_ops("llama-one-layer", "int8", deterministic=True)
     wanted = apart(ops, requests[1:2], "llama-one-layer")
     assert len(wanted) == 4

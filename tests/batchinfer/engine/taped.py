@@ -1,0 +1,120 @@
+"""Stands in for CUDA graphs on a CPU: what a function launches is taped, and launched again on the same tensors.
+
+It gets wrong what a graph would get wrong. A number that the host computed is the one of the recording. A tensor that
+was made between two recordings, and so not by a replay, keeps what it held then. What a recording makes is poisoned
+before each replay, so that nobody finds it there who reads it too early. And what a capture forbids raises: reading
+from the device, and copying to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from batchinfer.engine.graph_capture import GraphRecorder, R, Replay
+
+FORBIDDEN = ("aten._local_scalar_dense", "aten.nonzero", "aten.lift_fresh", "aten.item")
+
+
+class Taped(GraphRecorder):
+    """Records on a CPU. `launches`: of operators and kernels, those of each recording."""
+
+    def __init__(self) -> None:
+        self.launches: list[int] = []
+        self.replays = 0
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        run()
+
+    def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
+        tape = _Tape()
+        with _kernels_on(tape), tape:
+            made = run()
+        self.launches.append(len(tape.calls))
+        tape.poison()
+
+        def replay() -> None:
+            self.replays += 1
+            tape.play()
+
+        return made, replay
+
+
+class _Tape(TorchDispatchMode):
+    """Operators of torch, with the tensors that they were given and have made; and Triton's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[[], Any], list[Tensor]]] = []
+        self._made: dict[int, Tensor] = {}  # by where they lie
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(FORBIDDEN):
+            raise RuntimeError(f"{func} inside a capture: the host waits for the device, or copies to it")
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        fresh = [tensor for tensor in results if _place(tensor) not in given]
+        self._made |= {_place(tensor): tensor for tensor in fresh}
+        if "empty" not in str(func):
+            self.calls.append((partial(func, *args, **kwargs), results))
+        return made
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """A kernel of Triton's."""
+        with _disable_current_modes():
+            kernel()
+        self.calls.append((kernel, []))
+
+    def poison(self) -> None:
+        """Overwrite what it has made: NaN, and integers that are no index."""
+        for tensor in self._made.values():
+            byte = 0xFF if tensor.is_floating_point() else 0x7F
+            if tensor.numel() and tensor.dtype != torch.bool:
+                _bytes(tensor).fill_(byte)
+
+    @torch.inference_mode()
+    def play(self) -> None:
+        """Launch everything again."""
+        self.poison()
+        for call, results in self.calls:
+            again = [leaf for leaf in tree_leaves(call()) if isinstance(leaf, Tensor)]
+            for old, new in zip(results, again, strict=False):  # kernels of Triton's return none
+                if _place(old) != _place(new):
+                    old.copy_(new)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    whole = torch.empty(0, dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    return whole.set_(storage, 0, (storage.nbytes(),))
+
+
+@contextmanager
+def _kernels_on(tape: _Tape) -> Iterator[None]:
+    """Interpreted kernels go to the tape."""
+    from triton.runtime import interpreter
+
+    run = interpreter.GridExecutor.__call__
+
+    def taped(executor: Any, *args: Any, **kwargs: Any) -> None:
+        tape.launch(lambda: run(executor, *args, **kwargs))
+
+    interpreter.GridExecutor.__call__ = taped
+    try:
+        yield
+    finally:
+        interpreter.GridExecutor.__call__ = run

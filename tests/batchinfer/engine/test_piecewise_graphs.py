@@ -1,0 +1,207 @@
+"""Steps that read prompts are replayed in pieces: the same answers, whatever the layers are, and nothing is read but
+what a graph would read. `Taped` stands in for the device."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.graph_capture import R, Replay
+from batchinfer.engine.piecewise_graphs import EVEN, PiecewiseGraphs, token_sizes
+from batchinfer.models.attention import HeadsAttention
+from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.ops.interface import Ops
+from batchinfer.ops.torch_ops import TorchOps
+from tests.batchinfer import made_up
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    Ran,
+    checkpoint,
+    drain,
+    greedy,
+    make_engine,
+    make_runner,
+)
+from tests.batchinfer.engine.taped import Taped
+
+MIXED = {
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+}
+VARIANTS = {
+    "llama": ("llama", {}),
+    "two groups of windows": ("qwen2", MIXED),
+    "soft caps and norms behind": ("gemma2", {"sliding_window": 24}),
+    "halves side by side": ("cohere", {"tied": True}),
+    "one norm for both halves": ("gpt_neox", {}),
+    "learned positions": ("gpt2", {}),
+    "sinks": ("gpt_oss", {"sliding_window": 24, "num_local_experts": 1, "num_experts_per_tok": 1}),
+}
+LIMITS = Limits(budget=100, seqs=6, blocks=90, block_size=8)
+PROMPTS = [[i % 7 + 1, *[3 + i % 5] * (5 * i % 37), 9 + i] for i in range(14)]
+
+
+def test_sizes():
+    assert token_sizes(700) == [64, 128, 256, 320, 384, 448, 512, 640, 700]
+    assert token_sizes(1672)[-4:] == [1024, 1280, 1536, 1672]
+    assert token_sizes(40) == [40]
+    assert token_sizes(0) == []
+    assert len(token_sizes(8192)) == 23
+
+
+@given(st.integers(1, 8192), st.data())
+def test_a_step_is_padded_by_a_quarter_at_most(most, data):
+    tokens = data.draw(st.integers(1, most))
+    size = next(size for size in token_sizes(most) if size >= tokens)
+    assert size <= EVEN or size <= 1.25 * tokens
+
+
+def runner_for(
+    model: Checkpoint,
+    recorder: Taped | None,
+    limits: Limits = LIMITS,
+    most: int = 80,
+    ops: Ops | None = None,
+) -> Any:
+    """As for a GPU, on torch's operators if on no others; the last block of the cache belongs to nobody."""
+    plain = make_runner(model, ops or TorchOps(), replace(limits, blocks=limits.blocks + 1))
+    names = ("model", "ops", "caches", "layout", "sampler", "cost", "device")
+    runner = DeviceRunner(**{name: getattr(plain, name) for name in names})
+    if recorder is None:
+        return runner
+    decoder: Any = runner.model
+    places = (len(runner.layout.groups), limits.blocks * limits.block_size)
+    with torch.inference_mode():
+        mixed = PiecewiseGraphs(decoder, runner.caches, *places, decoder.room(most), recorder)
+        mixed.capture()
+    return replace(runner, mixed=mixed)
+
+
+def ran(runner: Any, model: Checkpoint, limits: Limits = LIMITS, **more: Any) -> Ran:
+    engine = make_engine(runner, limits, frozenset(model.spec.eos_token_ids))
+    return drain(engine, greedy(PROMPTS, 6, **more))
+
+
+def check(model: Checkpoint, limits: Limits = LIMITS) -> tuple[Taped, Ran]:
+    recorder = Taped()
+    runner = runner_for(model, recorder, limits)
+    attending = sum(layer.attention is not None for layer in model.spec.layers)
+    assert len(recorder.launches) == runner.mixed.captured == len(runner.mixed.sizes) * (attending + 1)
+    wanted, got = (ran(own, model, limits) for own in (runner_for(model, None, limits), runner))
+    assert got.answers == wanted.answers
+    sizes = [step.prefill_tokens + step.decode_tokens + step.padded_tokens for step in got.steps]
+    captured = sum(size in runner.mixed.sizes for size in sizes)
+    assert recorder.replays >= captured * (attending + 1) > 0
+    return recorder, got
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_answers_are_the_same(variant):
+    family, options = VARIANTS[variant]
+    check(checkpoint(family, **options))
+
+
+def test_layers_that_read_the_cache_of_another_or_attend_to_nothing(monkeypatch, tmp_path):
+    made_up.register(monkeypatch)
+    model = made_up.MadeUp(reads=(0, 0, None, 3, 3), windows=(None, None, None, 24, 24))
+    model.write(tmp_path, seed=3)
+    check(inspect_checkpoint(tmp_path))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_bits_and_counts_of_experts_are_the_same_where_they_have_to_be(family):
+    """Triton's operators, deterministic: padding rows change no bit, and count as nobody's tokens."""
+    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+    model = checkpoint(family)
+    attention = model.spec.attention
+    shape = AttentionShape(
+        torch.float32, attention.q_heads, attention.kv_heads, attention.head_dim, deterministic=True
+    )
+    limits, recorder, found = replace(LIMITS, budget=30), Taped(), []
+    for own in (None, recorder):
+        ops = TritonOps(shape, latent=attention.cache.latent)
+        runner = runner_for(model, own, limits, most=40, ops=ops)
+        runner.model.expert_loads.restart()
+        engine = make_engine(runner, limits, frozenset(model.spec.eos_token_ids))
+        got = drain(engine, greedy(PROMPTS[:4], 2, logprobs=2, ignore_eos=True))
+        found.append((got.answers, got.logprobs, runner.model.expert_loads.read()))
+    assert recorder.replays > 0
+    assert found[0] == found[1]
+    assert any(map(sum, found[0][2].values()))
+
+
+def test_rows_that_copy_from_the_middle_of_a_block_are_captured_too():
+    """What is copied is copied beside attention, not in a piece."""
+    _, got = check(checkpoint("llama"), replace(LIMITS, copying=True, seqs=3))
+    assert sum(step.copied_tokens for step in got.steps) > 0
+
+
+@pytest.mark.parametrize("failing", [0, 4])
+def test_without_memory_for_graphs_steps_run_without(caplog, failing):
+    """The first size, or the second: two layers are three pieces."""
+
+    class Full(Taped):
+        def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
+            if len(self.launches) == failing:
+                raise torch.OutOfMemoryError("none left")
+            return super().record(run)
+
+    model, recorder = checkpoint("llama"), Full()
+    runner = runner_for(model, recorder)
+    assert runner.mixed.sizes == [80] * (failing > 0)
+    assert "no memory is left to capture steps of" in caplog.text
+    assert ran(runner, model).answers == ran(runner_for(model, None), model).answers
+    assert (recorder.replays > 0) == (failing > 0)
+
+
+def test_larger_steps_are_launched():
+    model, recorder = checkpoint("llama"), Taped()
+    got = ran(runner_for(model, recorder, most=20), model)
+    assert got.answers == ran(runner_for(model, None), model).answers
+    tokens = [step.prefill_tokens + step.decode_tokens for step in got.steps]
+    assert max(tokens) > 20
+    assert recorder.replays == 3 * sum(n <= 20 for n in tokens)
+
+
+def test_what_a_graph_would_not_see_is_not_seen_here(monkeypatch):
+    """Attention whose result lies elsewhere than where it was when the next piece was recorded."""
+
+    def elsewhere(self: Any, queries: Any, inputs: Any, cache: Any, plan: Any, out: Any = None) -> Any:
+        return attended(self, queries, inputs, cache, plan)
+
+    attended, model = HeadsAttention.attended, checkpoint("llama")
+    wanted = ran(runner_for(model, None), model).answers
+    monkeypatch.setattr(HeadsAttention, "attended", elsewhere)
+    assert ran(runner_for(model, None), model).answers == wanted
+    assert ran(runner_for(model, Taped()), model).answers != wanted
+
+
+def test_a_number_of_the_recording_is_replayed():
+    numbers, out = iter([2.0, 3.0]), torch.zeros(3)
+    _, replay = Taped().record(lambda: out.copy_(torch.ones(3) * next(numbers)))
+    replay()
+    assert out.tolist() == [2.0] * 3
+
+
+def test_a_capture_neither_waits_for_the_device_nor_copies_to_it():
+    for forbidden in (
+        lambda: torch.ones(1).item(),
+        lambda: torch.tensor([1, 2]),
+        lambda: torch.ones(2).nonzero(),
+    ):
+        with pytest.raises(RuntimeError, match="inside a capture"):
+            Taped().record(forbidden)
