@@ -48,9 +48,10 @@ def mixed_tokens(cost: ModelCost, peaks: Peaks | None) -> int:
 
 
 def captured_tokens(cost: ModelCost, peaks: Peaks | None, limits: SchedulerConfig) -> int:
-    """The tokens of the largest step that reads prompts and is captured: a larger one takes a GPU longer than its host
-    takes to launch it, operator by operator, so that a graph would gain nothing."""
-    return min(mixed_tokens(cost, peaks), limits.max_num_batched_tokens)
+    """The tokens of the largest step that reads prompts and is captured: a larger one takes a GPU twice as long as its
+    host takes to launch it, operator by operator. Twice, as the step before, while which it is launched, may be short.
+    """
+    return min(2 * mixed_tokens(cost, peaks), limits.max_num_batched_tokens)
 
 
 def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
