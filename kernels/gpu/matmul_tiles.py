@@ -216,7 +216,7 @@ def _fitted(kind: Kind, tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
         tiles = Tiles(*sides, tiles.warps, 2)
     if not aligned:  # values that are read one by one have an address each, in registers
         few = kind == "block_fp8"  # of one group, more inputs than others are read at once
-        sides = (min(tiles.outputs, 32 if few else 64), min(tiles.rows, 32), min(tiles.inputs, 32))
+        sides = (min(tiles.outputs, 64), min(tiles.rows, 16 if few else 32), min(tiles.inputs, 32))
         tiles = Tiles(*sides, 8 if few else 4, 2)
     return _in_shared_memory(kind, tiles if span is None else replace(tiles, inputs=span))
 
