@@ -13,7 +13,7 @@
 #define MAX_DIM 256
 #define MOST_ROWS 48 /* queries of one KV head that pass over a tile of keys together: with it they fit an L1 of 32 KiB */
 #define PASSED INT32_MAX
-#define AHEAD 4 /* tokens between fetching the places of K and V and writing them */
+#define AHEAD 2 /* tokens between fetching the places of K and V and writing them */
 #define LEAST_TURNED 4 /* tokens whose keys are turned into the cache's order as a square */
 #define LOG2_E 1.44269504f
 #define SLACK 8.0f /* powers of two by which a weight of attention may exceed 1 */

@@ -296,10 +296,10 @@ typedef struct {
     int64_t tokens, q_heads, kv_heads, dim, dim_pad, block_size, block_pad;
 } NAME(Heads);
 
-/* Fetches where K and V of a token to come will be stored, unless the token before it is stored there. */
-INLINE void NAME(fetch_ahead)(const NAME(Heads) *a, int64_t later, int64_t h) {
-    if (later >= a->tokens || a->slots[later] / LANES == a->slots[later - 1] / LANES) return;
-    int64_t block = a->slots[later] / a->block_size, place = a->slots[later] % a->block_size;
+/* Fetches where K and V of a token's head will be stored, unless those of the token before it are stored there. */
+INLINE void NAME(fetch_place)(const NAME(Heads) *a, int64_t t, int64_t h) {
+    if (t && a->slots[t] / LANES == a->slots[t - 1] / LANES) return;
+    int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size;
     int64_t at = (block * a->kv_heads + h) * a->block_pad * a->dim_pad;
     NAME(fetch_token)(a->k_cache + at, a->v_cache + at, place, a->dim, a->dim_pad, a->block_pad);
 }
@@ -312,13 +312,14 @@ INLINE int64_t NAME(run_from)(const NAME(Heads) *a, int64_t t, int64_t end) {
     return n;
 }
 
-INLINE void NAME(store_run)(const NAME(Heads) *a, int64_t t, int64_t count) {
+/* Of a stretch that ends before `end`. */
+INLINE void NAME(store_run)(const NAME(Heads) *a, int64_t t, int64_t count, int64_t end) {
     int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size, size = a->block_pad * a->dim_pad;
     REAL rotated[LANES * MAX_DIM] __attribute__((aligned(LINE)));
     for (int64_t h = 0; h < a->kv_heads; h++) {
         const REAL *k = a->k + t * a->stride + h * a->dim, *v = a->v + t * a->stride + h * a->dim;
         int64_t at = (block * a->kv_heads + h) * size;
-        for (int64_t i = 0; i < count; i++) NAME(fetch_ahead)(a, t + i + AHEAD, h);
+        for (int64_t later = t + AHEAD; later < t + AHEAD + count && later < end; later++) NAME(fetch_place)(a, later, h);
         for (int64_t i = 0; i < count; i++)
             NAME(rotate)(&a->rotation, k + i * a->stride, a->rotation.k_norm, a->positions[t + i], rotated + i * MAX_DIM,
                          a->dim);
@@ -331,10 +332,13 @@ INLINE void NAME(store_run)(const NAME(Heads) *a, int64_t t, int64_t count) {
     }
 }
 
-/* Every thread takes a stretch of the tokens, run after run. */
+/* Every thread takes a stretch of the tokens, run after run, and fetches nothing of another's: its lines may be written. */
 TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {
-    int64_t me = omp_get_thread_num(), all = omp_get_num_threads(), end = a->tokens * (me + 1) / all, count;
-    for (int64_t t = a->tokens * me / all; t < end; t += count) {
+    int64_t me = omp_get_thread_num(), all = omp_get_num_threads(), count;
+    int64_t first = a->tokens * me / all, end = a->tokens * (me + 1) / all;
+    for (int64_t t = first; t < end && t < first + AHEAD; t++)
+        for (int64_t h = 0; h < a->kv_heads; h++) NAME(fetch_place)(a, t, h);
+    for (int64_t t = first; t < end; t += count) {
         count = NAME(run_from)(a, t, end);
         for (int64_t i = 0; i < count; i++) {
             const REAL *q = a->q + (t + i) * a->stride;
@@ -342,7 +346,7 @@ TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {
                 NAME(rotate)(&a->rotation, q + h * a->dim, a->rotation.q_norm, a->positions[t + i],
                              a->q_out + ((t + i) * a->q_heads + h) * a->dim, a->dim);
         }
-        if (a->kv_heads) NAME(store_run)(a, t, count);
+        if (a->kv_heads) NAME(store_run)(a, t, count, end);
     }
 #pragma omp barrier
 }
