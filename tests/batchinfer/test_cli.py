@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tests.batchinfer.wrong_jobs import (
     alive,
     children,
     command,
+    copy_of,
     environment,
     flip,
     hears_signals,
@@ -268,17 +268,12 @@ def test_limit_publishes_beside(place: Place, capsys, monkeypatch) -> None:  # t
     assert (told["reused_requests"], told["computed_requests"]) == (3, 17)
 
 
-def copied(place: Place, folder: Path) -> Place:
-    shutil.copytree(place.folder, folder, symlinks=True)
-    return Place(folder, place.shared_model)
-
-
 def test_verify(finished: Place, tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     run = command(capsys, monkeypatch, NO_ENGINE)
     ended = run("verify", finished.results)
     assert (ended.code, ended.err) == (0, "")
     assert "0 problems found" in ended.out
-    place = copied(finished, tmp_path / "copy")
+    place = copy_of(finished, tmp_path / "copy")
     (part,) = place.results.glob("*.parquet")
     flip(part, part.stat().st_size // 3)
     (stored,) = (place.state / "completions").glob("*.parquet")

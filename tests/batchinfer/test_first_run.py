@@ -12,6 +12,7 @@ import pytest
 
 from batchinfer.operators_build import COMPILING, operators_built
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
+from batchinfer_kernels.cpu.build import build_library
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.kernels.fake_compiler import fake_compiler
 from tests.patience import PATIENCE_S
@@ -25,11 +26,22 @@ def batchinfer(cache: Path, compiler: Path, *words: str) -> subprocess.Completed
 
 @pytest.fixture
 def quick(tmp_path: Path) -> Path:
-    """A compiler that takes little time: it does not optimise."""
+    """A compiler that takes no time: whatever it is asked for, it gives the operators that are compiled already."""
     path = tmp_path / "quick-cc"
-    path.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
+    path.write_text(
+        f'#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && exec cp \'{build_library()}\' "$2"; shift; done\n'
+    )
     path.chmod(0o755)
     return path
+
+
+@pytest.fixture
+def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which nothing is compiled so far, with a fake compiler; the path of its log."""
+    compiler, log = fake_compiler(tmp_path)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return log
 
 
 def test_the_first_run_compiles_for_all(tmp_path, model, quick, monkeypatch):
@@ -77,21 +89,15 @@ def test_without_a_compiler_the_engine_says_so(monkeypatch, tmp_path):
     assert operators.facts == {}
 
 
-def test_nothing_is_compiled_for_a_gpu(monkeypatch, tmp_path):
-    compiler, log = fake_compiler(tmp_path)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_nothing_is_compiled_for_a_gpu(nothing_compiled):
     notices: list[str] = []
     with operators_built("cuda", notices.append) as operators:
         operators.needed()
     assert not notices
-    assert not log.exists()
+    assert not nothing_compiled.exists()
 
 
-def test_what_was_compiled_before_the_engine_needed_it_took_none_of_its_time(monkeypatch, tmp_path):
-    compiler, _ = fake_compiler(tmp_path)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_what_was_compiled_before_the_engine_needed_it_took_none_of_its_time(nothing_compiled):
     notices: list[str] = []
     with operators_built("cpu", notices.append) as operators:
         operators.look()

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer import cli, pipeline
 from batchinfer.answer import columns_of, shown
-from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Ended, Place, command, make_place
+from tests.batchinfer.wrong_jobs import (
+    NO_ENGINE,
+    Command,
+    Ended,
+    Place,
+    command,
+    copy_of,
+    make_place,
+    run_once,
+)
 
 REPORT_PAGE = Path(__file__).parents[2] / "docs" / "report.md"
 LONG = "a long answer of many words " * 20
@@ -34,17 +41,12 @@ def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
     """A job that has run once. Tests that change it take a copy, those that run it again run one of their own."""
-    place = make_place(tmp_path_factory.mktemp("finished") / "job", model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
-        assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
-    return place
+    return run_once(make_place(tmp_path_factory.mktemp("finished") / "job", model))
 
 
 @pytest.fixture
 def copy(finished: Place, tmp_path: Path) -> Place:
-    shutil.copytree(finished.folder, tmp_path / "copy", symlinks=True)
-    return Place(tmp_path / "copy", finished.shared_model)
+    return copy_of(finished, tmp_path / "copy")
 
 
 def answer(sql: str) -> duckdb.DuckDBPyRelation:

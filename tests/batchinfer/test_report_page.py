@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from batchinfer import cli, pipeline
 from tests.batchinfer.report.parsed_page import ParsedPage
 from tests.batchinfer.report.reported_runs import write_tables
-from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, ROWS, Command, Place, command, make_place
+from tests.batchinfer.wrong_jobs import (
+    FAKE,
+    NO_ENGINE,
+    ROWS,
+    Command,
+    Place,
+    command,
+    copy_of,
+    make_place,
+    run_once,
+)
 
 
 @pytest.fixture
@@ -27,16 +35,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
     place = make_place(tmp_path_factory.mktemp("finished") / "job", model)
     place.rows(*ROWS, b"{no json", b"[]", {"id": "</script><b>", "text": "tell"})
     place.job("on_error: {max_error_rate: 1}", sampling="sampling: {max_tokens: 8}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
-        assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
-    return place
+    return run_once(place)
 
 
 @pytest.fixture
 def copy(finished: Place, tmp_path: Path) -> Place:
-    shutil.copytree(finished.folder, tmp_path / "copy", symlinks=True)
-    return Place(tmp_path / "copy", finished.shared_model)
+    return copy_of(finished, tmp_path / "copy")
 
 
 def report_of(place: Place) -> Path:

@@ -146,6 +146,20 @@ def children(pid: int) -> Iterator[int]:
             yield from children(int(child))
 
 
+def run_once(place: Place) -> Place:
+    """The job has run, on the fake engine; for fixtures that many tests read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
+        assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
+    return place
+
+
+def copy_of(place: Place, folder: Path) -> Place:
+    """A place like it, that a test may change."""
+    shutil.copytree(place.folder, folder, symlinks=True)
+    return Place(folder, place.shared_model)
+
+
 def alive(pids: Sequence[int]) -> list[int]:
     """Those of the processes that still run (a zombie does not)."""
     return [pid for pid in pids if _state(pid) not in ("Z", "X", "")]

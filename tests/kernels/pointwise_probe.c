@@ -1,16 +1,6 @@
 /* What moves data and computes little, with a move of the same bytes beside it; for pointwise_speed.py. */
-#include "operators.h"
+#include "bfloat16.h"
 
-#define REAL bf16
-#define PAIR 2
-#define LOAD bf16_load
-#define STORE bf16_store
-#define LOADV load_bf16
-#define STOREV store_bf16
-#define ROUNDV round_bf16
-#define DOT dot_bf16
-#define EXP2 exp2_coarse
-#define NAME(base) base##_bf16
 #include "pointwise.h"
 #include "linear.h"
 #include "quantized_linear.h"

@@ -3,7 +3,8 @@ streams: in turns, the best of many rounds of each, with the call and the start 
 
     python -m tests.kernels.pointwise_speed [--against FOLDER] [--threads N]
 
-`--against` times the C operators of another folder in turns with these. bfloat16; microseconds a call.
+`--against` times the C operators of another folder, which has to have bfloat16.h, in turns with these. bfloat16;
+microseconds a call.
 """
 
 from __future__ import annotations
