@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from batchinfer.resolve import Setting
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from batchinfer_kernels.cpu.compilers import NoCompiler
 
@@ -56,11 +57,11 @@ class OperatorsBuild:
 
 @contextmanager
 def operators_built(
-    device: str, notice: Callable[[str], None], ours: bool = True
+    setting: Setting, notice: Callable[[str], None], ours: bool = True
 ) -> Iterator[OperatorsBuild]:
     """Compiles in the background where the device is a CPU whose operators are not there. What is not done when this is
     left is ended: nobody needs it. `ours`: whether the engine is one that has operators."""
-    build = _build_for(device) if ours else None
+    build = _build_for(setting.device, setting.kv_cache == "int8") if ours else None
     try:
         yield OperatorsBuild(build, notice)
     finally:
@@ -68,10 +69,10 @@ def operators_built(
             build.stop()
 
 
-def build_operators(device: str, notice: Callable[[str], None]) -> None:
+def build_operators(device: str, notice: Callable[[str], None], codes: bool = False) -> None:
     """Compile what `device` lacks before anything else is done, and say so. The compiler's processes would look like
     those of other users to what measures this machine. Without a compiler nothing is said: the operators' user does."""
-    build = _build_for(device)
+    build = _build_for(device, codes)
     if build is None:
         return
     told = OperatorsBuild(build, notice, COMPILING_FIRST)
@@ -83,8 +84,8 @@ def build_operators(device: str, notice: Callable[[str], None]) -> None:
         build.stop()
 
 
-def _build_for(device: str) -> BackgroundBuild | None:
+def _build_for(device: str, codes: bool) -> BackgroundBuild | None:
     try:
-        return BackgroundBuild.needed() if device == "cpu" else None
+        return BackgroundBuild.needed(codes=codes) if device == "cpu" else None
     except NoCompiler:
         return None  # the engine says what that means: it may do without, or not

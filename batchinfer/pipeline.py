@@ -102,7 +102,7 @@ def run_job(
     state = state_of(job)
     setup = check_setup(job, state, options.replace)
     openai = openai_file(job, options, state, whole)
-    with state.lock(), operators_built(setup.setting.device, notice, options.engine == ENGINE) as operators:
+    with state.lock(), operators_built(setup.setting, notice, options.engine == ENGINE) as operators:
         run = _Run(job, options, setup, state, openai, progress, interrupts, notice, watch, operators)
         with writing(run.report.folder, state.report_lock), run.reported(), interrupts.retold():
             return run.outcome()

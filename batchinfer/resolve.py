@@ -239,9 +239,9 @@ def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:
 
 def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
     """A CPU that the job names was refused with the job file; here it is one that `auto` has found."""
-    if device == "cpu" and job.model.kv_cache_dtype != "auto":
-        text = "only a GPU's operators read and write it, and device: auto means the CPU here; leave it out"
-        yield Mistake("model.kv_cache_dtype", f"{job.model.kv_cache_dtype}: {text}")
+    if device == "cpu" and job.model.kv_cache_dtype == "fp8":
+        text = "only a GPU's operators read and write it, and device: auto means the CPU here; take int8"
+        yield Mistake("model.kv_cache_dtype", f"fp8: {text}")
     asked = job.model.quantization
     fp8 = device == "cpu" and asked in ("fp8", "stored")
     if fp8:
@@ -249,6 +249,8 @@ def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
         yield Mistake("model.quantization", f"{asked}: {text}")
     if device == "cpu" and dtype == "float16":
         text = "not available in float16 on a CPU, which device: auto means here; take dtype: bfloat16 or float32"
+        if job.model.kv_cache_dtype == "int8":
+            yield Mistake("model.kv_cache_dtype", f"int8 is {text}, or leave it out")
         if asked not in ("auto", "none") and not fp8:
             yield Mistake("model.quantization", f"{job.model.quantization} is {text}, or leave it out")
         if job.engine.deterministic:

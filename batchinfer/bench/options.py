@@ -10,11 +10,12 @@ from batchinfer.bench.workloads import WORKLOADS
 from batchinfer.errors import UsageError
 from batchinfer.hub import NoModel, locate_model
 from batchinfer.models.shapes import SHAPES
-from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer_kernels.arithmetic import CacheDtype, Dtype, Quantization
 
 DEFAULT_WORKLOADS = ("shared-prefix", "mixed", "decode")
 DEFAULT_MODEL = "llama-135m"
 DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", *get_args(CacheDtype))
 PEERS = ("transformers",)
 _QUANTIZATIONS = tuple(
     name for name in get_args(Quantization) if name != "stored"
@@ -29,6 +30,7 @@ class BenchOptions:
     model: str = DEFAULT_MODEL  # a named shape, a checkpoint folder, or a name in the Hugging Face cache
     dtype: str = "auto"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     deterministic: bool = False
     device: str = "auto"
     threads: int | None = None
@@ -56,6 +58,7 @@ class BenchOptions:
             *(("WORKLOAD", name, tuple(WORKLOADS)) for name in self.workloads),
             ("--dtype", self.dtype, ("auto", *get_args(Dtype))),
             ("--quantization", self.quantization, _QUANTIZATIONS),
+            ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--device", self.device, DEVICES),
             ("--against", self.against, (None, *PEERS)),
         ]

@@ -123,6 +123,7 @@ class BenchReport:
             "model": self.options.model,
             "dummy_weights": self.options.is_shape,
             "repeat": self.options.repeat,
+            "kv_cache_dtype": self.options.kv_cache_dtype,
             **asdict(self.info),
             "peaks": asdict(self.peaks),
             "results": [
@@ -143,6 +144,8 @@ class BenchReport:
         info, peaks = self.info, self.peaks
         weights = "dummy weights" if self.options.is_shape else "its weights"
         quantised = f", {info.quantization} weights" if info.quantization != "none" else ""
+        kept = self.options.kv_cache_dtype
+        quantised += f", {kept} KV cache" if kept != "auto" else ""
         certain = ", deterministic" if info.deterministic else ""
         integer = f", {_giga(peaks.coded_ops_per_s)}OP/s in int8" if peaks.coded_ops_per_s else ""
         return "\n".join(

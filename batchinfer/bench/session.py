@@ -24,6 +24,7 @@ from batchinfer.engine.build import LoadedModel, load_model
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.engine.sources import ModelSource, Source, checkpoint_source
+from batchinfer.errors import UsageError
 from batchinfer.models.dummy import DummyWeights, write_checkpoint
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.parameters import parameter_count
@@ -32,7 +33,7 @@ from batchinfer.operators_build import build_operators
 from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
 from batchinfer.report.hardware import has_fast_bf16
 from batchinfer.resolve import auto_dtype, runs_in_tiles
-from batchinfer_kernels.arithmetic import Device, Dtype, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
 Notice = Callable[[str], None]
@@ -49,7 +50,7 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     options.check()
     workloads = [workload_of(options, name) for name in options.workloads]
     config = _engine_config(options, longest=max(workload.longest for workload in workloads))
-    build_operators(config.device, notice)
+    build_operators(config.device, notice, config.kv_cache == "int8")
     torch.set_num_threads(options.threads or usable_cpus())  # before the peaks are measured
     measure = measure or _measure_of(options)
     before = _measured(config, measure, notice)
@@ -109,6 +110,7 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
         quantization=quantization,
         deterministic=options.deterministic,
         tiles=runs_in_tiles(device),
+        kv_cache=_kv_cache(options),
     )
 
 
@@ -120,10 +122,17 @@ def _dtype(options: BenchOptions, device: Device) -> Dtype:
     return auto_dtype(device, stored, has_fast_bf16())
 
 
+def _kv_cache(options: BenchOptions) -> KvCacheDtype:
+    return cast(KvCacheDtype, options.kv_cache_dtype)
+
+
 def _source(options: BenchOptions) -> Source:
     if not options.is_shape:
-        return checkpoint_source(options.folder)
-    spec = shape_config(options.model)
+        refused = open_checkpoint(options.folder).refusals(False, False, options.kv_cache_dtype != "auto")
+        if refused:
+            raise UsageError(f"--kv-cache-dtype is {options.kv_cache_dtype!r}, and {refused[0][1]}")
+        return checkpoint_source(options.folder, _kv_cache(options))
+    spec = shape_config(options.model).caching(_kv_cache(options))
     return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
 
 

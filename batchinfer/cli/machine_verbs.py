@@ -49,6 +49,9 @@ def doctor(
         say(f"{painted(f'{fact.name:<{width}}', 'quiet')}  {printable(fact.value)}")
 
 
+KvCacheOption = Annotated[str, typer.Option(help="What the KV cache keeps: auto, int8 or fp8 (GPUs only).")]
+
+
 def bench(
     workloads: Annotated[
         list[str] | None,
@@ -69,6 +72,7 @@ def bench(
     quantization: Annotated[
         str, typer.Option(help="Of the linear layers' weights: none, int8 or fp8.")
     ] = "none",
+    kv_cache_dtype: KvCacheOption = "auto",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With numbers that depend on nothing but the row.")
     ] = False,
@@ -101,7 +105,7 @@ def bench(
     """Measure how near to this machine's limit the engine comes. The last line of stdout is JSON."""
     names = tuple(workloads or DEFAULT_WORKLOADS)
     options = BenchOptions(
-        names, model, dtype, quantization, deterministic, device, threads,
+        names, model, dtype, quantization, kv_cache_dtype, deterministic, device, threads,
         max_num_seqs, max_num_batched_tokens, rows, max_tokens, tuple(schemas or ()), repeat, against, export,
     )  # fmt: skip
     text, facts = verbs.bench(options, lambda line: tell(printable(line)))

@@ -138,12 +138,15 @@ class ModelSource:
         attention, chosen = self.spec.attention, arithmetic
         place = (chosen.device, chosen.dtype, attention.group, attention.head_dim)
         how = (chosen.quantization, chosen.deterministic, attention.kv_heads, chosen.tiles)
-        ops = choose_ops(*place, *how, attention.cache.latent)
-        for cache in self.spec.caches:
-            if cache is not None and not ops.holds(cache):
+        caches = [cache for cache in self.spec.caches if cache is not None]
+        codes = any(cache.dtype == "int8" for cache in caches)
+        ops = choose_ops(*place, *how, attention.cache.latent, codes)
+        for cache in caches:
+            if not ops.holds(cache):
                 raise Unavailable(
                     f"the KV cache is to keep {cache.dtype}, which {ops.name} operators do not; use engine.device: "
-                    "cuda with Triton (docs/gpu.md), or leave out model.kv_cache_dtype"
+                    "cuda with Triton (docs/gpu.md), on a CPU int8 with a C compiler, or leave out "
+                    "model.kv_cache_dtype"
                 )
         return ops
 

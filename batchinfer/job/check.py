@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import SandboxedEnvironment
@@ -22,7 +22,6 @@ from batchinfer.hub import NoModel, locate_model
 from batchinfer.job.file import JobFile, absolute
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
 from batchinfer.request import CONSTRAINTS
-from batchinfer_kernels.arithmetic import CacheDtype
 
 RESULT_COLUMNS = (
     "row_id",
@@ -233,10 +232,9 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
     """What the CPU's operators lack. With device: auto, `resolve` refuses it where that is a CPU."""
     if engine.get("device") != "cpu":
         return
-    codes = model.get("kv_cache_dtype")
-    if codes in get_args(CacheDtype):
-        message = f"is {codes}, which only a GPU's operators read and write"
-        yield Finding(("model", "kv_cache_dtype"), message, "take it out, or take device: cuda")
+    if model.get("kv_cache_dtype") == "fp8":
+        message = "is fp8, which only a GPU's operators read and write"
+        yield Finding(("model", "kv_cache_dtype"), message, "take int8, or take device: cuda")
     if (codes := model.get("quantization")) in ("fp8", "stored"):
         message = f"is {codes}, and only a GPU's operators multiply fp8"
         yield Finding(("model", "quantization"), message, "take int8, or take device: cuda")
@@ -245,6 +243,8 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
     message, hint = "not available in float16 on a CPU", "take it out, or take dtype: bfloat16 or float32"
     if model.get("quantization") == "int8":
         yield Finding(("model", "quantization"), f"is int8, which is {message}", hint)
+    if model.get("kv_cache_dtype") == "int8":
+        yield Finding(("model", "kv_cache_dtype"), f"is int8, which is {message}", hint)
     if engine.get("deterministic") is True:
         yield Finding(("engine", "deterministic"), f"is true, which is {message}", hint)
 

@@ -47,15 +47,17 @@ def choose_ops(
     kv_heads: int = 1,
     tiles: bool = False,
     latent: bool = False,
+    codes: bool = False,
 ) -> Ops:
     """Compiled operators on a CPU that has a compiler, Triton's on a GPU, for the dtypes and sizes that they cover;
     else torch's.
 
     `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `tiles`: whether
     the bits that are promised are those of a CPU's matrix tiles, which are else used wherever they are granted;
-    `latent`: whether the cache keeps latents, of which `head_dim` is the size. Falling back to torch's operators is
-    logged, and `ops` in the report says it. Raises Unavailable where torch's would have to do, and cannot: they neither
-    quantise nor promise row-invariance.
+    `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`: whether a CPU's operators
+    are to have those for a cache of int8 codes. Falling back to torch's operators is logged, and `ops` in the report
+    says it. Raises Unavailable where torch's would have to do, and cannot: they neither quantise nor promise
+    row-invariance.
     """
     wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
     wanted += ["engine.deterministic: true"] if deterministic else []
@@ -64,7 +66,11 @@ def choose_ops(
         needed, found = (
             "compiled CPU operators",
             _compiled(
-                *sizes, quantization, latent, tiles if deterministic and dtype == torch.bfloat16 else None
+                *sizes,
+                quantization,
+                latent,
+                tiles if deterministic and dtype == torch.bfloat16 else None,
+                codes,
             ),
         )
     else:
@@ -85,6 +91,7 @@ def _compiled(
     quantization: Quantization,
     latent: bool,
     tiles: bool | None,
+    codes: bool,
 ) -> Ops | Lacking:
     """`tiles`: whether it has to be in matrix tiles; None: wherever they are granted."""
     if quantization in ("fp8", "stored"):
@@ -97,7 +104,7 @@ def _compiled(
             f"the job's bits are those of matrix tiles; {grant.refusal or 'this CPU has none'}", _OTHER_KIND
         )
     try:
-        compiled = CompiledOperators(tiles="none" if tiles is False else None)
+        compiled = CompiledOperators(tiles="none" if tiles is False else None, codes=codes)
     except NoCompiler as error:
         return Lacking(str(error), "install one (apt install gcc)")
     if tiles and not compiled.has_tiles:

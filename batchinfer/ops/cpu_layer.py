@@ -113,7 +113,8 @@ class CompiledLayer(DecoderLayer):
             room = plan.room = self._room(x, inputs, cache, plan, plan.left(x, residual))
             if residual is not None and residual is not room.residual:
                 room.residual.copy_(residual)
-        self._compiled.decoder_layer(self._layer, room, cache.k, cache.v, residual is None)
+        kept = (cache.k, cache.v, residual is None, cache.scales)
+        self._compiled.decoder_layer(self._layer, room, *kept)
         return room.x, room.residual
 
     def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:

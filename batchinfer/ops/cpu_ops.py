@@ -30,6 +30,7 @@ from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.quantized_linear import quantize_weight
 
 # Heads that read a tile of latents together: with them it is worth its way from the L2 cache
@@ -102,6 +103,11 @@ class CpuOps(TorchOps):
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
         return CompiledLayer(self._compiled, spec, parts) if CompiledLayer.covers(spec, parts) else None
 
+    def holds(self, cache: CacheSpec) -> bool:
+        """int8 codes of K and V where the compiled operators were asked for them; no fp8, and none of latents."""
+        codes = cache.dtype == "int8" and not cache.latent and self._compiled.keeps_codes
+        return cache.dtype is None or codes
+
     def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
         if cache.latent:
             return super().cache_shape(cache, block_size)
@@ -118,8 +124,12 @@ class CpuOps(TorchOps):
         if not self.holds(cache):
             raise ValueError(f"{self.name} operators keep no {cache.dtype}")
         shape = (blocks, *self.cache_shape(cache, block_size))
-        made = [zeros_in_huge_pages(shape, dtype) for _ in range(cache.tensors)]
-        return LayerCache(made[0], made[-1], block_size)
+        kept = dtype if cache.dtype is None else CODES[cache.dtype]
+        made = [zeros_in_huge_pages(shape, kept) for _ in range(cache.tensors)]
+        if cache.dtype is None:
+            return LayerCache(made[0], made[-1], block_size)
+        scales = [zeros_in_huge_pages(shape[:3], torch.float32) for _ in made]
+        return LayerCache(made[0], made[-1], block_size, k_scale=scales[0], v_scale=scales[-1])
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
@@ -141,7 +151,9 @@ class CpuOps(TorchOps):
     ) -> Tensor:
         places = (rope.cos, rope.sin, inputs.positions, cache.k, cache.v, cache.block_size, inputs.slots)
         norms, pairs = (q_norm, k_norm, eps), rope.interleaved
-        return self._compiled.rope_store(q, k, v, *places, *norms, offset=offset, interleaved=pairs)
+        return self._compiled.rope_store(
+            q, k, v, *places, *norms, offset=offset, interleaved=pairs, scales=cache.scales
+        )
 
     def rope(
         self,
@@ -159,7 +171,7 @@ class CpuOps(TorchOps):
         if self._latent:
             super().copy_parts(cache, parts)
         else:
-            self._compiled.copy_parts(cache.k, cache.v, parts)
+            self._compiled.copy_parts(cache.k, cache.v, parts, cache.scales, self._dtype)
 
     def plan_attention(
         self,
@@ -196,7 +208,8 @@ class CpuOps(TorchOps):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         tables = plan.inputs.block_tables
         places = (cache.k, cache.v, cache.block_size, tables, plan.items)
-        return placed(self._compiled.paged_attention(q, *places, scale, window, soft_cap, sinks), out)
+        rules = (scale, window, soft_cap, sinks)
+        return placed(self._compiled.paged_attention(q, *places, *rules, scales=cache.scales), out)
 
     def pack_heads(self, weight: Tensor) -> HeadsLinear:
         packed = pack(self._compiled, ExpertWeights(weight), "plain", self._quantization)

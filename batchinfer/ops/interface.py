@@ -41,11 +41,17 @@ class LayerCache:
     v_scale: Tensor | None = None
 
     @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of codes."""
+        return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
+
+    @property
     def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All that a copied token consists of, K and V, as caches of four dimensions."""
         yield self.k, self.v
-        if self.k_scale is not None and self.v_scale is not None:
-            yield self.k_scale[..., None], self.v_scale[..., None]
+        if self.scales is not None:
+            k_scale, v_scale = self.scales
+            yield k_scale[..., None], v_scale[..., None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,16 @@
  * does not depend on the query. Tiles are taken in order, each row keeping its maximum, mass and weighted sum (Milakov and
  * Gimelshein, 2018); so it makes no difference to a row's bits which rows it is computed with, nor whether its tiles were
  * taken in one go or level after level of a tree of shared prefixes with the state kept in between.
+ *
+ * A cache of codes (CODED) has a byte where the other has a value. Tile after tile is widened as widen.h says.
  */
 
 #define ATTENTION_TILES (TILES && PAIR == 2)
+#ifdef CODED
+#define CODES 1
+#else
+#define CODES 0
+#endif
 
 typedef struct {
     const Item *item;
@@ -31,7 +38,15 @@ typedef struct {
     const vi *k[COLUMNS], *v[COLUMNS];
     vi position[COLUMNS];
     int64_t needed[COLUMNS], end;
+    const float *k_scale[COLUMNS], *v_scale[COLUMNS]; /* of codes */
 } NAME(Tile);
+
+#if CODES
+#include "widen.h"
+#endif
+
+/* From a word of a tile's K to the next. */
+INLINE int64_t NAME(key_stride)(const NAME(Attention) *s) { return CODES ? COLUMNS : s->block_pad / LANES; }
 
 /* A way along a block table, unit by unit. */
 typedef struct {
@@ -65,16 +80,21 @@ INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t 
          * V may be no number, and 0 x NaN is NaN. So no V is needed, and any K that is readable will do. */
         int passed = first > last, before = first + (places < LANES ? places : LANES) <= least;
         if (passed || before) {
-            found->k[c] = c ? found->k[0] : (const vi *)s->k_cache;
-            found->v[c] = c ? found->v[0] : (const vi *)s->v_cache;
+            found->k[c] = c ? found->k[0] : (const vi *)s->cache.k;
+            found->v[c] = c ? found->v[0] : (const vi *)s->cache.v;
+            if (CODES) found->k_scale[c] = s->cache.k_scale, found->v_scale[c] = s->cache.v_scale;
             found->position[c] = splat_word(PASSED), found->needed[c] = 0;
             found->end = PASSED;
             if (before) NAME(next_unit)(s, walk);
             continue;
         }
-        int64_t at = (walk->table[walk->block] * s->kv_heads + walk->head) * s->block_pad * s->dim_pad;
-        found->k[c] = (const vi *)((const int32_t *)(s->k_cache + at) + walk->inside);
-        found->v[c] = (const vi *)(s->v_cache + at + walk->inside * s->dim_pad);
+        int64_t token = (walk->table[walk->block] * s->kv_heads + walk->head) * s->block_pad, at = token * s->dim_pad;
+        found->k[c] = (const vi *)((const KEPT *)s->cache.k + at + walk->inside * PAIR);
+        found->v[c] = (const vi *)((const KEPT *)s->cache.v + at + walk->inside * s->dim_pad);
+        if (CODES) {
+            found->k_scale[c] = s->cache.k_scale + token + walk->inside;
+            found->v_scale[c] = s->cache.v_scale + token + walk->inside;
+        }
         vi outside = lane >= (int32_t)places;
         found->position[c] = (outside & PASSED) | (~outside & (lane + (int32_t)first));
         places = places < LANES ? places : LANES;
@@ -92,7 +112,7 @@ INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t 
  * They are fetched in the order of their addresses, and into the L2 cache, which can have more misses open than the L1. */
 INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const REAL *const *q,
                         vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
-    int64_t stride = s->block_pad / LANES, run = (dim / PAIR + COLUMNS - 1) / COLUMNS;
+    int64_t stride = NAME(key_stride)(s), run = (dim / PAIR + COLUMNS - 1) / COLUMNS;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) scores[r][c] = splat(0.0f);
     for (int64_t w = 0; w < dim / PAIR; w++) {
@@ -113,11 +133,18 @@ static __attribute__((noinline)) void NAME(cap_scores)(const NAME(Attention) *s,
     for (int c = 0; c < COLUMNS; c++) scores[c] = s->cap * tanh_vector(scores[c] * s->within);
 }
 
+/* What weights of a unit multiply its V with. */
+INLINE vf NAME(scaled)(const NAME(Tile) *tile, vf weights, int c) {
+    if (CODES) weights *= load_f32(tile->v_scale[c]);
+    return weights;
+}
+
 /* Scores become probabilities relative to a maximum of the row's; in return what the row's sum has to be scaled by.
  * The maximum is raised only where a score exceeds it by SLACK: weights of up to 2^SLACK are as exact, and most tiles
  * leave the sums as they are (Zadouri et al., FlashAttention-4, 2026). */
 INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
                          float *mass, REAL *p) {
+    for (int c = 0; CODES && c < COLUMNS; c++) scores[c] *= load_f32(tile->k_scale[c]);
     if (s->cap > 0) NAME(cap_scores)(s, scores);
     if (s->window > 0 || tile->end > position)
         for (int c = 0; c < COLUMNS; c++) {
@@ -138,7 +165,7 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
     if (top == -INFINITY) { /* nothing is seen so far, behind a window or after the query, or nothing but NaN */
         for (int c = 0; c < COLUMNS; c++) {
             vf e = pick(scores[c] != scores[c], scores[c], splat(0.0f));
-            STOREV(p + c * LANES, e);
+            STOREV(p + c * LANES, NAME(scaled)(tile, e, c));
             added += e;
         }
         store_f32(mass, added);
@@ -146,7 +173,7 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
     }
     for (int c = 0; c < COLUMNS; c++) {
         vf e = EXP2(fused(scores[c], splat(scale), splat(-top * scale)));
-        STOREV(p + c * LANES, e);
+        STOREV(p + c * LANES, NAME(scaled)(tile, e, c));
         added += e;
     }
     store_f32(mass, added);
@@ -273,6 +300,9 @@ INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int3
 INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
     NAME(Work) work;
     NAME(Tile) tile, ahead;
+#if CODES
+    NAME(Widened) widened;
+#endif
     const Item *item = job->item;
     int64_t rows = item->rows * (s->q_heads / s->kv_heads);
     NAME(take_up)(s, item, job->head, &work);
@@ -300,12 +330,15 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
             walk = NAME(walk_from)(s, next, NAME(first_tile)(s, next->item, seen));
             NAME(next_tile)(s, &walk, seen, position, &ahead);
         }
+#if CODES
+        NAME(widen_tile)(s, &tile, &ahead, dim, &widened);
+#endif
 #if ATTENTION_TILES
         NAME(attend_tiles)(s, &tile, &ahead, &work, &room, rows, dim);
 #else
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n) \
-    case n: NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, n, 1); break;
+    case n: NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, n, !CODES); break;
             if (first && rows - first >= ROWS)
                 NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, ROWS, 0);
             else /* what is left at the end fetches once more: for a loop of its own each the compiler takes 40% longer */

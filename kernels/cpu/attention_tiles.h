@@ -71,13 +71,13 @@ INLINE void NAME(copy_unit)(const vi *from, const vi *ahead, int64_t needed, int
 ONCE void NAME(copy_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Room) *room) {
     int64_t stride = s->dim_pad / LANES;
     for (int c = 0; c < COLUMNS; c++)
-        NAME(copy_unit)(tile->v[c], ahead->v[c], tile->needed[c], ahead->needed[c],
+        NAME(copy_unit)(tile->v[c], ahead->v[c], tile->needed[c], CODES ? 0 : ahead->needed[c],
                         (vi *)room->v + c * (LANES / PAIR) * stride, stride);
 }
 
 /* What is left of the keys behind the whole steps. */
 INLINE void NAME(copy_key_ends)(const NAME(Attention) *s, const NAME(Tile) *tile, int64_t dim, NAME(Room) *room) {
-    int64_t from = dim / PAIR / STEP_WORDS * STEP_WORDS, stride = s->block_pad / LANES;
+    int64_t from = dim / PAIR / STEP_WORDS * STEP_WORDS, stride = NAME(key_stride)(s);
     for (int64_t w = from; w < dim / PAIR; w++)
         for (int c = 0; c < COLUMNS; c++) ((vi *)room->k_end[w - from])[c] = tile->k[c][w * stride];
 }
@@ -99,7 +99,7 @@ INLINE void NAME(score_step)(const REAL *q, int64_t width, const void *const *ke
 /* Scores of a tile of rows with a tile of keys. With `fetch` (a constant) the keys ahead are fetched. */
 INLINE void NAME(score_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const REAL *q,
                              int64_t dim, NAME(Room) *room, const int fetch) {
-    int64_t words = dim / PAIR, stride = s->block_pad / LANES, w = 0;
+    int64_t words = dim / PAIR, stride = NAME(key_stride)(s), w = 0;
     const void *keys[COLUMNS];
     tile_zero(0);
     tile_zero(1);
@@ -113,7 +113,7 @@ INLINE void NAME(score_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, c
             for (int i = 0; fetch && i < STEP_WORDS; i++)
                 __builtin_prefetch(ahead->k[c] + (w + i) * stride, 0, TO_L2);
         }
-        NAME(score_step)(q + w * PAIR, room->width, keys, s->block_pad * 4);
+        NAME(score_step)(q + w * PAIR, room->width, keys, stride * LANES * 4);
     }
     if (w < words) {
         for (int c = 0; c < COLUMNS; c++) keys[c] = room->k_end[0] + c * LANES;
@@ -154,7 +154,7 @@ INLINE void NAME(attend_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, 
     if (first)
         NAME(score_tile)(s, tile, ahead, q, dim, room, 0);
     else
-        NAME(score_tile)(s, tile, ahead, q, dim, room, 1);
+        NAME(score_tile)(s, tile, ahead, q, dim, room, !CODES);
     for (int64_t r = 0; r < count; r++) {
         int64_t at = first + r;
         float shrink = NAME(weigh)(s, (vf *)room->scores[r], tile, work->position[at], work->most + at,

@@ -1,7 +1,8 @@
 /* What attention is called with, by the unit that has it and by the others; included once a dtype. */
 
 typedef struct {
-    const REAL *q, *k_cache, *v_cache; /* q, out: (tokens, q_heads, dim) */
+    const REAL *q; /* q, out: (tokens, q_heads, dim) */
+    Cache cache;
     const Plan *plan;
     float *state; /* (tokens, q_heads, dim_pad + LANES + 1); read and written where an item neither starts nor ends its rows */
     REAL *out;

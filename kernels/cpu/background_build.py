@@ -6,15 +6,16 @@ import threading
 import time
 from pathlib import Path
 
-from batchinfer_kernels.cpu.build import build_library, is_built, library_path
+from batchinfer_kernels.cpu.build import CODES, SOURCES, Sources, build_library, is_built, library_path
 from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
 
 
 class BackgroundBuild:
     """A thread that compiles the operators. Whoever loads them meanwhile, in whichever process, waits for it."""
 
-    def __init__(self, cache: Path | None = None) -> None:
-        self._cache, self._compilers = cache, Compilers()
+    def __init__(self, cache: Path | None = None, codes: bool = False) -> None:
+        """codes: with the operators for a cache of codes."""
+        self._cache, self._compilers, self._libraries = cache, Compilers(), _libraries(codes)
         self.began = time.monotonic()
         self.ended: float | None = None  # when the library was there, on the clock of `began`
         self.error: NoCompiler | None = None  # why it will not be there
@@ -22,9 +23,10 @@ class BackgroundBuild:
         self._thread.start()
 
     @classmethod
-    def needed(cls, cache: Path | None = None) -> BackgroundBuild | None:
-        """None where the library is there. Raises NoCompiler."""
-        return None if is_built(library_path(cache)) else cls(cache)
+    def needed(cls, cache: Path | None = None, codes: bool = False) -> BackgroundBuild | None:
+        """None where all is there. Raises NoCompiler."""
+        paths = [library_path(cache, sources=sources) for sources in _libraries(codes)]
+        return None if all(map(is_built, paths)) else cls(cache, codes)
 
     def wait(self) -> None:
         """Until the library is there, or `error` says why it will not be."""
@@ -37,7 +39,12 @@ class BackgroundBuild:
 
     def _build(self) -> None:
         try:
-            build_library(self._cache, self._compilers)
+            for sources in self._libraries:
+                build_library(self._cache, self._compilers, sources=sources)
             self.ended = time.monotonic()
         except NoCompiler as error:
             self.error = error
+
+
+def _libraries(codes: bool) -> tuple[Sources, ...]:
+    return (SOURCES, CODES) if codes else (SOURCES,)

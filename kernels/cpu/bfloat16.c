@@ -8,4 +8,5 @@
 #include "experts.h"
 #include "attention_types.h"
 #include "latent.h"
+#include "teams.h"
 #include "layer.h"

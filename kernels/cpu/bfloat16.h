@@ -11,3 +11,8 @@
 #define DOT dot_bf16
 #define EXP2 exp2_coarse
 #define NAME(base) base##_bf16
+#ifdef CODED /* what a cache keeps */
+#define KEPT int8_t
+#else
+#define KEPT REAL
+#endif

@@ -22,11 +22,13 @@ from batchinfer_kernels.cpu.compilers import TIMEOUT_S, Compilers, NoCompiler
 from batchinfer_kernels.tiles import OPTIONS, TileWay, tile_grant
 
 FOLDER = Path(__file__).parent
+Sources = tuple[Path, ...]
 # The longest first, so that none is left to run alone at the end.
 SOURCES = tuple(
     FOLDER / name
     for name in ("attention_float32.c", "attention_bfloat16.c", "float32.c", "bfloat16.c", "shared.c")
 )
+CODES = tuple(FOLDER / name for name in ("codes_bfloat16.c", "codes_float32.c"))  # for a cache of codes
 # Not -ffast-math: it would assume that no NaN exists, which is how broken weights show, older compilers would make the
 # whole process flush denormals, and sums in another order for other numbers of rows would make a row's bits depend on
 # its neighbours. No contraction but where the code says so (`fused` in vector.h), for the same reason.
@@ -46,13 +48,15 @@ FLAGS = (
 LOOK_S = 0.05  # how often to look whether another process has done building
 
 
-def load_library(cache: Path | None = None, tiles: TileWay | None = None) -> ctypes.CDLL:
+def load_library(
+    cache: Path | None = None, tiles: TileWay | None = None, sources: Sources = SOURCES
+) -> ctypes.CDLL:
     """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source. `tiles`: what
-    products are computed in; None: the CPU's matrix tiles, if the system grants them.
+    products are computed in; None: the CPU's matrix tiles, if the system grants them. `sources`: of which library.
 
     torch must have been imported: then both share one OpenMP runtime. Raises NoCompiler.
     """
-    library = build_library(cache, tiles=tiles)
+    library = build_library(cache, tiles=tiles, sources=sources)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -60,16 +64,19 @@ def load_library(cache: Path | None = None, tiles: TileWay | None = None) -> cty
 
 
 def build_library(
-    cache: Path | None = None, compilers: Compilers | None = None, tiles: TileWay | None = None
+    cache: Path | None = None,
+    compilers: Compilers | None = None,
+    tiles: TileWay | None = None,
+    sources: Sources = SOURCES,
 ) -> Path:
     """The file of the library, compiled if it is not there. Processes that build it at once wait for the first of them.
     Raises NoCompiler."""
-    library = library_path(cache, tiles)
+    library = library_path(cache, tiles, sources)
     if not is_built(library):
         compilers = compilers or Compilers()
         with _alone(library, compilers):
             if not is_built(library):
-                _compile(library, compilers, _flags(tiles))
+                _compile(library, compilers, _flags(tiles), sources)
     return library
 
 
@@ -81,9 +88,9 @@ def is_built(library: Path) -> bool:
         raise NoCompiler(f"{library} cannot be read: {error}") from error
 
 
-def library_path(cache: Path | None = None, tiles: TileWay | None = None) -> Path:
+def library_path(cache: Path | None = None, tiles: TileWay | None = None, sources: Sources = SOURCES) -> Path:
     """Where the library is kept, whether it is there or not. Raises NoCompiler."""
-    return (cache or cache_folder()) / f"ops-{_fingerprint(_compiler(), _flags(tiles))}.so"
+    return (cache or cache_folder()) / f"ops-{_fingerprint(_compiler(), _flags(tiles), sources)}.so"
 
 
 def cache_folder() -> Path:
@@ -135,12 +142,12 @@ def _locked(lock: IO[str]) -> bool:
     return True
 
 
-def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...]) -> None:
+def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...], sources: Sources) -> None:
     """Build aside, then rename: a build that was cut short is never loaded."""
     command = (_compiler(), *flags)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
-        units = [(*command, "-c", str(s), "-o", str(o)) for s, o in zip(SOURCES, objects, strict=True)]
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        units = [(*command, "-c", str(s), "-o", str(o)) for s, o in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor(_cores()) as pool:
             list(pool.map(compilers.call, units))
         built = Path(folder) / library.name
@@ -155,10 +162,10 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+def _fingerprint(compiler: str, flags: tuple[str, ...], of: Sources) -> str:
     """What the library depends on: `-march=native` makes it good for this kind of CPU alone."""
     version = Compilers().call((compiler, "--version"))
-    sources = [path.read_text() for path in (*SOURCES, *sorted(FOLDER.glob("*.h")))]
+    sources = [path.read_text() for path in (*of, *sorted(FOLDER.glob("*.h")))]
     parts = (*sources, *flags, compiler, version, platform.machine(), _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -9,38 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.copy_parts import check_copy_parts
 from batchinfer_kernels.cpu.attention_plan import CachePages, Items
-from batchinfer_kernels.cpu.build import load_library
+from batchinfer_kernels.cpu.build import CODES, load_library
+from batchinfer_kernels.cpu.cached import MAX_HEAD_DIM as MAX_HEAD_DIM
+from batchinfer_kernels.cpu.cached import SUFFIX, CachedOperators, function_of
+from batchinfer_kernels.cpu.cached import WORD_BYTES as WORD_BYTES
 from batchinfer_kernels.cpu.experts import ExpertsRoom
-from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
 from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated, padded
 from batchinfer_kernels.cpu.structures import (
     LOG2_E,
-    Attention,
     ExpertsStructure,
-    Heads,
     Latent,
-    Layer,
-    LayerStep,
-    PartsStructure,
-    RotationStructure,
     Weight,
     address,
-    scoring,
 )
 from batchinfer_kernels.experts import Choice, check_choice
 from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.mask import check_mask
-from batchinfer_kernels.paged_attention import check_attention_extras
 from batchinfer_kernels.rms_norm import check_rms_norm
-from batchinfer_kernels.rope_store import check_pairs, check_rotary
 from batchinfer_kernels.tiles import TileWay
 
-SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
-WORD_BYTES = 4
-MAX_HEAD_DIM = 256
 _GREATEST = 3
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _WEIGHT = ctypes.POINTER(Weight)
@@ -48,57 +37,43 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT] * 2,
     "gate": [_POINTER] * 2 + [_LONG] * 3,
     "activate": [_POINTER] * 2 + [_LONG] * 3,
-    "rope_store": [ctypes.POINTER(Heads)],
-    "copy_parts": [ctypes.POINTER(PartsStructure)] + [_POINTER] * 2 + [_LONG] * 3,
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 4 + [_LONG],
     "experts": [ctypes.POINTER(ExpertsStructure)],
-    "paged_attention": [ctypes.POINTER(Attention)],
     "latent_tile": [],
     "latent_room": [_LONG] * 2,
     "latent_attention": [ctypes.POINTER(Latent), _POINTER],
-    "decoder_layer": [ctypes.POINTER(Layer), ctypes.POINTER(LayerStep)] + [_POINTER] * 2 + [_LONG],
 }
 _RESULTS: dict[str, Any] = {"experts": _LONG, "latent_tile": _LONG, "latent_room": _LONG}
 
 
-class CompiledOperators:
+class CompiledOperators(CachedOperators):
     """Loads, and if need be builds, the library: for the CPU's matrix tiles if the system grants them and the compiler
-    knows them, or as `tiles` says. Raises NoCompiler."""
+    knows them, or as `tiles` says; with `codes` those for a cache of codes, too. Raises NoCompiler."""
 
-    def __init__(self, cache: Path | None = None, tiles: TileWay | None = None) -> None:
+    def __init__(self, cache: Path | None = None, tiles: TileWay | None = None, codes: bool = False) -> None:
         library = load_library(cache, tiles)
-        self.has_tiles = bool(_function(library, "has_tiles", [], _LONG)())
+        self.has_tiles = bool(function_of(library, "has_tiles", [], _LONG)())
         self._pages = HugePages()
-        self._columns = _function(library, "packed_columns", [_LONG, _LONG], _LONG)
-        self._packed_order = _function(library, "packed_order", [_LONG, _LONG, _POINTER])
-        self._pack_codes = _function(library, "pack_codes", [_POINTER] + [_LONG] * 3 + [_POINTER] * 2)
-        self._ranked_columns = _function(library, "ranked_columns", [_POINTER] * 2 + [_LONG])
-        self._cap_logits = _function(library, "cap_logits", [_POINTER, _LONG, _LONG, _FLOAT])
+        self._columns = function_of(library, "packed_columns", [_LONG, _LONG], _LONG)
+        self._packed_order = function_of(library, "packed_order", [_LONG, _LONG, _POINTER])
+        self._pack_codes = function_of(library, "pack_codes", [_POINTER] + [_LONG] * 3 + [_POINTER] * 2)
+        self._ranked_columns = function_of(library, "ranked_columns", [_POINTER] * 2 + [_LONG])
+        self._cap_logits = function_of(library, "cap_logits", [_POINTER, _LONG, _LONG, _FLOAT])
         masking = [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG]
-        self._mask_logits = _function(library, "mask_logits", masking)
+        self._mask_logits = function_of(library, "mask_logits", masking)
         choosing = [_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER]
-        self._masked_argmax = _function(library, "masked_argmax", choosing)
-        self.lanes = int(_function(library, "lanes", [], _LONG)())
-        self.tile = int(self._columns(1, 0))  # keys of an attention tile
-        self._functions = {
-            (name, dtype): _function(library, name + suffix, arguments, _RESULTS.get(name))
+        self._masked_argmax = function_of(library, "masked_argmax", choosing)
+        lanes, tile = int(function_of(library, "lanes", [], _LONG)()), int(self._columns(1, 0))
+        functions = {
+            (name, dtype): function_of(library, name + suffix, arguments, _RESULTS.get(name))
             for name, arguments in _SIGNATURES.items()
             for dtype, suffix in SUFFIX.items()
         }
-
-    def pages(self, block_size: int) -> CachePages:
-        """How a cache of this block size is laid out in units and tiles."""
-        return CachePages(block_size, self.lanes, self.tile // self.lanes)
-
-    def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-        """Of one block: (kv_heads, block size, head size), the last two rounded up to whole vectors. Raises ValueError
-        for heads of more than MAX_HEAD_DIM."""
-        if head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"a head of {head_dim} values; at most {MAX_HEAD_DIM} are compiled for")
-        return kv_heads, _up(block_size, self.lanes), _up(head_dim, self.lanes)
+        kept = load_library(cache, tiles, CODES) if codes else None
+        super().__init__(lanes, tile, library, kept, functions)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
         """weight: (outputs, inputs); gated: gate above up. Raises ValueError for what is no such weight."""
@@ -254,134 +229,6 @@ class CompiledOperators:
         self._masked_argmax(logits.data_ptr(), *places, tokens.data_ptr(), barred.data_ptr())
         return tokens, barred
 
-    def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_size: int,
-        slots: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-        *,
-        offset: float = 0.0,
-        interleaved: bool = False,
-    ) -> Tensor:
-        """See batchinfer_kernels.rope_store; cos and sin are whole tables (positions, pairs), looked up here, and the
-        caches (blocks, *cache_shape).
-
-        q, k and v may be slices of one fused tensor: heads within rows of equal stride.
-        """
-        tokens, q_heads, dim = q.shape
-        check_rotary(q, k, v, cos.shape[1], slots)
-        self._check_caches((k_cache, v_cache), k.shape[1], block_size, q)
-        if not (
-            q.stride(0) == k.stride(0) == v.stride(0)
-            and q.stride(1) == k.stride(1) == v.stride(1) == q.shape[2]
-        ):
-            raise ValueError(
-                f"q, k and v have strides {q.stride()}, {k.stride()}, {v.stride()}: wanted equal rows"
-            )
-        out = q.new_empty(q.shape)
-        arrays = (positions, slots, k_cache, v_cache, out)
-        tables = [array for array in (cos, sin, q_norm, k_norm) if array is not None]
-        self._checked("rope_store", *arrays, *tables)
-        norms = (address(q_norm), address(k_norm), eps, offset)
-        rotation = RotationStructure(address(cos), address(sin), cos.shape[1], interleaved, *norms)
-        sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
-        places = (q.stride(0), *(array.data_ptr() for array in arrays))
-        heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), *places, rotation, *sizes)
-        self._call("rope_store", q, heads)
-        return out
-
-    def rope(
-        self,
-        q: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        norm: Tensor | None = None,
-        eps: float = 1e-6,
-        *,
-        offset: float = 0.0,
-        interleaved: bool = False,
-    ) -> Tensor:
-        """q alone, as `rope_store` rotates it, whose bits these are."""
-        tokens, q_heads, dim = q.shape
-        check_pairs(q, cos.shape[1])
-        if q.stride()[1:] != (dim, 1) or dim > MAX_HEAD_DIM or positions.shape != (tokens,):
-            raise ValueError(
-                f"q is {tuple(q.shape)}, with strides {q.stride()} and {tuple(positions.shape)} positions"
-            )
-        out = q.new_empty(q.shape)
-        self._checked("rope", positions, out, *(t for t in (cos, sin, norm) if t is not None))
-        norms = (address(norm), None, eps, offset)
-        heads = Heads(
-            q=q.data_ptr(),
-            stride=q.stride(0),
-            positions=positions.data_ptr(),
-            q_out=out.data_ptr(),
-            rotation=RotationStructure(address(cos), address(sin), cos.shape[1], interleaved, *norms),
-            tokens=tokens,
-            q_heads=q_heads,
-            dim=dim,
-        )
-        self._call("rope_store", q, heads)
-        return out
-
-    def copy_parts(self, k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
-        """See batchinfer_kernels.copy_parts; the caches are (blocks, *cache_shape)."""
-        check_copy_parts(k_cache, v_cache, parts)
-        self._checked("copy_parts", parts)
-        _, kv_heads, places, width = k_cache.shape
-        if places % self.lanes or width % self.lanes:
-            raise ValueError(f"blocks of {(places, width)} are no whole vectors of {self.lanes}")
-        self._call("copy_parts", k_cache, PartsStructure.of(parts), k_cache, v_cache, kv_heads, width, places)
-
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_size: int,
-        block_tables: Tensor,
-        items: Items,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See batchinfer_kernels.paged_attention; sinks are float32. `items` were planned for these tables with
-        `pages(block_size)`, the caches are (blocks, *cache_shape)."""
-        tokens, q_heads, dim = q.shape
-        kv_heads = k_cache.shape[1]
-        self._check_caches((k_cache, v_cache), kv_heads, block_size, q)
-        if q_heads % kv_heads or block_tables.dim() != 2:
-            raise ValueError(
-                f"{q_heads} query heads, {kv_heads} KV heads, tables {tuple(block_tables.shape)}"
-            )
-        check_attention_extras(q, k_cache, sinks, None, None)
-        if sinks is not None and sinks.dtype != torch.float32:
-            raise ValueError(f"sinks are {sinks.dtype}, not float32")
-        self._checked("paged_attention", q, v_cache, block_tables, *([] if sinks is None else [sinks]))
-        out, width = torch.empty_like(q), k_cache.shape[3]
-        state = self.attention_state(items, tokens, q_heads, width)
-        plan = items.structure(block_tables, q_heads // kv_heads)
-        places = [tensor.data_ptr() for tensor in (q, k_cache, v_cache)]
-        sizes = (q_heads, kv_heads, dim, width, block_size, k_cache.shape[2])
-        rows = (ctypes.pointer(plan), address(state), out.data_ptr())
-        attention = Attention(
-            *places, *rows, *sizes, window or 0, **scoring(scale, soft_cap), sinks=address(sinks)
-        )
-        self._call("paged_attention", q, attention)
-        return out
-
     def latent_pages(self, block_size: int, dtype: torch.dtype) -> CachePages:
         """How a cache of latents of this block size is laid out in tiles."""
         return CachePages(block_size, 1, self._functions["latent_tile", dtype]())
@@ -405,62 +252,11 @@ class CompiledOperators:
         self._call("latent_attention", q, latent, torch.empty(torch.get_num_threads(), room))
         return out
 
-    def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:
-        """Where rows keep their maximum, mass and weighted sum between levels."""
-        if items.levels == 1:
-            return None
-        return torch.empty(tokens, q_heads, width + self.lanes + 1, dtype=torch.float32)
-
-    def decoder_layer(
-        self, layer: PackedLayer, room: LayerRoom, k_cache: Tensor, v_cache: Tensor, first: bool
-    ) -> None:
-        """Norm, QKV, rotation and KV write, attention, output, norm, gated and down, each as the operators above: the
-        bits are theirs. `room` holds x and residual, in and out; `first`: x is a copy of the residual."""
-        if not room.fits(layer):
-            raise ValueError(
-                f"a layer of {layer.sizes}, {layer.hidden} x {layer.inner} in a room for another"
-            )
-        for cache in (k_cache, v_cache):
-            _check_blocks(cache, room.cache_shape, room.x.dtype)
-        self._checked("decoder_layer", k_cache, v_cache)
-        run = self._functions["decoder_layer", layer.dtype]
-        run(layer.structure, room.structure, k_cache.data_ptr(), v_cache.data_ptr(), first)
-
-    def _check_caches(self, caches: tuple[Tensor, Tensor], kv_heads: int, block_size: int, q: Tensor) -> None:
-        if q.shape[2] * q.element_size() % WORD_BYTES:
-            raise ValueError(f"heads of {q.shape[2]} values of {q.dtype}: a half of a word would be lost")
-        wanted = self.cache_shape(kv_heads, block_size, q.shape[2])
-        for cache in caches:
-            _check_blocks(cache, wanted, q.dtype)
-
     def _order(self, outputs: int, kind: Kind) -> Tensor:
         gated = int(is_gated(kind))
         order = torch.empty(int(self._columns(outputs, gated)), dtype=torch.int64)
         self._packed_order(outputs, gated, order.data_ptr())
         return order
-
-    def _call(self, name: str, like: Tensor, *arguments: Tensor | ctypes.Structure | float | None) -> None:
-        self._checked(name, *(argument for argument in arguments if isinstance(argument, Tensor)))
-        function = self._functions.get((name, like.dtype))
-        if function is None:
-            raise ValueError(f"{name}: {like.dtype} is not compiled; there are {', '.join(map(str, SUFFIX))}")
-        function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
-
-    def _checked(self, name: str, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            check_readable(f"{name}: a tensor", tensor)
-
-
-def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any = None) -> Any:
-    function = library[name]
-    function.argtypes, function.restype = arguments, result
-    return function
-
-
-def _check_blocks(cache: Tensor, wanted: tuple[int, int, int], dtype: torch.dtype) -> None:
-    if cache.shape[1:] != wanted or cache.dtype != dtype:
-        blocks = f"{tuple(cache.shape[1:])} of {cache.dtype}"
-        raise ValueError(f"the cache's blocks are {blocks}, wanted {wanted} of {dtype}")
 
 
 def _check_weight(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int, int]:
@@ -484,7 +280,3 @@ def _reordered(values: Tensor | None, order: Tensor) -> Tensor | None:
     if values is None:
         return None
     return torch.cat((values, values.new_zeros(*values.shape[:-1], 1)), -1)[..., order]  # -1 takes the zero
-
-
-def _up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

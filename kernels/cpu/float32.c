@@ -8,6 +8,7 @@
 #include "experts.h"
 #include "attention_types.h"
 #include "latent.h"
+#include "teams.h"
 #include "layer.h"
 
 /* For whoever builds the structures elsewhere: their sizes, and the most that a head and an item may have. */

@@ -11,3 +11,8 @@
 #define DOT dot_f32
 #define EXP2 exp2_bounded
 #define NAME(base) base##_f32
+#ifdef CODED /* what a cache keeps */
+#define KEPT int8_t
+#else
+#define KEPT REAL
+#endif

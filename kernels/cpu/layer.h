@@ -18,6 +18,7 @@ typedef struct {
     uint8_t *codes;                         /* where weights are quantised: (tokens, most inputs padded) */
     float *row_scales;                      /* (tokens,) */
     NAME(Parts) parts;                      /* of blocks that are copied once the step's K and V are stored */
+    NAME(Teams) teams;                      /* those of the cache that the step has */
 } NAME(LayerStep);
 
 INLINE void NAME(multiply)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, REAL *y, int64_t kind) {
@@ -38,14 +39,13 @@ INLINE void NAME(norm_after)(const NAME(LayerStep) *s, const NAME(Rotation) *by,
 }
 
 /* `first`: x is a copy of the residual, which holds nothing else yet. */
-void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, REAL *k_cache, REAL *v_cache, int64_t first) {
+void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const Cache *cache, int64_t first) {
     NAME(Heads) heads = s->heads;
     NAME(Attention) attention = s->attention;
     NAME(Queue) queue = {0, 0, 1};
     heads.q = s->qkv, heads.k = heads.q + heads.q_heads * heads.dim, heads.v = heads.k + heads.kv_heads * heads.dim;
-    heads.k_cache = k_cache, heads.v_cache = v_cache, heads.rotation = l->rotation;
-    attention.k_cache = k_cache, attention.v_cache = v_cache, attention.window = l->window;
-    attention.sinks = l->sinks;
+    heads.cache = attention.cache = *cache, heads.rotation = l->rotation;
+    attention.window = l->window, attention.sinks = l->sinks;
 #pragma omp parallel
     {
         DONE(BEGUN);
@@ -53,11 +53,11 @@ void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, REAL *k
         DONE(INPUT_NORM);
         NAME(multiply)(s, s->normed, &l->qkv, s->qkv, PLAIN);
         DONE(QKV);
-        NAME(team_rope_store)(&heads);
+        s->teams.store(&heads);
         if (s->parts.count)
-            NAME(team_copy_parts)(&s->parts, k_cache, v_cache, heads.kv_heads, heads.dim_pad, heads.block_pad);
+            s->teams.copy(&s->parts, cache, heads.kv_heads, heads.dim_pad, heads.block_pad);
         DONE(ROPE_STORE);
-        NAME(team_attention)(&attention, &queue);
+        s->teams.attend(&attention, &queue);
         DONE(ATTENTION);
         NAME(multiply)(s, attention.out, &l->o, s->x, PLAIN);
         DONE(O);

@@ -8,6 +8,7 @@
 #include "panels.h"
 #include "tile_sums.h"
 #include "mmla_sums.h"
+#include "cache.h"
 #include "plan.h"
 
 #define MAX_DIM 256

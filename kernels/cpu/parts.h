@@ -6,16 +6,16 @@ typedef struct {
     int64_t count;
 } NAME(Parts);
 
-INLINE void NAME(copy_part)(const REAL *k_from, REAL *k_to, const REAL *v_from, REAL *v_to, int64_t first, int64_t end,
+INLINE void NAME(copy_part)(const KEPT *k_from, KEPT *k_to, const KEPT *v_from, KEPT *v_to, int64_t first, int64_t end,
                             int64_t dim_pad, int64_t block_pad) {
     for (int64_t w = 0; w < dim_pad / PAIR; w++) {
         int64_t at = (w * block_pad + first) * PAIR;
-        memcpy(k_to + at, k_from + at, (end - first) * 4);
+        memcpy(k_to + at, k_from + at, (end - first) * PAIR * sizeof(KEPT));
     }
     for (int64_t place = first; place < end;) {
         int64_t row = place / PAIR * dim_pad * PAIR;
         if (place % PAIR == 0 && place + PAIR <= end) {
-            memcpy(v_to + row, v_from + row, dim_pad * PAIR * sizeof(REAL));
+            memcpy(v_to + row, v_from + row, dim_pad * PAIR * sizeof(KEPT));
             place += PAIR;
         } else { /* the other token of the word is not this part's */
             row += place++ % PAIR;
@@ -24,19 +24,23 @@ INLINE void NAME(copy_part)(const REAL *k_from, REAL *k_to, const REAL *v_from, 
     }
 }
 
-TEAM void NAME(team_copy_parts)(const NAME(Parts) *parts, REAL *k_cache, REAL *v_cache, int64_t kv_heads,
-                                int64_t dim_pad, int64_t block_pad) {
+TEAM void NAME(team_copy_parts)(const NAME(Parts) *parts, const Cache *cache, int64_t kv_heads, int64_t dim_pad,
+                                int64_t block_pad) {
+    KEPT *k = cache->k, *v = cache->v;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < parts->count * kv_heads; i++) {
         const int64_t *part = parts->fields + i / kv_heads * 4;
-        int64_t from = (part[0] * kv_heads + i % kv_heads) * block_pad * dim_pad;
-        int64_t to = (part[1] * kv_heads + i % kv_heads) * block_pad * dim_pad;
-        NAME(copy_part)(k_cache + from, k_cache + to, v_cache + from, v_cache + to, part[2], part[3], dim_pad, block_pad);
+        int64_t from = (part[0] * kv_heads + i % kv_heads) * block_pad, to = (part[1] * kv_heads + i % kv_heads) * block_pad;
+        NAME(copy_part)(k + from * dim_pad, k + to * dim_pad, v + from * dim_pad, v + to * dim_pad, part[2], part[3],
+                        dim_pad, block_pad);
+        for (int64_t place = part[2]; cache->k_scale && place < part[3]; place++) {
+            cache->k_scale[to + place] = cache->k_scale[from + place];
+            cache->v_scale[to + place] = cache->v_scale[from + place];
+        }
     }
 }
 
-void NAME(copy_parts)(const NAME(Parts) *parts, REAL *k_cache, REAL *v_cache, int64_t kv_heads,
-                      int64_t dim_pad, int64_t block_pad) {
+void NAME(copy_parts)(const NAME(Parts) *parts, const Cache *cache, int64_t kv_heads, int64_t dim_pad, int64_t block_pad) {
 #pragma omp parallel
-    NAME(team_copy_parts)(parts, k_cache, v_cache, kv_heads, dim_pad, block_pad);
+    NAME(team_copy_parts)(parts, cache, kv_heads, dim_pad, block_pad);
 }

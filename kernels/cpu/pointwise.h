@@ -83,6 +83,7 @@ INLINE void NAME(norm_row)(const REAL *x, const REAL *weight, REAL *y, int64_t w
     for (; i < width; i++) y[i] = STORE(LOAD(weight[i]) * LOAD(STORE(LOAD(x[i]) * scale)));
 }
 
+#ifndef CODED /* the rest of this library is another's */
 /* As many rows as `team_rms_norm` has, one after the other. */
 INLINE void NAME(norm_rows)(const REAL *x, const REAL *residual, const REAL *weight, REAL *y, REAL *total, int64_t rows,
                             int64_t width, float eps, float offset, const int past) {
@@ -174,6 +175,7 @@ void NAME(activate)(const REAL *x, REAL *y, int64_t rows, int64_t width, int64_t
 #undef ACTIVATE
 }
 #undef FOR_EACH_KIND
+#endif
 
 /* How heads are normed and rotated. */
 typedef struct {
@@ -228,6 +230,7 @@ INLINE void NAME(rotate)(const NAME(Rotation) *by, const REAL *head, const REAL 
     if (turned < dim) memcpy(out + turned, head + turned, (dim - turned) * sizeof(REAL));
 }
 
+#ifndef CODED
 /* K and V of one token into a block of the cache. Of its words of V another thread may be writing the other halves. */
 INLINE void NAME(store_token)(const REAL *k, const REAL *v, REAL *k_block, REAL *v_block, int64_t place, int64_t dim,
                               int64_t dim_pad, int64_t block_pad) {
@@ -277,21 +280,24 @@ ONCE void NAME(store_values)(const REAL *v, int64_t stride, int64_t count, REAL 
     }
 }
 
-/* Fetches the lines that one token's K and V of one head will be written to: each word of K lies in a line of its own. */
-INLINE void NAME(fetch_token)(const REAL *k_block, const REAL *v_block, int64_t place, int64_t dim, int64_t dim_pad,
+#endif
+
+/* Fetches the lines that one token's K and V of one head will be written to: each word of K may lie in a line of its own. */
+INLINE void NAME(fetch_token)(const KEPT *k_block, const KEPT *v_block, int64_t place, int64_t dim, int64_t dim_pad,
                               int64_t block_pad) {
-    const REAL *v = v_block + place / PAIR * dim_pad * PAIR;
+    const KEPT *v = v_block + place / PAIR * dim_pad * PAIR;
     for (int64_t w = 0; w < dim / PAIR; w++) __builtin_prefetch(k_block + (w * block_pad + place) * PAIR, 0, TO_L2);
-    for (int64_t d = 0; d < dim * PAIR; d += LINE / (int64_t)sizeof(REAL)) __builtin_prefetch(v + d, 0, TO_L2);
+    for (int64_t d = 0; d < dim * PAIR; d += LINE / (int64_t)sizeof(KEPT)) __builtin_prefetch(v + d, 0, TO_L2);
 }
 
 /* Heads of a step's tokens, as their linear layer leaves them, and where they go. Without kv_heads q alone is rotated,
- * and k, v, slots and caches are NULL. */
+ * and k, v, slots and the cache are NULL. */
 typedef struct {
     const REAL *q, *k, *v; /* (tokens, heads, dim), tokens `stride` values apart */
     int64_t stride;
     const int64_t *positions, *slots; /* a slot: block * block_size + place */
-    REAL *k_cache, *v_cache, *q_out;  /* q_out: (tokens, q_heads, dim) */
+    Cache cache;
+    REAL *q_out; /* (tokens, q_heads, dim) */
     NAME(Rotation) rotation;
     int64_t tokens, q_heads, kv_heads, dim, dim_pad, block_size, block_pad;
 } NAME(Heads);
@@ -301,7 +307,7 @@ INLINE void NAME(fetch_place)(const NAME(Heads) *a, int64_t t, int64_t h) {
     if (t && a->slots[t] / LANES == a->slots[t - 1] / LANES) return;
     int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size;
     int64_t at = (block * a->kv_heads + h) * a->block_pad * a->dim_pad;
-    NAME(fetch_token)(a->k_cache + at, a->v_cache + at, place, a->dim, a->dim_pad, a->block_pad);
+    NAME(fetch_token)((const KEPT *)a->cache.k + at, (const KEPT *)a->cache.v + at, place, a->dim, a->dim_pad, a->block_pad);
 }
 
 /* How many tokens from t on, before `end`, are stored at consecutive places of one unit. */
@@ -312,25 +318,30 @@ INLINE int64_t NAME(run_from)(const NAME(Heads) *a, int64_t t, int64_t end) {
     return n;
 }
 
+#ifdef CODED
+#include "store_codes.h"
+#else
 /* Of a stretch that ends before `end`. */
 INLINE void NAME(store_run)(const NAME(Heads) *a, int64_t t, int64_t count, int64_t end) {
     int64_t block = a->slots[t] / a->block_size, place = a->slots[t] % a->block_size, size = a->block_pad * a->dim_pad;
     REAL rotated[LANES * MAX_DIM] __attribute__((aligned(LINE)));
     for (int64_t h = 0; h < a->kv_heads; h++) {
         const REAL *k = a->k + t * a->stride + h * a->dim, *v = a->v + t * a->stride + h * a->dim;
-        int64_t at = (block * a->kv_heads + h) * size;
+        REAL *k_block = (REAL *)a->cache.k + (block * a->kv_heads + h) * size;
+        REAL *v_block = (REAL *)a->cache.v + (block * a->kv_heads + h) * size;
         for (int64_t later = t + AHEAD; later < t + AHEAD + count && later < end; later++) NAME(fetch_place)(a, later, h);
         for (int64_t i = 0; i < count; i++)
             NAME(rotate)(&a->rotation, k + i * a->stride, a->rotation.k_norm, a->positions[t + i], rotated + i * MAX_DIM,
                          a->dim);
         if (count == 1) {
-            NAME(store_token)(rotated, v, a->k_cache + at, a->v_cache + at, place, a->dim, a->dim_pad, a->block_pad);
+            NAME(store_token)(rotated, v, k_block, v_block, place, a->dim, a->dim_pad, a->block_pad);
             continue;
         }
-        NAME(store_keys)(rotated, count, a->k_cache + at, place, a->dim, a->block_pad);
-        NAME(store_values)(v, a->stride, count, a->v_cache + at, place, a->dim, a->dim_pad);
+        NAME(store_keys)(rotated, count, k_block, place, a->dim, a->block_pad);
+        NAME(store_values)(v, a->stride, count, v_block, place, a->dim, a->dim_pad);
     }
 }
+#endif
 
 /* Every thread takes a stretch of the tokens, run after run, and fetches nothing of another's: its lines may be written. */
 TEAM void NAME(team_rope_store)(const NAME(Heads) *a) {

@@ -32,13 +32,27 @@ class RotationStructure(ctypes.Structure):
     ]
 
 
+class Cache(ctypes.Structure):
+    """cache.h"""
+
+    _fields_ = [(name, _P) for name in ("k", "v", "k_scale", "v_scale")]
+
+
+class Teams(ctypes.Structure):
+    """teams.h"""
+
+    _fields_ = [(name, _P) for name in ("store", "copy", "attend")]
+
+
 class Heads(ctypes.Structure):
     """pointwise.h"""
 
     _fields_ = [
         *((name, _P) for name in "qkv"),
         ("stride", _L),
-        *((name, _P) for name in ("positions", "slots", "k_cache", "v_cache", "q_out")),
+        *((name, _P) for name in ("positions", "slots")),
+        ("cache", Cache),
+        ("q_out", _P),
         ("rotation", RotationStructure),
         ("tokens", _L),
         *_SIZES,
@@ -62,7 +76,8 @@ class Attention(ctypes.Structure):
     """attention.h"""
 
     _fields_ = [
-        *((name, _P) for name in ("q", "k_cache", "v_cache")),
+        ("q", _P),
+        ("cache", Cache),
         ("plan", ctypes.POINTER(PlanStructure)),
         ("state", _P),
         ("out", _P),
@@ -116,6 +131,7 @@ class LayerStep(ctypes.Structure):
         ("attention", Attention),
         *((name, _P) for name in ("x", "residual", "normed", "qkv", "activated", "codes", "row_scales")),
         ("parts", PartsStructure),
+        ("teams", Teams),
     ]
 
 

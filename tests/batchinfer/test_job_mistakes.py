@@ -264,8 +264,13 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         ],
     ),
     "a cache of codes on a CPU": (
-        instead("model", "model: {path: m, kv_cache_dtype: int8}") + "engine: {device: cpu}\n",
-        [(2, "model.kv_cache_dtype", ("is int8", "only a GPU's operators", "device: cuda"))],
+        instead("model", "model: {path: m, kv_cache_dtype: fp8}") + "engine: {device: cpu}\n",
+        [(2, "model.kv_cache_dtype", ("is fp8", "only a GPU's operators", "take int8", "device: cuda"))],
+    ),
+    "a cache of codes in float16 on a CPU": (
+        instead("model", "model: {path: m, kv_cache_dtype: int8, dtype: float16}")
+        + "engine: {device: cpu}\n",
+        [(2, "model.kv_cache_dtype", ("is int8", "not available in float16 on a CPU"))],
     ),
     "fp8 on a CPU": (
         instead("model", "model: {path: m, quantization: fp8}") + "engine: {device: cpu}\n",

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from batchinfer.engine import sources
 from batchinfer.ops.interface import AttentionInputs, Head, LayerCache, Linear, RopeTable
 from batchinfer.ops.torch_ops import TorchOps
-from batchinfer_kernels.arithmetic import CacheDtype, Dtype, Quantization
+from batchinfer_kernels.arithmetic import CacheDtype, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.rope_store import coded_reference
@@ -58,10 +58,14 @@ def _forced(tokenizer: Any, system: str, row: Any) -> Row:
 
 
 def log_probabilities(
-    rows: Seq[Row], dtype: Dtype, quantization: Quantization = "none", model: Path = QUICKSTART / "model"
+    rows: Seq[Row],
+    dtype: Dtype,
+    quantization: Quantization = "none",
+    model: Path = QUICKSTART / "model",
+    kv_cache: KvCacheDtype = "auto",
 ) -> Tensor:
     """(positions, vocabulary): of every answer token given those before it, by the operators that a job gets."""
-    loaded = load(model, dtype, quantization, deterministic=False, blocks=4000)
+    loaded = load(model, dtype, quantization, deterministic=False, blocks=4000, kv_cache=kv_cache)
     seen: dict[Place, Tensor] = Forced(loaded, rows, Way(2048, seqs=256, threads=2)).run()
     return torch.stack([seen[place] for place in sorted(seen)]).double().log_softmax(-1)
 
@@ -160,6 +164,24 @@ def measured_codes(
     same = found[0].argmax(-1).eq(found[1].argmax(-1)).double().mean()
     print(f"KL({dtype} || {dtype} with {said_of}) over {len(off)} positions of {count} rows: {said}")
     print(f"the most likely token is the same at {same:.3%} of them")
+    return off
+
+
+@pytest.mark.parametrize("count", [THINNED, pytest.param(SAMPLE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_codes_in_the_cache_of_a_cpu_are_near_values(dtype: Dtype, count: int) -> None:
+    rows = forced_rows(count)
+    off = said_of(log_probabilities(rows, dtype), log_probabilities(rows, dtype, kv_cache="int8"), dtype)
+    assert 1e-8 < off.mean() < MOST_MEAN
+    assert off.max() < MOST
+
+
+def said_of(values: Tensor, codes: Tensor, dtype: Dtype) -> Tensor:
+    """KL of a cache of codes from one of values, on the CPU; prints what docs/models.md quotes."""
+    off = divergence(values, codes)
+    said = f"mean {off.mean():.2e}, 99th percentile {off.quantile(0.99):.2e}, largest {off.max():.2e} nats"
+    same = values.argmax(-1).eq(codes.argmax(-1)).double().mean()
+    print(f"{dtype}, int8 KV cache on the CPU, {len(off)} positions: {said}; most likely token: {same:.3%}")
     return off
 
 

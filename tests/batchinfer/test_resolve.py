@@ -209,12 +209,15 @@ def test_a_cache_of_codes_reaches_the_engine_of_a_gpu_and_what_is_forecast(
     assert coded * 2 * spec.head_dim == whole * (spec.head_dim + 4), "a byte a value, and a scale a head"
 
 
-def test_a_cache_of_codes_is_refused_on_a_cpu_and_for_latents(
+def test_a_cache_of_fp8_is_refused_on_a_cpu_and_codes_of_latents_anywhere(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolving, "_device", lambda: "cpu")
-    with pytest.raises(JobFileError, match=r"kv_cache_dtype.*int8: only a GPU's operators read and write it"):
-        resolve(job_of(tmp_path, ("model.kv_cache_dtype", "int8")), checkpoint)
+    with pytest.raises(JobFileError, match=r"kv_cache_dtype.*fp8: only a GPU's operators read and write it"):
+        resolve(job_of(tmp_path, ("model.kv_cache_dtype", "fp8")), checkpoint)
+    assert resolve(job_of(tmp_path, ("model.kv_cache_dtype", "int8")), checkpoint).kv_cache == "int8"
+    with pytest.raises(JobFileError, match=r"kv_cache_dtype.*int8 is not available in float16 on a CPU"):
+        resolve(job_of(tmp_path, ("model.kv_cache_dtype", "int8"), ("model.dtype", "float16")), checkpoint)
     make_checkpoint(tmp_path / "latent", "deepseek_v3")
     latent = inspect_checkpoint(tmp_path / "latent")
     assert latent.refusals(False, True, False) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,25 @@ def laid_out(compiled: CompiledOperators, k: Tensor, v: Tensor) -> tuple[Tensor,
     return words_of_heads.reshape(shape).contiguous(), words_of_tokens.reshape(shape).contiguous()
 
 
-def plain(k: Tensor, v: Tensor, block_size: int, dim: int) -> tuple[Tensor, Tensor]:
-    """The way back, without what rounding up added."""
+def codes_laid_out(
+    compiled: CompiledOperators, k: Tensor, v: Tensor, scales: Sequence[Tensor], itemsize: int
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Codes and their scales likewise, for a run whose values take `itemsize` bytes; what rounding up adds is a code
+    that no value has, with scale NaN."""
+    laid = laid_out(compiled, *(c.to(torch.float32 if itemsize == 4 else torch.bfloat16) for c in (k, v)))
+    codes = [torch.where(of.isnan(), -128.0, of.float()).to(torch.int8) for of in laid]
+    room = [torch.full(codes[0].shape[:3], float("nan")) for _ in scales]
+    for whole, part in zip(room, scales, strict=True):
+        whole[:, :, : k.shape[2]] = part
+    return codes[0], codes[1], (room[0], room[1])
+
+
+def plain(
+    k: Tensor, v: Tensor, block_size: int, dim: int, itemsize: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The way back, without what rounding up added; of codes, `itemsize`: of the run's values."""
     blocks, kv_heads, rows, width = k.shape
-    pair = WORD_BYTES // k.element_size()
+    pair = WORD_BYTES // (itemsize or k.element_size())
     k = k.view(blocks, kv_heads, width // pair, rows, pair).transpose(2, 3).reshape(k.shape)
     v = v.view(blocks, kv_heads, rows // pair, width, pair).transpose(3, 4).reshape(v.shape)
     return k[:, :, :block_size, :dim], v[:, :, :block_size, :dim]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer_kernels.cpu.build import ARM_FLAGS, FLAGS, FOLDER, SOURCES
+from batchinfer_kernels.cpu.build import ARM_FLAGS, CODES, FLAGS, FOLDER, SOURCES
 from tests.patience import PATIENCE_S
 
 CROSS = "aarch64-linux-gnu-gcc"
@@ -66,7 +66,7 @@ def test_the_checks_pass_on_this_machine(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_unit_is_c_that_the_compiler_for_arm_takes(kind):
     options, _ = KINDS[kind]
-    command = [CROSS, "-fsyntax-only", "-Wall", "-Werror", *COMMON, *options, *map(str, SOURCES)]
+    command = [CROSS, "-fsyntax-only", "-Wall", "-Werror", *COMMON, *options, *map(str, (*SOURCES, *CODES))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[:2000]
 

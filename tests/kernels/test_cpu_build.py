@@ -22,7 +22,7 @@ CALLS = len(build.SOURCES) + 1  # and one links
 
 def test_every_source_is_a_unit_or_included():
     included = {path.name for path in build.FOLDER.glob("*.c")}
-    assert {source.name for source in build.SOURCES} == included
+    assert {source.name for source in (*build.SOURCES, *build.CODES)} == included
 
 
 def test_processes_that_build_at_once_build_once(monkeypatch, tmp_path):

@@ -153,6 +153,22 @@ def test_int8_weights_are_a_byte_each():
     assert small == linear + head + 4 * (head + 5 * 64)
 
 
+def test_codes_in_the_cache_are_wired_and_told():
+    plain, coded = (bench("decode", rows=4, kv_cache_dtype=kept) for kept in ("auto", "int8"))
+    assert (plain.json["kv_cache_dtype"], coded.json["kv_cache_dtype"]) == ("auto", "int8")
+    assert "int8 KV cache" in coded.table()
+    assert "KV cache" not in plain.table()
+    assert coded.cost.kv_bytes(100) < plain.cost.kv_bytes(100)
+
+
+def test_codes_of_latents_are_refused(tmp_path):
+    make_checkpoint(tmp_path / "model", "deepseek_v3")
+    with pytest.raises(
+        UsageError, match="--kv-cache-dtype is 'int8', and the cache of deepseek_v3 keeps latents"
+    ):
+        bench("decode", rows=2, model=str(tmp_path / "model"), kv_cache_dtype="int8")
+
+
 def test_the_better_peaks_count():
     assert best_peaks(Peaks(1, 5, 7), Peaks(3, 4, 6)) == Peaks(3, 5, 7)
     assert best_peaks(Peaks(1, 5), Peaks(1, 5)).coded_ops_per_s is None
@@ -220,6 +236,7 @@ def test_the_last_line_of_stdout_is_json():
         ({"workloads": ("w1",)}, "WORKLOAD is 'w1'; it can be shared-prefix, mixed, decode"),
         ({"model": "gpt-5"}, "--model is 'gpt-5'; it can be tiny, llama-135m"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it can be auto, float32, bfloat16, float16"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype is 'int4'; it can be auto, int8, fp8"),
         ({"quantization": "int4"}, "--quantization is 'int4'; it can be none, int8"),
         ({"device": "tpu"}, "--device is 'tpu'; it can be auto, cpu, cuda"),
         ({"against": "vllm"}, "--against is 'vllm'; it can be transformers"),

@@ -86,10 +86,10 @@ def checkpoint(family: str, **options: Any) -> Checkpoint:
     return inspect_checkpoint(folder(family, **options))
 
 
-def cpu_ops(model: Checkpoint, quantization: Quantization = "none") -> Ops:
+def cpu_ops(model: Checkpoint, quantization: Quantization = "none", codes: bool = False) -> Ops:
     attention, cpu = model.spec.attention, torch.device("cpu")
     sizes, latent = (attention.group, attention.head_dim), attention.cache.latent
-    return choose_ops(cpu, torch.float32, *sizes, quantization, latent=latent)
+    return choose_ops(cpu, torch.float32, *sizes, quantization, latent=latent, codes=codes)
 
 
 def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
@@ -101,6 +101,8 @@ def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu"
         poison = -128 if layer.k.dtype == torch.int8 else float("nan")
         layer.k.fill_(poison)
         layer.v.fill_(poison)
+        for scale in layer.scales or ():
+            scale.fill_(float("nan"))
     sampler = Sampler(frozenset(model.spec.eos_token_ids))
     cost = model_cost(model.spec, 4, 4)
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device))

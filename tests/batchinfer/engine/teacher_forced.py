@@ -21,7 +21,7 @@ from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import Ops
 from batchinfer.request import Request, SamplingParams, StepSample
-from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization
 from tests.batchinfer.engine.driver import Hopeful
 from tests.batchinfer.engine.small_engine import Preempting
 
@@ -91,6 +91,7 @@ def load(
     block_size: int = 16,
     blocks: int = 400,
     tiles: bool = False,
+    kv_cache: KvCacheDtype = "auto",
 ) -> LoadedModel:
     """As a job with these options has it built; what the cache never held is poisoned."""
     loaded = load_model(
@@ -107,11 +108,12 @@ def load(
             quantization=quantization,
             deterministic=deterministic,
             tiles=tiles,
+            kv_cache=kv_cache,
         )
     )
     for cache in loaded.runner.caches:
-        cache.k.fill_(float("nan"))
-        cache.v.fill_(float("nan"))
+        for values in (cache.k, cache.v) if cache.scales is None else cache.scales:
+            values.fill_(float("nan"))
     return loaded
 
 

@@ -112,11 +112,30 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantizati
 
 
 @cache
+def coded_yardstick(dtype: Dtype) -> tuple[LoadedModel, dict]:
+    """As `yardstick`, with int8 codes in the cache."""
+    loaded = load(checkpoint("llama-wide"), dtype, kv_cache="int8")
+    return loaded, run_alone(loaded, rows())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [1, 9, 11, 12])
+def test_codes_in_the_cache_change_no_bit_either(dtype, number):
+    """Pieces of prompts, prefixes read together, blocks that are scarce, two threads."""
+    loaded, wanted = coded_yardstick(dtype)
+    assert different(Forced(loaded, rows(), WAYS[number]).run(), wanted) == []
+    _, values = yardstick("llama-wide", dtype, "none")
+    assert different(values, wanted) != [], "there are no codes"
+
+
+@cache
 def in_tiles(name: str, quantization: Quantization) -> tuple[LoadedModel, dict]:
     """As `yardstick`, in bfloat16 and matrix tiles in C."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "tile_grant", lambda: Grant(True))
-        patch.setattr(choose, "CompiledOperators", lambda tiles: CompiledOperators(tiles="emulated"))
+        patch.setattr(
+            choose, "CompiledOperators", lambda tiles, codes: CompiledOperators(tiles="emulated", codes=codes)
+        )
         loaded = load(checkpoint(name), "bfloat16", quantization, tiles=True)
     assert loaded.info.linear.endswith("in tiles")
     return loaded, run_alone(loaded, rows())

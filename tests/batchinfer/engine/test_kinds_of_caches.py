@@ -316,8 +316,16 @@ def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str) -> None:
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    check_codes(dtype, TritonOps(AttentionShape(torch.float32, 4, 2, 16)), device)
+
+
+def test_a_cpu_keeps_int8_codes() -> None:
+    check_codes("int8", cpu_ops(inspect_checkpoint(folder(coded("int8"))), codes=True), "cpu")
+
+
+def check_codes(dtype: str, ops: Ops, device: str) -> None:
     rows = [Row(prompt, [7, 11, 13]) for prompt in prompts() if len(prompt) in (2, 33, 64)]
-    got = forced(coded(dtype), TritonOps(AttentionShape(torch.float32, 4, 2, 16)), device, rows)
+    got = forced(coded(dtype), ops, device, rows)
     wanted, exact = (
         [plain.logits(row.prompt + row.answer)[len(row.prompt) - 1 : -1] for row in rows]
         for plain in (PlainDecoder(folder(dtype)), PlainDecoder(folder(dtype), coded=False))
@@ -327,6 +335,17 @@ def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str) -> None:
     without = min(float((exact[n] - wanted[n]).abs().max()) for n in range(len(rows)))
     assert off[len(off) // 2] < 1e-4
     assert off[-1] < without / 3
+
+
+def test_a_cpu_has_as_much_more_room_for_codes() -> None:
+    """Heads and blocks are whole vectors here: nothing is rounded up."""
+    ops, caches = cpu_ops(inspect_checkpoint(folder(coded("int8"))), codes=True), MODELS["int8"].spec.caches
+    layout = cache_layout(caches, 16, 300)
+    made = allocate_caches(ops, caches, layout, 5, torch.bfloat16, "cpu")
+    assert {cache.k.dtype for cache in made} == {torch.int8}
+    assert held(made) == 5 * block_bytes(ops, caches, layout, 2) == 5 * layout.depth * 16 * 2 * 2 * (16 + 4)
+    assert not ops.holds(CacheSpec(1, 8, latent=True, dtype="int8"))
+    assert not ops.holds(CacheSpec(1, 16, dtype="fp8"))
 
 
 @TRITON
@@ -360,8 +379,8 @@ def test_codes_take_a_byte_and_memory_is_counted_so() -> None:
 
 def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelSource, "load", lambda *_: pytest.fail("it loads"))
-    with pytest.raises(Unavailable, match="KV cache is to keep int8, which cpu operators do not") as refused:
-        load_model(engine_config(coded("int8")))
+    with pytest.raises(Unavailable, match="KV cache is to keep fp8, which cpu operators do not") as refused:
+        load_model(engine_config(coded("fp8")))
     assert refused.value.exit_code == 69
     with pytest.raises(ValueError, match="keep no int8"):
         cpu_ops(inspect_checkpoint(folder(coded("int8")))).allocate_cache(

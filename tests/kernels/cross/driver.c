@@ -140,14 +140,14 @@ static void check_attention(int64_t context, int64_t queries, int64_t group, int
     for (int64_t b = 0; b < blocks; b++) table[b] = (int32_t)(blocks - 1 - b);
     for (int64_t t = 0; t < context; t++)
         positions[t] = t, slots[t] = table[t / block_size] * block_size + t % block_size;
-    NAME(Heads) stored = {unused, k, v, stride, positions, slots, caches[0], caches[1], rotated,
+    NAME(Heads) stored = {unused, k, v, stride, positions, slots, {caches[0], caches[1], NULL, NULL}, rotated,
                           {none, none, 0, 0, NULL, NULL, 1e-5f, 0.0f}, context, kv_heads, kv_heads, dim, dim_pad, block_size, block_pad};
     NAME(rope_store)(&stored);
     int64_t rows[2 * queries], level_end = 1;
     for (int64_t i = 0; i < queries; i++) rows[2 * i] = i, rows[2 * i + 1] = context - queries + i;
     Item item = {0, queries, 0, 0, 0, 1, 1};
     Plan plan = {table, blocks, &item, &level_end, 1, rows};
-    NAME(Attention) call = {q, caches[0], caches[1], &plan, NULL, out, heads, kv_heads, dim, dim_pad, block_size, block_pad, 0,
+    NAME(Attention) call = {q, {caches[0], caches[1], NULL, NULL}, &plan, NULL, out, heads, kv_heads, dim, dim_pad, block_size, block_pad, 0,
                             0.3f * LOG2_E, 0, 0, NULL};
     NAME(paged_attention)(&call);
     call.out = alone;

@@ -1,0 +1,316 @@
+"""The compiled operators that write and read the KV cache, of values or of codes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.copy_parts import check_copy_parts
+from batchinfer_kernels.cpu.attention_plan import CachePages, Items
+from batchinfer_kernels.cpu.layer import LayerRoom, PackedLayer, check_readable
+from batchinfer_kernels.cpu.structures import (
+    Attention,
+    Cache,
+    Heads,
+    Layer,
+    LayerStep,
+    PartsStructure,
+    RotationStructure,
+    Teams,
+    address,
+    scoring,
+)
+from batchinfer_kernels.paged_attention import check_attention_extras, check_scales
+from batchinfer_kernels.rope_store import check_pairs, check_rotary
+
+SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
+WORD_BYTES = 4
+MAX_HEAD_DIM = 256
+Scales = tuple[Tensor, Tensor]  # of codes of K and of V
+_LONG, _CACHE = ctypes.c_int64, ctypes.POINTER(Cache)
+# What a cache of codes has of its own, in a library that is compiled where it is asked for
+CACHE_SIGNATURES: dict[str, list[Any]] = {
+    "rope_store": [ctypes.POINTER(Heads)],
+    "copy_parts": [ctypes.POINTER(PartsStructure), _CACHE] + [_LONG] * 3,
+    "paged_attention": [ctypes.POINTER(Attention)],
+    "teams": [ctypes.POINTER(Teams)],
+}
+LAYER_SIGNATURES: dict[str, list[Any]] = {
+    "decoder_layer": [ctypes.POINTER(Layer), ctypes.POINTER(LayerStep), _CACHE, _LONG],
+}
+Functions = dict[tuple[str, torch.dtype], Any]
+
+
+class CachedOperators:
+    """Of a library of operators, and of one of those for codes where that was asked for."""
+
+    def __init__(
+        self, lanes: int, tile: int, library: ctypes.CDLL, codes: ctypes.CDLL | None, functions: Functions
+    ) -> None:
+        """tile: keys of an attention tile. functions: what else the library has."""
+        self.lanes, self.tile = lanes, tile
+        self._functions = functions | _functions(library, CACHE_SIGNATURES | LAYER_SIGNATURES)
+        self._coded = {} if codes is None else _functions(codes, CACHE_SIGNATURES)
+        self._teams = {
+            (dtype, coded): _teams(of["teams", dtype])
+            for coded, of in enumerate((self._functions, self._coded))
+            for dtype in SUFFIX
+            if of
+        }
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether they write and read a cache of int8 codes."""
+        return bool(self._coded)
+
+    def pages(self, block_size: int) -> CachePages:
+        """How a cache of this block size is laid out in units and tiles."""
+        return CachePages(block_size, self.lanes, self.tile // self.lanes)
+
+    def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
+        """Of one block: (kv_heads, block size, head size), the last two rounded up to whole vectors. Raises ValueError
+        for heads of more than MAX_HEAD_DIM."""
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"a head of {head_dim} values; at most {MAX_HEAD_DIM} are compiled for")
+        return kv_heads, _up(block_size, self.lanes), _up(head_dim, self.lanes)
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_size: int,
+        slots: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        interleaved: bool = False,
+        scales: Scales | None = None,
+    ) -> Tensor:
+        """See batchinfer_kernels.rope_store; cos and sin are whole tables (positions, pairs), looked up here, caches
+        (blocks, *cache_shape), and the scales of codes (blocks, *cache_shape[:2]).
+
+        q, k and v may be slices of one fused tensor: heads within rows of equal stride.
+        """
+        tokens, q_heads, dim = q.shape
+        check_rotary(q, k, v, cos.shape[1], slots)
+        cache = self._cache((k_cache, v_cache), scales, k.shape[1], block_size, q)
+        if not (
+            q.stride(0) == k.stride(0) == v.stride(0)
+            and q.stride(1) == k.stride(1) == v.stride(1) == q.shape[2]
+        ):
+            raise ValueError(
+                f"q, k and v have strides {q.stride()}, {k.stride()}, {v.stride()}: wanted equal rows"
+            )
+        out = q.new_empty(q.shape)
+        tables = [array for array in (cos, sin, q_norm, k_norm) if array is not None]
+        self._checked("rope_store", positions, slots, *tables)
+        norms = (address(q_norm), address(k_norm), eps, offset)
+        rotation = RotationStructure(address(cos), address(sin), cos.shape[1], interleaved, *norms)
+        sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
+        places = (q.stride(0), positions.data_ptr(), slots.data_ptr(), cache, out.data_ptr())
+        heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), *places, rotation, *sizes)
+        self._function_of("rope_store", q.dtype, scales is not None)(heads)
+        return out
+
+    def rope(
+        self,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """q alone, as `rope_store` rotates it, whose bits these are."""
+        tokens, q_heads, dim = q.shape
+        check_pairs(q, cos.shape[1])
+        if q.stride()[1:] != (dim, 1) or dim > MAX_HEAD_DIM or positions.shape != (tokens,):
+            raise ValueError(
+                f"q is {tuple(q.shape)}, with strides {q.stride()} and {tuple(positions.shape)} positions"
+            )
+        out = q.new_empty(q.shape)
+        self._checked("rope", positions, out, *(t for t in (cos, sin, norm) if t is not None))
+        norms = (address(norm), None, eps, offset)
+        heads = Heads(
+            q=q.data_ptr(),
+            stride=q.stride(0),
+            positions=positions.data_ptr(),
+            q_out=out.data_ptr(),
+            rotation=RotationStructure(address(cos), address(sin), cos.shape[1], interleaved, *norms),
+            tokens=tokens,
+            q_heads=q_heads,
+            dim=dim,
+        )
+        self._call("rope_store", q, heads)
+        return out
+
+    def copy_parts(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        parts: Tensor,
+        scales: Scales | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """See batchinfer_kernels.copy_parts; the caches are (blocks, *cache_shape). `dtype`: of the run, by which codes
+        are laid out; a cache of values says it itself."""
+        check_copy_parts(k_cache, v_cache, parts)
+        self._checked("copy_parts", parts)
+        _, kv_heads, places, width = k_cache.shape
+        if places % self.lanes or width % self.lanes:
+            raise ValueError(f"blocks of {(places, width)} are no whole vectors of {self.lanes}")
+        cache = self._structure((k_cache, v_cache), scales)
+        of = k_cache.dtype if scales is None or dtype is None else dtype
+        run = self._function_of("copy_parts", of, scales is not None)
+        run(PartsStructure.of(parts), cache, kv_heads, width, places)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_size: int,
+        block_tables: Tensor,
+        items: Items,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        *,
+        scales: Scales | None = None,
+    ) -> Tensor:
+        """See batchinfer_kernels.paged_attention; sinks are float32. `items` were planned for these tables with
+        `pages(block_size)`, the caches are (blocks, *cache_shape), the scales of codes (blocks, *cache_shape[:2])."""
+        tokens, q_heads, dim = q.shape
+        kv_heads = k_cache.shape[1]
+        cache = self._cache((k_cache, v_cache), scales, kv_heads, block_size, q)
+        if q_heads % kv_heads or block_tables.dim() != 2:
+            raise ValueError(
+                f"{q_heads} query heads, {kv_heads} KV heads, tables {tuple(block_tables.shape)}"
+            )
+        check_attention_extras(q, k_cache, sinks, *(scales or (None, None)))
+        if sinks is not None and sinks.dtype != torch.float32:
+            raise ValueError(f"sinks are {sinks.dtype}, not float32")
+        self._checked("paged_attention", q, block_tables, *([] if sinks is None else [sinks]))
+        out, width = torch.empty_like(q), k_cache.shape[3]
+        state = self.attention_state(items, tokens, q_heads, width)
+        plan = items.structure(block_tables, q_heads // kv_heads)
+        sizes = (q_heads, kv_heads, dim, width, block_size, k_cache.shape[2])
+        rows = (ctypes.pointer(plan), address(state), out.data_ptr())
+        scoring_of = scoring(scale, soft_cap)
+        attention = Attention(
+            q.data_ptr(), cache, *rows, *sizes, window or 0, **scoring_of, sinks=address(sinks)
+        )
+        self._function_of("paged_attention", q.dtype, scales is not None)(attention)
+        return out
+
+    def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:
+        """Where rows keep their maximum, mass and weighted sum between levels."""
+        if items.levels == 1:
+            return None
+        return torch.empty(tokens, q_heads, width + self.lanes + 1, dtype=torch.float32)
+
+    def decoder_layer(
+        self,
+        layer: PackedLayer,
+        room: LayerRoom,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        first: bool,
+        scales: Scales | None = None,
+    ) -> None:
+        """Norm, QKV, rotation and KV write, attention, output, norm, gated and down, each as the operators above: the
+        bits are theirs. `room` holds x and residual, in and out; `first`: x is a copy of the residual."""
+        if not room.fits(layer):
+            raise ValueError(
+                f"a layer of {layer.sizes}, {layer.hidden} x {layer.inner} in a room for another"
+            )
+        for kept in (k_cache, v_cache):
+            _check_blocks(kept, room.cache_shape, room.x.dtype if scales is None else torch.int8)
+        cache = self._structure((k_cache, v_cache), scales)
+        room.structure.teams = self._teams[layer.dtype, scales is not None]
+        self._functions["decoder_layer", layer.dtype](layer.structure, room.structure, cache, first)
+
+    def _cache(
+        self,
+        caches: tuple[Tensor, Tensor],
+        scales: Scales | None,
+        kv_heads: int,
+        block_size: int,
+        q: Tensor,
+    ) -> Cache:
+        """Raises ValueError for caches that heads like those of q are not kept in."""
+        if q.shape[2] * q.element_size() % WORD_BYTES:
+            raise ValueError(f"heads of {q.shape[2]} values of {q.dtype}: a half of a word would be lost")
+        wanted = self.cache_shape(kv_heads, block_size, q.shape[2])
+        for cache in caches:
+            _check_blocks(cache, wanted, q.dtype if scales is None else torch.int8)
+        return self._structure(caches, scales)
+
+    def _structure(self, caches: tuple[Tensor, Tensor], scales: Scales | None) -> Cache:
+        k_scale, v_scale = scales or (None, None)
+        check_scales(caches[0], k_scale, v_scale)
+        self._checked("a cache", *caches, *(scales or ()))
+        return Cache(*map(address, caches), address(k_scale), address(v_scale))
+
+    def _function_of(self, name: str, dtype: torch.dtype, coded: bool = False) -> Any:
+        """Of the library for such a cache."""
+        functions = self._coded if coded else self._functions
+        if coded and not functions:
+            raise ValueError(f"{name}: the operators for a cache of codes were not asked for")
+        if (name, dtype) not in functions:
+            raise ValueError(f"{name}: {dtype} is not compiled; there are {', '.join(map(str, SUFFIX))}")
+        return functions[name, dtype]
+
+    def _call(self, name: str, like: Tensor, *arguments: Tensor | ctypes.Structure | float | None) -> None:
+        self._checked(name, *(argument for argument in arguments if isinstance(argument, Tensor)))
+        function = self._function_of(name, like.dtype)
+        function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+
+    def _checked(self, name: str, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            check_readable(f"{name}: a tensor", tensor)
+
+
+def _functions(library: ctypes.CDLL, signatures: dict[str, list[Any]]) -> Functions:
+    return {
+        (name, dtype): function_of(library, name + suffix, arguments)
+        for name, arguments in signatures.items()
+        for dtype, suffix in SUFFIX.items()
+    }
+
+
+def _teams(fill: Any) -> Teams:
+    teams = Teams()
+    fill(teams)
+    return teams
+
+
+def function_of(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any = None) -> Any:
+    function = library[name]
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+def _check_blocks(cache: Tensor, wanted: tuple[int, int, int], dtype: torch.dtype) -> None:
+    if cache.shape[1:] != wanted or cache.dtype != dtype:
+        blocks = f"{tuple(cache.shape[1:])} of {cache.dtype}"
+        raise ValueError(f"the cache's blocks are {blocks}, wanted {wanted} of {dtype}")
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

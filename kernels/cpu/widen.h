@@ -1,0 +1,83 @@
+/* Codes of a tile of keys, widened to what the dtype multiplies; included once a dtype, by attention.h.
+ *
+ * Each code becomes a value without its scale, which it is exactly in either dtype. A key's scale multiplies its scores, a
+ * value's the weight that it gets: a vector's lanes are tokens, and so are a scale's neighbours. All rows of an item then
+ * pass over the widened tile as over one of a cache of values. */
+
+typedef struct {
+    vi k[MAX_DIM / PAIR * COLUMNS];          /* word after word, each of all places of the tile */
+    int32_t v[PANEL / PAIR * MAX_DIM];       /* words of PAIR tokens, rows of dim_pad */
+    float k_scale[PANEL], v_scale[PANEL]; /* 0 where nobody needs the token */
+} NAME(Widened);
+
+/* PAIR * LANES codes as LANES words. */
+INLINE vi NAME(widen)(const int8_t *from) {
+#if LANES == 16 && PAIR == 1
+    return (vi)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif PAIR == 1
+    typedef int8_t vc __attribute__((vector_size(LANES), aligned(1), may_alias));
+    return (vi)__builtin_convertvector(*(const vc *)from, vf);
+#elif LANES == 16 && defined(__AVX512BF16__)
+    __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+    __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + LANES))));
+    return (vi)_mm512_cvtne2ps_pbh(second, first);
+#else
+#if LANES == 16
+    vi words = (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from));
+#elif LANES == 8
+    vi words = (vi)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+#else
+    typedef int8_t vc __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
+    typedef int16_t vs __attribute__((vector_size(4 * LANES), may_alias));
+    vi words = (vi)__builtin_convertvector(*(const vc *)from, vs);
+#endif
+    /* the lower halves of floats of 8 bits are 0 */
+    vi low = (vi)__builtin_convertvector((words << 16) >> 16, vf), high = (vi)__builtin_convertvector(words >> 16, vf);
+    return ((low >> 16) & 0xffff) | high;
+#endif
+}
+
+/* K of the tile; that of the tile ahead is fetched on the way. What nobody needs is left as it is. */
+INLINE void NAME(widen_keys)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, int64_t dim,
+                             NAME(Widened) *found) {
+    for (int c = 0; c < COLUMNS; c++) {
+        const int8_t *from = (const int8_t *)tile->k[c], *coming = (const int8_t *)ahead->k[c];
+        for (int64_t w = 0, stride = s->block_pad * PAIR; w < dim / PAIR; w++) {
+            if (ahead->needed[c]) __builtin_prefetch(coming + w * stride, 0, TO_L2);
+            if (tile->needed[c]) found->k[w * COLUMNS + c] = NAME(widen)(from + w * stride);
+        }
+    }
+}
+
+INLINE void NAME(widen_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead,
+                               NAME(Widened) *found) {
+    for (int c = 0; c < COLUMNS; c++) {
+        const int8_t *from = (const int8_t *)tile->v[c], *coming = (const int8_t *)ahead->v[c];
+        vi *to = (vi *)(found->v + c * (LANES / PAIR) * s->dim_pad);
+        int64_t end = (tile->needed[c] + PAIR - 1) / PAIR * s->dim_pad, fetched = ahead->needed[c] * s->dim_pad;
+        for (int64_t i = 0; i < end; i += LANES) *to++ = NAME(widen)(from + i * PAIR);
+        for (int64_t i = 0; i < fetched; i += LINE) __builtin_prefetch(coming + i, 0, TO_L2);
+    }
+}
+
+INLINE void NAME(take_scales)(const NAME(Tile) *tile, NAME(Widened) *found) {
+    vi lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int c = 0; c < COLUMNS; c++) {
+        vi needed = lane < splat_word((int32_t)tile->needed[c]); /* what lies elsewhere may be no number */
+        store_f32(found->k_scale + c * LANES, pick(needed, load_f32(tile->k_scale[c]), splat(0.0f)));
+        store_f32(found->v_scale + c * LANES, pick(needed, load_f32(tile->v_scale[c]), splat(0.0f)));
+    }
+}
+
+/* The tile is then the widened one. */
+INLINE void NAME(widen_tile)(const NAME(Attention) *s, NAME(Tile) *tile, const NAME(Tile) *ahead, int64_t dim,
+                             NAME(Widened) *found) {
+    NAME(widen_keys)(s, tile, ahead, dim, found);
+    NAME(widen_values)(s, tile, ahead, found);
+    NAME(take_scales)(tile, found);
+    for (int c = 0; c < COLUMNS; c++) {
+        tile->k[c] = found->k + c, tile->v[c] = (const vi *)(found->v + c * (LANES / PAIR) * s->dim_pad);
+        tile->k_scale[c] = found->k_scale + c * LANES, tile->v_scale[c] = found->v_scale + c * LANES;
+    }
+}
