@@ -80,18 +80,18 @@ def host_batch(
     row_of = np.repeat(np.arange(len(chunks)), lens)
     positions = np.arange(len(row_of)) + (starts - ends + lens)[row_of]
     at, inside = np.divmod(positions, layout.block_size)
-    rotated = np.array([s.rotated_from for s in sequences])
     contexts = (starts + lens).tolist()
     # as Chunk.samples says, in a third of its time
     samples = [end == len(s.tokens) < s.max_length for s, end in zip(sequences, contexts, strict=True)]
+    all_sample = False not in samples  # nearly always: a list of bools takes long as an index
     return HostBatch(
         token_ids=_tokens(chunks, len(row_of)),
-        positions=positions + rotated[row_of],
+        positions=positions + rows.rotations(sequences)[row_of],
         slots=[table[row_of, at].astype(np.int64) * layout.block_size + inside for table in tables],
         tables=tables,
         whole=[group.keeps is None for group in layout.groups],
-        sampled_rows=ends[samples] - 1,
-        sampling=list(compress(sequences, samples)),
+        sampled_rows=(ends if all_sample else ends[samples]) - 1,
+        sampling=sequences if all_sample else list(compress(sequences, samples)),
         query_lens=list(chunk_lens),
         context_lens=contexts,
         parts=_parts(copies, len(layout.groups)) if copies else [],

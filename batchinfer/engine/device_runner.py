@@ -154,8 +154,10 @@ class DeviceRunner(ModelRunner):
         waits = [sequence.pending > 0 for sequence in host.sampling]
         if True not in waits:
             return
-        tokens = self.pending.of(list(compress(host.sampling, waits)), self.device)
-        places = host.sampled_rows[waits]
+        waiting, places = host.sampling, host.sampled_rows
+        if False in waits:  # seldom: a list of bools takes long as an index
+            waiting, places = list(compress(waiting, waits)), places[waits]
+        tokens = self.pending.of(waiting, self.device)
         if places[-1] - places[0] == len(places) - 1:  # a step of single tokens
             token_ids[places[0] : places[-1] + 1].copy_(tokens)
         else:

@@ -226,12 +226,16 @@ class Engine:
             self._look_ahead(step)
 
     def _look_ahead(self, step: InFlight) -> None:
-        """Prepare the sequences for a step that is scheduled before this one's tokens are known."""
+        """Prepare the sequences for a step that is scheduled before this one's tokens are known: with placeholders for
+        these, behind which it can run on."""
         for sequence in step.sampling:
             if sequence.barrier:
                 sequence.blocked = True
                 continue
-            if sequence.await_token() >= sequence.max_length:
+            tokens = sequence.tokens
+            tokens.append(0)
+            sequence.pending += 1
+            if len(tokens) >= sequence.max_length:
                 self._scheduler.leave(sequence)
         for sequence in step.completed:
             self._scheduler.leave(sequence)

@@ -88,7 +88,9 @@ def _tables(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
 
 
 def grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
-    """A larger array that begins with these values. np.pad takes ten times as long."""
+    """A larger array that begins with these values, or they themselves. np.pad takes ten times as long."""
+    if values.shape == shape:
+        return values
     grown = np.full(shape, filling, values.dtype)
     grown[tuple(slice(n) for n in values.shape)] = values
     return grown

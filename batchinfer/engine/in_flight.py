@@ -77,13 +77,18 @@ class InFlight:
         decodes = recomputed = 0
         for chunk in chunks:
             sequence, start, length = chunk
-            if start + length == len(sequence.tokens):
-                (sampling if start + length < sequence.max_length else completed).append(sequence)
+            end = start + length
+            if end == len(sequence.tokens):
+                if end < sequence.max_length:
+                    sampling.append(sequence)
+                else:
+                    completed.append(sequence)
             if start < sequence.high_water:
                 recomputed += chunk.recomputed
-            if start >= sequence.prompt_length and start >= sequence.high_water:
+                decodes += chunk.decodes
+            elif start >= sequence.prompt_length:
                 decodes += length
-            elif start + length > sequence.prompt_length:
+            elif end > sequence.prompt_length:
                 decodes += chunk.decodes
         return cls(
             scheduled=step,

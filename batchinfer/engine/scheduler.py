@@ -292,17 +292,17 @@ class Scheduler:
                 break  # the youngest ones may have been preempted
             if sequence.blocked:
                 continue
-            start = sequence.computed
-            length = len(sequence.tokens) - sequence.drafts - start
+            start, end = sequence.computed, len(sequence.tokens) - sequence.drafts
+            length = end - start
             if length > budget:
-                length = budget
-            if start + length > len(sequence.tables[0]) * size:
-                if not self._make_room(sequence, start + length, step):
+                length, end = budget, start + budget
+            if end > len(sequence.tables[0]) * size:
+                if not self._make_room(sequence, end, step):
                     break  # it was the youngest, and preempted itself
                 preempted = step.preemptions > 0
             chunks.append(new_tuple(Chunk, (sequence, start, length)))  # half of what Chunk(…) takes
             if start < sequence.prompt_length:
-                self._register(sequence, start, start + length)
+                self._register(sequence, start, end)
             budget -= length
         return budget
 

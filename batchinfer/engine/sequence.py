@@ -119,13 +119,6 @@ class Sequence:
         """Tokens whose values are certain."""
         return len(self.tokens) - self.pending - self.drafts
 
-    def await_token(self) -> int:
-        """Append a placeholder for a token of an in-flight step, so that the next step can run on behind it; the length
-        with it."""
-        self.tokens.append(0)
-        self.pending += 1
-        return len(self.tokens)
-
     def take(self, token: int) -> None:
         """Append the next token, or put it in the place of the first placeholder."""
         if self.pending:

@@ -28,5 +28,14 @@ def _attended(chunks: list[Chunk], window: int | None) -> tuple[int, int]:
     if window is not None:
         pairs = sum(min(at + 1, window) for c in chunks for at in range(c.start, c.end))
         return pairs, sum(min(c.end, window + c.length - 1) for c in chunks)
-    pairs = sum([length * (2 * start + length + 1) // 2 for _, start, length in chunks])
-    return pairs, sum([start + length for _, start, length in chunks])
+    starts, lengths = _columns(chunks)
+    tokens = sum(starts) + sum(lengths)
+    if lengths.count(1) == len(lengths):  # a query each: its keys are its pairs
+        return tokens, tokens
+    return sum([n * (2 * start + n + 1) // 2 for start, n in zip(starts, lengths, strict=True)]), tokens
+
+
+def _columns(chunks: list[Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Starts and lengths."""
+    _, starts, lengths = zip(*chunks, strict=True) if chunks else ((), (), ())
+    return starts, lengths

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import compress
+from operator import is_not, ne, or_
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +18,8 @@ class TableRows:
 
     def __init__(self) -> None:
         self._groups: list[_GroupRows] = []
+        self._sequences: list[Sequence] = []
+        self._rotated = np.zeros(0, np.int64)
 
     def of(self, sequences: list[Sequence]) -> list[Tables]:
         """For each cache group (S, most blocks) int32, padded with 0. Valid until the next call.
@@ -24,6 +29,13 @@ class TableRows:
         groups = len(sequences[0].tables)
         self._groups += [_GroupRows(group) for group in range(len(self._groups), groups)]
         return [kept.of(sequences) for kept in self._groups]
+
+    def rotations(self, sequences: list[Sequence]) -> NDArray[np.int64]:
+        """(S,): the rows of the rotary tables at which their positions begin."""
+        if sequences != self._sequences:
+            self._sequences = sequences
+            self._rotated = np.array([s.rotated_from for s in sequences], np.int64)
+        return self._rotated
 
 
 class _GroupRows:
@@ -37,11 +49,12 @@ class _GroupRows:
     def of(self, sequences: list[Sequence]) -> Tables:
         if sequences != self._sequences:
             self._rearrange(sequences)
-        group, filled, tables = self._group, self._filled, self._tables
-        for row, sequence in enumerate(sequences):
-            table = sequence.tables[group]
-            if len(table) != filled[row] or table is not tables[row]:
-                self._write(row, table)
+        group, filled = self._group, self._filled
+        tables = [sequence.tables[group] for sequence in sequences]
+        # without a loop: a decode step changes few of its tables
+        changed = map(or_, map(ne, map(len, tables), filled), map(is_not, tables, self._tables))
+        for row in list(compress(range(len(tables)), changed)):
+            self._write(row, tables[row])
         return self._rows[:, : max(filled)]
 
     def _rearrange(self, sequences: list[Sequence]) -> None:
