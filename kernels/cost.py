@@ -363,12 +363,13 @@ class OperatorCost:
             return Cost()
         hit = expected_hit(step.tokens, self.experts, self.chosen) if self.experts else 0
         counts = (1, step.tokens, step.sampled, step.pairs, step.kv_tokens, step.copied, hit)
-        parts = tuple(zip(counts, (getattr(self, part) for part in _PARTS), strict=True))
-        return Cost(
-            sum(count * cost.flops for count, cost in parts),
-            sum(count * cost.bytes for count, cost in parts),
-            sum(count * cost.coded_ops for count, cost in parts),
-        )
+        parts = (self.step, self.token, self.sampled, self.pair, self.kv_token, self.copied, self.expert)
+        flops = moved = coded = 0
+        for count, cost in zip(counts, parts, strict=True):  # every step of a run comes past here
+            flops += count * cost.flops
+            moved += count * cost.bytes
+            coded += count * cost.coded_ops
+        return Cost(flops, moved, coded)
 
 
 _PARTS = ("step", "token", "sampled", "pair", "kv_token", "copied", "expert")

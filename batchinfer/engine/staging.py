@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 ALIGNMENT = 16  # bytes: what the widest load of a kernel wants
 Arrays = Sequence[NDArray[Any]]
+_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32", "float64")}
 
 
 class Upload:
@@ -42,7 +44,7 @@ def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
 
 def _places(arrays: Arrays) -> list[int]:
     sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-    return [0, *np.cumsum(sizes).tolist()]
+    return [*accumulate(sizes, initial=0)]
 
 
 def _staged(arrays: Arrays, device: torch.device) -> Tensor:
@@ -55,8 +57,7 @@ def _staged(arrays: Arrays, device: torch.device) -> Tensor:
 
 
 def _viewed(flat: Tensor, place: int, array: NDArray[Any]) -> Tensor:
-    dtype = getattr(torch, array.dtype.name)
-    return flat[place : place + array.nbytes].view(dtype).view(array.shape)
+    return flat[place : place + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
 
 
 class Download:
