@@ -320,6 +320,10 @@ class Job(Section):
             key: dump[key] for key in ("model", "input", "prompt", "sampling") if key in dump
         }
         identity["input"].pop("sql_memory", None)
+        if (
+            self.model.quantization == "none"
+        ):  # the default of older results; the model's context tells it from auto
+            del identity["model"]["quantization"]
         output = dump["output"]
         identity |= {key: output[key] for key in ("columns", "json_schema", "column") if output.get(key)}
         if self.prompt is None:  # a parameter that is written out counts there, even with its default

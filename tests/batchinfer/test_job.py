@@ -50,7 +50,7 @@ def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
     job = load(tmp_path)
     assert job.source == tmp_path / "job.yaml"
     assert job.model.path == tmp_path / "m"
-    assert (job.model.dtype, job.model.quantization, job.model.max_model_len) == ("auto", "none", None)
+    assert (job.model.dtype, job.model.quantization, job.model.max_model_len) == ("auto", "auto", None)
     assert job.input.path == str(tmp_path / "rows.jsonl")
     assert (job.input.sql, job.input.format, job.input.limit, job.input.max_line_bytes) == (
         None,
@@ -375,7 +375,8 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
     sections = (ModelSection, InputSection, PromptSection)
     found = [{n: f.default for n, f in s.model_fields.items() if not f.is_required()} for s in sections]
     assert found == [
-        {"dtype": "auto", "quantization": "none", "kv_cache_dtype": "auto", "max_model_len": None},
+        # auto is left out, and so is none, which was the default once: what is computed stands beside the identity
+        {"dtype": "auto", "quantization": "auto", "kv_cache_dtype": "auto", "max_model_len": None},
         {
             "path": None,
             "sql": None,

@@ -24,9 +24,9 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """A machine that grants tiles, or not; its tiles are those in C, and its compiler knows them, or not."""
 
     def grants(grant: Grant, *, compiled: bool = True) -> None:
-        def build(tiles: TileWay | None) -> CompiledOperators:
+        def build(tiles: TileWay | None, codes: bool) -> CompiledOperators:
             asked = tiles is None and grant.given and compiled
-            return CompiledOperators(tiles="emulated" if asked else "none")
+            return CompiledOperators(tiles="emulated" if asked else "none", codes=codes)
 
         monkeypatch.setattr(choose, "tile_grant", lambda: grant)
         monkeypatch.setattr(choose, "CompiledOperators", build)
