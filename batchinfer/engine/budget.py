@@ -19,6 +19,9 @@ AMORTISED = 128
 # What the host takes to launch a layer of a step that no graph covers: 1.1 ms on an H100's host (a prompt of 512 tokens
 # through 32 layers of an 8B Llama took 35.5 ms, a third of which the device worked).
 LAUNCH_LAYER_S = 1.1e-3
+# The same where all but attention is captured. Not measured on such a host: the same share of the time above as our
+# part of launching such a layer took on another machine, 65 of 222 µs (docs/measurements/gpu.md).
+REPLAY_LAYER_S = 0.33e-3
 
 
 def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
@@ -39,19 +42,26 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
 
 
 def mixed_tokens(cost: ModelCost, peaks: Peaks | None) -> int:
-    """The tokens of prompts that take a GPU as long as its host takes to launch a step, operator by operator. Where
-    peaks are unknown the whole budget, which is to wait as long as the scheduler does at all."""
+    """The tokens of prompts that, beside rows that decode, take a GPU as long as its host takes to launch the step,
+    all but attention in graphs. Decoding takes it as long as reading the weights does, at the least. Where peaks are
+    unknown the whole budget, which is to wait as long as the scheduler does at all."""
     if peaks is None:
         return MOST
+    decoding_s = cost.parameters * cost.weight_itemsize / peaks.bytes_per_s
+    return _computed_in(max(0.0, REPLAY_LAYER_S * cost.layers - decoding_s), cost, peaks)
+
+
+def _computed_in(seconds: float, cost: ModelCost, peaks: Peaks) -> int:
+    """Tokens."""
     operations = (peaks.coded_ops_per_s if cost.quantized else None) or peaks.flops_per_s
-    return int(LAUNCH_LAYER_S * cost.layers * operations / (2 * cost.active_parameters))
+    return int(seconds * operations / (2 * cost.active_parameters))
 
 
-def captured_tokens(cost: ModelCost, peaks: Peaks | None, limits: SchedulerConfig) -> int:
+def captured_tokens(cost: ModelCost, peaks: Peaks | None, most: int = MOST) -> int:
     """The tokens of the largest step that reads prompts and is captured: a larger one takes a GPU twice as long as its
     host takes to launch it, operator by operator. Twice, as the step before, while which it is launched, may be short.
     """
-    return min(2 * mixed_tokens(cost, peaks), limits.max_num_batched_tokens)
+    return most if peaks is None else min(2 * _computed_in(LAUNCH_LAYER_S * cost.layers, cost, peaks), most)
 
 
 def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:

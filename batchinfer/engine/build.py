@@ -121,7 +121,7 @@ def load_model(
     mask = None if followed is None else ConstraintMask(followed)
     runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask, device.type == "cpu"), cost, device)
     counters = model.expert_loads if source.can_be_captured else None
-    fitted = _fit(runner, limits, room, counters, config, captured_tokens(cost, config.peaks, limits))
+    fitted = _fit(runner, limits, room, counters, config)
     limits, blocks = fitted.limits, fitted.blocks
     whose, linear = source.computed_by(ops)
     info = EngineInfo(
@@ -159,11 +159,11 @@ def _fit(
     room: CacheRoom,
     loads: ExpertLoads | None,
     config: EngineConfig,
-    mixed: int,
 ) -> Fitted:
-    """Give the runner its cache. On a GPU steps are measured first, and then captured, those that read prompts up to
-    `mixed` tokens; `loads` are the counters of a model that can be captured, None one that cannot."""
+    """Give the runner its cache. On a GPU steps are measured first, and then captured; `loads` are the counters of a
+    model that can be captured, None one that cannot."""
     if isinstance(runner.ops, GraphOps):
+        mixed = captured_tokens(runner.cost, config.peaks, limits.max_num_batched_tokens)
         capture = None if loads is None else _Uncounted(GpuRecorder(), loads)
         return fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
     blocks = room.blocks(0)

@@ -82,7 +82,7 @@ class CountingRunner:
         copied = sum(copy.end - copy.first for copy in copies if copy.group == 0)
         shape = self.step_shape(chunks, len(sampling), self.shared_blocks(chunks), copied)
         captured = shape.tokens == len(sampling) == len(chunks) and not copies
-        host_s = self.time.host_s(len(chunks), 0 if captured else self.cost.layers)
+        host_s = self.time.host_s(len(chunks), 0 if captured else self.cost.layers, shape.tokens)
         done = self.clock.launch(host_s, self.time.device_s(shape, self.cost, len(chunks)))
         return CountedStep(sampling, self.outputs, self.clock, done)
 

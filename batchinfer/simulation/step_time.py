@@ -28,6 +28,8 @@ class StepTime:
     host_step_s: float = 0.0  # of a step, however many rows it has
     host_row_s: float = 0.0  # of a row of a step
     launch_layer_s: float = 0.0  # of a layer of a step that no graph covers
+    replay_layer_s: float = 0.0  # of a layer of a step of which all but attention is captured
+    captured_tokens: int = 0  # of the largest such step
     parts: Mapping[str, float] | None = None
 
     @classmethod
@@ -44,9 +46,11 @@ class StepTime:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
         return predicted(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
-    def host_s(self, rows: int, launched: int = 0) -> float:
-        """Scheduling a step and taking its tokens; `launched`: layers whose operators the host launches one by one."""
-        return self.host_step_s + rows * self.host_row_s + launched * self.launch_layer_s
+    def host_s(self, rows: int, layers: int = 0, tokens: int = 0) -> float:
+        """Scheduling a step and taking its tokens; `layers`: of a step of so many tokens that is not replayed whole."""
+        captured = tokens <= self.captured_tokens
+        layer_s = self.replay_layer_s if captured else self.launch_layer_s
+        return self.host_step_s + rows * self.host_row_s + layers * layer_s
 
 
 def _reads(shape: StepShape) -> bool:
