@@ -111,6 +111,8 @@ class FakeEngine:
             "FAKE_ENGINE_COUNTS_TIME" in os.environ
         )  # a step takes its delay to the bit, and no time
         self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1")) if mortal else -1
+        # of any prompt of more tokens, in every start
+        self._dies_of = int(os.environ.get("FAKE_ENGINE_DIES_OF_MORE_TOKENS", "1000000"))
         self._raises = os.environ.get(
             "FAKE_ENGINE_RAISES", ""
         )  # the name of an exception: raised instead of dying
@@ -144,6 +146,8 @@ class FakeEngine:
         began = self._now()
         self._delay()
         taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+        if any(len(request.prompt) > self._dies_of for request, _ in taken):
+            _die()
         if self._log is not None:
             with open(self._log, "a") as log:
                 log.writelines(f"{request.key.hex()}\n" for request, _ in taken)

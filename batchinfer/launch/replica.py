@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from dataclasses import dataclass
+
+import numpy as np
 
 from batchinfer.engine.config import EngineInfo
 from batchinfer.launch.engine_host import EngineHost
 from batchinfer.launch.messages import WorkDone, WorkerSpec
+from batchinfer.launch.suspects import Group
 from batchinfer.plan.backlog import tokens_of
-from batchinfer.request import Request
+from batchinfer.request import Completion, Request, RowError
+
+# Deaths in a row with next to nothing done in between, after which an engine is not started again: rows that ran by
+# themselves have died one after the other by then, so that it is no row that kills it.
+FRUITLESS = 4
+FRUITLESS_LOADING = 2  # of an engine that has not come to work again: no row has to do with it
+ONE_BY_ONE = (
+    2  # from so many on, rows under suspicion run one by one: an engine that works finishes the first of them
+)
+CODE = "engine_died"
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What an engine's process left behind when it died."""
+
+    in_work: list[Request]
+    waiting: list[Request]  # behind those in work
+    apart: Group | None  # those in work are of it, and ran with no others
+    fresh: bool  # the process had finished nothing
+    loaded: bool  # it had come to work
+    restarts: int  # processes of the same engine that died before
+    fruitless: int  # deaths in a row, this one included, between which it got next to nothing done
 
 
 class Replica:
@@ -20,6 +45,10 @@ class Replica:
         self._engine = number  # how many were started in the run before the present process
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
         self.restarts = 0
+        self.apart: Group | None = None  # what it runs with no other rows
+        self.accused: list[Request] = []  # died by themselves, and it has finished nothing since
+        self.fruitless = 0  # deaths in a row between which it got next to nothing done
+        self._finished = 0  # rows, by the present process
         self.gone = False  # nothing more is to be heard or expected
         self.load = 0  # tokens of what is unfinished, prompts and answers as long as they may be
         self._running = self._waiting = 0  # rows, after its last step
@@ -58,19 +87,63 @@ class Replica:
             done.engine, done.replica = self._engine, self.number
             for completion in done.completions:
                 self.load -= tokens_of(self.unfinished.pop(completion.key))
+            self._finished += len(done.completions)
             if done.steps:
                 self._running, self._waiting = done.steps[-1].running, done.steps[-1].waiting
         return heard
 
-    def in_work(self) -> list[bytes]:
-        """Keys that it ran: it admits requests in order, so these are among the first that it has not given back."""
-        return [] if self.info is None else list(islice(self.unfinished, self.info.max_num_seqs))
+    def run_apart(self, group: Group) -> None:
+        """Queue rows that are to run with no others; nothing else is unfinished."""
+        self.apart = group
+        self.submit(group.requests)
 
-    def take_back(self) -> list[Request]:
-        """All that it has not given back, which it will not be asked for any more."""
-        requests, self.unfinished = list(self.unfinished.values()), {}
-        self.load = self._running = self._waiting = 0
-        return requests
+    def died(self) -> Death:
+        """Its process died: it will not be asked any more for what it had not given back.
+
+        It admits requests in order, so those in work are among the first of these.
+        """
+        requests, running = list(self.unfinished.values()), self._most_running()
+        in_work, apart, fresh = requests[:running], self.apart, not self._finished
+        little = fresh if apart is not None else self._finished < max(1, len(in_work))
+        self.fruitless = self.fruitless + 1 if little else 0
+        self.unfinished, self.apart = {}, None
+        self.load = self._running = self._waiting = self._finished = 0
+        return Death(
+            in_work, requests[running:], apart, fresh, self.info is not None, self.restarts, self.fruitless
+        )
+
+    def _most_running(self) -> int:
+        if self.info is None:
+            return 0
+        return self.info.max_num_seqs if self.apart is None else len(self.unfinished)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another process may do better."""
+        return self.fruitless < (FRUITLESS if self.info is not None else FRUITLESS_LOADING)
+
+    @property
+    def doubted(self) -> bool:
+        """It, and not a row, may be at fault: it died in a row, and has not shown since that it works."""
+        return self.fruitless >= ONE_BY_ONE and not self.works
+
+    @property
+    def works(self) -> bool:
+        """Its present process has finished rows."""
+        return self._finished > 0
+
+    def acquit(self) -> list[Request]:
+        """The rows that it had accused."""
+        rows, self.accused = self.accused, []
+        return rows
+
+    def convict(self) -> WorkDone:
+        """The rows that it had accused, as error rows."""
+        text = "the engine's process died when it ran this row, with others and by itself"
+        error = RowError(CODE, "engine", text, retryable=True)
+        none = np.empty(0, np.int32)
+        found = [Completion(row.key, none, "error", error=error) for row in self.acquit()]
+        return WorkDone(found, engine=self._engine, replica=self.number)
 
     def restart(self, engine: int) -> None:
         """Start another process, the `engine`-th of the run."""

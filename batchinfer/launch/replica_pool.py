@@ -11,16 +11,18 @@ from types import TracebackType
 
 from batchinfer.engine.config import EngineInfo, most_queued
 from batchinfer.errors import BatchInferError, OutOfMemory, Unavailable
-from batchinfer.launch.deaths import Deaths
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone, WorkerSpec
-from batchinfer.launch.replica import Replica
+from batchinfer.launch.replica import CODE, Death, Replica
+from batchinfer.launch.suspects import Suspects
 from batchinfer.plan.backlog import Backlog, piece_rows
 from batchinfer.request import ExpertTokens, Request
 
-RESTARTS = 1  # of each engine: a second death is no accident
 # The fewer rows are left, the fewer wait in an engine: its even share of them divided by this.
 WAITING_LEFT = 2
+# Deaths without a row that is found to be at fault, while rows under suspicion are run: halving 1,024 rows costs twelve
+# at most. What dies as often as this does so for another reason.
+MOST_APART = 24
 # What ends one engine and need not end another: its device is not there or full, or it failed. A checkpoint that is
 # refused is refused by all.
 _OF_ONE = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_code)
@@ -29,9 +31,10 @@ _OF_ONE = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_co
 class ReplicaPool:
     """All engines of a run, as one engine to whoever feeds it; `specs` has one for each.
 
-    An engine whose process was killed or failed at work is replaced, RESTARTS times; what it had not given back is
-    handed out again before anything else: no answer is lost, none is received twice. Without further restarts the
-    others go on, and the last one's death is an error. After a signal no process is started.
+    An engine whose process was killed or failed at work is replaced, unless it gets nothing done between one death and
+    the next; then the others go on, and the last one's death is an error. No answer is lost, none is received twice.
+    Rows that waited in it are handed out again before anything else. Rows in work may have killed it: they run at the
+    end, by themselves, until those that kill are found. These become error rows. After a signal no process is started.
 
     `rows`: how many there are in the plan. `name_rows` says in words which rows some keys stand for, `notice` tells a
     user of a death, and the time inside `loading` is that in which no engine can work yet.
@@ -47,9 +50,10 @@ class ReplicaPool:
         loading: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._interrupts, self._notice, self._loading = interrupts, notice, loading
-        self._deaths, self._backlog = Deaths(name_rows), Backlog()
+        self._name_rows, self._backlog, self._suspects = name_rows, Backlog(), Suspects()
         self._left = rows  # that no engine has been given
         self._finishing = False
+        self._deaths_apart = 0  # of engines that ran rows under suspicion, since a row was found to kill
         self._ready_at: tuple[float, float] | None = None  # seconds: of the clock, and of this process's work
         self.restarts = 0
         self._replicas: list[Replica] = []
@@ -108,6 +112,7 @@ class ReplicaPool:
         """What has come, waiting for at most `timeout_s` when there is nothing. Raises what ended the last engine."""
         with self._loading() if self.info is None else nullcontext():
             heard = [done for replica in self._speaking(timeout_s) for done in self._from(replica)]
+        heard += self._verdicts()
         if self._ready_at is None and self.info is not None:
             self._ready_at = time.monotonic(), time.process_time()
         self._hand_out()
@@ -176,9 +181,18 @@ class ReplicaPool:
             return
         if len(self._replicas) == 1:
             self._give(self._replicas[0], self._backlog.take_all())
-            return
         while self._divisible and (replica := self._next()) is not None:
             self._give(replica, self._backlog.take(self._piece, len(self._live)))
+        if not self._left:
+            self._run_apart()
+
+    def _run_apart(self) -> None:
+        """Nothing of the plan is left: engines without work get rows that were in work when one died."""
+        for replica in self._live:
+            if replica.is_ready and not replica.unfinished:
+                group = self._suspects.take(one=replica.doubted)
+                if group is not None:
+                    replica.run_apart(group)
 
     def _give(self, replica: Replica, requests: list[Request]) -> None:
         self._left -= len(requests)
@@ -187,7 +201,8 @@ class ReplicaPool:
 
     def _next(self) -> Replica | None:
         """The engine with the least to do, if it may have more."""
-        able = [r for r in self._live if r.is_ready and len(r.unfinished) < self._most(r)]
+        free = [replica for replica in self._live if replica.is_ready and replica.apart is None]
+        able = [replica for replica in free if len(replica.unfinished) < self._most(replica)]
         return min(able, key=lambda replica: replica.load, default=None)
 
     def _most(self, replica: Replica) -> int:
@@ -212,10 +227,31 @@ class ReplicaPool:
 
     def _from(self, replica: Replica) -> list[WorkDone]:
         try:
-            return replica.receive()
+            heard = replica.receive()
         except BatchInferError as error:
             self._after(replica, error)
             return []
+        if replica.apart is not None and not replica.unfinished:
+            self._suspects.finished(replica.apart)
+            replica.apart = None
+        return heard
+
+    def _verdicts(self) -> list[WorkDone]:
+        """Rows that killed an engine by themselves, once an engine has shown that it runs others, or all are done."""
+        found = []
+        for replica in self._replicas:
+            if replica.accused and (replica.works or not self._has_work):
+                named = self._name_rows([request.key for request in replica.accused])
+                self._notice(f"error row, {CODE}: {named}; an engine that ran nothing else died of it")
+                found.append(replica.convict())
+                self._deaths_apart = 0
+        return found
+
+    # Deaths
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._left or self._suspects or any(replica.unfinished for replica in self._live))
 
     def _after(self, replica: Replica, error: BatchInferError) -> None:
         """Go on after what ended an engine's process, with a new one or with the others. Raises when neither can be."""
@@ -225,27 +261,56 @@ class ReplicaPool:
         if crash is not None and self._finishing and not replica.unfinished:
             replica.close()  # what it still had to say was of no use to anybody
             return
-        what, again = str(error), crash is not None and self._may_restart(replica)
-        if crash is not None:
-            named = self._deaths.named(replica.in_work(), replica.info is not None, replica.restarts > 0)
-            if not again and not others:
-                raise crash.error(named) from error
-            what = f"{crash.what}; {named}"
-        self._tell(replica, what, again)
-        back = replica.take_back()
-        self._left += len(back)
-        self._backlog.put_back(back)
-        if again:
-            self.restarts += 1
-            with self._loading() if self.info is None else nullcontext():
-                replica.restart(len(self._replicas) + self.restarts - 1)
-        else:
+        death = replica.died()
+        again = crash is not None and self._may_restart(replica)
+        if crash is not None and not again and not others:
+            raise crash.error(self._told(death)) from error
+        what = str(error) if crash is None else f"{crash.what}; {self._told(death)}"
+        self._take_back(replica, death, blamed=crash is not None)
+        if not again:
+            self._suspects.add_each(replica.acquit())
+        self._go_on(replica, what, again)
+
+    def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
+        """What it was given: rows that waited are the first to be handed out again, those in work are `blamed`."""
+        waiting = death.waiting if blamed else [*death.in_work, *death.waiting]
+        self._left += len(waiting)
+        self._backlog.put_back(waiting)
+        if blamed and death.apart is None:
+            self._suspects.add(death.in_work)
+        elif blamed and death.apart is not None:
+            self._deaths_apart += 1
+            if len(death.in_work) == 1 and (death.fresh or death.apart.again):
+                replica.accused += death.in_work
+            else:
+                self._suspects.died(death.in_work)
+
+    def _go_on(self, replica: Replica, what: str, again: bool) -> None:
+        who = f"engine {replica.number}: " if len(self._replicas) > 1 else ""
+        if not again or not self._has_work:
             replica.close()
+            self._notice(f"{who}{what}; {'nothing is left to run' if again else 'the other engines go on'}")
+            return
+        self._notice(f"{who}{what}; a new one is started")
+        self.restarts += 1
+        with self._loading() if self.info is None else nullcontext():
+            replica.restart(len(self._replicas) + self.restarts - 1)
 
     def _may_restart(self, replica: Replica) -> bool:
-        return replica.restarts < RESTARTS and self._interrupts.pending is None and not self._finishing
+        if self._interrupts.pending is not None or self._finishing:
+            return False
+        return replica.may_restart and self._deaths_apart < MOST_APART
 
-    def _tell(self, replica: Replica, what: str, again: bool) -> None:
-        who = f"engine {replica.number}: " if len(self._replicas) > 1 else ""
-        then = "a new one is started" if again else "the other engines go on"
-        self._notice(f"{who}{what}; {then}")
+    def _told(self, death: Death) -> str:
+        """In words."""
+        if not death.loaded:
+            return "it was loading the model" + (" again, after a restart" if death.restarts else "")
+        if not death.in_work:
+            return "no row was in work"
+        how = "in work by themselves" if death.apart else "in work"
+        named = f"{how}: {self._name_rows([request.key for request in death.in_work])}"
+        return (
+            named
+            if death.fruitless < 2
+            else f"{named}; death {death.fruitless} in a row with little done before"
+        )

@@ -103,16 +103,16 @@ def test_when_all_engines_are_dead_the_run_fails_and_the_next_one_goes_on(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_ENGINE_DEATHS", "99")
-    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "1")
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "0")
     monkeypatch.setenv("FAKE_ENGINE_DIES_BY", str(int(signal.SIGKILL)))
     with pytest.raises(BatchInferError, match="the same command resumes the job") as caught:
         run(job, FAKE, TWO)
     assert caught.value.exit_code == 71
-    assert len((job.parent / "starts").read_bytes()) == 4  # each was started again once
+    assert len((job.parent / "starts").read_bytes()) == 8  # each was started again three times
     (failed,) = report(job, "run")
     monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
     row = run(job, FAKE, TWO).row
-    assert 0 < failed["computed_requests"] == row["reused_requests"]
+    assert failed["computed_requests"] == row["reused_requests"] == 0
     assert len(table(job)) == ROWS
 
 

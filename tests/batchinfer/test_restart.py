@@ -1,4 +1,4 @@
-"""A worker that dies is replaced once: nothing is lost, nothing is computed twice, and the rows in work are named."""
+"""A worker that dies is replaced: nothing is lost, nothing is computed twice, and a row that kills workers is found."""
 
 from __future__ import annotations
 
@@ -113,21 +113,54 @@ def test_a_worker_that_is_killed_while_it_sends_is_replaced(
 
 
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGKILL, 71), (signal.SIGABRT, 69)])
-def test_a_second_death_ends_the_job_and_names_what_was_in_work_both_times(
+def test_a_worker_that_always_dies_ends_the_job_and_its_rows_are_named(
     job: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, code: int
 ) -> None:
-    dies(monkeypatch, 99, DIES_AT_STEP=3, DIES_BY=int(by))
+    dies(monkeypatch, 99, DIES_AT_STEP=0, DIES_BY=int(by))
     ran = Ran(job)
-    with pytest.raises(BatchInferError, match=r"in work both times it died: in\.jsonl row ") as caught:
+    with pytest.raises(BatchInferError, match=r"in work by themselves: in\.jsonl row ") as caught:
         ran()
     assert caught.value.exit_code == code
-    assert "and 2 more rows" in str(caught.value)  # 15 answered, 15 answered: 10 were left
+    assert "death 4 in a row with little done before" in str(caught.value)
     assert "same command resumes the job" in str(caught.value)
-    assert (ran.starts, ran.row["worker_restarts"], ran.row["computed_requests"]) == (2, 1, 30)
+    assert (ran.starts, ran.row["worker_restarts"], ran.row["computed_requests"]) == (4, 3, 0)
     monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
-    assert Ran(job)().row["reused_requests"] == 30
+    assert Ran(job)().exit_code == 0
     assert set(ran.computed.values()) == {1}
-    assert len(table(job)) == ROWS
+    assert {row["status"] for row in table(job)} == {"ok"}
+
+
+def test_a_worker_that_dies_now_and_then_costs_no_row(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies(monkeypatch, 99, DIES_AT_STEP=3)
+    ran = Ran(job)
+    assert ran().exit_code == 0
+    assert ran.row["worker_restarts"] >= 2
+    assert {row["status"] for row in table(job)} == {"ok"}
+    assert (len(ran.computed), set(ran.computed.values())) == (ROWS, {1})
+
+
+@pytest.mark.parametrize("place", [0, 17, ROWS - 1])
+def test_a_row_that_kills_workers_becomes_an_error_row(
+    tmp_path: Path, model: Path, job: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_DIES_OF_MORE_TOKENS", "100")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0")
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    rows = people(ROWS)
+    rows[place] |= {"text": "person " * 20}
+    on_error = {"max_error_rate": 0.05}
+    job = write_job(tmp_path, model, rows, input={"path": "in.jsonl", "id": "id"}, on_error=on_error)
+    ran = Ran(job)
+    assert ran().exit_code == 0
+    found = table(job)
+    assert [row["status"] for row in found] == ["error" if n == place else "ok" for n in range(ROWS)]
+    bad = found[place]
+    assert (bad["error_code"], bad["error_class"], bad["retryable"]) == ("engine_died", "engine", True)
+    (told,) = (notice for notice in ran.notices if "error row, engine_died" in notice)
+    assert f"in.jsonl row {place} (id p{place})" in told
+    starts = ran.starts
+    assert Ran(job)().exit_code == 0
+    assert ran.starts == starts, "an error that is stored is not run again unasked"
 
 
 def test_a_worker_that_dies_while_loading_is_replaced_once(
@@ -150,19 +183,6 @@ def test_a_worker_that_always_dies_while_loading_ends_the_job(
     with pytest.raises(BatchInferError, match="it was loading the model again, after a restart") as caught:
         ran()
     assert (caught.value.exit_code, ran.starts) == (69, 2)
-
-
-def test_deaths_over_different_rows_say_so(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first start answers nothing of what the second has in work when it dies: all of the first's was answered."""
-    dies(monkeypatch, 2, DIES_AT_STEP=3)
-    monkeypatch.setattr("batchinfer.launch.replica.Replica.in_work", lambda self: _newest(self))
-    with pytest.raises(BatchInferError, match=r"in work again, after a restart: in\.jsonl row"):
-        Ran(job)()
-
-
-def _newest(replica: Any) -> list[bytes]:
-    """As if each worker ran one row only: the one before which it dies."""
-    return list(replica.unfinished)[:1]
 
 
 def test_no_worker_is_started_after_a_signal(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone, WorkerSpec
 from batchinfer.launch.replica_pool import ReplicaPool
 from batchinfer.plan.plan import Plan
-from batchinfer.request import Completion, Request, StepSample
+from batchinfer.request import Completion, Request, RowError, StepSample
 from tests import fake_engine
 from tests.batchinfer.plan.test_backlog import rows
 
@@ -39,6 +39,7 @@ class Fate:
     dies_after: int | None = None  # rows
     loads_for: int = 0  # times that it is heard before it is ready
     refuses: BatchInferError | None = None  # while it loads
+    killers: frozenset[bytes] = frozenset()  # rows that it dies of when it runs them
 
 
 @dataclass
@@ -47,10 +48,11 @@ class Engines:
 
     fates: list[Fate] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
+    other: Fate = field(default_factory=Fate)  # of further starts
 
     def __call__(self, spec: WorkerSpec) -> Started:
         number = len(self.started)
-        self.started.append(Started(self.fates[number] if number < len(self.fates) else Fate()))
+        self.started.append(Started(self.fates[number] if number < len(self.fates) else self.other))
         return self.started[-1]
 
 
@@ -81,7 +83,8 @@ class Started:
         self.heard += 1
         if self.info is None:
             return self._load()
-        if self.fate.dies_after is not None and self.finished >= self.fate.dies_after:
+        spent = self.fate.dies_after is not None and self.finished >= self.fate.dies_after
+        if spent or any(request.key in self.fate.killers for request in self.queue[:AT_ONCE]):
             self.crash = Crash(OutOfMemory, "it was killed", "the same command resumes the job")
             raise self.crash.error()
         done, self.queue = self.queue[: self.fate.speed], self.queue[self.fate.speed :]
@@ -111,6 +114,7 @@ class Kept:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.answers: Counter[bytes] = Counter()
+        self.errors: dict[bytes, RowError] = {}
         self.planned_rows = 0
         self.held = 0
         self.stop_after = stop_after
@@ -121,6 +125,7 @@ class Kept:
 
     def take(self, done: WorkDone) -> None:
         self.answers.update(completion.key for completion in done.completions)
+        self.errors |= {one.key: one.error for one in done.completions if one.error is not None}
 
     def enough(self) -> bool:
         return self.stop_after is not None and self.answers.total() >= self.stop_after
@@ -183,10 +188,12 @@ def test_every_row_is_answered_once_or_all_engines_are_dead(
         assert pool.restarts == len(engines.started) - replicas
     if failed is None:
         assert set(sink.answers) == {request.key for request in requests}
+        died_alone = [one.pieces[0] for one in engines.started if one.crash and len(one.pieces) == 1]
+        assert set(sink.errors) <= {piece[0].key for piece in died_alone if len(piece) == 1}
     else:
         assert "it was killed" in str(failed)
         assert failed.exit_code == 71
-        assert [one.crash is None for one in engines.started] == [False] * 2 * replicas
+        assert not any(one.crash is None for one in engines.started)
     assert set(sink.answers.values()) <= {1}
     assert all(one.closed for one in engines.started)
 
@@ -235,14 +242,70 @@ def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
     requests, sink = rows(*[(1, 0, 10)] * 300), Kept()
     with pool_of(engines, 2, requests) as (pool, notices):
         run(pool, sink)
-        assert pool.restarts == 1
+        assert pool.restarts == 2
         assert pool.peak_rss == 20  # of the last start of each place
         assert pool.expert_tokens == {0: [2, 4]}
     assert sorted(sink.answers.elements()) == sorted(request.key for request in requests)
-    first, second = notices
-    assert first.startswith("engine 0: it was killed; in work: rows 8; a new one is started")
-    assert second.startswith("engine 0: it was killed; in work")
-    assert second.endswith("the other engines go on")
+    assert notices == [
+        "engine 0: it was killed; in work: rows 8; a new one is started",
+        "engine 0: it was killed; in work: rows 8; death 2 in a row with little done before; a new one is started",
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("loads_for", [0, 3])
+def test_a_row_that_kills_engines_costs_one_row(replicas: int, loads_for: int) -> None:
+    """Wherever it is: with rows before it and behind, first or last of all."""
+    requests = rows(*[(1, 0, 10)] * 300)
+    for place in (0, 1, 7, 100, 298, 299):
+        killer = requests[place].key
+        engines, sink = Engines(other=Fate(speed=3, loads_for=loads_for, killers=frozenset({killer}))), Kept()
+        with pool_of(engines, replicas, requests) as (pool, notices):
+            run(pool, sink)
+            assert pool.restarts <= 1 + 4 + 1, "eight rows, three halves of them, one row and that row again"
+        assert {request.key for request in requests} == set(sink.answers)
+        assert max(sink.answers.values()) == 1
+        assert [(key, error.code, error.retryable) for key, error in sink.errors.items()] == [
+            (killer, "engine_died", True)
+        ]
+        assert "error row, engine_died: rows 1; an engine that ran nothing else died of it" in notices
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    count=st.integers(1, 400),
+    places=st.sets(st.integers(0, 399), max_size=5),
+    replicas=st.integers(1, 3),
+    speed=st.integers(1, AT_ONCE),
+)
+def test_rows_that_kill_engines_are_found_or_the_engine_is_given_up(
+    count: int, places: set[int], replicas: int, speed: int
+) -> None:
+    requests = rows(*[(1, 0, 10)] * count)
+    killers = frozenset(requests[place].key for place in places if place < count)
+    engines, sink = Engines(other=Fate(speed=speed, killers=killers)), Kept()
+    with pool_of(engines, replicas, requests) as (pool, _):
+        failed = failure(pool, sink)
+        assert pool.restarts <= 7 * len(killers)
+    assert set(sink.errors) <= killers
+    assert max(sink.answers.values(), default=1) == 1
+    if failed is None:
+        assert set(sink.errors) == killers
+        assert len(sink.answers) == count
+    else:
+        assert "in a row with little done before" in str(failed)
+        assert len(killers) > 1, "one row never ends a job"
+
+
+def test_an_engine_that_dies_of_every_row_blames_none() -> None:
+    engines, sink = Engines(other=Fate(dies_after=0)), Kept()
+    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 100)) as (pool, notices):
+        failed = failure(pool, sink)
+    assert failed is not None
+    assert "death 4 in a row" in str(failed)
+    assert len(engines.started) == 4
+    assert not sink.answers
+    assert len(notices) == 3
 
 
 def test_an_engine_whose_device_is_full_is_done_without() -> None:

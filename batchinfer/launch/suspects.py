@@ -1,0 +1,69 @@
+"""Rows that were in work when an engine died: which of them it is that kills engines is found by halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from batchinfer.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Rows that an engine runs with no others."""
+
+    requests: list[Request]
+    twin: Group | None = None  # the other half of the group that died
+    again: bool = False  # one row that has died by itself, in a process that had run others before
+
+
+class Suspects:
+    """Groups of rows that wait to be run by themselves.
+
+    A group that dies is halved. If one half then finishes, what kills is in the other one, which is halved before it is
+    run: of n rows, one that kills is found after log2(n) groups, about half of which die.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Group] = []  # the last one is next: halves follow the group that they are of
+
+    def __len__(self) -> int:
+        """Groups."""
+        return len(self._waiting)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Rows that were in work when an engine died, with others or not."""
+        if requests:
+            self._waiting.append(Group([replace(request, shares_next=0) for request in requests]))
+
+    def add_each(self, requests: Sequence[Request]) -> None:
+        """Rows of which each is run by itself."""
+        for request in requests:
+            self.add([request])
+
+    def take(self, one: bool) -> Group | None:
+        """The group to run next; if `one`, only the first row of it."""
+        if not self._waiting:
+            return None
+        group = self._waiting.pop()
+        if one and len(group.requests) > 1:
+            self.add(group.requests[1:])
+            return Group(group.requests[:1])
+        return group
+
+    def died(self, requests: Sequence[Request]) -> None:
+        """What was unfinished of a group when its engine died."""
+        if len(requests) == 1:
+            self._waiting.append(Group(list(requests), again=True))
+            return
+        middle = len(requests) // 2
+        first, second = Group(list(requests[:middle])), Group(list(requests[middle:]))
+        first.twin, second.twin = second, first
+        self._waiting += [second, first]
+
+    def finished(self, group: Group) -> None:
+        """All rows of a group were answered."""
+        twin = group.twin
+        if twin in self._waiting and twin is not None and len(twin.requests) > 1:
+            self._waiting.remove(twin)
+            self.died(twin.requests)
