@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from batchinfer.engine.budget import scheduler_config
+from batchinfer.engine.budget import captured_tokens, scheduler_config
 from batchinfer.engine.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, WINDOW
 from batchinfer.engine.memory import JobSize, cache_blocks
+from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.job import Job
 from batchinfer.memory import available_memory
+from batchinfer.models.checkpoint import OWN
 from batchinfer.models.spec import CacheSpec
 from batchinfer.plan.backlog import share_of
 from batchinfer.plan.plan import Plan
@@ -22,6 +24,7 @@ from batchinfer.report.folder import report_folder
 from batchinfer.request import Request
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.extrapolation import SimulatedPart, extrapolated
+from batchinfer.simulation.launching import Captures
 from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
 from batchinfer.step_times import StepTimes, alike, step_times
 from batchinfer_kernels.cost import ModelCost, StepShape, roofline_seconds
@@ -164,9 +167,19 @@ def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
         block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, config.device
     )
     times = step_times(setting, cost, earlier_steps(report_folder(job.results_root), alike(job, setting)))
-    ahead = config.device == "cuda"
-    machine = SimulatedEngine(cost, layout, blocks, limits, plan.longest, times.time, looks_ahead=ahead)
+    captures = _captures(setup, cost, limits, plan.longest) if config.device == "cuda" else None
+    places = (cost, layout, blocks, limits, plan.longest, times.time)
+    machine = SimulatedEngine(*places, looks_ahead=captures is not None, captures=captures)
     return ForecastEngine(job, setup, plan, machine, times)
+
+
+def _captures(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
+    """What a GPU's host captures of such a model: nothing of one that transformers' code computes."""
+    if setup.checkpoint.modelling != OWN:
+        return Captures(0, 0, 0)
+    most = limits.max_num_batched_tokens
+    tokens = captured_tokens(cost, setup.setting.peaks, most)
+    return Captures(min(limits.max_num_seqs, most), longest, tokens)
 
 
 def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:

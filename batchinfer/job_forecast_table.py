@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.report.spool import Spool
+from batchinfer.request import LAUNCH_MODES
 
 _INT, _REAL, _TEXT = pa.int64(), pa.float64(), pa.string()
 
@@ -17,6 +18,7 @@ def _struct(kind: pa.DataType, *names: str) -> list[pa.Field]:
     return [pa.field(name, kind) for name in names]
 
 
+_LAUNCHED = pa.struct(_struct(_INT, "steps", "tokens"))
 # The fields of `plan --json`, in the same order
 FORECAST_SCHEMA = pa.schema(
     [
@@ -53,6 +55,7 @@ FORECAST_SCHEMA = pa.schema(
                     pa.field("engine_s", _REAL),
                     *_struct(_INT, "steps", "prefill_tokens", "cached_tokens", "decode_tokens"),
                     *_struct(_INT, "output_tokens", "preemptions"),
+                    pa.field("launches", pa.struct([pa.field(mode, _LAUNCHED) for mode in LAUNCH_MODES])),
                     *_struct(_REAL, "mfu", "mbu", "simulated_share"),
                     pa.field("answers_from_runs", _INT),
                     pa.field("times_from", _TEXT),

@@ -12,7 +12,9 @@ from batchinfer.lint import finding_text
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.policies import BY_DEFAULT, OrderChoice
 from batchinfer.plan.prefixes import PlannedPrefix
+from batchinfer.report.launches import launch_text
 from batchinfer.report.units import count, percent, seconds, short
+from batchinfer.request import LAUNCH_MODES
 from batchinfer.sampled_rows import SampledRows
 from batchinfer.sizes import size
 from batchinfer.step_times import DECLARED_EFFICIENCY
@@ -122,6 +124,12 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "decode_tokens": run.decode_tokens,
         "output_tokens": run.sampled_tokens,
         "preemptions": run.preemptions,
+        "launches": None
+        if run.launches is None
+        else {
+            mode: {unit: run.launches[f"{mode}_{unit}"] for unit in ("steps", "tokens")}
+            for mode in LAUNCH_MODES
+        },
         "mfu": forecast.mfu,
         "mbu": forecast.mbu,
         "simulated_share": forecast.simulated,
@@ -225,6 +233,8 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
         )
         return
     yield "engine", engine_text(forecast)
+    if (launched := launch_text(run.launches or {})) is not None:
+        yield "", launched
     if forecast.simulated < 1:
         yield "", f"simulated for {percent(forecast.simulated)} of the rows"
     if forecast.order is not None:

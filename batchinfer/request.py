@@ -17,6 +17,10 @@ from numpy.typing import NDArray
 Truncate = Literal["error", "left", "right"]  # what is done with a prompt too long for the model
 FinishReason = Literal["stop", "length", "error"]
 ErrorClass = Literal["input", "policy", "resource", "engine"]
+# How the host launches a step on a GPU, from the least work to the most: as one CUDA graph; as graphs of the pieces
+# between one layer's attention and the next one's; an operator at a time
+LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
+LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
 TokenIds = NDArray[np.int32]
 
 
@@ -242,3 +246,5 @@ class StepSample:
     kv_tokens: int = 0  # distinct cached tokens read, summed over layers
     copied_tokens: int = 0  # of the cached tokens, those copied out of the middle of a block
     metering_s: float = 0.0  # what counting all this took the engine
+    launch: LaunchMode | None = None  # None: on a CPU, for which nothing is captured
+    capture_s: float | None = None  # capturing graphs for it; None: likewise

@@ -98,6 +98,7 @@ class RunReport:
                 forecast_mbu=seen.mbu,
                 forecast_basis=seen.times.known,
                 forecast_answers_from=seen.answers_from,
+                **{f"forecast_{name}": number for name, number in (seen.run.launches or {}).items()},
             )
 
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
@@ -136,6 +137,8 @@ class RunReport:
         if infos:
             linear = {"linear": infos[0].linear} if infos[0].linear else {}
             self.note(ops={"decoder": infos[0].ops} | linear, threads=sum(info.threads for info in infos))
+            captured = [info.capture_s for info in infos if info.capture_s is not None]
+            self.note(load_capture_s=max(captured, default=None))
 
     def done(self, status: str, exit_code: int = 0) -> RunRow:
         """The run table's row, complete."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from batchinfer.engine.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S, captured_tokens
+from batchinfer.engine.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
 from batchinfer.hub import described
 from batchinfer.job import Job
 from batchinfer.report.earlier_runs import EarlierSteps
@@ -55,14 +55,14 @@ def step_times(setting: Setting, cost: ModelCost, earlier: EarlierSteps | None) 
     """`earlier`: steps of runs that are alike."""
     if setting.peaks is None:  # counts are right all the same, and nobody is told of the seconds
         return StepTimes(StepTime(Peaks(1.0, 1.0)), "unknown")
-    expected = _expected(setting, setting.peaks, cost)
+    expected = _expected(setting, setting.peaks)
     if earlier is None:
         return expected
     found = measured_step_time(expected.time, _measured(earlier, cost))
     return expected if found is None else StepTimes(found, "runs", earlier.runs)
 
 
-def _expected(setting: Setting, peaks: Peaks, cost: ModelCost) -> StepTimes:
+def _expected(setting: Setting, peaks: Peaks) -> StepTimes:
     measured = setting.hardware.step_time(setting.dtype, setting.quantization)
     calibrated = None if measured is None else StepTime.calibrated(peaks, measured)
     if calibrated is not None:
@@ -70,8 +70,7 @@ def _expected(setting: Setting, peaks: Peaks, cost: ModelCost) -> StepTimes:
     if setting.device == "cpu":
         return StepTimes(StepTime(peaks), "limit")
     share = DECLARED_EFFICIENCY
-    layers = (LAUNCH_LAYER_S, REPLAY_LAYER_S, captured_tokens(cost, peaks))
-    host = (DECLARED_HOST_STEP_S, DECLARED_HOST_ROW_S, *layers)
+    host = (DECLARED_HOST_STEP_S, DECLARED_HOST_ROW_S, LAUNCH_LAYER_S, REPLAY_LAYER_S)
     return StepTimes(StepTime(peaks, share, share, *host), "declared")
 
 

@@ -139,12 +139,11 @@ def load_model(
         deterministic=config.deterministic,
         linear=linear,
         gpu=_gpu(device),
+        capture_s=fitted.runner.capture_s,
     )
-    loads = model.expert_loads
-    loads.restart()  # what was measured and compiled with is nobody's work
-    return LoadedModel(
-        fitted.runner, limits, EngineLimits(longest, eos, model.long_from), info, loads, followed
-    )
+    model.expert_loads.restart()  # what was measured and compiled with is nobody's work
+    engine_limits = EngineLimits(longest, eos, model.long_from)
+    return LoadedModel(fitted.runner, limits, engine_limits, info, model.expert_loads, followed)
 
 
 def _limits(config: EngineConfig, source: Source, cost: ModelCost) -> SchedulerConfig:

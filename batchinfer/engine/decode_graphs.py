@@ -8,6 +8,7 @@ contexts of up to a bound. Padding rows have no context; their keys go to a bloc
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -22,17 +23,11 @@ from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.cache_layout import CacheGroup
 from batchinfer.engine.graph_capture import Capture, Captured
 from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
+from batchinfer.engine.graph_sizes import LATER_FIRST, batch_sizes, context_bound
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan
 
 _log = logging.getLogger(__name__)
 
-# Batch sizes: up to STRIDE powers of two, then its multiples, and from STRIDE × PARTS rows on PARTS sizes before each
-# power of two. A decode step reads the weights and the cache whatever it is padded to, so that a sixteenth of rows more
-# costs little; each graph keeps a few MiB, and takes its time to be captured.
-STRIDE, PARTS = 8, 16
-# Bounds of the longest context: each is so many times the one before. Programs behind a context's end return at once.
-SHORTEST, GROWTH = 1024, 4
-LATER_FIRST = 3  # see `end_warm_up`
 MOST_GRAPHS = 512  # each keeps a few MiB, and none is ever freed
 
 Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
@@ -75,24 +70,6 @@ class GraphLimits:
     def blocks(self, tokens: int) -> int:
         """Blocks of a sequence of so many tokens."""
         return -(-tokens // self.block_size)
-
-
-def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, … 256, 272, … 512, 544, … and `most`, ascending."""
-    sizes, size = [], 1
-    while size < most:
-        sizes.append(size)
-        below = 1 << size.bit_length() - 1  # the power of two
-        size += below if size < STRIDE else max(STRIDE, below // PARTS)
-    return [*sizes, most]
-
-
-def context_bound(longest: int, most: int) -> int:
-    """The least of SHORTEST, SHORTEST × GROWTH, … that is no less than `longest`, `most` at most."""
-    bound = SHORTEST
-    while bound < longest:
-        bound *= GROWTH
-    return min(bound, most)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +117,7 @@ class DecodeGraphs:
         self._seen: Counter[Hashable] = Counter()  # steps of kinds that have no graph
         self._first = 1  # which step of a kind is captured
         self._refused = False
+        self.capture_s = 0.0  # seconds that captures took, those for which there was no memory included
 
     def end_warm_up(self) -> None:
         """From here on a kind of step is captured when it comes for the third time: a capture takes as long as many
@@ -150,6 +128,11 @@ class DecodeGraphs:
     def captured(self) -> int:
         """How many graphs were captured."""
         return len(self._graphs)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the step that was run last was replayed, and not launched for want of a graph."""
+        return self._replayed is not None
 
     def interrupt(self) -> None:
         """A step was run without a graph: the next one does not follow the one that was replayed last."""
@@ -227,6 +210,7 @@ class DecodeGraphs:
         self, key: Hashable, token_ids: Tensor, inputs: list[AttentionInputs], plans: list[FixedPlan]
     ) -> _Graph:
         if key not in self._graphs:
+            began = time.perf_counter()
             try:
                 captured = self._capture(lambda: self._forward(token_ids, inputs, plans))
             except torch.OutOfMemoryError:
@@ -237,5 +221,7 @@ class DecodeGraphs:
                     len(inputs[0].query_lens),
                 )
                 raise
+            finally:
+                self.capture_s += time.perf_counter() - began
             self._graphs[key] = _Graph(plans, captured)
         return self._graphs[key]

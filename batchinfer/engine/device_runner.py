@@ -18,13 +18,13 @@ from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
 from batchinfer.engine.piecewise_graphs import PiecewiseGraphs
-from batchinfer.engine.runner import Launched
+from batchinfer.engine.runner import Launched, StepLaunch
 from batchinfer.engine.sampled import Masked, Sampled, by_sequence
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.shared_parts import Copy
 from batchinfer.engine.staging import Download, upload
-from batchinfer.request import TokenLogprobs
+from batchinfer.request import LAUNCH_MODES, LaunchMode, TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class DeviceRun:
 
     download: Download | None  # tokens, then what `asking` says; None: nothing was sampled
     padded_tokens: int
+    launch: StepLaunch
     asking: list[list[Sequence]] = field(default_factory=list)  # of each piece that has log-probabilities
     masked: list[Masked] = field(
         default_factory=list
@@ -83,13 +84,20 @@ class DeviceRunner(ModelRunner):
     def most_tokens(self) -> int | None:
         return self.pieces.most_tokens
 
+    @property
+    def capture_s(self) -> float:
+        """Seconds that capturing graphs has taken so far."""
+        return sum(graphs.capture_s for graphs in (self.graphs, self.mixed) if graphs is not None)
+
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token."""
+        captured_s = self.capture_s
         starts = {copy.sequence: copy.sequence.computed for copy in copies}
         sampled: list[Sampled] = []
         sampling: list[Sequence] = []
         padded, todo = 0, deque(self.pieces.cut(chunks))
+        modes: list[LaunchMode] = []
         while todo:
             piece = todo.popleft()
             try:
@@ -98,7 +106,7 @@ class DeviceRunner(ModelRunner):
                 }  # what it copies is there by now
                 own = [copy for copy in copies if copy.sequence in begun]
                 host = host_batch(piece, self.layout, self.rows, own)
-                found, padding = self._run(host)
+                found, padding, mode = self._run(host)
             except torch.OutOfMemoryError:
                 if sum(c.length for c in piece) == 1:
                     raise
@@ -109,11 +117,15 @@ class DeviceRunner(ModelRunner):
             sampled += [] if found is None else [found]
             sampling += host.sampling
             padded += padding
-        return self._launched(sampling, sampled, padded)
+            modes.append(mode)
+        launch = StepLaunch(max(modes, key=LAUNCH_MODES.index), self.capture_s - captured_s)
+        return self._launched(sampling, sampled, padded, launch)
 
-    def _launched(self, sampling: list[Sequence], sampled: list[Sampled], padded: int) -> Launched:
+    def _launched(
+        self, sampling: list[Sequence], sampled: list[Sampled], padded: int, launch: StepLaunch
+    ) -> Launched:
         if not sampled:
-            return DeviceRun(None, padded)
+            return DeviceRun(None, padded, launch)
         tokens = sampled[0].tokens if len(sampled) == 1 else torch.cat([s.tokens for s in sampled])
         self.pending.keep(tokens, sampling)
         logprobs = [s.logprobs for s in sampled if s.logprobs is not None]
@@ -123,31 +135,33 @@ class DeviceRunner(ModelRunner):
             *(one.barred for one in masked),
         ]
         download = Download(tokens, *beside)
-        return DeviceRun(download, padded, [found.sequences for found in logprobs], masked)
+        return DeviceRun(download, padded, launch, [found.sequences for found in logprobs], masked)
 
-    def _run(self, host: HostBatch) -> tuple[Sampled | None, int]:
-        """(what was sampled, if anything was, and padded tokens)"""
-        hidden, padded = self._forward(host)
-        return (self.sampled(hidden, host.sampling, self.pending) if host.sampling else None), padded
+    def _run(self, host: HostBatch) -> tuple[Sampled | None, int, LaunchMode]:
+        """(what was sampled, if anything was, padded tokens, and how it was launched)"""
+        hidden, padded, mode = self._forward(host)
+        return (self.sampled(hidden, host.sampling, self.pending) if host.sampling else None), padded, mode
 
-    def _forward(self, host: HostBatch) -> tuple[Tensor, int]:
-        """(hidden states of the rows to sample from, padded tokens)"""
+    def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
+        """(hidden states of the rows to sample from, padded tokens, and how it was launched)"""
         if self.graphs is not None and self.graphs.covers(host):
             try:
-                return self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, host))
+                ran = self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, host))
+                return *ran, "full_graph" if self.graphs.replayed else "eager"
             except torch.OutOfMemoryError:
                 _log.debug("a step that could not be captured is launched as it is")
         if self.graphs is not None:
             self.graphs.interrupt()
         if self.mixed is not None and self.mixed.covers(len(host.token_ids)):
-            return self.mixed.run(host, lambda token_ids: self._fill_in(token_ids, host), self.plan_attention)
+            ran = self.mixed.run(host, lambda token_ids: self._fill_in(token_ids, host), self.plan_attention)
+            return *ran, "piecewise_graph"
         arrays = (host.token_ids, host.sampled_rows, *host.places)
         token_ids, sampled, *places = upload(arrays, self.device)
         self._fill_in(token_ids, host)
         inputs = host.inputs(*places)
         plans = self.plan_attention(inputs)
         hidden = self.model.forward(token_ids, inputs, self.caches, plans)
-        return hidden.index_select(0, sampled), plans[0].padded_tokens
+        return hidden.index_select(0, sampled), plans[0].padded_tokens, "eager"
 
     def _fill_in(self, token_ids: Tensor, host: HostBatch) -> None:
         """Write the tokens that are awaited of the step before."""

@@ -392,7 +392,7 @@ class Engine:
         decodes, recomputed = step.decodes - unused, step.recomputed
         costs = self._runner.cost.step(shape)
         forced, self._forced = self._forced, 0
-        work = self._new_work()
+        work, launch = self._new_work(), step.result.launch
         return StepSample(
             step=self._steps,
             started_s=began,
@@ -419,6 +419,8 @@ class Engine:
             pairs=shape.pairs,
             kv_tokens=shape.kv_tokens,
             copied_tokens=shape.copied,
+            launch=launch.mode if launch else None,
+            capture_s=launch.capture_s if launch else None,
             metering_s=(time.perf_counter_ns() - metering) / 1e9,
         )
 

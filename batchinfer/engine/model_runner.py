@@ -13,7 +13,7 @@ from torch import Tensor
 from batchinfer.engine.batch import build_batch
 from batchinfer.engine.cache_layout import CacheLayout
 from batchinfer.engine.pending import Pending
-from batchinfer.engine.runner import Launched
+from batchinfer.engine.runner import Launched, StepLaunch
 from batchinfer.engine.sampled import Sampled, by_sequence
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Chunk
@@ -53,6 +53,7 @@ class RunnerOutput:
     next_tokens: list[list[int]]
     padded_tokens: int
     next_logprobs: Mapping[Sequence, TokenLogprobs] = field(default_factory=dict)
+    launch: StepLaunch | None = None
 
     def tokens(self) -> list[list[int]]:
         """See Launched."""
@@ -90,6 +91,15 @@ class ModelRunner:
         """The most tokens that fit a step, known after one ran out of memory; None: all steps fitted so far."""
         return None
 
+    @property
+    def capture_s(self) -> float | None:
+        """Seconds that capturing graphs has taken so far; None on a CPU, where nothing is captured."""
+        return None if self.device.type == "cpu" else 0.0
+
+    @property
+    def _launch(self) -> StepLaunch | None:
+        return None if self.device.type == "cpu" else StepLaunch("eager", 0.0)
+
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
         """Run the chunks, write their K and V, sample where a chunk reaches its sequence's end."""
@@ -97,14 +107,14 @@ class ModelRunner:
         plans = self.plan_attention(batch.inputs)
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
         if not batch.sampling:
-            return RunnerOutput([], plans[0].padded_tokens)
+            return RunnerOutput([], plans[0].padded_tokens, launch=self._launch)
         sampled = self.sampled(hidden[batch.sampled_rows], batch.sampling)
         if sampled.masked is not None:
             sampled.masked.note(sampled.masked.barred.numpy(force=True))
         tokens, found = [[token] for token in sampled.tokens.tolist()], sampled.logprobs
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
         logprobs = by_sequence(found.sequences, *arrays) if found else {}
-        return RunnerOutput(tokens, plans[0].padded_tokens, logprobs)
+        return RunnerOutput(tokens, plans[0].padded_tokens, logprobs, self._launch)
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
         """A plan for each cache group."""

@@ -106,6 +106,7 @@ class PiecewiseGraphs:
         self._padding_slot, self._room, self._recorder = padding_slot, room, recorder
         self._pieces: dict[int, _Pieces] = {}
         self.sizes: list[int] = []  # numbers of tokens that were captured, ascending
+        self.capture_s = 0.0  # seconds that capturing them took
 
     @property
     def captured(self) -> int:
@@ -127,9 +128,10 @@ class PiecewiseGraphs:
                 )
                 break
             self.sizes.insert(0, size)
+        self.capture_s += time.perf_counter() - began
         _log.info(
             "%d graphs of steps of %d sizes took %.1f s to capture",
-            *(self.captured, len(self.sizes), time.perf_counter() - began),
+            *(self.captured, len(self.sizes), self.capture_s),
         )
 
     def covers(self, tokens: int) -> bool:

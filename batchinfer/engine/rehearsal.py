@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchinfer.engine.decode_graphs import SHORTEST
 from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.graph_sizes import SHORTEST
 from batchinfer.engine.scheduler import Chunk, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Request, SamplingParams

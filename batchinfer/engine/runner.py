@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.shared_parts import Copy
-from batchinfer.request import TokenLogprobs
+from batchinfer.request import LaunchMode, TokenLogprobs
 from batchinfer_kernels.cost import ModelCost, StepShape
+
+
+class StepLaunch(NamedTuple):
+    """How a GPU's step was launched. One that ran in several parts, for want of memory, counts as the part that the
+    host had most work with."""
+
+    mode: LaunchMode
+    capture_s: float | None = None  # capturing graphs for it; None: not known
 
 
 class Launched(Protocol):
@@ -19,6 +27,10 @@ class Launched(Protocol):
     @property
     def padded_tokens(self) -> int:
         """Query positions computed only as padding."""
+
+    @property
+    def launch(self) -> StepLaunch | None:
+        """How it was launched; None: on a CPU."""
 
     def tokens(self) -> list[list[int]]:
         """The next tokens of each chunk that samples, in order: any number of them, or none. Waits for the device.

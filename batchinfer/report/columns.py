@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
-# since 4 steps and requests say which replica it was
-TABLE_FORMAT = 4
+# since 4 steps and requests say which replica it was; since 5 steps say how they were launched
+TABLE_FORMAT = 5
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
@@ -66,6 +66,29 @@ def _ratio(name: str, meaning: str) -> Column:
 def _spread(stem: str, meaning: str) -> list[Column]:
     """The three percentile columns of one latency."""
     return [_seconds(f"{stem}_p{p}_s", f"{meaning}, {p}th percentile") for p in (50, 90, 99)]
+
+
+_LAUNCHED = {
+    "full_graph": "replayed as one graph",
+    "piecewise_graph": "replayed as graphs of their pieces, attention launched between them",
+    "eager": "launched an operator at a time",
+}
+
+
+def _launches() -> Iterator[Column]:
+    """Steps and tokens by the way they were launched, in numbers and shares."""
+    for mode, how in _LAUNCHED.items():
+        yield _count(f"{mode}_steps", "steps", f"of `steps`: {how}; null on a CPU")
+        yield _ratio(f"{mode}_steps_share", "their share of `steps`")
+    for mode in _LAUNCHED:
+        yield _count(f"{mode}_tokens", "tokens", f"run in `{mode}_steps`, recomputed ones included")
+        yield _ratio(f"{mode}_tokens_share", "their share of all tokens that were run")
+
+
+def _forecast_launches() -> Iterator[Column]:
+    for unit in ("steps", "tokens"):
+        for mode in _LAUNCHED:
+            yield _count(f"forecast_{mode}_{unit}", unit, f"the forecast of `{mode}_{unit}`")
 
 
 RUN_COLUMNS: tuple[Column, ...] = (
@@ -151,6 +174,8 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _seconds("mask_s", "of `model_s`: finding out which tokens constraints allow"),
     _seconds("compile_s", "compiling constraints"),
     _count("steps", "steps", "engine steps"),
+    *_launches(),
+    _seconds("capture_s", "of `engine_wall_s`: capturing graphs; null on a CPU"),
     _seconds(
         "startup_s",
         "starting the command: imports, job file, checkpoint and its fingerprint, the state's lock",
@@ -163,6 +188,10 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "compiling the CPU operators, beside everything until the model is loaded; null where they were there",
     ),
     _seconds("operators_wait_s", "of `load_s`: while the operators were still being compiled"),
+    _seconds(
+        "load_capture_s",
+        "of `load_s`: capturing graphs; of the `replicas` that took longest; null on a CPU",
+    ),
     _seconds("engine_s", "computing, as the parent process saw it"),
     _seconds("publish_s", "counting errors, joining and publishing the results"),
     _seconds("close_s", "storing the last answers, ending the worker, writing these tables"),
@@ -242,6 +271,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _seconds("forecast_s", "what `engine_wall_s` was forecast to be before the run, by simulating it"),
     Column("forecast_error", _REAL, "", "`engine_wall_s` ÷ `forecast_s` − 1; negative: faster than forecast"),
     _count("forecast_steps", "steps", "the forecast of `steps`"),
+    *_forecast_launches(),
     _count("forecast_prompt_tokens", "tokens", "the forecast of `prompt_tokens_run`"),
     _count("forecast_output_tokens", "tokens", "the forecast of `output_tokens`"),
     _ratio("forecast_mfu", "the forecast of `mfu`"),
@@ -315,6 +345,12 @@ STEP_COLUMNS: tuple[Column, ...] = (
     _count(
         "copied_tokens", "tokens", "of the cached tokens: copied from the middle of another row's KV block"
     ),
+    _text(
+        "launch",
+        "`full_graph`: replayed as one graph; `piecewise_graph`: as graphs of its pieces, with attention launched "
+        "between them; `eager`: launched an operator at a time; null on a CPU",
+    ),
+    _seconds("capture_s", "capturing graphs for it; null on a CPU"),
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (

@@ -13,6 +13,7 @@ from batchinfer.report.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STE
 from batchinfer.report.details import Details, Machine
 from batchinfer.report.energy import EnergyMeter, EnergyUse
 from batchinfer.report.folder import table_path
+from batchinfer.report.launches import LaunchCounts
 from batchinfer.report.percentiles import UNKNOWN, Spread, opened, spread, weighted_spread
 from batchinfer.report.prefixes import PrefixTree
 from batchinfer.report.spool import BUFFER_ROWS, Spool
@@ -35,6 +36,8 @@ class Totals:
     forced_tokens: int = 0
     mask_s: float = 0.0
     compile_s: float = 0.0
+    launches: LaunchCounts = field(default_factory=LaunchCounts)
+    capture_s: float | None = None  # None: no step says
     flops: int = 0
     bytes_moved: int = 0
     step_s: float = 0.0
@@ -74,6 +77,9 @@ class Totals:
         self.forced_tokens += sample.forced_tokens
         self.mask_s += sample.mask_s
         self.compile_s += sample.compile_s
+        self.launches.add(sample.launch, sample.prefill_tokens + sample.decode_tokens)
+        if sample.capture_s is not None:
+            self.capture_s = (self.capture_s or 0.0) + sample.capture_s
         self._add_cost(sample, peaks)
         self.step_s += sample.duration_s
         self.model_s += sample.model_s
@@ -89,7 +95,8 @@ class Totals:
 
 
 _SHARED_S = (
-    "mask_s", "compile_s", "step_s", "model_s", "idle_s", "waited_s", "metering_s", "roofline_s", "step_bound_s",
+    "mask_s", "compile_s", "step_s", "model_s", "idle_s", "waited_s", "metering_s", "capture_s",
+    "roofline_s", "step_bound_s",
 )  # fmt: skip
 
 
@@ -266,7 +273,8 @@ def _step_row(
     counts = (s.pairs, s.kv_tokens, s.metering_s, s.copied_tokens)
     more = (_phase(s), s.scheduled_s, s.started_s + s.duration_s, *counts)
     cost = (s.flops, s.bytes, s.roofline_s)
-    return (run_id, *engine, s.step, *times, *tokens, *state, *cost, *constraints, *more)
+    launch = (s.launch, s.capture_s)
+    return (run_id, *engine, s.step, *times, *tokens, *state, *cost, *constraints, *more, *launch)
 
 
 def _phase(sample: StepSample) -> str:

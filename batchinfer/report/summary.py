@@ -9,6 +9,7 @@ from typing import Any
 
 from batchinfer.report.exit_status import is_published
 from batchinfer.report.hardware import arithmetic_text
+from batchinfer.report.launches import launch_text
 from batchinfer.report.units import UNKNOWN, about, count, percent, seconds, short
 from batchinfer.sizes import size
 
@@ -22,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 def summary(row: Row, report: Path | None = None) -> str:
-    """At most 19 aligned lines without a final newline. What is not known is a dash or left out.
+    """At most 20 aligned lines without a final newline. What is not known is a dash or left out.
 
     `report`: the row's file; None for a run that changed nothing and leaves none.
     """
@@ -35,6 +36,7 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("limit", _limit(row)),
         ("busy", _busy(row)),
         ("lost", _lost(row)),
+        ("launched", _launched(row)),
         ("guided", _guided(row)),
         ("time", _time(row)),
         ("forecast", _forecast(row)),
@@ -146,6 +148,16 @@ def _lost(row: Row) -> str:
         (name, row[f"{name}_s"] / wall) for name in ("overhead", "idle") if row[f"{name}_s"] is not None
     ]
     return ", ".join(f"{name} {percent(share)}" for name, share in shares)
+
+
+def _launched(row: Row) -> str:
+    """On a GPU."""
+    launched = launch_text(row)
+    if launched is None:
+        return ""
+    captures = [("loading", row["load_capture_s"]), ("steps", row["capture_s"])]
+    took = ", ".join(f"{seconds(spent)} in {what}" for what, spent in captures if spent)
+    return f"{launched}; captures took {took}" if took else launched
 
 
 def _guided(row: Row) -> str:

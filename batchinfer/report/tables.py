@@ -68,6 +68,7 @@ class RunFacts:
     load_s: float | None = None
     operators_build_s: float | None = None
     operators_wait_s: float | None = None
+    load_capture_s: float | None = None
     engine_s: float | None = None
     publish_s: float | None = None
     close_s: float | None = None
@@ -82,6 +83,12 @@ class RunFacts:
     forecast_output_tokens: int | None = None
     forecast_mfu: float | None = None
     forecast_mbu: float | None = None
+    forecast_full_graph_steps: int | None = None
+    forecast_piecewise_graph_steps: int | None = None
+    forecast_eager_steps: int | None = None
+    forecast_full_graph_tokens: int | None = None
+    forecast_piecewise_graph_tokens: int | None = None
+    forecast_eager_tokens: int | None = None
     forecast_basis: str | None = None
     forecast_answers_from: int | None = None
     deadline: datetime | None = None  # with a time zone
@@ -202,6 +209,8 @@ def _token_columns(totals: Totals) -> RunRow:
         "mask_s": totals.mask_s,
         "compile_s": totals.compile_s,
         "steps": totals.steps,
+        **totals.launches.columns(),
+        "capture_s": totals.capture_s,
     }
 
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from batchinfer.engine.cache_layout import CacheLayout
+from batchinfer.engine.runner import StepLaunch
 from batchinfer.engine.scheduler import Chunk
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.shared_parts import Copy
 from batchinfer.engine.step_shape import step_shape
 from batchinfer.request import TokenLogprobs
+from batchinfer.simulation.launching import Launching
 from batchinfer.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, StepShape
 
@@ -40,6 +42,7 @@ class CountedStep:
     outputs: Mapping[bytes, int]
     clock: Clock
     done_s: float
+    launch: StepLaunch | None
     padded_tokens: int = 0
 
     def tokens(self) -> list[list[int]]:
@@ -59,7 +62,7 @@ class CountedStep:
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
     """See batchinfer.engine.runner.Runner. `outputs`: by work key, how many tokens the answer has; `shared_blocks`: of
-    the engine's scheduler."""
+    the engine's scheduler; `launching`: of a GPU's host, None on a CPU."""
 
     cost: ModelCost
     layout: CacheLayout
@@ -67,6 +70,7 @@ class CountingRunner:
     outputs: Mapping[bytes, int]
     looks_ahead: bool
     shared_blocks: Callable[[list[Chunk]], int]
+    launching: Launching | None = None
     clock: Clock = field(default_factory=Clock)
 
     @property
@@ -80,11 +84,15 @@ class CountingRunner:
     def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> CountedStep:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         copied = sum(copy.end - copy.first for copy in copies if copy.group == 0)
-        shape = self.step_shape(chunks, len(sampling), self.shared_blocks(chunks), copied)
-        captured = shape.tokens == len(sampling) == len(chunks) and not copies
-        host_s = self.time.host_s(len(chunks), 0 if captured else self.cost.layers, shape.tokens)
+        shared = self.shared_blocks(chunks)
+        shape = self.step_shape(chunks, len(sampling), shared, copied)
+        launch = None
+        if self.launching is not None:
+            decodes = shape.tokens == len(sampling) == len(chunks) and not copies
+            launch = StepLaunch(self.launching.mode(chunks, decodes, shared > 0))
+        host_s = self.time.host_s(len(chunks), self.cost.layers, launch.mode if launch else None)
         done = self.clock.launch(host_s, self.time.device_s(shape, self.cost, len(chunks)))
-        return CountedStep(sampling, self.outputs, self.clock, done)
+        return CountedStep(sampling, self.outputs, self.clock, done, launch)
 
     def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
         return step_shape(chunks, sampled, shared, self.layout, copied)

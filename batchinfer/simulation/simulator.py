@@ -11,8 +11,9 @@ from batchinfer.engine.config import most_queued
 from batchinfer.engine.engine import Engine, EngineLimits, StepOutput
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
-from batchinfer.request import Request, SamplingParams, StepSample
+from batchinfer.request import LAUNCH_MODES, Request, SamplingParams, StepSample
 from batchinfer.simulation.counting_runner import END, CountingRunner
+from batchinfer.simulation.launching import Captures, Launching
 from batchinfer.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost
 
@@ -28,6 +29,7 @@ class SimulatedEngine:
     max_model_len: int
     time: StepTime
     looks_ahead: bool  # as GPUs do: the host schedules a step while the one before runs
+    captures: Captures | None = None  # of a GPU; None on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +48,38 @@ class Simulated:
     flops: int = 0
     bytes: int = 0
     roofline_s: float = 0.0
+    # On a GPU steps, and the tokens that they ran, by the way they were launched: see LaunchMode
+    full_graph_steps: int = 0
+    piecewise_graph_steps: int = 0
+    eager_steps: int = 0
+    full_graph_tokens: int = 0
+    piecewise_graph_tokens: int = 0
+    eager_tokens: int = 0
 
     @property
     def tokens(self) -> int:
         """All that the model runs."""
         return self.prefill_tokens + self.decode_tokens
 
+    @property
+    def launches(self) -> dict[str, int] | None:
+        """Steps and tokens by the way they were launched; None on a CPU."""
+        found = {name: getattr(self, name) for name in _LAUNCHED}
+        return found if any(found.values()) else None
+
     def counted(self, times: float) -> Simulated:
         """With so many times the counts, in the same time: of engines beside this one."""
-        counts = {name: round(getattr(self, name) * times) for name in ("steps", *_SUMMED)}
+        names = ("steps", *_SUMMED, *_LAUNCHED)
+        counts = {name: round(getattr(self, name) * times) for name in names}
         return replace(self, **counts)
 
     def plus(self, sample: StepSample, seconds: float) -> Simulated:
         """With another step, after which the run has taken so many seconds."""
         sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}
+        if sample.launch is not None:
+            steps, tokens = f"{sample.launch}_steps", f"{sample.launch}_tokens"
+            sums[steps] = getattr(self, steps) + 1
+            sums[tokens] = getattr(self, tokens) + sample.prefill_tokens + sample.decode_tokens
         return replace(
             self,
             **sums,
@@ -80,6 +100,7 @@ _SUMMED = (
     "flops",
     "bytes",
 )
+_LAUNCHED = tuple(f"{mode}_{unit}" for unit in ("steps", "tokens") for mode in LAUNCH_MODES)
 
 
 def simulate(
@@ -121,6 +142,7 @@ def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
     pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
     scheduler = Scheduler(machine.scheduler, pool, windows=windows)
     places = (machine.cost, machine.layout, machine.time, outputs, machine.looks_ahead)
-    runner = CountingRunner(*places, scheduler.shared_blocks)
+    launching = None if machine.captures is None else Launching(machine.captures)
+    runner = CountingRunner(*places, scheduler.shared_blocks, launching)
     limits = EngineLimits(machine.max_model_len, frozenset([END]))
     return Engine(runner, scheduler, limits, machine.time.peaks, clock=lambda: runner.clock.host)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from batchinfer.request import LaunchMode
 from batchinfer.simulation.step_parts import PARTS, TimedStep, predicted, step_parts
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
 
@@ -27,9 +28,8 @@ class StepTime:
     decode_efficiency: float = 1.0
     host_step_s: float = 0.0  # of a step, however many rows it has
     host_row_s: float = 0.0  # of a row of a step
-    launch_layer_s: float = 0.0  # of a layer of a step that no graph covers
-    replay_layer_s: float = 0.0  # of a layer of a step of which all but attention is captured
-    captured_tokens: int = 0  # of the largest such step
+    launch_layer_s: float = 0.0  # of a layer of a step that is launched an operator at a time
+    replay_layer_s: float = 0.0  # of a layer of a step that is replayed in pieces
     parts: Mapping[str, float] | None = None
 
     @classmethod
@@ -46,10 +46,11 @@ class StepTime:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
         return predicted(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
-    def host_s(self, rows: int, layers: int = 0, tokens: int = 0) -> float:
-        """Scheduling a step and taking its tokens; `layers`: of a step of so many tokens that is not replayed whole."""
-        captured = tokens <= self.captured_tokens
-        layer_s = self.replay_layer_s if captured else self.launch_layer_s
+    def host_s(self, rows: int, layers: int = 0, launch: LaunchMode | None = None) -> float:
+        """Scheduling a step of so many rows, launching its layers in that way, and taking its tokens."""
+        layer_s = {"piecewise_graph": self.replay_layer_s, "eager": self.launch_layer_s}.get(
+            launch or "", 0.0
+        )
         return self.host_step_s + rows * self.host_row_s + layers * layer_s
 
 

@@ -19,6 +19,7 @@ from batchinfer.launch.interrupts import Interrupts
 from batchinfer.pipeline import RunOptions, run_job
 from batchinfer.report.folder import report_folder
 from batchinfer.report.progress import Progress
+from batchinfer.request import LAUNCH_MODES
 from batchinfer.run_report import Outcome
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.checkpoints import make_model_folder
@@ -96,6 +97,8 @@ def test_codes_and_deterministic_from_the_file_to_the_report(tmp_path: Path, mod
     )  # fmt: skip
     assert row["kv_cache_dtype"] == "fp8"
     assert dict(row["ops"]) == {"decoder": "triton", "linear": "int8"}
+    assert sum(row[f"{mode}_steps"] for mode in LAUNCH_MODES) == row["steps"] > row["eager_steps"]
+    assert row["load_capture_s"] > 0 <= row["capture_s"]
     assert (row["rows_ok"], row["decode_tokens_run"] > 0) == (3, True)
     assert run(slowly).exit_code == 0
     assert published(at_once) == published(slowly)

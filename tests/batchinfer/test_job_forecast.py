@@ -121,6 +121,7 @@ def test_steps_and_tokens_are_those_that_the_run_then_takes(
         "bytes_moved": forecast.bytes,
     }
     assert {name: row[name] for name in facts} == facts
+    assert (forecast.launches, row["eager_steps"], row["capture_s"]) == (None, None, None), "this is a CPU"
     steps = pq.read_table(next((tmp_path / "out/res-report").glob("steps-*.parquet")))
     assert before.memory is not None
     assert set(steps.column("blocks_total").to_pylist()) == {before.memory.blocks}

@@ -148,6 +148,8 @@ def test_the_table_has_what_json_has(tmp_path: Path, model: Path, capsys: Any, m
         assert ended.code == 0, ended.err
         told = json.loads(ended.out)
         del told["exit_code"]
+        launches = told["forecast"]["launches"].values()
+        assert sum(launch["steps"] for launch in launches) == told["forecast"]["steps"]
         (kept,) = pq.read_table(table).to_pylist(maps_as_pydicts="strict")
         assert kept == told
         names |= named(told, kind)

@@ -15,6 +15,7 @@ from batchinfer.report.page.experts import experts
 from batchinfer.report.page.failures import failures
 from batchinfer.report.page.figures import html_prose, html_text
 from batchinfer.report.page.latency import latency
+from batchinfer.report.page.launches import launches
 from batchinfer.report.page.lengths import lengths
 from batchinfer.report.page.overview import forecast, heading, tiles, work
 from batchinfer.report.page.past_runs import past_runs
@@ -74,6 +75,7 @@ def _computed(run: ReportedRun) -> Iterator[PageSection]:
     yield from timeline(run)
     yield roofline(run)
     yield from efficiency(run)
+    yield from launches(run)
     yield work(run)
     yield prefix_tree(run)
     yield from lengths(run)

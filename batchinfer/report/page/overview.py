@@ -121,6 +121,9 @@ _FORECAST = (
 _PAIRS = (
     ("time of the engine", "forecast_s", "engine_wall_s", "s"),
     ("steps", "forecast_steps", "steps", "steps"),
+    ("steps replayed as one graph", "forecast_full_graph_steps", "full_graph_steps", "steps"),
+    ("steps replayed in pieces", "forecast_piecewise_graph_steps", "piecewise_graph_steps", "steps"),
+    ("steps launched by operators", "forecast_eager_steps", "eager_steps", "steps"),
     ("prompt tokens run", "forecast_prompt_tokens", "prompt_tokens_run", "tokens"),
     ("output tokens", "forecast_output_tokens", "output_tokens", "tokens"),
     ("cost of the engine", "forecast_engine_cost", "engine_cost", "money"),

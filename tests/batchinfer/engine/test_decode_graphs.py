@@ -13,16 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch
-from batchinfer.engine.decode_graphs import (
-    SHORTEST,
-    DecodeGraphs,
-    GraphLimits,
-    batch_sizes,
-    context_bound,
-)
+from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.graph_capture import Captured
 from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
+from batchinfer.engine.graph_sizes import SHORTEST, batch_sizes, context_bound
 from batchinfer.engine.sequence import Sequence
 from tests.batchinfer.engine.hashing_model import (
     EOS,
@@ -120,6 +115,8 @@ def test_steps_of_single_tokens_are_replayed_and_captured_once():
     assert got.answers == ran(False).answers
     pure = [s for s in got.steps if s.decode_tokens + s.padded_tokens and not s.prefill_tokens]
     assert capture.replays == len(pure) > len(capture.captured)
+    assert all((s.launch == "full_graph") == (s in pure) for s in got.steps), "others are eager"
+    assert sum(s.capture_s > 0 for s in got.steps) == len(capture.captured)
     assert set(capture.captured) <= {1, 2, 4, 8, 12}
     assert all(capture.captured.count(size) <= 2 for size in capture.captured), "the plans are of two kinds"
 
@@ -140,8 +137,10 @@ def test_what_no_graph_covers_runs_without(rows, longest):
 
 def test_without_memory_for_graphs_steps_run_without(caplog):
     capture = Counting(failing=1)
-    assert ran(True, capture).answers == ran(False).answers
+    got = ran(True, capture)
+    assert got.answers == ran(False).answers
     assert capture.captured == []
+    assert {s.launch for s in got.steps} == {"eager"}
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     assert "no memory is left to capture" in caplog.text
 
@@ -157,6 +156,7 @@ def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
     got = drain(make_engine(runner, LIMITS, frozenset([EOS])), greedy(prompts, 12))
     assert got.answers == wanted
     assert 0 < len(later.captured) < len(at_once.captured)
+    assert [s.launch for s in got.steps].count("full_graph") == later.replays
     assert later.replays >= at_once.replays - 2 * len(at_once.captured)
 
 

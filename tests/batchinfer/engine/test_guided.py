@@ -21,6 +21,7 @@ from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.device_fit import CacheRoom, fit
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import Launched, ModelRunner
+from batchinfer.engine.runner import StepLaunch
 from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import Sequence
 from batchinfer.ops.interface import LayerCache
@@ -230,6 +231,10 @@ class Reading:
     @property
     def padded_tokens(self) -> int:
         return self.inner.padded_tokens
+
+    @property
+    def launch(self) -> StepLaunch | None:
+        return self.inner.launch
 
     def tokens(self) -> list[list[int]]:
         self.read[0] += 1

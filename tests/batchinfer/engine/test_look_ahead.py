@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import Launched
+from batchinfer.engine.runner import StepLaunch
 from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Request, SamplingParams, TokenLogprobs
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
@@ -59,6 +60,10 @@ class Reading:
     @property
     def padded_tokens(self) -> int:
         return self.inner.padded_tokens
+
+    @property
+    def launch(self) -> StepLaunch | None:
+        return self.inner.launch
 
     def tokens(self) -> list[list[int]]:
         EVENTS.append(f"read {self.number}")

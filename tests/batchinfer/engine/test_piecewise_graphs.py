@@ -102,6 +102,8 @@ def check(model: Checkpoint, limits: Limits = LIMITS) -> tuple[Taped, Ran]:
     sizes = [step.prefill_tokens + step.decode_tokens + step.padded_tokens for step in got.steps]
     captured = sum(size in runner.mixed.sizes for size in sizes)
     assert recorder.replays >= captured * (attending + 1) > 0
+    assert [step.launch for step in got.steps].count("piecewise_graph") * (attending + 1) == recorder.replays
+    assert runner.capture_s == runner.mixed.capture_s > 0 == sum(step.capture_s for step in got.steps)
     return recorder, got
 
 

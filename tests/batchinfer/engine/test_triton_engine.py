@@ -23,9 +23,9 @@ from batchinfer.engine import build, device_fit
 from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.decode_graphs import batch_sizes
 from batchinfer.engine.device_fit import Fitted
 from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.graph_sizes import batch_sizes
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.rehearsal import sizes_between

@@ -19,7 +19,7 @@ from batchinfer.report.history import HISTORY, history_sql
 from batchinfer.report.meter import Meter
 from batchinfer.report.page.reported import ReportedRun, find_run
 from batchinfer.report.tables import RunFacts, run_row, write_run
-from batchinfer.request import Request, SamplingParams
+from batchinfer.request import LAUNCH_MODES, Request, SamplingParams
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.report.conftest import make_request, make_step
 from tests.model_costs import llama_cost
@@ -36,7 +36,9 @@ def prompted(number: int, requests: int) -> Request:
     return Request(number.to_bytes(32, "big"), np.ones(100 + number % 97, np.int32), SamplingParams(), shares)
 
 
-def write_samples(folder: Path, run_id: str, steps: int, requests: int, peaks: Peaks | None) -> Any:
+def write_samples(
+    folder: Path, run_id: str, steps: int, requests: int, peaks: Peaks | None, gpu: bool = False
+) -> Any:
     """Steps of prefill, of decode and of both, and requests of many lengths; what the meter measured."""
     meter = Meter(folder, run_id, Machine(llama_cost(2, 64, 128, 4, 2, 16, 256, 2, 2), peaks))
     meter.share_prefixes()
@@ -50,6 +52,7 @@ def write_samples(folder: Path, run_id: str, steps: int, requests: int, peaks: P
                 prefill_tokens=prefill, decode_tokens=decode, recomputed_tokens=0, running=20 + number % 30,
                 blocks_used=40 + number % 50, blocks_total=100,
                 flops=tokens * 20_000_000, roofline_s=0.008, bytes=200_000_000 + tokens * 1000,
+                launch=LAUNCH_MODES[number % 3] if gpu else None, capture_s=0.001 if gpu else None,
             )
         )  # fmt: skip
     for number in range(requests):
@@ -69,6 +72,7 @@ def write_tables(
     steps: int = 400,
     requests: int = 300,
     peaks: bool = True,
+    gpu: bool = False,
     run_id: str = RUN_ID,
     **facts: Any,
 ) -> None:
@@ -87,7 +91,7 @@ def write_tables(
     measured = None
     if steps:
         limits = Peaks(FLOPS, BANDWIDTH) if peaks else None
-        measured = write_samples(folder, run_id, steps, requests, limits)
+        measured = write_samples(folder, run_id, steps, requests, limits, gpu)
     times = {"started_at": STARTED, "finished_at": STARTED + timedelta(seconds=13.6)}
     row = run_row(RunFacts(run_id=run_id, **(times | known | facts)), MACHINE if peaks else None, measured)
     write_run(folder, row)

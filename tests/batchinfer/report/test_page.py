@@ -23,6 +23,7 @@ from batchinfer.report.page.overview import tiles
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
+from batchinfer.request import LAUNCH_MODES
 from tests.batchinfer.report.parsed_page import ParsedPage
 from tests.batchinfer.report.reported_runs import RUN_ID, error_rows, read_run, write_tables
 
@@ -363,6 +364,38 @@ def test_cost_energy_and_deadline_are_shown_where_they_are_known(tmp_path: Path)
     text = ParsedPage(tiles(run.row | known)).text
     for words in ("5.40 kJ", "0.25 J/token", "at 2.50 an hour", "missed2026-11-21 06:00:00 UTC"):
         assert words in text
+
+
+GPU_FACTS = {"load_capture_s": 4.0, "forecast_eager_steps": 21, "forecast_eager_tokens": 900}
+
+
+def test_launches_have_a_section_where_they_are_known(tmp_path: Path) -> None:
+    write_tables(tmp_path, gpu=True, **GPU_FACTS)
+    run = read_run(tmp_path)
+    table = ParsedPage(page(run)).tables["launches-table"]
+    row = run.row
+    assert table.column("steps") == [row[f"{mode}_steps"] for mode in LAUNCH_MODES]
+    assert sum(table.column("steps")) == row["steps"]
+    assert sum(table.column("tokens_share")) == pytest.approx(1)
+    assert table.rows[2][-2:] == [21, 900]
+    assert "Capturing graphs took 4 s while loading and" in page(run)
+    compared = ParsedPage(page(run)).tables["forecast-table"]
+    assert ["steps launched by operators", 21, row["eager_steps"]] in [line[:3] for line in compared.rows]
+
+
+def test_launches_have_no_section_on_a_cpu_and_in_older_reports(tmp_path: Path) -> None:
+    write_tables(tmp_path)
+    assert "launches-table" not in ParsedPage(page(read_run(tmp_path))).tables
+    write_tables(tmp_path, gpu=True, **GPU_FACTS)
+    for name in ("run", "steps"):
+        (file,) = tmp_path.glob(f"{name}-*.parquet")
+        table = pq.read_table(file)
+        newer = [c for c in table.column_names if c.endswith("capture_s") or c == "launch" or "_graph_" in c]
+        newer += [c for c in table.column_names if "eager" in c]
+        pq.write_table(table.drop_columns(newer), file)
+    parsed = ParsedPage(page(read_run(tmp_path)))
+    assert "launches-table" not in parsed.tables
+    assert "phases-table" in parsed.tables
 
 
 def test_experts_have_a_section_where_there_are_some(tmp_path: Path) -> None:

@@ -107,6 +107,13 @@ def test_the_arithmetic_is_named_where_it_is_not_the_usual() -> None:
     assert "bfloat16\n" in summary(full_row(quantization="none", deterministic=False))
 
 
+def test_on_a_gpu_it_says_how_steps_were_launched() -> None:
+    launched = {"full_graph_steps": 4000, "piecewise_graph_steps": 900, "eager_steps": 100}
+    text = summary(full_row(**launched, load_capture_s=12.0, capture_s=0.25))
+    assert "\n  launched steps launched as one graph 80%, as graphs of pieces 18%, an operator" in text
+    assert "captures took 12 s in loading, 250 ms in steps\n" in text
+
+
 def test_unknown_hardware_names_the_cure() -> None:
     text = summary(full_row(mfu=None, mbu=None, roofline_efficiency=None))
     assert "unknown hardware (AMD EPYC, bfloat16): run `batchinfer doctor --measure`" in text

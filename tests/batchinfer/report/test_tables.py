@@ -19,6 +19,7 @@ from batchinfer.report.hardware import Hardware
 from batchinfer.report.meter import Measured, Meter
 from batchinfer.report.spool import Spool, write_row
 from batchinfer.report.tables import RunFacts, run_row, versions, write_run
+from batchinfer.request import LAUNCH_MODES, LaunchMode
 from batchinfer_kernels.cost import Peaks
 
 START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
@@ -88,6 +89,31 @@ def test_the_definitions(
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert set(row) == set(RUN_SCHEMA.names)
+
+
+def test_steps_are_counted_by_the_way_they_were_launched(
+    tmp_path: Path, facts: RunFacts, machine: Hardware, step: Any
+) -> None:
+    """Each runs 14 tokens; what a CPU runs, of which nothing is captured, is not known, and never zero."""
+    modes: list[LaunchMode | None] = ["full_graph", "full_graph", "piecewise_graph", "full_graph", "eager"]
+    with Meter(tmp_path, "r", Machine(None, None)) as meter:
+        for number, mode in enumerate(modes):
+            meter.step(step(number, launch=mode, capture_s=0.125 * (number == 2)))
+        row = run_row(replace(facts, load_capture_s=3.0), machine, meter.finish())
+    assert [row[f"{mode}_steps"] for mode in LAUNCH_MODES] == [3, 1, 1]
+    assert [row[f"{mode}_tokens"] for mode in LAUNCH_MODES] == [42, 14, 14]
+    for unit in ("steps", "tokens"):
+        shares = [row[f"{mode}_{unit}_share"] for mode in LAUNCH_MODES]
+        assert shares == pytest.approx([0.6, 0.2, 0.2])
+    assert (row["capture_s"], row["load_capture_s"]) == (0.125, 3.0)
+    table = pq.read_table(tmp_path / "steps-r.parquet")
+    assert table["launch"].to_pylist() == modes
+    with Meter(tmp_path, "c", Machine(None, None)) as meter:
+        meter.step(step(0))
+        row = run_row(facts, machine, meter.finish())
+    names = [name for name in row if name.endswith("capture_s") or name.startswith(LAUNCH_MODES)]
+    assert len(names) == 14
+    assert {row[name] for name in names} == {None}
 
 
 def test_energy_and_cost(

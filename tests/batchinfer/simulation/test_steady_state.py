@@ -20,6 +20,7 @@ from batchinfer.engine.cache_layout import one_group
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.models.spec import CacheSpec
 from batchinfer.request import Request, SamplingParams
+from batchinfer.simulation.launching import Captures
 from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
 from batchinfer.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks
@@ -36,11 +37,12 @@ SEQS, BUDGET = 256, 8192
 
 def machine(cost: ModelCost, mixed: int, pieces: bool = True) -> SimulatedEngine:
     layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
-    layers = (LAUNCH_LAYER_S, REPLAY_LAYER_S, captured_tokens(cost, H100, BUDGET) if pieces else 0)
-    time = StepTime(H100, EFFICIENCY, EFFICIENCY, HOST_STEP_S, HOST_ROW_S, *layers)
+    host = (HOST_STEP_S, HOST_ROW_S, LAUNCH_LAYER_S, REPLAY_LAYER_S)
+    time = StepTime(H100, EFFICIENCY, EFFICIENCY, *host)
+    captures = Captures(SEQS, 100_000, captured_tokens(cost, H100, BUDGET) if pieces else 0)
     blocks = MEMORY // (16 * cost.kv_bytes(1))
     limits = SchedulerConfig(SEQS, BUDGET, mixed_tokens=mixed)
-    return SimulatedEngine(cost, layout, blocks, limits, 100_000, time, looks_ahead=True)
+    return SimulatedEngine(cost, layout, blocks, limits, 100_000, time, looks_ahead=True, captures=captures)
 
 
 def run(

@@ -1,0 +1,57 @@
+"""How the host launched steps on a GPU, beside what was forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.tables import RunRow
+from batchinfer.report.units import seconds
+from batchinfer.request import LAUNCH_MODES, LaunchMode
+
+_COLUMNS = (
+    Figure("mode", "launched as"),
+    Figure("steps", "steps", "steps"),
+    Figure("steps_share", "share of steps", "0…1"),
+    Figure("tokens", "tokens", "tokens"),
+    Figure("tokens_share", "share of tokens", "0…1"),
+    Figure("forecast_steps", "steps forecast", "steps"),
+    Figure("forecast_tokens", "tokens forecast", "tokens"),
+)
+_TITLES: dict[LaunchMode, str] = {
+    "full_graph": "one graph",
+    "piecewise_graph": "graphs of pieces",
+    "eager": "operator by operator",
+}
+
+
+def launches(run: ReportedRun) -> Iterator[PageSection]:
+    """Nothing for runs on a CPU, and of versions that did not count it."""
+    if run.row["eager_steps"] is None:
+        return
+    options = {"category": "mode", "bars": ["steps_share", "tokens_share"], "unit": "0…1", "horizontal": True}
+    chart = Chart("bars", "Bars of the shares of steps and tokens by the way they were launched", options)
+    text = (
+        "A step of one graph costs the host one launch, and one of pieces a few for each layer. Operator by operator "
+        "are steps that are too large to gain by it, kinds of steps that were too rare to be captured, and steps "
+        "whose capture found no memory."
+    )
+    rows = [_figures(run.row, mode) for mode in LAUNCH_MODES]
+    yield PageSection(
+        "launches", "How steps were launched", text, chart, Figures(_COLUMNS, rows), _captures(run.row)
+    )
+
+
+def _figures(row: RunRow, mode: LaunchMode) -> tuple[Any, ...]:
+    names = ("steps", "steps_share", "tokens", "tokens_share")
+    forecasts = (row[f"forecast_{mode}_{unit}"] for unit in ("steps", "tokens"))
+    return _TITLES[mode], *(row[f"{mode}_{name}"] for name in names), *forecasts
+
+
+def _captures(row: RunRow) -> str:
+    parts = [("while loading", row["load_capture_s"]), ("between steps", row["capture_s"])]
+    known = [f"{seconds(took)} {when}" for when, took in parts if took is not None]
+    return f"Capturing graphs took {' and '.join(known)}." if known else ""
