@@ -155,7 +155,8 @@ def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
     setting = setup.setting
     config = setting.engine_config(job, plan.longest)
     cost = setting.model_cost(setup.checkpoint)
-    limits, block_size = scheduler_config(config, cost), config.block_size or DEFAULT_BLOCK_SIZE
+    limits = scheduler_config(config, cost, setup.checkpoint.modelling == OWN)
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE
     layout = cache_layout(
         [CacheSpec(1, 1, window=window) for window in cost.windows], block_size, plan.longest
     )

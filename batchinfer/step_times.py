@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from batchinfer.engine.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
+from batchinfer.engine.budget import HOST_ROW_S, HOST_STEP_S, LAUNCH_LAYER_S, REPLAY_LAYER_S
 from batchinfer.hub import described
 from batchinfer.job import Job
 from batchinfer.report.earlier_runs import EarlierSteps
@@ -20,7 +20,6 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 # What steps are taken to reach of a GPU's peaks while no run tells more: a round figure, declared and not measured,
 # since no GPU has run this engine often enough to say.
 DECLARED_EFFICIENCY = 0.6
-DECLARED_HOST_STEP_S, DECLARED_HOST_ROW_S = 1e-3, 1e-5
 MOST_STEPS = 5_000  # of earlier runs that are compared with what they should have taken, at some 0.1 ms each
 
 # Earlier runs of the job; `doctor --measure` on this machine; the share above; or the least that the peaks allow
@@ -70,7 +69,7 @@ def _expected(setting: Setting, peaks: Peaks) -> StepTimes:
     if setting.device == "cpu":
         return StepTimes(StepTime(peaks), "limit")
     share = DECLARED_EFFICIENCY
-    host = (DECLARED_HOST_STEP_S, DECLARED_HOST_ROW_S, LAUNCH_LAYER_S, REPLAY_LAYER_S)
+    host = (HOST_STEP_S, HOST_ROW_S, LAUNCH_LAYER_S, REPLAY_LAYER_S)
     return StepTimes(StepTime(peaks, share, share, *host), "declared")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
+from batchinfer.engine.refill import RefillCosts
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer_kernels.cost import ModelCost, Peaks
 
@@ -16,6 +17,9 @@ LEAST, MOST = 512, 8192
 AMORTISED = 128
 
 
+# What a decode step takes a GPU's host, and each of its rows: 0.9 ms for 256 rows were measured without CUDA calls
+# (docs/measurements/gpu.md), and replaying its graph is taken to be as long again.
+HOST_STEP_S, HOST_ROW_S = 1e-3, 3.5e-6
 # What the host takes to launch a layer of a step that no graph covers: 1.1 ms on an H100's host (a prompt of 512 tokens
 # through 32 layers of an 8B Llama took 35.5 ms, a third of which the device worked).
 LAUNCH_LAYER_S = 1.1e-3
@@ -41,27 +45,26 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
     return max(min(max(rounded, LEAST), MOST), 2 * max_num_seqs)
 
 
-def mixed_tokens(cost: ModelCost, peaks: Peaks | None) -> int:
-    """The tokens of prompts that, beside rows that decode, take a GPU as long as its host takes to launch the step,
-    all but attention in graphs. Decoding takes it as long as reading the weights does, at the least. Where peaks are
-    unknown the whole budget, which is to wait as long as the scheduler does at all."""
+def refill_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -> RefillCosts:
+    """What decides when places are filled on a GPU. `pieces`: steps that read prompts are captured in pieces."""
+    host = ((REPLAY_LAYER_S if pieces else LAUNCH_LAYER_S) * cost.layers, HOST_STEP_S, HOST_ROW_S)
     if peaks is None:
-        return MOST
-    decoding_s = cost.parameters * cost.weight_itemsize / peaks.bytes_per_s
-    return _computed_in(max(0.0, REPLAY_LAYER_S * cost.layers - decoding_s), cost, peaks)
+        return RefillCosts(*host, 0.0, 0.0, 0.0)
+    weights_s = cost.parameters * cost.weight_itemsize / peaks.bytes_per_s
+    return RefillCosts(*host, weights_s, _token_s(cost, peaks), cost.kv_bytes(1) / peaks.bytes_per_s)
 
 
-def _computed_in(seconds: float, cost: ModelCost, peaks: Peaks) -> int:
-    """Tokens."""
+def _token_s(cost: ModelCost, peaks: Peaks) -> float:
+    """What computing a token takes, attention left out."""
     operations = (peaks.coded_ops_per_s if cost.quantized else None) or peaks.flops_per_s
-    return int(seconds * operations / (2 * cost.active_parameters))
+    return 2 * cost.active_parameters / operations
 
 
 def captured_tokens(cost: ModelCost, peaks: Peaks | None, most: int = MOST) -> int:
     """The tokens of the largest step that reads prompts and is captured: a larger one takes a GPU twice as long as its
     host takes to launch it, operator by operator. Twice, as the step before, while which it is launched, may be short.
     """
-    return most if peaks is None else min(2 * _computed_in(LAUNCH_LAYER_S * cost.layers, cost, peaks), most)
+    return most if peaks is None else min(2 * int(LAUNCH_LAYER_S * cost.layers / _token_s(cost, peaks)), most)
 
 
 def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
@@ -74,11 +77,12 @@ def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
     return 1 if copying < running else None
 
 
-def scheduler_config(config: EngineConfig, cost: ModelCost) -> SchedulerConfig:
-    """The scheduler's limits: the job's own, else those that suit the model and the machine."""
+def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = True) -> SchedulerConfig:
+    """The scheduler's limits: the job's own, else those that suit the model and the machine. `captured`: a GPU's steps
+    can be; where none can, one that only decodes costs the host as much as others."""
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[config.device]
     default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
     tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
-    mixed = mixed_tokens(cost, config.peaks) if config.device == "cuda" else 0
+    refill = refill_costs(cost, config.peaks) if config.device == "cuda" and captured else None
     least = least_copied(cost, config.peaks)
-    return SchedulerConfig(seqs, tokens, config.prefix_caching, mixed, least)
+    return SchedulerConfig(seqs, tokens, config.prefix_caching, refill, least)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from batchinfer.cpus import usable_cpus
-from batchinfer.engine.budget import captured_tokens, scheduler_config
+from batchinfer.engine.budget import captured_tokens, refill_costs, scheduler_config
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig, EngineInfo
@@ -33,7 +33,7 @@ from batchinfer.memory import available_memory
 from batchinfer.models.expert_loads import ExpertLoads
 from batchinfer.ops.prefill_choice import PromptSizes, fastest_prefill
 from batchinfer.request import ExpertTokens
-from batchinfer_kernels.cost import ModelCost, Peaks
+from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def load_model(
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
     cost, block_size = source.cost(arithmetic), config.block_size or DEFAULT_BLOCK_SIZE
-    limits = _limits(config, source, cost)
+    limits = scheduler_config(config, cost, source.can_be_captured)
     sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
     ops = fastest_prefill(source.choose_ops(arithmetic), sizes, device, source.plain_attention)
     model = source.load(ops, arithmetic, longest)
@@ -146,12 +146,6 @@ def load_model(
     return LoadedModel(fitted.runner, limits, engine_limits, info, model.expert_loads, followed)
 
 
-def _limits(config: EngineConfig, source: Source, cost: ModelCost) -> SchedulerConfig:
-    """The limits of a step. Where none can be captured, one that only decodes costs the host as much as others."""
-    limits = scheduler_config(config, cost)
-    return limits if source.can_be_captured else replace(limits, mixed_tokens=0)
-
-
 def _fit(
     runner: ModelRunner,
     limits: SchedulerConfig,
@@ -164,9 +158,16 @@ def _fit(
     if isinstance(runner.ops, GraphOps):
         mixed = captured_tokens(runner.cost, config.peaks, limits.max_num_batched_tokens)
         capture = None if loads is None else _Uncounted(GpuRecorder(), loads)
-        return fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
+        found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
+        return found if found.captures_pieces else _by_operators(found, config)
     blocks = room.blocks(0)
-    return Fitted(replace(runner, caches=room.allocate(blocks)), limits, blocks)
+    return Fitted(replace(runner, caches=room.allocate(blocks)), replace(limits, refill=None), blocks)
+
+
+def _by_operators(found: Fitted, config: EngineConfig) -> Fitted:
+    """Steps that read prompts are launched an operator at a time: more of it has to be hidden."""
+    refill = found.limits.refill and refill_costs(found.runner.cost, config.peaks, pieces=False)
+    return replace(found, limits=replace(found.limits, refill=refill))
 
 
 class _Uncounted(GraphRecorder):

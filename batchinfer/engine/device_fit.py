@@ -47,6 +47,12 @@ class Fitted:
     limits: SchedulerConfig
     blocks: int
 
+    @property
+    def captures_pieces(self) -> bool:
+        """Whether steps that read prompts are replayed in pieces."""
+        runner = self.runner
+        return isinstance(runner, DeviceRunner) and runner.mixed is not None and runner.mixed.covers(1)
+
 
 def fit(
     runner: ModelRunner,

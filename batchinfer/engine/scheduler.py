@@ -11,6 +11,7 @@ from batchinfer.engine.admission import CountedBlocks, peak_blocks
 from batchinfer.engine.block_tables import BlockTables
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.output_lengths import OutputLengths
+from batchinfer.engine.refill import IDLE, Refill, RefillCosts
 from batchinfer.engine.sequence import Sequence, SharedPart
 from batchinfer.engine.shared_parts import Copy, SharedParts
 
@@ -22,20 +23,13 @@ HEAD_ROOM = 20
 # A row that did not fit is looked at again when another has ended, or after so many steps: while it waits the others
 # get closer to their ends. A forecast for 256 rows takes 0.2 to 0.5 ms, so this hides it.
 RETRY_STEPS = 8
-# Places that may be free while those who wait for them are too few for a step; see SchedulerConfig.mixed_tokens.
-# Simulated with 8B and 1B models on an H100 whose host takes 1.1 ms to launch a layer, 256 places, prompts of 64 to 512
-# tokens, outputs of 64 to 512 on average: a tenth took up to 1.25 times as long as a fifth, where prompts are short; a
-# fifth never more than 1.01 times as long as a tenth.
-IDLE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one step.
 
-    `mixed_tokens`: how many tokens of prompts make it worth to mix them with decoding, where such a step costs the host
-    more than one that only decodes. Once admission has stopped for want of room, it goes on when so many tokens can
-    take the places of sequences that have ended, or when one in IDLE places is free; 0: as soon as one fits.
+    `refill`: what decides when places that have come free are filled; None: they are as soon as a sequence fits.
 
     `least_copied`: tokens that it pays to copy from the middle of another sequence's block; None: none.
     """
@@ -43,7 +37,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     prefix_caching: bool = True
-    mixed_tokens: int = 0
+    refill: RefillCosts | None = None
     least_copied: int | None = 1
 
 
@@ -136,11 +130,8 @@ class Scheduler:
         # Blocks of all that runs or leaves, if none shares and each grows to its max_length, and of a step's chunks
         self._most = self._for_chunks
         self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
-        self._wanted = 0  # sequences that have to end before others are admitted
-        self._ended = 0  # how many have, since admission stopped
-        self._waited = 0  # steps since then
-        self._left = 0  # blocks that were available then
-        self._counted = self._brought = 0  # of so many that wait, the tokens that would be run
+        self._refill = Refill(config.refill)
+        self._left = 0  # blocks that were available when admission stopped
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the whole cache could not hold it."""
@@ -182,7 +173,8 @@ class Scheduler:
         if any(c.sequence.drafts for c in step.chunks):
             budget = self._run_drafts(step, budget)
         if not step.preemptions:
-            self._admit(step, budget)
+            budget = self._admit(step, budget)
+        self._refill.read = self.config.max_num_batched_tokens - budget - len(step.chunks)
         return step
 
     def launched(self) -> None:
@@ -207,7 +199,7 @@ class Scheduler:
         self.parts.remove(sequence)
         self._release(sequence)
         self._patience = 0
-        self._ended += 1
+        self._refill.ended += 1
 
     def take_back(self, sequence: Sequence, computed: int) -> None:
         """Keep the first `computed` positions of a sequence, which lie behind its prompt or end it: the others were
@@ -376,15 +368,16 @@ class Scheduler:
         if self.config.prefix_caching:
             self.tables.register(sequence, start, end)
 
-    def _admit(self, step: Step, budget: int) -> None:
+    def _admit(self, step: Step, budget: int) -> int:
+        """What is left of the budget."""
         self._patience -= 1
         if self._patience > 0 or self._waits_for_others(budget):
-            return
+            return budget
         while self.waiting and budget > 0:
             sequence = self.waiting[0]
             if len(self.running) == self.config.max_num_seqs:
                 self._stop_admitting()
-                return
+                break
             sources = self._share(sequence, budget)
             if sources is None:
                 reading = self._reading(sequence, budget)
@@ -393,7 +386,7 @@ class Scheduler:
                 sequence.computed = 0
                 if not reading:
                     self._stop_admitting()
-                return
+                break
             self._start(self.waiting.popleft(), step)
             length = min(sequence.remaining, budget)
             self._make_room(sequence, sequence.computed + length, step)
@@ -401,6 +394,7 @@ class Scheduler:
             step.chunks.append(Chunk(sequence, sequence.computed, length))
             self._register(sequence, sequence.computed, sequence.computed + length)
             budget -= length
+        return budget
 
     def _share(self, sequence: Sequence, budget: int) -> list[int] | None:
         """Give a waiting sequence the blocks that it shares; those of which it copies the beginning; None: it does not
@@ -426,23 +420,18 @@ class Scheduler:
         step.copied_tokens += sequence.part.tokens
         self.tables.leave_behind(sequence, sequence.computed)  # windows begin so much later
 
-    def _stop_admitting(self) -> None:
-        """There is no room until others have ended."""
-        self._wanted = len(self.running) // IDLE if self.config.mixed_tokens else 0
-        self._ended = self._waited = self._counted = self._brought = 0
-        self._left = self.pool.available
-
     def _waits_for_others(self, budget: int) -> bool:
-        """Whether so few sequences have ended that those which could take their places would make a small step."""
-        if not self.running or self._ended >= min(self._wanted, len(self.waiting)):
-            return False
+        """Whether places that have come free are filled later, with those of others: see Refill."""
         if self.pool.available - self._left >= self.pool.total // IDLE:
             return False
-        self._waited += 1
-        if self._counted != self._ended:
-            self._counted = self._ended
-            self._brought = sum(map(self._unshared, islice(self.waiting, self._ended)))
-        return self._brought < min(self.config.mixed_tokens * self._waited, budget)
+        cached = self.pool.used * self.pool.block_size // self.tables.sizes.tables
+        sizes = (len(self.running), len(self.waiting), cached, budget)
+        return self._refill.waits(*sizes, lambda n: sum(map(self._unshared, islice(self.waiting, n))))
+
+    def _stop_admitting(self) -> None:
+        """There is no room until others have ended."""
+        self._refill.stop(len(self.running))
+        self._left = self.pool.available
 
     def _unshared(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that are not in the cache."""

@@ -27,10 +27,13 @@ class Clock:
     host: float = 0.0
     device: float = 0.0
 
-    def launch(self, host_s: float, device_s: float) -> float:
-        """The host launches a step; when the device will have done it."""
+    def launch(self, host_s: float, launch_s: float, device_s: float) -> float:
+        """The host makes a step ready and launches its layers, while the device is at the first ones; when the device
+        will have done it."""
         self.host += host_s
-        self.device = max(self.host, self.device) + device_s
+        began = max(self.host, self.device)
+        self.host += launch_s
+        self.device = max(began + device_s, self.host)
         return self.device
 
 
@@ -90,8 +93,8 @@ class CountingRunner:
         if self.launching is not None:
             decodes = shape.tokens == len(sampling) == len(chunks) and not copies
             launch = StepLaunch(self.launching.mode(chunks, decodes, shared > 0))
-        host_s = self.time.host_s(len(chunks), self.cost.layers, launch.mode if launch else None)
-        done = self.clock.launch(host_s, self.time.device_s(shape, self.cost, len(chunks)))
+        rows, launch_s = len(chunks), self.time.launch_s(self.cost.layers, launch.mode if launch else None)
+        done = self.clock.launch(self.time.host_s(rows), launch_s, self.time.device_s(shape, self.cost, rows))
         return CountedStep(sampling, self.outputs, self.clock, done, launch)
 
     def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:

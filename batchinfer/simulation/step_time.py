@@ -46,12 +46,14 @@ class StepTime:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
         return predicted(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
-    def host_s(self, rows: int, layers: int = 0, launch: LaunchMode | None = None) -> float:
-        """Scheduling a step of so many rows, launching its layers in that way, and taking its tokens."""
-        layer_s = {"piecewise_graph": self.replay_layer_s, "eager": self.launch_layer_s}.get(
-            launch or "", 0.0
-        )
-        return self.host_step_s + rows * self.host_row_s + layers * layer_s
+    def host_s(self, rows: int) -> float:
+        """Scheduling a step of so many rows, and taking its tokens; on a GPU replaying its graph, too."""
+        return self.host_step_s + rows * self.host_row_s
+
+    def launch_s(self, layers: int, mode: LaunchMode | None) -> float:
+        """Launching so many layers one after the other; 0 where the step is one graph."""
+        layer_s = {"piecewise_graph": self.replay_layer_s, "eager": self.launch_layer_s}
+        return layers * (layer_s.get(mode, 0.0) if mode else 0.0)
 
 
 def _reads(shape: StepShape) -> bool:

@@ -12,6 +12,7 @@ from batchinfer.engine.admission import peak_blocks
 from batchinfer.engine.block_tables import BlockTables
 from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.output_lengths import BINS, OutputLengths
+from batchinfer.engine.refill import RefillCosts
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
 from batchinfer.engine.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, sequence
@@ -34,9 +35,10 @@ def walked(ends: list[tuple[int, Sequence]], size: int) -> int:
     return peak
 
 
-def places_taken(mixed_tokens: int, prompt: int, outputs: list[int]) -> list[int]:
+def places_taken(launch_s: float, prompt: int, outputs: list[int]) -> list[int]:
     """How many rows each step admits, after the first: 10 places, and rows of these output lengths."""
-    config = SchedulerConfig(10, 100, mixed_tokens=mixed_tokens)
+    refill = RefillCosts(launch_s, 0.0, 0.0, 0.01, 0.001, 0.0) if launch_s else None
+    config = SchedulerConfig(10, 100, refill=refill)
     driver = Driver(Scheduler(config, BlockPool(1000, 4)))
     for key, output in enumerate(outputs):
         driver.scheduler.add(sequence([key] * prompt, output, key, exact=True))
@@ -49,11 +51,9 @@ def places_taken(mixed_tokens: int, prompt: int, outputs: list[int]) -> list[int
 def test_rows_are_admitted_together_where_mixed_steps_are_dear():
     ends = [*range(2, 12), 5, 5, 5]  # one of the first ten ends in each step from the second on
     assert places_taken(0, 3, ends)[:4] == [0, 1, 1, 1]
-    assert places_taken(4, 3, ends)[:5] == [0, 0, 2, 1, 0], "a fifth of the places, then what is left"
-    assert places_taken(3, 6, ends)[:4] == [0, 1, 1, 1], "rows end as fast as steps are worth it"
-    assert places_taken(1000, 99, ends) == places_taken(0, 99, ends), (
-        "a prompt that fills a step does not wait"
-    )
+    assert places_taken(1, 3, ends)[:5] == [0, 0, 2, 1, 0], "a fifth of the places, then what is left"
+    assert places_taken(0.015, 6, ends)[:4] == [0, 1, 1, 1], "prompts hide what launching them takes"
+    assert places_taken(1, 99, ends) == places_taken(0, 99, ends), "a prompt that fills a step does not wait"
 
 
 @given(

@@ -1,0 +1,63 @@
+"""When places that have come free are filled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.engine.budget import refill_costs
+from batchinfer.engine.refill import IDLE, Refill, RefillCosts
+from batchinfer_kernels.cost import Peaks
+from tests.model_costs import llama_cost
+
+COSTS = RefillCosts(5e-3, 1e-3, 1e-6, 2e-3, 1e-5, 1e-8)
+MODEL = llama_cost(16, 2048, 8192, 32, 8, 64, 128_256, 2, 2)
+
+
+def steps_until_filled(costs: RefillCosts, every: int, prompt: int, places: int = 100, read: int = 0) -> int:
+    """A sequence ends in every so many steps; how many have passed when the first place is filled."""
+    refill = Refill(costs)
+    refill.stop(places)
+    refill.read = read
+    for step in range(1, 10 * places * every):
+        refill.ended += step % every == 0
+        if not refill.waits(places - refill.ended, 1000, 0, 8192, lambda n: n * prompt):
+            return step
+    raise AssertionError("places stay empty")
+
+
+def test_places_are_filled_when_waiting_has_wasted_as_much_as_filling_them_would():
+    """Each step wastes 2 ms times the share of the places that are free: 1, 3, 6, … % of 2 ms. Filling them takes the
+    host 6.1 ms; the device works 2 ms of it in the step itself, and 0.9 ms longer than the host in the one before."""
+    filled = steps_until_filled(COSTS, every=1, prompt=0)
+    wasted = [2e-3 * sum(range(1, steps + 1)) / 100 for steps in (filled - 1, filled)]
+    assert wasted[0] < 3.2e-3 <= wasted[1] < 3.6e-3
+    assert steps_until_filled(replace(COSTS, launch_s=2e-3), 1, 0) < filled
+    assert steps_until_filled(COSTS, every=1, prompt=20) < filled, "prompts hide a part of launching them"
+
+
+def test_prompts_that_keep_the_device_busy_do_not_wait():
+    assert steps_until_filled(COSTS, every=1, prompt=1000) == 1
+    assert steps_until_filled(COSTS, every=7, prompt=1000) == 7
+    assert steps_until_filled(COSTS, every=1, prompt=300, read=1000) == 1, "nor those behind other prompts"
+
+
+def test_without_peaks_only_what_the_host_takes_counts():
+    unknown = refill_costs(MODEL, None)
+    assert (unknown.weights_s, unknown.token_s, unknown.kv_token_s) == (0, 0, 0)
+    known = refill_costs(MODEL, Peaks(760e12, 3e12))
+    assert unknown.launch_s == known.launch_s < refill_costs(MODEL, None, pieces=False).launch_s
+    assert steps_until_filled(unknown, 1, 300) >= steps_until_filled(known, 1, 300)
+
+
+@given(st.integers(1, 300), st.integers(0, 400), st.integers(1, 400), st.integers(0, 300))
+def test_a_fifth_of_the_places_and_all_that_waits_are_never_held_back(places, ended, waiting, prompt):
+    refill = Refill(replace(COSTS, launch_s=1e9))
+    refill.stop(places)
+    refill.ended = min(ended, places)
+    held = refill.waits(places - refill.ended, waiting, 0, 1 << 30, lambda n: n * prompt)
+    full = refill.ended >= min(places // IDLE, waiting) or refill.ended == places
+    assert held == (not full)
+    assert not Refill(None).waits(places, waiting, 0, 10, lambda n: n), "a CPU fills each place at once"
