@@ -33,7 +33,14 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(gpu_suite.__file__).parent
-MISSING = ("duckdb", "pydantic", "numba", "ruamel")  # on a machine that is only to be measured
+MISSING = (
+    "duckdb",
+    "pydantic",
+    "numba",
+    "ruamel",
+    "llguidance",
+    "jsonschema",
+)  # on a machine that is only to be measured
 TIMED = {
     "median_s",
     "min_s",
@@ -45,6 +52,12 @@ TIMED = {
     "mbu",
     "mfu",
     "host_s",
+    "host_layer_s",
+    "launch_s",
+    "launch_layer_s",
+    "step_s",
+    "schedule_s",
+    "left_bytes",
 }
 
 
@@ -122,7 +135,12 @@ def the_engine_is_rehearsed_with_triton(record: dict[str, Any]) -> None:
     assert {result["phase"] for result in by_name["model"]} == {"decode", "prefill"}
     assert [(p["steps"], p["profiled"]) for p in by_name["profile"]] == [(1, None)]
     for name in ("small-steady", "steady", "against"):
-        assert {result["ops"] for result in by_name[name]} == {"triton"}
+        assert {result["ops"] for result in by_name[name] if result["kind"] != "memory"} == {"triton"}
+    prompts = [result["launched"]["piecewise_graph_steps"] for result in by_name["launching"]]
+    assert prompts[0] > 0 == prompts[1], "in pieces, then by operators"
+    assert all(set(result["ways"]) == {"in pieces", "by operators"} for result in by_name["mixed"])
+    coded = [by_name[name][0]["codes"] for name in ("model-fp8", "model-kv-fp8", "model-kv-int8")]
+    assert coded == [", stored fp8 weights", ", fp8 KV cache", ", int8 KV cache"]
 
 
 def it_claims_nothing(record: dict[str, Any], done: subprocess.CompletedProcess[str]) -> None:
@@ -197,10 +215,14 @@ def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
     shares = {"hangs": 1.0, "slow": 0.7}
     entries = tuple(Entry(name, shares.get(name, 100.0), f"suite_{name}") for name in names)
     monkeypatch.syspath_prepend(str(tmp_path))
-    kept: list[int] = []
-    ran = Suite(ROOT, True, 10.0, lambda line: None, lambda r: kept.append(len(r["sections"])), entries)
-    failing = ran.run()
-    assert kept == list(range(1, 8))
+    kept: list[tuple[int, str]] = []
+
+    def changed(record: dict[str, Any]) -> None:
+        kept.append((len(record["sections"]), record["sections"][-1]["status"]))
+
+    failing = Suite(ROOT, True, 10.0, lambda line: None, changed, entries).run()
+    assert [count for count, status in kept if status != "begun"] == list(range(1, 8))
+    assert (5, "begun") in kept, "what was told of a section is kept before it ends"
     the_others_ran(failing)
     the_table_ends_with_what_failed(failing)
 
@@ -267,10 +289,11 @@ def test_another_model_has_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(suite_module, "Worker", Recording)
     small, large = Model("small", 0.9), Model("large", 0.9)
     entries = tuple(
-        Entry(name, 1.0, name, model) for name, model in zip("abcd", (None, small, small, large), strict=True)
+        Entry(name, 1.0, name, model)
+        for name, model in zip("abcde", (None, small, small, large, None), strict=True)
     )
     Suite(ROOT, False, 9.0, lambda line: None, lambda r: None, entries).run()
-    assert done == ["real", "a", "closed", "b", "c", "closed", "d", "closed"]
+    assert done == ["real", "a", "closed", "b", "c", "closed", "d", "closed", "e", "closed"]
 
 
 def test_time_that_is_left_goes_to_the_others():
@@ -343,6 +366,8 @@ def test_a_step_s_bound_is_the_sum_of_its_operators():
         "phase": "decode",
         "size": "2",
         "dtype": "bfloat16",
+        "codes": "",
+        "codes_dtype": "int8",
         "tokens": 2,
         "mbu_target": 0.8,
     }
@@ -353,6 +378,15 @@ def test_a_step_s_bound_is_the_sum_of_its_operators():
     assert found["mbu"] == found["mfu"] == pytest.approx(1.001e9 / 4e9)
     assert found["tokens_per_s"] == pytest.approx(500)
     assert "MBU 25 % (aim 80 %)" in table(with_shares(record(step), peaks))
+
+
+def test_products_of_a_step_s_codes_are_held_against_their_dtype():
+    peaks = {"bfloat16": 1e12, "int8": 2e12, "float8_e4m3fn": 4e12, "bytes_per_s": 1e15}
+    plain = {"kind": "step", "phase": "prefill", "size": "2", "dtype": "bfloat16", "tokens": 2, "codes": ""}
+    plain |= {"ours": {"median_s": 1e-2, "min_s": 1e-2, "runs": 5}, "operators": {"a": [10**10, 1, 10**10]}}
+    for dtype, efficiency in (("int8", 0.5), ("float8_e4m3fn", 0.25)):
+        told = with_shares(record({**plain, "codes_dtype": dtype}), peaks)
+        assert told["sections"][0]["results"][0]["roofline_efficiency"] == pytest.approx(efficiency)
 
 
 def test_the_better_peaks_count():

@@ -21,13 +21,16 @@ from triton.runtime.errors import OutOfResources
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.engine.config import EngineConfig
 from batchinfer_kernels.gpu.attention_launch import KVTiles
+from tests.batchinfer.engine import interpreted_gpu
 from tests.gpu_suite import (
     against,
     attention,
     case,
     continuous,
+    launching,
     loaded,
     matmul,
+    mixed,
     model,
     peaks,
     pointwise,
@@ -81,6 +84,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (sampling, {"ROWS": 3, "VOCAB": 300, "FILTERS": {"top-p 0.95": sampling.FILTERS["top-p 0.95"]}}),
         (peaks, {"SIZE": 128, "STREAM_BYTES": {"cuda": 2**16}}),
         (model, {"DECODES": ((3, 10), (1, 4)), "SKEWED": (30, 2, 5), "PREFILLS": (9,), "PREFILL_RUNS": 2}),
+        (mixed, {"ROWS": 2, "CONTEXT": 9, "PROMPT_TOKENS": (7,), "HOST_RUNS": 1, "TOLERANCE": 1e-4}),
+        (launching, {"ROWS": 2, "FIRST": 1, "ENDED": 3}),
         (tiles, {"CANDIDATES": tiles.TINY_CANDIDATES, "QWEN_HALF_B": attention.TINY}),
         (tiles, {"DECODE": (2, 33), "PREFILL": (1, 20, 40), "PREFIX": (4, 256, 3)}),
         (workloads, {"ROWS": 24, "PROMPT": 20, "SHARED": 16, "MEAN_OUTPUT": 6, "SHORT_OUTPUT": 3}),
@@ -90,10 +95,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, values in sizes:
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
-    for module in (case, peaks):
+    for module in (case, mixed, peaks):
         monkeypatch.setattr(module, "the_clock", lambda device: HostClock())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**30))
     monkeypatch.setattr(loaded, "EngineConfig", small_engine)
     monkeypatch.setattr(against, "make_workload", short_workload)
     monkeypatch.setattr(against, "ContinuousPeer", small_peer)
@@ -197,8 +203,12 @@ def test_workloads_are_large_enough_for_a_steady_state(monkeypatch):
 def test_workloads_run_and_are_compared():
     results, failures = told(workloads)
     assert failures == []
+    *results, memory = results
     assert [result["workload"] for result in results] == ["steady, shared prefix", "steady"]
     assert all(len(result["wall_s"]["runs"]) == workloads.MOST_TURNS for result in results)
+    assert memory["free_bytes"] == memory["step_bytes"] + memory["cache_bytes"] + memory["kept_back_bytes"]
+    assert memory["unforeseen_bytes"] == memory["kept_back_bytes"] - 2**20
+    assert "MiB were needed" in table(record([memory]) | {"peaks": PEAKS})
     (other,), failures = told(against)
     assert failures == []
     assert other["against"]["name"] == "transformers"
@@ -214,6 +224,41 @@ def test_without_peaks_no_model_is_run():
     model.run(Section(setting, lambda kind, said: failures.append((kind, said["message"]))))
     assert {kind for kind, _ in failures} == {"failure"}
     assert all("peaks of this GPU were not measured" in message for _, message in failures)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured, whole and in pieces."""
+    interpreted_gpu.stand_in(monkeypatch.setattr)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "longest": 48, "max_model_len": 48}
+    monkeypatch.setattr(loaded, "EngineConfig", lambda **given: EngineConfig(**{**given, **sizes}))
+
+
+def test_mixed_steps_are_timed_both_ways(as_on_a_gpu):
+    results, failures = told(mixed)
+    assert failures == []
+    (result,) = results
+    assert (result["tokens"], result["rows"]) == (7, 2)
+    assert result["error"] <= 1e-4
+    for times in result["ways"].values():
+        assert times["host_layer_s"] == times["host_s"] / result["layers"]
+    text = table(record(results) | {"peaks": PEAKS})
+    assert "a layer (assumed 330 µs)" in text
+    assert "a layer (assumed 1,100 µs)" in text
+    results, failures = told(launching)
+    assert failures == []
+    captured, launched = (result["host"]["ways"] for result in results)
+    assert set(captured) == {"full_graph", "piecewise_graph"}
+    assert set(launched) == {"full_graph", "eager"}
+    for result in results:
+        admission = result["host"]["admission"]
+        assert admission["admitting"]["rows"] >= 1
+        assert sum(found["steps"] for found in admission.values()) == result["steps"]
+        assert sum(way["steps"] for way in result["host"]["ways"].values()) == result["steps"]
+    text = table(record(results) | {"peaks": PEAKS})
+    assert "rows admitted: scheduled in" in text
+    assert "steps launched as one graph" in text
 
 
 def test_other_tiles_are_tried_beside_the_chosen_ones():

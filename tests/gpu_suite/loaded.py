@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
+from batchinfer.engine import build as building
 from batchinfer.engine.build import LoadedModel, load_model
-from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.device_fit import CacheRoom, fit
-from batchinfer.engine.graph_capture import Captured
+from batchinfer.engine.memory import GPU_RESERVE, GPU_RESERVE_SHARE, cache_blocks
 from batchinfer.engine.sources import ModelSource
 from batchinfer.errors import Unavailable
-from batchinfer.models.decoder import Decoder
 from batchinfer.models.dummy import DummyWeights
 from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import shape_config
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import Peaks
+from tests.gpu_suite.coded_weights import CodedWeights, in_blocks
 from tests.gpu_suite.section import BANDWIDTH, Model, Setting
 
 TINY_MODEL = "tiny"
@@ -31,6 +32,21 @@ DTYPE: Dtype = "bfloat16"
 TINY_DTYPE: Dtype = "float32"  # tokens are to be the same as others'
 # Tokens of the longest row of any section: the one among short ones, its answer and what is run beside it
 LONGEST, TINY_LONGEST = 16_384 + 256, 48
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a GPU's memory was divided when the model was loaded, in bytes."""
+
+    free: int  # once the weights were loaded
+    steps: int  # that the largest steps were measured to take
+    cache: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loaded:
+    model: LoadedModel
+    fit: Fit
 
 
 def model_name(setting: Setting) -> str:
@@ -47,86 +63,115 @@ def dtype_of(setting: Setting) -> Dtype:
 
 
 def peaks(setting: Setting) -> Peaks:
-    """Of the model's dtype. In a rehearsal plain ones: nothing is told that depends on them.
+    """Of the model's dtype, and of the codes of its weights. In a rehearsal plain ones: nothing is told that depends on
+    them.
 
     Raises Unavailable where they were not measured.
     """
     if setting.rehearsal:
         return Peaks(1.0, 1.0)
-    if not {DTYPE, BANDWIDTH} <= set(setting.peaks):
+    wanted = {DTYPE, BANDWIDTH, *([codes_dtype(setting)] if _of(setting).quantization != "none" else [])}
+    if not wanted <= set(setting.peaks):
         raise Unavailable("the peaks of this GPU were not measured, and without them no step is sized")
-    return Peaks(setting.peaks[DTYPE], setting.peaks[BANDWIDTH])
+    return Peaks(setting.peaks[DTYPE], setting.peaks[BANDWIDTH], setting.peaks.get(codes_dtype(setting)))
+
+
+def codes_dtype(setting: Setting) -> str:
+    """The dtype whose peak products of codes are held against."""
+    return "int8" if _of(setting).quantization in ("none", "int8") else "float8_e4m3fn"
 
 
 def loaded_model(setting: Setting) -> LoadedModel:
     """The same for all sections of a process that run it."""
-    return _loaded(setting.rehearsal, setting.model, peaks(setting))
+    return _loaded(setting.rehearsal, _of(setting), peaks(setting)).model
 
 
 def source(setting: Setting) -> ModelSource:
-    """Dummy weights by the model's name."""
-    spec = shape_config(model_name(setting))
-    return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
+    """Dummy weights by the model's name, with codes where the section's model has some."""
+    plain, model = shape_config(model_name(setting)), _of(setting)
+    if setting.rehearsal and not model.is_plain:
+        plain = replace(plain, layers=plain.layers[:1])  # the interpreter is slow, and layers are alike
+    spec = plain.caching(model.kv_cache)
+    spec = in_blocks(spec) if model.quantization == "stored" else spec
+    weights = CodedWeights if model.quantization == "stored" else DummyWeights
+    return ModelSource(spec, parameter_count(plain), lambda *place: weights(spec, *place))
+
+
+def memory(setting: Setting) -> dict[str, Any]:
+    """What is left of the memory that the cache was not given, beside what is kept back for what no step shows; to be
+    asked once everything has run. A rehearsal has no memory of its own."""
+    loaded = _loaded(setting.rehearsal, _of(setting), peaks(setting))
+    told: dict[str, Any] = {"kind": "memory", "model": model_name(setting)}
+    if setting.rehearsal:
+        return told
+    fit, left = loaded.fit, int(torch.cuda.mem_get_info()[0])
+    kept_back = fit.free - fit.steps - fit.cache
+    return {
+        **told,
+        "weight_bytes": loaded.model.info.weight_bytes,
+        "free_bytes": fit.free,
+        "step_bytes": fit.steps,
+        "cache_bytes": fit.cache,
+        "reserve_bytes": GPU_RESERVE + int(fit.free * GPU_RESERVE_SHARE),
+        "kept_back_bytes": kept_back,
+        "left_bytes": left,
+        "unforeseen_bytes": kept_back - left,
+    }
+
+
+def _of(setting: Setting) -> Model:
+    """All models of a rehearsal that have the same arithmetic are one."""
+    model = setting.model or Model(TINY_MODEL)
+    if not setting.rehearsal:
+        return model
+    return Model(TINY_MODEL, quantization=model.quantization, kv_cache=model.kv_cache)
 
 
 @cache
-def _loaded(rehearsal: bool, model: Model | None, found: Peaks) -> LoadedModel:
+def _loaded(rehearsal: bool, model: Model, found: Peaks) -> _Loaded:
     setting = Setting(rehearsal, 0.0, "", model=model)
     gc.collect()
-    if not rehearsal:
+    if rehearsal:
+        _stand_in()
+    else:
         torch.cuda.empty_cache()  # of what kernels were measured on
-    longest = TINY_LONGEST if rehearsal else LONGEST
+    longest = TINY_LONGEST if rehearsal else model.longest or LONGEST
     config = EngineConfig(
         model=Path(model_name(setting)),
         dtype=dtype_of(setting),
-        device="cpu" if rehearsal else "cuda",
+        device="cuda",
         max_model_len=longest,
         longest=longest,
-        max_num_seqs=2 if rehearsal else None,
+        max_num_seqs=2 if rehearsal else model.rows,
         max_num_batched_tokens=16 if rehearsal else None,
-        kv_memory=2**20 if model is None else model.kv_memory,
-        peaks=found,
+        kv_memory=model.kv_memory,
+        peaks=None if rehearsal else found,
+        quantization=model.quantization,
+        kv_cache=model.kv_cache,
     )
-    loaded = load_model(config, source(setting))
-    return _interpreted(loaded, setting) if rehearsal else loaded
+    with _noted_fits() as fits:
+        loaded = load_model(config, source(setting))
+    (fit,) = fits
+    return _Loaded(loaded, replace(fit, cache=loaded.info.kv_bytes))
 
 
-def _interpreted(loaded: LoadedModel, setting: Setting) -> LoadedModel:
-    """The same model as a GPU would run it: Triton's operators, one step looked ahead, decode steps captured."""
-    from batchinfer.ops.triton_ops import TritonOps
-    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+def _stand_in() -> None:
+    """The model is built as for a GPU: Triton's operators, one step looked ahead, steps captured."""
+    from tests.batchinfer.engine import interpreted_gpu
 
-    model, info, device = source(setting), loaded.info, torch.device("cpu")
-    attention, dtype = model.spec.attention, getattr(torch, dtype_of(setting))
-    ops = TritonOps(AttentionShape(dtype, attention.q_heads, attention.kv_heads, attention.head_dim))
-    decoder = Decoder(model.spec, model.weights(dtype, device), ops, TINY_LONGEST, device)
-    layout = loaded.runner.layout
-    room = CacheRoom(
-        blocks=lambda needed: info.blocks,
-        allocate=lambda blocks: allocate_caches(ops, model.spec.caches, layout, blocks, dtype, device),
-        longest=TINY_LONGEST,
-        least=layout.sizes.alone(TINY_LONGEST, loaded.limits.max_num_batched_tokens),
-    )
-    runner = replace(loaded.runner, model=decoder, ops=ops, caches=[])
-    fitted = fit(runner, loaded.limits, room, _NoMeter(), _captured_by_name)
-    return replace(loaded, runner=fitted.runner, limits=fitted.limits, info=replace(info, ops=ops.name))
+    interpreted_gpu.stand_in(setattr)
 
 
-class _NoMeter:
-    """Of a device without memory of its own."""
+@contextmanager
+def _noted_fits() -> Iterator[list[Fit]]:
+    """How caches were sized."""
+    found: list[Fit] = []
 
-    def restart(self) -> None:
-        """Nothing is counted."""
+    def noting(block_bytes: int, *given: Any) -> int:
+        blocks = cache_blocks(block_bytes, *given)
+        *_, free, _, needed = given
+        found.append(Fit(free, needed, blocks * block_bytes))
+        return blocks
 
-    def peak(self) -> int:
-        return 0
-
-
-def _captured_by_name(run: Callable[[], Tensor]) -> Captured:
-    """A graph for a device that has none: what was captured is called again, and reads what it read then."""
-    result = run().clone()
-
-    def replay() -> None:
-        result.copy_(run())
-
-    return Captured(result, replay)
+    with patch.object(building, "cache_blocks", noting):
+        yield found

@@ -12,12 +12,16 @@ from batchinfer.bench.runs import Run, timed_run
 from batchinfer.bench.workloads import Row
 from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 from tests.gpu_suite.case import WrongResult
-from tests.gpu_suite.loaded import dtype_of, loaded_model, model_name
+from tests.gpu_suite.loaded import codes_dtype, dtype_of, loaded_model, model_name
 from tests.gpu_suite.order import plan_in_memory
 from tests.gpu_suite.section import Section
 
 # (sequences, prompt); the first one has a target. Prompts are short enough that running them leaves time for the rest.
-DECODES = ((64, 1024), (128, 1024), (256, 512), (16, 1024), (1, 1024))
+DECODES = ((64, 1024), (128, 1024), (256, 512), (16, 1024), (1, 1024), (64, 4096))
+CODED_DECODES, CODED_PREFILLS = (
+    ((64, 1024), (64, 4096)),
+    (2048,),
+)  # of models in codes, beside the plain one's
 SKEWED = (16_000, 256, 256)  # the prompt of one row, the number of the others, and their prompts
 PREFILLS = (8192, 2048, 512)
 DECODE_STEPS, WARM_STEPS = 40, 8
@@ -28,7 +32,11 @@ MBU_TARGET = 0.8  # of decode at a batch of 64
 def run(section: Section) -> None:
     """A result a size."""
     tiny = section.setting.rehearsal
-    decodes, prefills = (((2, 5),), (9,)) if tiny else (DECODES, PREFILLS)
+    plain = section.setting.model is None or section.setting.model.is_plain
+    sizes: tuple[Sequence[tuple[int, int]], Sequence[int]] = (DECODES, PREFILLS)
+    if not plain:
+        sizes = (CODED_DECODES, CODED_PREFILLS)
+    decodes, prefills = (((2, 5),), (9,)) if tiny else sizes
     parts = [
         (
             f"decode {count} × {prompt}",
@@ -36,9 +44,10 @@ def run(section: Section) -> None:
         )
         for count, prompt in decodes
     ]
-    long, others, short = (9, 1, 3) if tiny else SKEWED
-    size = f"{others} sequences at {short}, one at {long}"
-    parts += [(f"decode {size}", partial(decode, section, [long, *[short] * others], size))]
+    if plain:
+        long, others, short = (9, 1, 3) if tiny else SKEWED
+        size = f"{others} sequences at {short}, one at {long}"
+        parts += [(f"decode {size}", partial(decode, section, [long, *[short] * others], size))]
     parts += [(f"prefill {tokens}", partial(prefill, section, tokens)) for tokens in prefills]
     section.parts(parts)
 
@@ -62,7 +71,8 @@ def decode(section: Section, prompts: Sequence[int], size: str) -> dict[str, Any
     seconds = [ran.steps[n].duration_s for n in own]
     found = _costs(loaded.runner.cost, [shapes[len(shapes) // 2]])
     first, length = DECODES[0]
-    target = MBU_TARGET if list(prompts) == [length] * first else None
+    aimed = list(prompts) == [length] * first and loaded.info.quantization == "none"
+    target = MBU_TARGET if aimed else None
     return _result(section, "decode", size, seconds, found) | {"tokens": count, "mbu_target": target}
 
 
@@ -107,6 +117,8 @@ def _result(
     return {
         "kind": "step",
         "model": model_name(section.setting),
+        "codes": section.setting.model.codes if section.setting.model is not None else "",
+        "codes_dtype": codes_dtype(section.setting),
         "phase": phase,
         "size": size,
         "dtype": dtype,

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from batchinfer.engine.engine import Engine
-from batchinfer.request import Request, SamplingParams, StepSample
+from batchinfer.request import StepSample
 from tests.gpu_suite import workloads
 from tests.gpu_suite.case import WrongResult
 from tests.gpu_suite.loaded import loaded_model, model_name
@@ -48,7 +47,7 @@ def run(section: Section) -> None:
 def _profiled(section: Section) -> dict[str, Any]:
     loaded = loaded_model(section.setting)
     engine = loaded.engine()
-    engine.add(_requests(section))
+    engine.add(workloads.requests(section))
     _reach(engine, 0 if section.setting.rehearsal else ENDED)
     on_gpu = not section.setting.rehearsal
     wanted = STEPS if on_gpu else 1
@@ -66,18 +65,6 @@ def _profiled(section: Section) -> dict[str, Any]:
     if len(samples) < STEPS:
         raise WrongResult(f"{len(samples)} steps were left, not {STEPS}")
     return {**result, **_described(before, samples), "profiled": summary(_device_work(seen))}
-
-
-def _requests(section: Section) -> list[Request]:
-    rows = workloads.made(section)[0].rows
-    return [
-        Request(
-            number.to_bytes(32, "big"),
-            np.array(row.prompt, np.int32),
-            SamplingParams(max_tokens=row.max_tokens, ignore_eos=True),
-        )
-        for number, row in enumerate(rows)
-    ]
 
 
 def _reach(engine: Engine, ended: int) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization
+
 if TYPE_CHECKING:
     import torch
 
@@ -26,7 +28,23 @@ class Model:
     """A model of a known shape, on dummy weights."""
 
     name: str
-    kv_memory: float  # of the memory that is left once the weights are loaded
+    # Share of the memory that is left once the weights are loaded; None: what a job takes that says nothing of it
+    kv_memory: float | None = None
+    quantization: Quantization = "none"
+    kv_cache: KvCacheDtype = "auto"
+    rows: int | None = None  # in work at a time; None: as a job
+    longest: int | None = None  # tokens of a row; None: those of the longest row of any section
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing of it is kept in codes."""
+        return (self.quantization, self.kv_cache) == ("none", "auto")
+
+    @property
+    def codes(self) -> str:
+        """What is kept in codes, as it is told of beside the name."""
+        weights = "" if self.quantization == "none" else f", {self.quantization} fp8 weights"
+        return weights + ("" if self.kv_cache == "auto" else f", {self.kv_cache} KV cache")
 
 
 @dataclass(frozen=True)
@@ -55,9 +73,10 @@ class Setting:
 class Section:
     """Tells what comes of a section's parts, one after the other, until its time is over."""
 
-    def __init__(self, setting: Setting, tell: Told) -> None:
+    def __init__(self, setting: Setting, tell: Told, began: float | None = None) -> None:
+        """`began`: by the monotonic clock, which all processes of a machine share; None: now."""
         self.setting, self._tell = setting, tell
-        self._ends = time.monotonic() + setting.seconds
+        self._ends = (time.monotonic() if began is None else began) + setting.seconds
 
     @property
     def left_s(self) -> float:

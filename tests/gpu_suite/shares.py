@@ -35,11 +35,11 @@ def _told(result: dict[str, Any], peaks: Mapping[str, float], stated: Mapping[st
     return {**result, **_step(result, peaks, stated)} if result["kind"] == "step" else result
 
 
-def peaks_for(dtype: str, peaks: Mapping[str, float]) -> Peaks | None:
-    """None where something was not measured."""
+def peaks_for(dtype: str, peaks: Mapping[str, float], codes: str = "int8") -> Peaks | None:
+    """`codes`: the dtype of products of codes. None where something was not measured."""
     if dtype not in peaks or BANDWIDTH not in peaks:
         return None
-    return Peaks(peaks[dtype], peaks[BANDWIDTH], peaks.get("int8"))
+    return Peaks(peaks[dtype], peaks[BANDWIDTH], peaks.get(codes))
 
 
 def _kernel(
@@ -63,7 +63,8 @@ def _kernel(
 def _step(result: dict[str, Any], peaks: Mapping[str, float], stated: Mapping[str, float]) -> dict[str, Any]:
     """`roofline_efficiency` as the report of a job has it, by measured peaks, `datasheet_share` the same by stated
     ones; `mbu` and `mfu` of the same step."""
-    taken, found = result["ours"]["median_s"], peaks_for(result["dtype"], peaks)
+    taken, dtypes = result["ours"]["median_s"], (result["dtype"], result["codes_dtype"])
+    found, sheet = (peaks_for(dtypes[0], known, dtypes[1]) for known in (peaks, stated))
     if found is None:
         return {}
     costs = [Cost(*cost) for cost in result["operators"].values()]
@@ -72,7 +73,7 @@ def _step(result: dict[str, Any], peaks: Mapping[str, float], stated: Mapping[st
     return {
         "bound_s": bound,
         "roofline_efficiency": bound / taken,
-        **_of_the_datasheet(costs, taken, peaks_for(result["dtype"], stated)),
+        **_of_the_datasheet(costs, taken, sheet),
         "mbu": total.bytes / (taken * found.bytes_per_s),
         "mfu": total.flops / (taken * found.flops_per_s),
         "tokens_per_s": result["tokens"] / taken,

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tests.gpu_suite.host_table import (
+    WIDTH,
+    duration,
+    host_lines,
+    launch_lines,
+    memory_lines,
+    mixed_lines,
+    percent,
+    row,
+)
 from tests.gpu_suite.section import BANDWIDTH
-
-WIDTH = 58  # of the first column
 
 
 def table(record: dict[str, Any]) -> str:
@@ -40,7 +48,7 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _stated(value: float, stated: float | None) -> str:
-    return "" if stated is None else f" [{_percent(value / stated)}]"
+    return "" if stated is None else f" [{percent(value / stated)}]"
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
@@ -49,32 +57,31 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
         yield from (f"failed: {name}" for name in result["failed_tests"])
     elif kind == "kernel":
-        yield _row(f"{result['kernel']}, {result['size']}", _kernel(result))
+        yield row(f"{result['kernel']}, {result['size']}", _kernel(result))
     elif kind == "tiles":
-        yield _row(f"{result['kernel']}, {result['size']}, tiles {_tiles(result['tiles'])}", _tried(result))
+        yield row(f"{result['kernel']}, {result['size']}, tiles {_tiles(result['tiles'])}", _tried(result))
     elif kind == "step":
-        yield _row(f"{result['phase']}, {result['size']}", _step(result))
+        yield row(f"{result['phase']}, {result['size']}{result['codes']}", _step(result))
     elif kind == "workload":
         told = (
             f"{result['workload']}, {result['rows']} rows, {result['mean_output']:.0f} out, {result['model']}"
         )
-        yield _row(told, f"{result['ops']} operators, {_workload(result)}")
+        yield row(told, f"{result['ops']} operators, {_workload(result)}")
+        yield from launch_lines(result)
     elif kind == "profile":
-        yield _row(f"{result['steps']} steady steps, {result['model']}", _profile(result))
+        yield row(f"{result['steps']} steady steps, {result['model']}", _profile(result))
         yield from _kernels(result)
-
-
-def _row(name: str, rest: str) -> str:
-    return f"{name:<{WIDTH}} {rest}"
+    elif kind in ("mixed", "host", "memory"):
+        yield from {"mixed": mixed_lines, "host": host_lines, "memory": memory_lines}[kind](result)
 
 
 def _kernel(result: dict[str, Any]) -> str:
     if result["ours"] is None:
         beside = f", beside {' and '.join(result['others'])}" if result["others"] else ""
         return f"right to {result['error']:.1g}{beside}"
-    parts = [_time(result["ours"]["median_s"])]
+    parts = [duration(result["ours"]["median_s"])]
     if "share" in result:
-        share = f"{_percent(result['share'])}{_by_datasheet(result)}"
+        share = f"{percent(result['share'])}{_by_datasheet(result)}"
         parts.append(f"{share} of its {result['bound_by']} bound{_aim(result['target'])}")
     for name, times in result["times_as_fast"].items():
         aim = f" (aim {result['aim'][name]:.0f}×)" if name in result["aim"] else ""
@@ -84,7 +91,7 @@ def _kernel(result: dict[str, Any]) -> str:
 
 def _by_datasheet(result: dict[str, Any]) -> str:
     share = result.get("datasheet_share")
-    return "" if share is None else f" [{_percent(share)}]"
+    return "" if share is None else f" [{percent(share)}]"
 
 
 def _tiles(sizes: Sequence[int]) -> str:
@@ -99,20 +106,20 @@ def _tried(result: dict[str, Any]) -> str:
 
 
 def _aim(target: float | None) -> str:
-    return "" if target is None else f" (aim {_percent(target)})"
+    return "" if target is None else f" (aim {percent(target)})"
 
 
 def _step(result: dict[str, Any]) -> str:
     if result["ours"] is None:
         return "ran"
-    parts = [_time(result["ours"]["median_s"])]
+    parts = [duration(result["ours"]["median_s"])]
     if "mbu" in result:
         parts += [
-            f"MBU {_percent(result['mbu'])}{_aim(result.get('mbu_target'))}",
-            f"MFU {_percent(result['mfu'])}",
+            f"MBU {percent(result['mbu'])}{_aim(result.get('mbu_target'))}",
+            f"MFU {percent(result['mfu'])}",
         ]
         parts += [
-            f"roofline {_percent(result['roofline_efficiency'])}{_by_datasheet(result)}",
+            f"roofline {percent(result['roofline_efficiency'])}{_by_datasheet(result)}",
             f"{result['tokens_per_s']:,.0f} tokens/s",
         ]
     return ", ".join(parts)
@@ -122,7 +129,7 @@ def _workload(result: dict[str, Any]) -> str:
     if "wall_s" not in result:
         return f"ran in {result['steps']} steps"
     parts = [f"{result['wall_s']['median']:.2f} s", f"{result['output_tokens_per_s']:,.0f} output tokens/s"]
-    parts += [f"roofline {_percent(result['roofline_efficiency'])}", f"MFU {_percent(result['mfu'])}"]
+    parts += [f"roofline {percent(result['roofline_efficiency'])}", f"MFU {percent(result['mfu'])}"]
     if "against" in result:
         other = result["against"]
         parts.append(
@@ -136,23 +143,15 @@ def _profile(result: dict[str, Any]) -> str:
     if found is None:
         return "ran"
     before = result["unprofiled_step_s"]["median"]
-    parts = [f"the GPU idles {_percent(found['idle_share'])} of {_time(found['span_s'])}"]
-    parts += [f"in {found['gaps']} gaps of up to {_time(max(found['longest_gaps_s'], default=0.0))}"]
-    parts += [f"a step {_time(result['step_s']['median'])}, {_time(before)} without the profiler"]
+    parts = [f"the GPU idles {percent(found['idle_share'])} of {duration(found['span_s'])}"]
+    parts += [f"in {found['gaps']} gaps of up to {duration(max(found['longest_gaps_s'], default=0.0))}"]
+    parts += [f"a step {duration(result['step_s']['median'])}, {duration(before)} without the profiler"]
     return ", ".join(parts)
 
 
 def _kernels(result: dict[str, Any]) -> Iterator[str]:
     for kernel in [] if result["profiled"] is None else result["profiled"]["kernels"]:
-        yield f"  {_percent(kernel['share'])} of the device's work: {kernel['name'][:WIDTH]}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:,.0f} µs" if seconds < 1e-2 else f"{seconds * 1e3:,.1f} ms"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+        yield f"  {percent(kernel['share'])} of the device's work: {kernel['name'][:WIDTH]}"
 
 
 def _faults(record: dict[str, Any]) -> Iterator[str]:

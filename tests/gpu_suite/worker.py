@@ -24,8 +24,8 @@ def serve(channel: Connection, rehearsal: bool) -> None:
     if rehearsal:  # before triton is imported
         interpreter.switch_on()
     while (task := channel.recv()) is not None:
-        module, setting = task
-        channel.send(("end", _run(module, Section(setting, lambda *told: channel.send(told)))))
+        module, setting, began = task
+        channel.send(("end", _run(module, Section(setting, lambda *told: channel.send(told), began))))
 
 
 def _run(module: str, section: Section) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Worker:
         out, what it did not reach."""
         began = time.monotonic()
         self._start()
-        self._channel.send((module, setting))
+        self._channel.send((module, setting, began))  # a process takes long to start, and that counts, too
         failed = False
         while (left := setting.seconds + GRACE_S - (time.monotonic() - began)) > 0:
             if not self._channel.poll(left):

@@ -6,16 +6,20 @@ Thousands of rows and short answers: rows come and go in nearly every step, as t
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from batchinfer.bench.ideal import ideal_job
 from batchinfer.bench.report import Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload
 from batchinfer.models.shapes import shape_config
-from tests.gpu_suite.loaded import loaded_model, model_name, peaks
+from batchinfer.report.launches import LaunchCounts
+from batchinfer.request import Request, SamplingParams, StepSample
+from tests.gpu_suite.loaded import loaded_model, memory, model_name, peaks
 from tests.gpu_suite.order import plan_in_memory
 from tests.gpu_suite.section import Section
 
@@ -37,6 +41,7 @@ def run(section: Section) -> None:
         part = partial(_measured, section, workload, section.left_s / waiting)
         section.parts([(workload.name, part)])
         waiting -= 1
+    section.parts([("memory", partial(memory, section.setting))])
 
 
 def made(section: Section) -> list[Workload]:
@@ -47,6 +52,18 @@ def made(section: Section) -> list[Workload]:
     plain = steady_rows(ROWS, vocab, PROMPT, MEAN_OUTPUT, MOST_OUTPUT)
     shared = steady_rows(ROWS, vocab, PROMPT, SHORT_OUTPUT, MOST_OUTPUT, SHARED)
     return [Workload("steady", plain), Workload("steady, shared prefix", shared)]
+
+
+def requests(section: Section) -> list[Request]:
+    """The rows that share nothing, for an engine that is stepped by hand."""
+    return [
+        Request(
+            number.to_bytes(32, "big"),
+            np.array(row.prompt, np.int32),
+            SamplingParams(max_tokens=row.max_tokens, ignore_eos=True),
+        )
+        for number, row in enumerate(made(section)[0].rows)
+    ]
 
 
 def steady_rows(
@@ -80,11 +97,20 @@ def told(section: Section, workload: Workload, series: Series, peer: str | None 
     loaded = loaded_model(section.setting)
     result: dict[str, Any] = {"kind": "workload", "workload": workload.name, "ops": loaded.info.ops}
     result |= {"model": model_name(section.setting), "mean_output": mean_output(workload.rows)}
+    result |= launched(series.ours[-1].steps)
     if section.setting.rehearsal:
         return {**result, "rows": len(workload.rows), "steps": len(series.ours[0].steps)}
     ideal = ideal_job(workload.rows, loaded.runner.layout.windows)
     whole = WorkloadResult(workload, ideal, series)
     return {**result, **whole.to_json(loaded.runner.cost, peaks(section.setting), peer)}
+
+
+def launched(steps: Iterable[StepSample]) -> dict[str, Any]:
+    """Numbers and shares of steps, and of tokens in them, by how the host launched them, as a job's report has them."""
+    counts = LaunchCounts()
+    for step in steps:
+        counts.add(step.launch, step.prefill_tokens + step.decode_tokens)
+    return {"launched": counts.columns()}
 
 
 def mean_output(rows: Sequence[Row]) -> float:

@@ -406,7 +406,8 @@ def test_all_of_the_gpus_path(monkeypatch):
     assert runner.graphs.captured > before, "steps whose rows share keys need graphs of their own"
     assert {name for name, *_ in later} >= {"_decode_attention_kernel", "_prefix_attention_kernel"}
     assert later - compiled == set(), "a kernel is compiled while the job runs"
-    check_constraints(loaded)
+    if importlib.util.find_spec("llguidance") is not None:  # not on every machine with a GPU
+        check_constraints(loaded)
 
 
 def check_constraints(loaded: LoadedModel) -> None:

@@ -1,0 +1,59 @@
+"""Dummy weights of which products are computed of codes, as published checkpoints store them in float8_e4m3fn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.dummy import DummyWeights
+from batchinfer.models.parameters import LINES, SCALES
+from batchinfer.models.spec import LayerSpec, ModelSpec
+from batchinfer.models.weights import LayerWeights, Tables, Weights
+from batchinfer_kernels.arithmetic import CodedForm
+from batchinfer_kernels.block_fp8_matmul import GROUP, block_lines
+from batchinfer_kernels.fp8_matmul import FP8
+
+LARGEST = 448.0  # code
+WIDEST = 6.0  # deviations: what is farther away is cut, one value in a thousand million
+
+
+def in_blocks(spec: ModelSpec) -> ModelSpec:
+    """The same model with codes in every linear layer that can have them, a scale for each 128 × 128."""
+    layers = (replace(layer, coded=tuple(_coded(layer))) for layer in spec.layers)
+    return replace(spec, layers=tuple(layers))
+
+
+def _coded(layer: LayerSpec) -> Iterator[tuple[str, CodedForm]]:
+    yield from (
+        (linear.name, "block")
+        for linear in layer.linears
+        if not (linear.exact or linear.heads or linear.experts)
+    )
+
+
+class CodedWeights(Weights):
+    """DummyWeights in codes where `spec` says so. All scales are the same: a kernel reads each of them all the same."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+        plain = replace(spec, layers=tuple(replace(layer, coded=()) for layer in spec.layers))
+        self._spec, self._plain = spec, DummyWeights(plain, dtype, device)
+        self._scale = WIDEST * float(spec.hidden) ** -0.5 / LARGEST
+
+    def tables(self) -> Tables:
+        return self._plain.tables()
+
+    def layer(self, index: int) -> LayerWeights:
+        found = dict(self._plain.layer(index))
+        for name, _ in self._spec.layers[index].coded:
+            found |= self._codes(name, found[name])
+        return found
+
+    def _codes(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        outputs, inputs = weight.shape
+        blocks = (-(-outputs // GROUP), -(-inputs // GROUP))
+        codes = (weight.float() / self._scale).clamp_(-LARGEST, LARGEST).to(FP8)
+        scales = torch.full(blocks, self._scale, device=weight.device)
+        return {name: codes, name + SCALES: scales, name + LINES: block_lines(outputs, GROUP, weight.device)}
