@@ -132,17 +132,13 @@ class Replica:
         """Its present process has finished rows."""
         return self._finished > 0
 
-    def acquit(self) -> list[Request]:
-        """The rows that it had accused."""
-        rows, self.accused = self.accused, []
-        return rows
-
     def convict(self) -> WorkDone:
         """The rows that it had accused, as error rows."""
         text = "the engine's process died when it ran this row, with others and by itself"
         error = RowError(CODE, "engine", text, retryable=True)
         none = np.empty(0, np.int32)
-        found = [Completion(row.key, none, "error", error=error) for row in self.acquit()]
+        rows, self.accused = self.accused, []
+        found = [Completion(row.key, none, "error", error=error) for row in rows]
         return WorkDone(found, engine=self._engine, replica=self.number)
 
     def restart(self, engine: int) -> None:

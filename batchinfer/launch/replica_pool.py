@@ -190,7 +190,8 @@ class ReplicaPool:
         """Nothing of the plan is left: engines without work get rows that were in work when one died."""
         for replica in self._live:
             if replica.is_ready and not replica.unfinished:
-                group = self._suspects.take(one=replica.doubted)
+                another = replica.number if len(self._live) > 1 else None
+                group = self._suspects.take(one=replica.doubted, not_of=another)
                 if group is not None:
                     replica.run_apart(group)
 
@@ -262,13 +263,12 @@ class ReplicaPool:
             replica.close()  # what it still had to say was of no use to anybody
             return
         death = replica.died()
+        self._deaths_apart += death.apart is not None
         again = crash is not None and self._may_restart(replica)
         if crash is not None and not again and not others:
             raise crash.error(self._told(death)) from error
         what = str(error) if crash is None else f"{crash.what}; {self._told(death)}"
         self._take_back(replica, death, blamed=crash is not None)
-        if not again:
-            self._suspects.add_each(replica.acquit())
         self._go_on(replica, what, again)
 
     def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
@@ -279,11 +279,16 @@ class ReplicaPool:
         if blamed and death.apart is None:
             self._suspects.add(death.in_work)
         elif blamed and death.apart is not None:
-            self._deaths_apart += 1
-            if len(death.in_work) == 1 and (death.fresh or death.apart.again):
+            if len(death.in_work) == 1 and self._is_certain(death):
                 replica.accused += death.in_work
             else:
-                self._suspects.died(death.in_work)
+                self._suspects.died(death.in_work, replica.number)
+
+    def _is_certain(self, death: Death) -> bool:
+        """Whether one row that ran by itself killed an engine: neither what its process had run before, nor an engine
+        that dies of anything, as long as there is another one to show that."""
+        again = death.apart is not None and death.apart.died_in is not None
+        return again or (death.fresh and len(self._live) == 1)
 
     def _go_on(self, replica: Replica, what: str, again: bool) -> None:
         who = f"engine {replica.number}: " if len(self._replicas) > 1 else ""

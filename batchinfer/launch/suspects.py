@@ -14,7 +14,7 @@ class Group:
 
     requests: list[Request]
     twin: Group | None = None  # the other half of the group that died
-    again: bool = False  # one row that has died by itself, in a process that had run others before
+    died_in: int | None = None  # the engine that died of it, if it is one row
 
 
 class Suspects:
@@ -36,34 +36,34 @@ class Suspects:
         if requests:
             self._waiting.append(Group([replace(request, shares_next=0) for request in requests]))
 
-    def add_each(self, requests: Sequence[Request]) -> None:
-        """Rows of which each is run by itself."""
-        for request in requests:
-            self.add([request])
-
-    def take(self, one: bool) -> Group | None:
-        """The group to run next; if `one`, only the first row of it."""
-        if not self._waiting:
+    def take(self, one: bool = False, not_of: int | None = None) -> Group | None:
+        """The group to run next; if `one`, only the first row of it. None of which the engine `not_of` died."""
+        fit = [group for group in self._waiting if not_of is None or group.died_in != not_of]
+        if not fit:
             return None
-        group = self._waiting.pop()
+        group = fit[-1]
+        self._waiting.remove(group)
         if one and len(group.requests) > 1:
             self.add(group.requests[1:])
             return Group(group.requests[:1])
         return group
 
-    def died(self, requests: Sequence[Request]) -> None:
+    def died(self, requests: Sequence[Request], engine: int) -> None:
         """What was unfinished of a group when its engine died."""
         if len(requests) == 1:
-            self._waiting.append(Group(list(requests), again=True))
-            return
-        middle = len(requests) // 2
-        first, second = Group(list(requests[:middle])), Group(list(requests[middle:]))
-        first.twin, second.twin = second, first
-        self._waiting += [second, first]
+            self._waiting.append(Group(list(requests), died_in=engine))
+        else:
+            self._halve(requests)
 
     def finished(self, group: Group) -> None:
         """All rows of a group were answered."""
         twin = group.twin
         if twin in self._waiting and twin is not None and len(twin.requests) > 1:
             self._waiting.remove(twin)
-            self.died(twin.requests)
+            self._halve(twin.requests)
+
+    def _halve(self, requests: Sequence[Request]) -> None:
+        middle = len(requests) // 2
+        first, second = Group(list(requests[:middle])), Group(list(requests[middle:]))
+        first.twin, second.twin = second, first
+        self._waiting += [second, first]

@@ -9,7 +9,8 @@
  * Gimelshein, 2018); so it makes no difference to a row's bits which rows it is computed with, nor whether its tiles were
  * taken in one go or level after level of a tree of shared prefixes with the state kept in between.
  *
- * A cache of codes (CODED) has a byte where the other has a value. Tile after tile is widened as widen.h says.
+ * A cache of codes (CODED) has a byte where the other has a value. They are multiplied as integers (fixed_point.h), but for
+ * float32 and in matrix tiles: there tile after tile is widened as widen.h says.
  */
 
 #define ATTENTION_TILES (TILES && PAIR == 2)
@@ -17,6 +18,14 @@
 #define CODES 1
 #else
 #define CODES 0
+#endif
+#define FIXED (CODES && PAIR == 2 && !ATTENTION_TILES)
+#if FIXED /* the weights of a tile before they become integers */
+#define WEIGHT float
+#define STORE_WEIGHTS store_f32
+#else
+#define WEIGHT REAL
+#define STORE_WEIGHTS STOREV
 #endif
 
 typedef struct {
@@ -28,9 +37,13 @@ typedef struct {
 typedef struct {
     float sum[MOST_ROWS * MAX_DIM] /* rows of dim_pad: no two at a stride that shares cache sets */, most[MOST_ROWS];
     float mass[MOST_ROWS * LANES]; /* lane by lane: they are added up at the end */
-    REAL p[ROWS][PANEL];
+    WEIGHT p[ROWS][PANEL];
     const REAL *q[MOST_ROWS];
     int32_t position[MOST_ROWS];
+#if FIXED
+    float p_unit[ROWS], q_unit[MOST_ROWS];
+    int16_t fixed_p[ROWS][PANEL], fixed_q[MOST_ROWS * MAX_DIM]; /* rows of dim_pad */
+#endif
 } NAME(Work);
 
 /* Where the units of a tile lie, the positions of their places (PASSED: none), and how many of their V are needed. */
@@ -42,6 +55,24 @@ typedef struct {
 } NAME(Tile);
 
 #if CODES
+typedef struct {
+    float k[PANEL], v[PANEL]; /* 0 where nobody needs the token */
+} NAME(Scales);
+
+/* The tile's scales are then those found. */
+INLINE void NAME(take_scales)(NAME(Tile) *tile, NAME(Scales) *found) {
+    vi lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int c = 0; c < COLUMNS; c++) {
+        vi needed = lane < splat_word((int32_t)tile->needed[c]); /* what lies elsewhere may be no number */
+        store_f32(found->k + c * LANES, pick(needed, load_f32(tile->k_scale[c]), splat(0.0f)));
+        store_f32(found->v + c * LANES, pick(needed, load_f32(tile->v_scale[c]), splat(0.0f)));
+        tile->k_scale[c] = found->k + c * LANES, tile->v_scale[c] = found->v + c * LANES;
+    }
+}
+#endif
+
+#if CODES && !FIXED
 #include "widen.h"
 #endif
 
@@ -107,12 +138,16 @@ INLINE void NAME(next_tile)(const NAME(Attention) *s, NAME(Walk) *walk, int32_t 
     }
 }
 
+#if FIXED
+#include "fixed_point.h"
+#else
 /* Scores of `rows` (a constant) rows with a tile, not scaled yet. With `fetch` (a constant) the keys ahead are fetched on
  * the way, a line for each that is read: in one go they would queue up for the few misses that a core can have open.
  * They are fetched in the order of their addresses, and into the L2 cache, which can have more misses open than the L1. */
-INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const REAL *const *q,
-                        vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
+INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const NAME(Work) *work,
+                        int64_t first, vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
     int64_t stride = NAME(key_stride)(s), run = (dim / PAIR + COLUMNS - 1) / COLUMNS;
+    const REAL *const *q = work->q + first;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) scores[r][c] = splat(0.0f);
     for (int64_t w = 0; w < dim / PAIR; w++) {
@@ -127,6 +162,48 @@ INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const 
         }
     }
 }
+
+/* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the head from `from` on. */
+INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
+                             int64_t first, const float *shrink, int64_t from, const int rows, const int columns,
+                             const int fetch) {
+    vf total[ROWS][COLUMNS];
+    float *sum = work->sum + first * s->dim_pad;
+    int64_t stride = s->dim_pad / LANES;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) total[r][c] = load_f32(sum + r * s->dim_pad + from + c * LANES) * shrink[r];
+    for (int u = 0; u < COLUMNS; u++) {
+        const vi *values = tile->v[u] + from / LANES, *coming = ahead->v[u] + from / LANES;
+        int64_t whole = tile->needed[u] / PAIR;
+        for (int64_t w = 0; w < whole; w++, values += stride, coming += stride) {
+            for (int c = 0; c < columns; c++) {
+                vi value = values[c];
+                if (fetch) __builtin_prefetch(coming + c, 0, TO_L2);
+                for (int r = 0; r < rows; r++) {
+                    int32_t word;
+                    memcpy(&word, work->p[r] + u * LANES + w * PAIR, 4);
+                    total[r][c] = DOT(total[r][c], splat_word(word), value);
+                }
+            }
+        }
+        if (tile->needed[u] % PAIR) /* the other token of the word is not written: it may hold anything */
+            for (int r = 0; r < rows; r++) {
+                int32_t word;
+                memcpy(&word, work->p[r] + u * LANES + whole * PAIR, 4);
+                for (int c = 0; c < columns; c++)
+                    total[r][c] = DOT(total[r][c], splat_word(word), values[c] & 0xffff);
+            }
+    }
+    if (fetch) /* what a tile with more keys than this one has beyond it */
+        for (int u = 0; u < COLUMNS; u++)
+            for (int64_t w = tile->needed[u] / PAIR; w < ahead->needed[u] / PAIR; w++)
+                for (int c = 0; c < columns; c++)
+                    __builtin_prefetch(ahead->v[u] + from / LANES + w * stride + c, 0, TO_L2);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) store_f32(sum + r * s->dim_pad + from + c * LANES, total[r][c]);
+}
+
+#endif
 
 /* Apart from `weigh`, which is compiled into every loop over rows: few models cap their scores. */
 static __attribute__((noinline)) void NAME(cap_scores)(const NAME(Attention) *s, vf *scores) {
@@ -143,7 +220,7 @@ INLINE vf NAME(scaled)(const NAME(Tile) *tile, vf weights, int c) {
  * The maximum is raised only where a score exceeds it by SLACK: weights of up to 2^SLACK are as exact, and most tiles
  * leave the sums as they are (Zadouri et al., FlashAttention-4, 2026). */
 INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
-                         float *mass, REAL *p) {
+                         float *mass, WEIGHT *p) {
     for (int c = 0; CODES && c < COLUMNS; c++) scores[c] *= load_f32(tile->k_scale[c]);
     if (s->cap > 0) NAME(cap_scores)(s, scores);
     if (s->window > 0 || tile->end > position)
@@ -165,7 +242,7 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
     if (top == -INFINITY) { /* nothing is seen so far, behind a window or after the query, or nothing but NaN */
         for (int c = 0; c < COLUMNS; c++) {
             vf e = pick(scores[c] != scores[c], scores[c], splat(0.0f));
-            STOREV(p + c * LANES, NAME(scaled)(tile, e, c));
+            STORE_WEIGHTS(p + c * LANES, NAME(scaled)(tile, e, c));
             added += e;
         }
         store_f32(mass, added);
@@ -173,66 +250,30 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
     }
     for (int c = 0; c < COLUMNS; c++) {
         vf e = EXP2(fused(scores[c], splat(scale), splat(-top * scale)));
-        STOREV(p + c * LANES, NAME(scaled)(tile, e, c));
+        STORE_WEIGHTS(p + c * LANES, NAME(scaled)(tile, e, c));
         added += e;
     }
     store_f32(mass, added);
     return shrink;
 }
 
-/* sum = sum * shrink + p V for `rows` rows and `columns` (both constants) vectors of the head from `from` on. */
-INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead,
-                             REAL p[ROWS][PANEL], const float *shrink, float *sum, int64_t from, const int rows,
-                             const int columns, const int fetch) {
-    vf total[ROWS][COLUMNS];
-    int64_t stride = s->dim_pad / LANES;
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) total[r][c] = load_f32(sum + r * s->dim_pad + from + c * LANES) * shrink[r];
-    for (int u = 0; u < COLUMNS; u++) {
-        const vi *values = tile->v[u] + from / LANES, *coming = ahead->v[u] + from / LANES;
-        int64_t whole = tile->needed[u] / PAIR;
-        for (int64_t w = 0; w < whole; w++, values += stride, coming += stride) {
-            for (int c = 0; c < columns; c++) {
-                vi value = values[c];
-                if (fetch) __builtin_prefetch(coming + c, 0, TO_L2);
-                for (int r = 0; r < rows; r++) {
-                    int32_t word;
-                    memcpy(&word, p[r] + u * LANES + w * PAIR, 4);
-                    total[r][c] = DOT(total[r][c], splat_word(word), value);
-                }
-            }
-        }
-        if (tile->needed[u] % PAIR) /* the other token of the word is not written: it may hold anything */
-            for (int r = 0; r < rows; r++) {
-                int32_t word;
-                memcpy(&word, p[r] + u * LANES + whole * PAIR, 4);
-                for (int c = 0; c < columns; c++)
-                    total[r][c] = DOT(total[r][c], splat_word(word), values[c] & 0xffff);
-            }
-    }
-    if (fetch) /* what a tile with more keys than this one has beyond it */
-        for (int u = 0; u < COLUMNS; u++)
-            for (int64_t w = tile->needed[u] / PAIR; w < ahead->needed[u] / PAIR; w++)
-                for (int c = 0; c < columns; c++)
-                    __builtin_prefetch(ahead->v[u] + from / LANES + w * stride + c, 0, TO_L2);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) store_f32(sum + r * s->dim_pad + from + c * LANES, total[r][c]);
-}
-
 INLINE void NAME(tile_rows)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
                             int64_t first, int64_t dim, const int rows, const int fetch) {
     vf scores[ROWS][COLUMNS];
     float shrink[ROWS];
-    NAME(score)(s, tile, ahead, work->q + first, scores, dim, rows, fetch);
+    NAME(score)(s, tile, ahead, work, first, scores, dim, rows, fetch);
     for (int r = 0; r < rows; r++) {
         float *mass = work->mass + (first + r) * LANES;
         shrink[r] = NAME(weigh)(s, scores[r], tile, work->position[first + r], work->most + first + r, mass, work->p[r]);
+#if FIXED
+        work->p_unit[r] = NAME(to_fixed)(work->p[r], PANEL, work->fixed_p[r]);
+#endif
     }
     int64_t from = 0;
     for (; from + PANEL <= dim; from += PANEL)
-        NAME(add_values)(s, tile, ahead, work->p, shrink, work->sum + first * s->dim_pad, from, rows, COLUMNS, fetch);
+        NAME(add_values)(s, tile, ahead, work, first, shrink, from, rows, COLUMNS, fetch);
     for (; from < dim; from += LANES)
-        NAME(add_values)(s, tile, ahead, work->p, shrink, work->sum + first * s->dim_pad, from, rows, 1, fetch);
+        NAME(add_values)(s, tile, ahead, work, first, shrink, from, rows, 1, fetch);
 }
 
 /* The rows of an item that belong to one KV head: their state set up, or taken up again. */
@@ -243,6 +284,9 @@ INLINE void NAME(take_up)(const NAME(Attention) *s, const Item *item, int64_t he
             const int64_t *row = s->plan->rows + (item->first_row + i) * 2;
             int64_t at = row[0] * s->q_heads + head * group + g, r = i * group + g;
             work->q[r] = s->q + at * s->dim, work->position[r] = (int32_t)row[1];
+#if FIXED
+            NAME(fix_query)(work->q[r], s->dim, s->dim_pad, work->fixed_q + r * s->dim_pad, work->q_unit + r);
+#endif
             if (item->starts) {
                 memset(work->sum + r * s->dim_pad, 0, s->dim_pad * sizeof(float));
                 memset(work->mass + r * LANES, 0, LANES * sizeof(float));
@@ -301,6 +345,9 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
     NAME(Work) work;
     NAME(Tile) tile, ahead;
 #if CODES
+    NAME(Scales) scales;
+#endif
+#if CODES && !FIXED
     NAME(Widened) widened;
 #endif
     const Item *item = job->item;
@@ -331,6 +378,9 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
             NAME(next_tile)(s, &walk, seen, position, &ahead);
         }
 #if CODES
+        NAME(take_scales)(&tile, &scales);
+#endif
+#if CODES && !FIXED
         NAME(widen_tile)(s, &tile, &ahead, dim, &widened);
 #endif
 #if ATTENTION_TILES
@@ -338,7 +388,7 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
 #else
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n) \
-    case n: NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, n, !CODES); break;
+    case n: NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, n, FIXED || !CODES); break;
             if (first && rows - first >= ROWS)
                 NAME(tile_rows)(s, &tile, &ahead, &work, first, dim, ROWS, 0);
             else /* what is left at the end fetches once more: for a loop of its own each the compiler takes 40% longer */

@@ -256,6 +256,35 @@ INLINE vi dot_int8(vi sum, vi a, vi b) {
 #endif
 }
 
+/* Signed bytes of a row, two a lane, as words of 16-bit integers. */
+INLINE vi halves_of_bytes(const int8_t *from) {
+#if LANES == 16
+    return (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from));
+#elif LANES == 8
+    return (vi)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+#else
+    typedef int8_t vc __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
+    typedef int16_t vs __attribute__((vector_size(4 * LANES), may_alias));
+    return (vi)__builtin_convertvector(*(const vc *)from, vs);
+#endif
+}
+
+/* Two products of signed 16-bit integers a lane, added exactly. */
+INLINE vi dot_int16(vi sum, vi a, vi b) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif LANES == 16
+    return sum + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif LANES == 8
+    return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__aarch64__)
+    int32x4_t low = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+    return sum + (vi)vpaddq_s32(low, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
+#else
+    return sum + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 /* 2^f for |f| <= 1/2, relative error below 2.2e-7. */
 INLINE vf exp2_fraction(vf f) {
     vf p = fused(splat(1.5403530e-4f), f, splat(1.3333558e-3f));
@@ -408,9 +437,13 @@ INLINE vi larger_word(vi a, vi b) {
 }
 
 INLINE int32_t largest_word(vi v) {
+#if LANES == 16
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
     int32_t top = v[0];
     for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
     return top;
+#endif
 }
 
 /* Whether any lane is greater than the bound, or no number. */

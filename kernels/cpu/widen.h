@@ -7,7 +7,6 @@
 typedef struct {
     vi k[MAX_DIM / PAIR * COLUMNS];          /* word after word, each of all places of the tile */
     int32_t v[PANEL / PAIR * MAX_DIM];       /* words of PAIR tokens, rows of dim_pad */
-    float k_scale[PANEL], v_scale[PANEL]; /* 0 where nobody needs the token */
 } NAME(Widened);
 
 /* PAIR * LANES codes as LANES words. */
@@ -22,15 +21,7 @@ INLINE vi NAME(widen)(const int8_t *from) {
     __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + LANES))));
     return (vi)_mm512_cvtne2ps_pbh(second, first);
 #else
-#if LANES == 16
-    vi words = (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from));
-#elif LANES == 8
-    vi words = (vi)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
-#else
-    typedef int8_t vc __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
-    typedef int16_t vs __attribute__((vector_size(4 * LANES), may_alias));
-    vi words = (vi)__builtin_convertvector(*(const vc *)from, vs);
-#endif
+    vi words = halves_of_bytes(from);
     /* the lower halves of floats of 8 bits are 0 */
     vi low = (vi)__builtin_convertvector((words << 16) >> 16, vf), high = (vi)__builtin_convertvector(words >> 16, vf);
     return ((low >> 16) & 0xffff) | high;
@@ -60,24 +51,11 @@ INLINE void NAME(widen_values)(const NAME(Attention) *s, const NAME(Tile) *tile,
     }
 }
 
-INLINE void NAME(take_scales)(const NAME(Tile) *tile, NAME(Widened) *found) {
-    vi lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int c = 0; c < COLUMNS; c++) {
-        vi needed = lane < splat_word((int32_t)tile->needed[c]); /* what lies elsewhere may be no number */
-        store_f32(found->k_scale + c * LANES, pick(needed, load_f32(tile->k_scale[c]), splat(0.0f)));
-        store_f32(found->v_scale + c * LANES, pick(needed, load_f32(tile->v_scale[c]), splat(0.0f)));
-    }
-}
-
 /* The tile is then the widened one. */
 INLINE void NAME(widen_tile)(const NAME(Attention) *s, NAME(Tile) *tile, const NAME(Tile) *ahead, int64_t dim,
                              NAME(Widened) *found) {
     NAME(widen_keys)(s, tile, ahead, dim, found);
     NAME(widen_values)(s, tile, ahead, found);
-    NAME(take_scales)(tile, found);
-    for (int c = 0; c < COLUMNS; c++) {
+    for (int c = 0; c < COLUMNS; c++)
         tile->k[c] = found->k + c, tile->v[c] = (const vi *)(found->v + c * (LANES / PAIR) * s->dim_pad);
-        tile->k_scale[c] = found->k_scale + c * LANES, tile->v_scale[c] = found->v_scale + c * LANES;
-    }
 }

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 CROSS = "aarch64-linux-gnu-gcc"
 DRIVER = Path(__file__).parent / "cross" / "driver.c"
-UNITS = ("bfloat16", "float32")
+UNITS = ("bfloat16", "float32", "codes_bfloat16", "codes_float32")
 # What gives the compiler the instructions, and a CPU of QEMU's that has these and no others of them
 KINDS = {
     "neon": (("-march=armv8-a",), "cortex-a72"),
@@ -28,7 +28,8 @@ KINDS = {
 }
 # As the operators are built, but for the CPU, and faster
 COMMON = [flag for flag in FLAGS if not flag.startswith(("-O", "-march", "-mcpu")) and flag not in ARM_FLAGS]
-SAMPLE = ("bfmmla and usmmla", "bfloat16")  # what every run of the tests has of the sweep
+# What every run of the tests has of the sweep
+SAMPLES = (("bfmmla and usmmla", "bfloat16"), ("neon", "codes_bfloat16"))
 needs_cross = pytest.mark.skipif(
     shutil.which(CROSS) is None, reason=f"{CROSS} is missing (apt install gcc-aarch64-linux-gnu)"
 )
@@ -36,7 +37,9 @@ needs_cross = pytest.mark.skipif(
 
 def build_driver(compiler: str, unit: str, options: tuple[str, ...], folder: Path) -> Path:
     program = folder / "driver"
-    sources = [DRIVER, FOLDER / f"attention_{unit}.c", FOLDER / "shared.c"]
+    sources = [DRIVER, FOLDER / "shared.c"]
+    if not unit.startswith("codes_"):  # which have attention in one unit with the rest
+        sources.append(FOLDER / f"attention_{unit}.c")
     words = [f"-I{FOLDER}", f'-DUNIT="{unit}.c"', *map(str, sources), "-lm", "-o", str(program)]
     subprocess.run([compiler, "-O1", *COMMON, *options, *words], check=True, capture_output=True, text=True)
     return program
@@ -57,9 +60,10 @@ needs_emulator = pytest.mark.skipif(
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are those of x86-64")
-def test_the_checks_pass_on_this_machine(tmp_path):
+@pytest.mark.parametrize("unit", ["bfloat16", "codes_bfloat16"])
+def test_the_checks_pass_on_this_machine(unit, tmp_path):
     """They are right about operators that other tests compare with torch."""
-    passes([str(build_driver("cc", "bfloat16", ("-march=native", "-DNO_TILES"), tmp_path))])
+    passes([str(build_driver("cc", unit, ("-march=native", "-DNO_TILES"), tmp_path))])
 
 
 @needs_cross
@@ -76,7 +80,7 @@ def test_every_unit_is_c_that_the_compiler_for_arm_takes(kind):
 @pytest.mark.parametrize(
     ("kind", "unit"),
     [
-        one if one == SAMPLE else pytest.param(*one, marks=pytest.mark.slow)
+        one if one in SAMPLES else pytest.param(*one, marks=pytest.mark.slow)
         for one in itertools.product(KINDS, UNITS)
     ],
 )
@@ -84,7 +88,7 @@ def test_the_operators_are_right_on_arm(kind, unit, tmp_path):
     options, cpu = KINDS[kind]
     program = build_driver(CROSS, unit, (*options, "-static"), tmp_path)
     passes(["qemu-aarch64", "-cpu", cpu, str(program)])
-    if kind == SAMPLE[0]:
+    if kind == SAMPLES[0][0]:
         done = subprocess.run(["qemu-aarch64", "-cpu", "neoverse-n1", str(program)], check=False)
         assert done.returncode == -signal.SIGILL  # a CPU of the emulator has what its name says, and no more
 

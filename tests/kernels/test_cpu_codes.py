@@ -132,6 +132,40 @@ def test_a_broken_key_breaks_those_that_see_it():
     assert torch.equal(got, whole)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("what", ["query", "value"])
+def test_what_is_no_number_shows_in_its_heads_alone(what, way):
+    """A query's in its own row, a value's in every row that sees it."""
+    q, values, table = poisoned_case(6, 6, 2, 64, 16, [(20, 90)])
+    q, (caches, scales) = q.to(BF16), zip(*map(coded, values), strict=True)
+    step = (table, [20], [90], 0.2)
+    whole = attend(operators(way), q, caches, scales, *step)
+    if what == "query":
+        q[3, 4, 63] = float("inf")
+        broken = (slice(3, 4), slice(4, 5))
+    else:
+        scales[1][table[0, 1], 1, 2] = float("nan")
+        broken = (slice(None), slice(3, None))
+    got = attend(operators(way), q, caches, scales, *step)
+    assert got[broken].isnan().all()
+    got[broken] = whole[broken]
+    assert torch.equal(got, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_and_weights_of_any_size_are_as_exact(dtype):
+    """Integers of 16 bits have a unit of their own for each row, and for the weights of each of its tiles."""
+    q, values, table = poisoned_case(7, 6, 2, 64, 16, [(8, 300)])
+    q = (q * torch.logspace(-36, 0, 8)[:, None, None]).to(dtype)
+    q[5], q[6, :, 1:] = 0, 0
+    values[1][:, :, 3:7] *= 1e-3
+    caches, scales = zip(*map(coded, values), strict=True)
+    step = (table, [8], [300], 0.3)
+    wanted = paged_attention_reference(q, *caches, *step, k_scale=scales[0], v_scale=scales[1])
+    got = attend(operators(), q, caches, scales, *step)
+    torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
+
+
 def rows_to_store(tokens, kv_heads, dim, dtype, seed):
     torch.manual_seed(seed)
     both = torch.randn(tokens, 2 + 2 * kv_heads, dim) * torch.logspace(-3, 2, tokens)[:, None, None]

@@ -14,6 +14,8 @@ from batchinfer_kernels.paged_attention import paged_attention_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.tiles import OPTIONS
 from tests.kernels.test_cpu_attention import attend, tree_case
+from tests.kernels.test_cpu_codes import attend as attend_codes
+from tests.kernels.test_cpu_codes import coded
 from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
 from tests.kernels.test_latent_attention import attend as attend_latents
 from tests.kernels.test_latent_attention import latent_case
@@ -38,12 +40,12 @@ X86 = platform.machine() == "x86_64"
 def operators(request, tmp_path_factory) -> CompiledOperators:
     name = request.param
     if name == ALWAYS:
-        return CompiledOperators()
+        return CompiledOperators(codes=True)
     if not X86:
         pytest.skip("the options are those of x86-64")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "FLAGS", (*build.FLAGS, *NARROWER[name]))
-        found = CompiledOperators(tmp_path_factory.mktemp("kernels"))
+        found = CompiledOperators(tmp_path_factory.mktemp("kernels"), codes=True)
     if found.lanes > int(name[0]):
         pytest.fail(f"{found.lanes} lanes in spite of {NARROWER[name]}")
     return found
@@ -65,6 +67,19 @@ def test_shared_prefixes_change_no_bit(operators, dtype, dim, group):
             assert torch.equal(together, apart), (children, depths, block_size)
             wanted = paged_attention_reference(q, *caches, table, one, contexts, 0.2)
             torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "group"), [(20, 3), (64, 1), (72, 7)])
+def test_shared_prefixes_change_no_bit_of_codes(operators, dtype, dim, group):
+    for children, depths, block_size in ((2, [2], 16), (5, [1], 64), (3, [3, 2], 5)):
+        q, values, table, contexts = tree_case(1, dtype, 2, group, dim, block_size, children, depths, own=2)
+        caches, scales = zip(*map(coded, values), strict=True)
+        step = (table, [1] * len(contexts), contexts, 0.2)
+        together = attend_codes(operators, q, caches, scales, *step)
+        assert torch.equal(together, attend_codes(operators, q, caches, scales, *step, share=False))
+        wanted = paged_attention_reference(q, *caches, *step, k_scale=scales[0], v_scale=scales[1])
+        torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,7 +20,7 @@ from batchinfer.launch import feed
 from batchinfer.launch.engine_host import Crash
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone, WorkerSpec
-from batchinfer.launch.replica_pool import ReplicaPool
+from batchinfer.launch.replica_pool import MOST_APART, ReplicaPool
 from batchinfer.plan.plan import Plan
 from batchinfer.request import Completion, Request, RowError, StepSample
 from tests import fake_engine
@@ -286,7 +286,7 @@ def test_rows_that_kill_engines_are_found_or_the_engine_is_given_up(
     engines, sink = Engines(other=Fate(speed=speed, killers=killers)), Kept()
     with pool_of(engines, replicas, requests) as (pool, _):
         failed = failure(pool, sink)
-        assert pool.restarts <= 7 * len(killers)
+        assert pool.restarts <= 8 * len(killers)
     assert set(sink.errors) <= killers
     assert max(sink.answers.values(), default=1) == 1
     if failed is None:
@@ -297,9 +297,10 @@ def test_rows_that_kill_engines_are_found_or_the_engine_is_given_up(
         assert len(killers) > 1, "one row never ends a job"
 
 
-def test_an_engine_that_dies_of_every_row_blames_none() -> None:
+@pytest.mark.parametrize("count", [2, 8, 100])
+def test_an_engine_that_dies_of_every_row_blames_none(count: int) -> None:
     engines, sink = Engines(other=Fate(dies_after=0)), Kept()
-    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 100)) as (pool, notices):
+    with pool_of(engines, 1, rows(*[(1, 0, 10)] * count)) as (pool, notices):
         failed = failure(pool, sink)
     assert failed is not None
     assert "death 4 in a row" in str(failed)
@@ -366,3 +367,25 @@ def test_when_one_process_cannot_be_started_the_others_are_ended() -> None:
     with pytest.raises(OSError, match="no more"), pool_of(engines, 3, []):
         pass
     assert [one.closed for one in engines.started] == [True, True]
+
+
+def test_an_engine_that_dies_after_each_row_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets something done between deaths; a night would be spent on loading its model."""
+    monkeypatch.setitem(globals(), "AT_ONCE", 64)
+    engines, sink = Engines(other=Fate(dies_after=1)), Kept()
+    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 64)) as (pool, _):
+        failed = failure(pool, sink)
+    assert failed is not None
+    assert len(engines.started) == 1 + MOST_APART
+    assert not sink.errors
+
+
+def test_what_a_broken_engine_accuses_others_run() -> None:
+    """Its rows die one by one, because it is broken; the other engine, which is done by then, answers them."""
+    broken = Fate(dies_after=0)
+    engines = Engines([broken, Fate(loads_for=0, speed=2), *[broken] * 9])
+    requests, sink = rows(*[(1, 0, 10)] * 12), Kept()
+    with pool_of(engines, 2, requests) as (pool, _):
+        run(pool, sink)
+    assert set(sink.answers) == {request.key for request in requests}
+    assert not sink.errors

@@ -21,7 +21,7 @@ def deaths_until_found(count: int, killer: int) -> int:
     suspects, rows = Suspects(), requests(count)
     suspects.add(rows)
     deaths, answered = 0, 0
-    while (group := suspects.take(one=False)) is not None:
+    while (group := suspects.take()) is not None:
         assert all(request.shares_next == 0 for request in group.requests), (
             "what follows is not what was planned"
         )
@@ -31,7 +31,7 @@ def deaths_until_found(count: int, killer: int) -> int:
             continue
         deaths += 1
         if len(group.requests) > 1:
-            suspects.died(group.requests)
+            suspects.died(group.requests, engine=0)
     assert answered == count - 1
     return deaths
 
@@ -46,7 +46,16 @@ def test_halving_takes_few_deaths(count: int, most: int, mean: float) -> None:
 def test_one_row_of_a_group_can_be_tried_first() -> None:
     suspects, rows = Suspects(), requests(5)
     suspects.add(rows)
-    taken = [suspects.take(one=True), suspects.take(one=False), suspects.take(one=False)]
+    taken = [suspects.take(one=True), suspects.take(), suspects.take()]
     assert [None if group is None else [r.key for r in group.requests] for group in taken] == [
         [rows[0].key], [row.key for row in rows[1:]], None
     ]  # fmt: skip
+
+
+def test_one_row_that_died_runs_elsewhere_if_it_can() -> None:
+    suspects, (row,) = Suspects(), requests(1)
+    suspects.died([row], engine=1)
+    assert suspects.take(not_of=1) is None
+    group = suspects.take(not_of=0)
+    assert group is not None
+    assert (group.requests, group.died_in, len(suspects)) == ([row], 1, 0)

@@ -54,6 +54,7 @@ static double product(const REAL *x, const REAL *w, int64_t inputs, double *term
     return sum;
 }
 
+#ifndef CODED
 /* Packs a weight and its bias. */
 static Weight packed(const REAL *weight, const REAL *bias, int64_t outputs, int64_t inputs, int gated) {
     int64_t columns = packed_columns(outputs, gated), order[columns];
@@ -126,6 +127,22 @@ static void check_norm(int64_t rows, int64_t width) {
     printf("norm %ld x %ld\n", (long)rows, (long)width);
 }
 
+#endif
+
+/* Heads of `dim` as the cache keeps them: each to the nearest code of its own scale, where it keeps codes. */
+static double *kept(const REAL *values, int64_t heads, int64_t dim) {
+    double *found = malloc(heads * dim * sizeof *found);
+    for (int64_t i = 0; i < heads * dim; i++) found[i] = LOAD(values[i]);
+#ifdef CODED
+    for (double *head = found; head < found + heads * dim; head += dim) {
+        float most = 0;
+        for (int64_t d = 0; d < dim; d++) most = fmaxf(most, (float)fabs(head[d]));
+        for (int64_t d = 0; d < dim; d++) head[d] = rint(head[d] * (127.0f / most)) * (most / 127.0f);
+    }
+#endif
+    return found;
+}
+
 /* Queries at the end of one sequence; K and V come into the cache by the operator that stores them. */
 static void check_attention(int64_t context, int64_t queries, int64_t group, int64_t kv_heads, int64_t dim) {
     int64_t block_size = 6, block_pad = (block_size + LANES - 1) / LANES * LANES, dim_pad = (dim + LANES - 1) / LANES * LANES;
@@ -133,21 +150,26 @@ static void check_attention(int64_t context, int64_t queries, int64_t group, int
     int64_t size = blocks * kv_heads * block_pad * dim_pad, stride = kv_heads * dim;
     REAL *k = draws(context * stride), *v = draws(context * stride), *q = draws(queries * heads * dim);
     REAL *rotated = zeros(context * heads * dim * sizeof(REAL)), *unused = zeros(context * heads * dim * sizeof(REAL));
-    REAL *caches[2] = {zeros(size * sizeof(REAL)), zeros(size * sizeof(REAL))};
+    double *k_kept = kept(k, context * kv_heads, dim), *v_kept = kept(v, context * kv_heads, dim);
+    Cache cache = {zeros(size * sizeof(KEPT)), zeros(size * sizeof(KEPT)), NULL, NULL};
+#ifdef CODED
+    cache.k_scale = zeros(size / dim_pad * sizeof(float)), cache.v_scale = zeros(size / dim_pad * sizeof(float));
+    for (int64_t i = 0; i < size / dim_pad; i++) cache.k_scale[i] = cache.v_scale[i] = NAN; /* until it is written */
+#endif
     REAL *out = zeros(queries * heads * dim * sizeof(REAL)), *alone = zeros(queries * heads * dim * sizeof(REAL));
     int32_t table[blocks];
     float none[1] = {0};
     for (int64_t b = 0; b < blocks; b++) table[b] = (int32_t)(blocks - 1 - b);
     for (int64_t t = 0; t < context; t++)
         positions[t] = t, slots[t] = table[t / block_size] * block_size + t % block_size;
-    NAME(Heads) stored = {unused, k, v, stride, positions, slots, {caches[0], caches[1], NULL, NULL}, rotated,
+    NAME(Heads) stored = {unused, k, v, stride, positions, slots, cache, rotated,
                           {none, none, 0, 0, NULL, NULL, 1e-5f, 0.0f}, context, kv_heads, kv_heads, dim, dim_pad, block_size, block_pad};
     NAME(rope_store)(&stored);
     int64_t rows[2 * queries], level_end = 1;
     for (int64_t i = 0; i < queries; i++) rows[2 * i] = i, rows[2 * i + 1] = context - queries + i;
     Item item = {0, queries, 0, 0, 0, 1, 1};
     Plan plan = {table, blocks, &item, &level_end, 1, rows};
-    NAME(Attention) call = {q, {caches[0], caches[1], NULL, NULL}, &plan, NULL, out, heads, kv_heads, dim, dim_pad, block_size, block_pad, 0,
+    NAME(Attention) call = {q, cache, &plan, NULL, out, heads, kv_heads, dim, dim_pad, block_size, block_pad, 0,
                             0.3f * LOG2_E, 0, 0, NULL};
     NAME(paged_attention)(&call);
     call.out = alone;
@@ -158,12 +180,15 @@ static void check_attention(int64_t context, int64_t queries, int64_t group, int
     same("a query's attention does not depend on the others", alone, out, queries * heads * dim * sizeof(REAL));
     for (int64_t i = 0; i < queries * heads; i++) {
         int64_t seen = context - queries + i / heads + 1, head = i % heads / group;
-        double weights[seen], mass = 0, unit;
-        for (int64_t t = 0; t < seen; t++)
-            mass += weights[t] = exp(0.3 * product(q + i * dim, k + t * stride + head * dim, dim, &unit));
+        double weights[seen], mass = 0;
+        for (int64_t t = 0; t < seen; t++) {
+            double score = 0;
+            for (int64_t d = 0; d < dim; d++) score += (double)LOAD(q[i * dim + d]) * k_kept[t * stride + head * dim + d];
+            mass += weights[t] = exp(0.3 * score);
+        }
         for (int64_t d = 0; d < dim; d++) {
             double wanted = 0;
-            for (int64_t t = 0; t < seen; t++) wanted += weights[t] / mass * LOAD(v[t * stride + head * dim + d]);
+            for (int64_t t = 0; t < seen; t++) wanted += weights[t] / mass * v_kept[t * stride + head * dim + d];
             near_enough("attention", LOAD(out[i * dim + d]), wanted, BF16 ? 0x1p-7 : 0x1p-17);
         }
     }
@@ -229,6 +254,24 @@ static void check_codes(void) {
     printf("dot of codes\n");
 }
 
+/* Bytes widened, and their products with integers of 16 bits, at their ends too. */
+static void check_int16(void) {
+    for (int i = 0; i < 1000; i++) {
+        int8_t bytes[2 * LANES];
+        int16_t by[2] = {(int16_t)(draw() * 32767.9f), (int16_t)(draw() * 32767.9f)};
+        int32_t word;
+        for (int j = 0; j < 2 * LANES; j++) bytes[j] = (int8_t)(draw() * 128.5f);
+        if (i < 4) memset(bytes, i & 1 ? 127 : -128, sizeof bytes), by[0] = by[1] = i & 2 ? 32767 : -32767;
+        memcpy(&word, by, 4);
+        vi got = dot_int16(splat_word(i * 12345), splat_word(word), halves_of_bytes(bytes));
+        for (int j = 0; j < LANES; j++) {
+            int32_t found = got[j], wanted = i * 12345 + by[0] * bytes[2 * j] + by[1] * bytes[2 * j + 1];
+            same("two products of 16 bits", &found, &wanted, 4);
+        }
+    }
+    printf("dot of 16 bits\n");
+}
+
 #if MMLA_BF16 || MMLA_INT8
 /* Any bits at all, or numbers of one size; every 16th is one of those that are treated in a way of their own. */
 static Quad any_quad(int i) {
@@ -270,6 +313,7 @@ static void check_mmla(void) {
 #endif
 }
 
+#ifndef CODED
 /* A product's floats are BFDOT's, word after word, where the CPU has that. */
 static void check_product_bits(int64_t rows, int64_t outputs, int64_t inputs) {
 #if BF16 && (MMLA_BF16 || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)) && !TILES
@@ -296,16 +340,24 @@ static void check_product_bits(int64_t rows, int64_t outputs, int64_t inputs) {
 #endif
 }
 
-int main(void) {
-    printf("%ld lanes\n", (long)lanes());
-    check_dot();
-    check_codes();
+static void check_products(void) {
     check_mmla();
     for (int64_t rows = 1; rows < 9; rows++) check_product_bits(rows, 37, 60 + rows);
     for (int64_t rows = 1; rows < 9; rows++) check_linear(rows, 70, 33 + 16 * rows, PLAIN);
     check_linear(13, 130, 200, GATED);
     for (int64_t rows = 1; rows < 9; rows += 2) check_quantized(rows, 70, 31 + 16 * rows);
     check_norm(3, 77);
+}
+#endif
+
+int main(void) {
+    printf("%ld lanes\n", (long)lanes());
+    check_dot();
+    check_codes();
+    check_int16();
+#ifndef CODED
+    check_products();
+#endif
     check_attention(1, 1, 1, 1, 4);
     check_attention(75, 1, 3, 2, 64);
     check_attention(75, 9, 2, 1, 20);
