@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from textwrap import wrap
-from typing import Literal, get_args
-
-import duckdb
+from typing import TYPE_CHECKING, Literal, get_args
 
 from batchinfer.errors import UsageError
 from batchinfer.text import printable
+
+if TYPE_CHECKING:
+    import duckdb
 
 Format = Literal["auto", "table", "blocks", "json", "jsonl", "csv", "parquet"]
 FORMATS: tuple[str, ...] = get_args(Format)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer import verbs
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import painted, say, say_json
-from batchinfer.data.results.diff import Difference, DifferingRows, DiffOptions, ResultDiff
 from batchinfer.report.units import count
+
+if TYPE_CHECKING:
+    from batchinfer.data.results.diff import Difference, DifferingRows, ResultDiff
 
 DIFFERENT = 65  # the exit code: the results do not meet what the command line asks for
 
@@ -40,6 +41,9 @@ def diff(
     as_json: Json = False,
 ) -> int:
     """Compare two results of the same rows: answers, errors and columns that differ. Nothing is changed."""
+    from batchinfer import verbs
+    from batchinfer.data.results.diff import DiffOptions
+
     found = verbs.compare_results(a, b, DiffOptions(by, examples, show))
     code = DIFFERENT if fail and found.different else 0
     if as_json:

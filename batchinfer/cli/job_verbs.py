@@ -6,27 +6,19 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer import pipeline, verbs
 from batchinfer.cli.options import Date, JobPath, Json, Overrides, Price, Quiet, load
 from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
 from batchinfer.data.storage.durable import refuse_existing
 from batchinfer.errors import StorageError
 from batchinfer.hub import ModelName
-from batchinfer.job_forecast import forecast_job
-from batchinfer.job_forecast_table import write_forecast
-from batchinfer.job_forecast_text import forecast_json, forecast_lines
-from batchinfer.library import located, run_loaded
-from batchinfer.report.hardware import hardware_called
-from batchinfer.report.progress import Progress
-from batchinfer.report.stopwatch import process_age_s
-from batchinfer.report.summary import NAME_END, summary
-from batchinfer.run_result import RunResult
-from batchinfer.starter import write_starter
 from batchinfer.text import printable
+
+if TYPE_CHECKING:
+    from batchinfer.run_result import RunResult
 
 
 def run(
@@ -65,6 +57,11 @@ def run(
     as_json: Json = False,
 ) -> int:
     """Run a job, or carry on with it: what an earlier run finished is not computed again."""
+    from batchinfer import pipeline
+    from batchinfer.library import run_loaded
+    from batchinfer.report.progress import Progress
+    from batchinfer.report.stopwatch import process_age_s
+
     job = load(job_file, overrides, date)
     options = pipeline.RunOptions(
         limit,
@@ -88,6 +85,8 @@ def _silent(_: str) -> None:
 
 def _show(result: RunResult, quiet: bool, as_json: bool) -> None:
     """Raises StorageError when stdout cannot be written; a reader that has gone is no error."""
+    from batchinfer.report.summary import summary
+
     row = result.row
     try:
         if as_json:
@@ -108,6 +107,8 @@ def _show(result: RunResult, quiet: bool, as_json: bool) -> None:
 
 def _painted(text: str, good: bool) -> str:
     """The summary's first line as a heading, the names of the others dimmed."""
+    from batchinfer.report.summary import NAME_END
+
     first, *rest = text.splitlines()
     lines = [painted(line[:NAME_END], "quiet") + painted(line[NAME_END:]) for line in rest]
     return "\n".join([painted(first, "good" if good else "bad"), *lines])
@@ -121,6 +122,9 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Check a job as `run` does, first rows of every file included, without computing anything."""
+    from batchinfer import verbs
+    from batchinfer.library import located
+
     job = load(job_file, overrides, date)
     with located(job):
         found = verbs.validate_job(job)
@@ -140,6 +144,9 @@ def preview(
     as_json: Json = False,
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
+    from batchinfer import verbs
+    from batchinfer.library import located
+
     job = load(job_file, overrides, date)
     untold = bool(job.sampling.from_columns) and not as_json
     with located(job):
@@ -183,6 +190,13 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Read every row and say what a run would do and how long it would take, without loading the model."""
+    from batchinfer.job_forecast import forecast_job
+    from batchinfer.job_forecast_table import write_forecast
+    from batchinfer.job_forecast_text import forecast_json, forecast_lines
+    from batchinfer.library import located
+    from batchinfer.report.hardware import hardware_called
+    from batchinfer.report.progress import Progress
+
     machine = None if hardware is None else hardware_called(hardware)
     if parquet is not None:
         refuse_existing(parquet)
@@ -225,6 +239,8 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Write a commented job that runs, with a few prompts, to start from."""
+    from batchinfer.starter import write_starter
+
     starter = write_starter(folder, model, schema)
     job = folder / "job.yaml"
     if as_json:

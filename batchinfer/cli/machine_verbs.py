@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from batchinfer import measurement, verbs
 from batchinfer.bench.options import DEFAULT_MODEL, DEFAULT_WORKLOADS, BenchOptions
 from batchinfer.bench.workloads import WORKLOADS
 from batchinfer.cli.options import Json
@@ -35,6 +34,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what this machine has, and what batchinfer knows of it."""
+    from batchinfer import measurement, verbs
+
     if although_busy and not measure:
         raise UsageError("--although-busy says how --measure measures; give --measure, too")
     if measure:
@@ -108,6 +109,12 @@ def bench(
         names, model, dtype, quantization, kv_cache_dtype, deterministic, device, threads,
         max_num_seqs, max_num_batched_tokens, rows, max_tokens, tuple(schemas or ()), repeat, against, export,
     )  # fmt: skip
+    _show_bench(options)
+
+
+def _show_bench(options: BenchOptions) -> None:
+    from batchinfer import verbs
+
     text, facts = verbs.bench(options, lambda line: tell(printable(line)))
     say(printable(text))
     say_json(facts)

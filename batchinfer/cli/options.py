@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batchinfer.errors import UsageError
-from batchinfer.job import Job, load_job
+
+if TYPE_CHECKING:
+    from batchinfer.job import Job
 
 JobPath = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
 Overrides = Annotated[
@@ -47,6 +49,8 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
 
 def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
     """The job, with what `--set` and `--date` say. Raises JobFileError, UsageError."""
+    from batchinfer.job import load_job
+
     pairs = []
     for text in overrides or []:
         key, equals, value = text.partition("=")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +12,10 @@ from batchinfer.cli.terminal import painted, say, say_json, tell_error
 from batchinfer.errors import UsageError
 from batchinfer.hub import ModelName
 from batchinfer.launch.interrupts import Interrupts
-from batchinfer.pull import Pulled, pull_model
-from batchinfer.report.progress import Progress
 from batchinfer.sizes import size
+
+if TYPE_CHECKING:
+    from batchinfer.pull import Pulled
 
 
 def pull(
@@ -25,6 +26,9 @@ def pull(
     as_json: Json = False,
 ) -> int:
     """Download a model into the Hugging Face cache, or continue with it. Jobs then name it as ORG/NAME."""
+    from batchinfer.pull import pull_model
+    from batchinfer.report.progress import Progress
+
     try:
         name = ModelName.parse(model)
     except ValueError as error:

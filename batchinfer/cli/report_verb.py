@@ -9,7 +9,6 @@ import typer
 
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import say, say_json
-from batchinfer.report_page import write_page
 from batchinfer.sizes import size
 from batchinfer.text import printable
 
@@ -31,6 +30,8 @@ def report(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write a page about a run: one HTML file with charts and tables, which needs no network."""
+    from batchinfer.report_page import write_page
+
     written = write_page(results, output, run)
     if as_json:
         say_json({"exit_code": 0, **written.to_json()})

@@ -9,15 +9,10 @@ from typing import Annotated
 
 import typer
 
-from batchinfer import verbs
 from batchinfer.answer import FORMATS, JSON_FORMATS, check_format
-from batchinfer.clean import clean_job, clean_result
 from batchinfer.cli.options import Date, Json, Overrides, load
-from batchinfer.cli.query_prompt import converse
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.errors import StorageError, UsageError
-from batchinfer.library import located
-from batchinfer.query import Query, opened_result
 from batchinfer.text import printable
 
 
@@ -52,6 +47,9 @@ def query(
     ] = False,
 ) -> None:
     """Query a result and its report with DuckDB's SQL. Nothing is changed."""
+    from batchinfer.cli.query_prompt import converse
+    from batchinfer.query import Query, opened_result
+
     question = Query(results, sql, partial)
     if as_json and form not in ("auto", *JSON_FORMATS):
         raise UsageError(
@@ -76,6 +74,8 @@ def verify(
     results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")], as_json: Json = False
 ) -> int:
     """Read a result and its stored completions whole, and check every checksum."""
+    from batchinfer import verbs
+
     verified = verbs.verify_results(results)
     problems, store = verified.problems, verified.store
     code = StorageError.exit_code if problems else 0
@@ -104,6 +104,9 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove stored answers that no result has used lately, and what old runs left in the state folder."""
+    from batchinfer.clean import clean_job, clean_result
+    from batchinfer.library import located
+
     if target.is_dir():
         given = [name for name, value in (("--set", overrides), ("--date", date)) if value]
         if given:

@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 
 from batchinfer.cli.terminal import say, tell
-from batchinfer.infer_schema import infer_schema
-from batchinfer.job import job_schema
 from batchinfer.text import printable
 
 schema = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,6 +17,8 @@ schema = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
 def of_job(context: typer.Context) -> None:
     """Print the JSON Schema of the job file, for editors; or, as `schema infer`, one of examples."""
     if context.invoked_subcommand is None:
+        from batchinfer.job import job_schema
+
         say(json.dumps(job_schema(), indent=2))
 
 
@@ -37,6 +37,8 @@ def infer(
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="Look at the first N rows.")] = 10_000,
 ) -> None:
     """Print a JSON Schema that the examples are valid under, for output.schema_file."""
+    from batchinfer.infer_schema import infer_schema
+
     found = infer_schema(file, column, rows)
     say(json.dumps(found.schema, indent=2))
     tell(printable(found.text()))

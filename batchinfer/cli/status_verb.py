@@ -7,15 +7,17 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batchinfer.cli.options import Date, Json, Overrides, folder_or_job
 from batchinfer.cli.terminal import painted, say, say_json
 from batchinfer.errors import Interrupted
-from batchinfer.job import Job
-from batchinfer.status import RunStatus, status_of, write_prometheus
+
+if TYPE_CHECKING:
+    from batchinfer.job import Job
+    from batchinfer.status import RunStatus
 
 WATCH_EVERY_S = 2.0  # as often as a run writes its progress
 _UP_AND_ERASE = "\x1b[{}A\x1b[J"
@@ -49,6 +51,8 @@ def status(
 
 
 def _show(about: Path | Job, watch: bool, prometheus: Path | None, as_json: bool) -> None:
+    from batchinfer.status import status_of, write_prometheus
+
     drawn = 0
     while True:
         found = status_of(about)

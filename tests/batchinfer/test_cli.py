@@ -132,6 +132,18 @@ def test_every_exit_code_is_documented() -> None:
     assert told == {0, 129, 130, 143} | {kind.exit_code for kind in kinds(errors.BatchInferError)}
 
 
+def test_help_and_completion_import_nothing_large() -> None:
+    """A verb imports what it needs once it runs: a shell's completion starts the program at each key."""
+    large = "{'duckdb', 'jinja2', 'numpy', 'pyarrow', 'pydantic', 'tokenizers', 'torch', 'transformers'}"
+    code = (
+        "import sys; from batchinfer import cli; cli.app(['--help'], standalone_mode=False); "
+        f"print({large} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "Run a job, or carry on with it" in out
+    assert out.splitlines()[-1] == "set()"
+
+
 def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     run = command(capsys, monkeypatch, NO_ENGINE)
     assert "run" in run("--help").out

@@ -142,7 +142,7 @@ def test_watching_ends_with_the_run(place: Place, run: Command, monkeypatch: pyt
             RunStatus("finished", "/d/res"),
         ]
     )
-    monkeypatch.setattr(status_verb, "status_of", lambda _: next(seen))
+    monkeypatch.setattr("batchinfer.status.status_of", lambda _: next(seen))
     monkeypatch.setattr(status_verb, "WATCH_EVERY_S", 0)
     ended = run("status", place.results, "--watch", "--json")
     assert [json.loads(line)["state"] for line in ended.out.splitlines()] == [
@@ -159,7 +159,7 @@ def test_ctrl_c_leaves_quietly(
     def interrupted(_: float) -> None:
         raise Interrupted(signum, "interrupted")
 
-    monkeypatch.setattr(status_verb, "status_of", lambda _: RunStatus("running", "/d/res"))
+    monkeypatch.setattr("batchinfer.status.status_of", lambda _: RunStatus("running", "/d/res"))
     monkeypatch.setattr(status_verb.time, "sleep", interrupted)
     ended = run("status", place.results, "--watch")
     assert (ended.code, ended.err == "") == (code, code == 0)
