@@ -14,7 +14,7 @@ from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits, GraphOps
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.graph_capture import Capture, GraphRecorder
 from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.piecewise_graphs import PiecewiseGraphs, StoppingModel
+from batchinfer.engine.piecewise_graphs import PiecewiseGraphs, StoppingModel, graph_bytes
 from batchinfer.engine.rehearsal import MemoryMeter, Rehearsal
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.errors import OutOfMemory
@@ -80,10 +80,11 @@ def fit(
     if measured.most_tokens is not None:
         limits = replace(limits, max_num_batched_tokens=measured.most_tokens)
     mixed = min(mixed, limits.max_num_batched_tokens)
-    pieces = measured.pieces
+    pieces, layers = measured.pieces, len(measured.caches)
     del measured, first  # its small cache, too
     meter.restart()
     between = _step_room(runner, mixed) if isinstance(capture, GraphRecorder) else None
+    needed += graph_bytes(between.tokens, layers) if between is not None else 0
     blocks, caches = _cache(room, room.blocks(needed))
     fitted = replace(_with_cache(runner, caches), pieces=pieces)
     if capture is not None and isinstance(runner.ops, GraphOps):

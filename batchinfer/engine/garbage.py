@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from scanning the loaded model again and again."""
+"""Keeps Python's garbage collector from scanning the loaded model again and again, and from working inside captures."""
 
 from __future__ import annotations
 
@@ -19,3 +19,16 @@ def loaded_for_good() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def not_collecting() -> Iterator[None]:
+    """Inside the context, nothing is collected: what a collector finds at some point of a capture of CUDA work, such as
+    a kernel that nobody calls any more, is unloaded from the device, which no capture survives."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

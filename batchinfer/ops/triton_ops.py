@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,7 +42,7 @@ from batchinfer.ops.interface import (
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
-from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM
+from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, moved
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
 from batchinfer_kernels.gpu.copy_parts import copy_parts
 from batchinfer_kernels.gpu.gated_activation import gated_activation
@@ -94,9 +95,8 @@ class LatentPlan(FixedPlan):
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self.tables, self.positions = inputs.block_tables, inputs.positions
-        lens = torch.tensor(inputs.query_lens)
-        rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
-        self.sequences = rows.to(inputs.block_tables.device)
+        rows = np.repeat(np.arange(len(inputs.query_lens)), inputs.query_lens)
+        self.sequences = moved(rows, inputs.block_tables.device, np.int64)
 
     @property
     def sizes(self) -> tuple[object, ...]:

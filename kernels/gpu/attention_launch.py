@@ -131,9 +131,11 @@ def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
     return max(LEAST_SEGMENT, next_power_of_2(-(-total_keys * kv_heads // programs)))
 
 
-def moved(values: NDArray[Any], device: torch.device) -> Tensor:
-    """int32 on the device, by a copy that nobody waits for: it is queued before what reads it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values, np.int32))
+def moved(
+    values: NDArray[Any], device: torch.device, dtype: type[np.int32] | type[np.int64] = np.int32
+) -> Tensor:
+    """On the device, by a copy that nobody waits for: it is queued before what reads it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

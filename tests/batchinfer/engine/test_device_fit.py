@@ -16,6 +16,7 @@ from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.graph_capture import Capture
 from batchinfer.engine.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.piecewise_graphs import GRAPH_BYTES
 from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.engine.table_sizes import TableSizes
@@ -143,9 +144,10 @@ class AsOnAGpu(TorchOps):
 def test_the_largest_step_that_is_captured_in_pieces_is_measured_too():
     device = Device(ops=AsOnAGpu())
     fitted = device.fit(capture=Taped(), mixed=90)
-    assert device.needed == 1000 * (250 + 6 + 90)
+    graphs = 2 * (len(SPEC.layers) + 1)
+    assert device.needed == 1000 * (250 + 6 + 90) + graphs * GRAPH_BYTES
     assert fitted.runner.mixed is not None
-    assert fitted.runner.mixed.sizes == [64, 90]
+    assert (fitted.runner.mixed.sizes, fitted.runner.mixed.captured) == ([64, 90], graphs)
 
 
 def test_every_kind_of_step_is_run_before_the_first_real_one():

@@ -81,9 +81,8 @@ def runner_for(
         return runner
     decoder: Any = runner.model
     places = (len(runner.layout.groups), limits.blocks * limits.block_size)
-    with torch.inference_mode():
-        mixed = PiecewiseGraphs(decoder, runner.caches, *places, decoder.room(most), recorder)
-        mixed.capture()
+    mixed = PiecewiseGraphs(decoder, runner.caches, *places, decoder.room(most), recorder)
+    mixed.capture()
     return replace(runner, mixed=mixed)
 
 
@@ -168,6 +167,29 @@ def test_without_memory_for_graphs_steps_run_without(caplog, failing):
     assert "no memory is left to capture steps of" in caplog.text
     assert ran(runner, model).answers == ran(runner_for(model, None), model).answers
     assert (recorder.replays > 0) == (failing > 0)
+
+
+def test_smaller_steps_are_captured_where_there_is_no_memory_for_larger_ones(caplog):
+    """The attempt has taken memory that no step run operator by operator gets back."""
+
+    class Full(Taped):
+        most = 80
+
+        def warm_up(self, run: Callable[[], object]) -> None:
+            if self.most > 64:
+                self.most -= 16
+                raise torch.OutOfMemoryError("none left")
+            super().warm_up(run)
+
+    model, recorder = checkpoint("llama"), Full()
+    runner = runner_for(model, recorder)
+    assert runner.mixed.sizes == [64]
+    assert "no memory is left to capture steps of 80 tokens" in caplog.text
+    got = ran(runner, model)
+    assert got.answers == ran(runner_for(model, None), model).answers
+    tokens = [step.prefill_tokens + step.decode_tokens for step in got.steps]
+    assert max(tokens) > 64
+    assert recorder.replays == 3 * sum(n <= 64 for n in tokens) > 0
 
 
 def test_larger_steps_are_launched():

@@ -1,0 +1,149 @@
+"""What is around a capture on a GPU: streams, errors, and the garbage collector. A stand-in has CUDA's part."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from batchinfer.engine import graph_capture
+from batchinfer.engine.graph_capture import GpuRecorder
+
+MAIN = "the current stream"
+
+
+class Stream:
+    def __init__(self, name: str = "side") -> None:
+        self.name, self.waits_for = name, []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits_for.append(other.name)
+
+
+class Cuda:
+    """torch.cuda, as far as captures use it. `ends_with`: what the end of a capture raises; `starts_with`: a graph's
+    first launch."""
+
+    Stream = Stream
+
+    def __init__(self) -> None:
+        self.main = self.stream_now = Stream(MAIN)
+        self.ends_with: Exception | None = None
+        self.starts_with: Exception | None = None
+        self.launched_in: list[str] = []
+
+    def graph_pool_handle(self) -> object:
+        return object()
+
+    def current_stream(self) -> Stream:
+        return self.stream_now
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.stream_now = self.stream_now, stream
+        try:
+            yield
+        finally:
+            self.stream_now = before
+
+    def CUDAGraph(self) -> Any:
+        return Graph(self)
+
+    @contextmanager
+    def graph(self, graph: Any, pool: object, stream: Stream) -> Iterator[None]:
+        """As torch's own: where the end fails, the stream is not left."""
+        before, self.stream_now = self.stream_now, stream
+        try:
+            yield
+        finally:
+            if self.ends_with is not None:
+                raise self.ends_with
+            self.stream_now = before
+
+
+class Graph:
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def replay(self) -> None:
+        if self._cuda.starts_with is not None:
+            raise self._cuda.starts_with
+        self._cuda.launched_in.append(self._cuda.stream_now.name)
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Cuda:
+    made = Cuda()
+    monkeypatch.setattr(graph_capture.torch, "cuda", made)
+    return made
+
+
+def raising(error: Exception) -> Any:
+    def run() -> None:
+        raise error
+
+    return run
+
+
+def test_a_graph_is_launched_once_when_it_is_recorded(cuda):
+    """Its memory on the device is taken then, and not in mid-job."""
+    ran_in: list[str] = []
+    made, replay = GpuRecorder().record(lambda: ran_in.append(cuda.stream_now.name) or 3)
+    assert (made, ran_in, cuda.launched_in) == (3, ["side"], [MAIN])
+    replay()
+    assert cuda.launched_in == [MAIN] * 2
+
+
+def test_nothing_is_collected_inside_a_capture(cuda):
+    """What it might find may be unloaded from the device, which ends the capture."""
+    assert gc.isenabled()
+    collecting, _ = GpuRecorder().record(gc.isenabled)
+    assert not collecting
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="x"):
+        GpuRecorder().record(raising(ValueError("x")))
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=str,
+)
+def test_every_lack_of_memory_is_one(cuda, error):
+    """In the run before, in the capture, in making a graph of it, in its first launch."""
+    recorder = GpuRecorder()
+    for run in (recorder.warm_up, recorder.record):
+        with pytest.raises(torch.OutOfMemoryError):
+            run(raising(error))
+    for place in ("ends_with", "starts_with"):
+        setattr(cuda, place, error)
+        with pytest.raises(torch.OutOfMemoryError):
+            recorder.record(int)
+        setattr(cuda, place, None)
+    assert cuda.stream_now is cuda.main
+
+
+def test_the_end_of_a_capture_that_was_cut_short_does_not_hide_a_lack_of_memory(cuda):
+    cuda.ends_with = torch.AcceleratorError("CUDA error: operation failed due to a previous error")
+    with pytest.raises(torch.OutOfMemoryError):
+        GpuRecorder().record(raising(torch.OutOfMemoryError("tried to allocate")))
+    assert cuda.stream_now is cuda.main, "whatever runs next would run in the stream of captures"
+
+
+def test_other_errors_stay_what_they_are(cuda):
+    for error in (torch.AcceleratorError("CUDA error: an illegal memory access"), ValueError("3 rows")):
+        with pytest.raises(type(error), match=str(error)):
+            GpuRecorder().record(raising(error))
+        with pytest.raises(type(error), match=str(error)):
+            GpuRecorder().warm_up(raising(error))
+    assert cuda.main.waits_for == ["side"] * 2, "what the warm-up had launched is waited for all the same"
