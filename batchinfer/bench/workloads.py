@@ -64,7 +64,7 @@ def make_workload(name: str, vocab: int, rows: int | None = None, most_out: int 
     """A built-in workload, by default in its own size. Raises UsageError for an unknown name or `rows` < 1.
     `most_out`: no row generates more tokens.
 
-    Fewer or more rows of shared-prefix, mixed, decode and prefix-tree begin with the same rows.
+    Fewer or more rows of shared-prefix, mixed, decode, prefix-tree and long-context begin with the same rows.
     """
     if name not in WORKLOADS:
         raise UsageError(f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}")
@@ -152,6 +152,12 @@ def long_tail(rows: int) -> list[Row]:
     return found
 
 
+def long_context(rows: int) -> list[Row]:
+    """2,048 … 4,096 in, 64 out: the KV cache is what a decode step reads."""
+    r = random.Random(7)
+    return [Row(_ids(r, r.randint(2048, 4096)), 64) for _ in range(rows)]
+
+
 WORKLOADS: dict[str, tuple[Callable[[int], list[Row]], int]] = {
     "shared-prefix": (shared_prefix, 256),
     "mixed": (mixed, 128),
@@ -159,6 +165,7 @@ WORKLOADS: dict[str, tuple[Callable[[int], list[Row]], int]] = {
     "prefix-tree": (prefix_tree, 256),
     "duplicates": (duplicates, 128),
     "long-tail": (long_tail, 128),
+    "long-context": (long_context, 16),
 }
 
 

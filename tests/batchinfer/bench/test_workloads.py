@@ -74,7 +74,7 @@ def test_a_vocabulary_changes_ids_and_no_lengths(name, rows, vocab):
     assert found == make_workload(name, vocab, rows)
 
 
-@pytest.mark.parametrize("name", ["shared-prefix", "mixed", "decode", "prefix-tree"])
+@pytest.mark.parametrize("name", ["shared-prefix", "mixed", "decode", "prefix-tree", "long-context"])
 def test_fewer_rows_are_the_first_ones(name):
     assert make_workload(name, VOCAB, 10).rows == make_workload(name, VOCAB).rows[:10]
 
