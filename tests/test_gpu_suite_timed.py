@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from triton.runtime.errors import OutOfResources
 
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.engine.config import EngineConfig
+from batchinfer.models.shapes import shape_config
+from batchinfer.models.spec import ModelSpec
 from batchinfer_kernels.gpu.attention_launch import KVTiles
 from tests.batchinfer.engine import interpreted_gpu
 from tests.gpu_suite import (
@@ -84,7 +87,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (sampling, {"ROWS": 3, "VOCAB": 300, "FILTERS": {"top-p 0.95": sampling.FILTERS["top-p 0.95"]}}),
         (peaks, {"SIZE": 128, "STREAM_BYTES": {"cuda": 2**16}}),
         (model, {"DECODES": ((3, 10), (1, 4)), "SKEWED": (30, 2, 5), "PREFILLS": (9,), "PREFILL_RUNS": 2}),
-        (mixed, {"ROWS": 2, "CONTEXT": 9, "PROMPT_TOKENS": (7,), "HOST_RUNS": 1, "TOLERANCE": 1e-4}),
+        (mixed, {"ROWS": 2, "CONTEXT": 8, "PROMPT_TOKENS": (5,), "HOST_RUNS": 1, "TOLERANCE": 1e-4}),
         (launching, {"ROWS": 2, "FIRST": 1, "ENDED": 3}),
         (tiles, {"CANDIDATES": tiles.TINY_CANDIDATES, "QWEN_HALF_B": attention.TINY}),
         (tiles, {"DECODE": (2, 33), "PREFILL": (1, 20, 40), "PREFIX": (4, 256, 3)}),
@@ -226,12 +229,21 @@ def test_without_peaks_no_model_is_run():
     assert all("peaks of this GPU were not measured" in message for _, message in failures)
 
 
+def of_one_layer(name: str) -> ModelSpec:
+    """Enough of a model."""
+    spec = shape_config(name)
+    return replace(spec, layers=spec.layers[:1])
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured, whole and in pieces."""
     interpreted_gpu.stand_in(monkeypatch.setattr)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "longest": 48, "max_model_len": 48}
+    for name, value in {"PROMPT": 9, "MEAN_OUTPUT": 2, "MOST_OUTPUT": 4}.items():
+        monkeypatch.setattr(workloads, name, value)
+    monkeypatch.setattr(loaded, "shape_config", of_one_layer)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "longest": 24, "max_model_len": 24}
     monkeypatch.setattr(loaded, "EngineConfig", lambda **given: EngineConfig(**{**given, **sizes}))
 
 
@@ -239,7 +251,7 @@ def test_mixed_steps_are_timed_both_ways(as_on_a_gpu):
     results, failures = told(mixed)
     assert failures == []
     (result,) = results
-    assert (result["tokens"], result["rows"]) == (7, 2)
+    assert (result["tokens"], result["rows"]) == (5, 2)
     assert result["error"] <= 1e-4
     for times in result["ways"].values():
         assert times["host_layer_s"] == times["host_s"] / result["layers"]

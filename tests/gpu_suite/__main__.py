@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ def main() -> int:
     calls = CALLS if options.call is None else (options.call,)
     minutes = MINUTES * len(calls) if options.minutes is None else options.minutes
     entries = selected(calls, options.sections)
+    if options.rehearse:
+        entries = rehearsed(entries)
     folder = options.out or ROOT / (REHEARSALS if options.rehearse else RECORDS)
     keeper = Keeper(folder, options.call)
     suite = Suite(ROOT, options.rehearse, minutes, _notice, keeper.keep, entries)
@@ -46,6 +48,14 @@ def selected(calls: Sequence[str], names: Sequence[str] | None = None) -> tuple[
     return tuple(
         entry for entry in ENTRIES if set(entry.calls) & set(calls) and entry.name in (names or [entry.name])
     )
+
+
+def rehearsed(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Without those that differ from one before in their model's size alone, since a rehearsal has one size."""
+    first: dict[Hashable, Entry] = {}
+    for entry in entries:
+        first.setdefault((entry.module, entry.model and entry.model.codes), entry)
+    return tuple(first.values())
 
 
 class Keeper:

@@ -32,6 +32,7 @@ DTYPE: Dtype = "bfloat16"
 TINY_DTYPE: Dtype = "float32"  # tokens are to be the same as others'
 # Tokens of the longest row of any section: the one among short ones, its answer and what is run beside it
 LONGEST, TINY_LONGEST = 16_384 + 256, 48
+TINY_ROWS, TINY_TOKENS = 2, 16  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,8 @@ def _loaded(rehearsal: bool, model: Model, found: Peaks) -> _Loaded:
         device="cuda",
         max_model_len=longest,
         longest=longest,
-        max_num_seqs=2 if rehearsal else model.rows,
-        max_num_batched_tokens=16 if rehearsal else None,
+        max_num_seqs=TINY_ROWS if rehearsal else model.rows,
+        max_num_batched_tokens=(TINY_TOKENS if model.is_plain else TINY_TOKENS // 4) if rehearsal else None,
         kv_memory=model.kv_memory,
         peaks=None if rehearsal else found,
         quantization=model.quantization,

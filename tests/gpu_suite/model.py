@@ -25,6 +25,7 @@ CODED_DECODES, CODED_PREFILLS = (
 SKEWED = (16_000, 256, 256)  # the prompt of one row, the number of the others, and their prompts
 PREFILLS = (8192, 2048, 512)
 DECODE_STEPS, WARM_STEPS = 40, 8
+TINY_STEPS, TINY_WARM_STEPS = 2, 1
 PREFILL_RUNS = 5
 MBU_TARGET = 0.8  # of decode at a batch of 64
 
@@ -36,7 +37,9 @@ def run(section: Section) -> None:
     sizes: tuple[Sequence[tuple[int, int]], Sequence[int]] = (DECODES, PREFILLS)
     if not plain:
         sizes = (CODED_DECODES, CODED_PREFILLS)
-    decodes, prefills = (((2, 5),), (9,)) if tiny else sizes
+    if tiny:
+        sizes = (((2, 5),) if plain else ((1, 2),), (9,) if plain else (5,))
+    decodes, prefills = sizes
     parts = [
         (
             f"decode {count} × {prompt}",
@@ -56,11 +59,13 @@ def decode(section: Section, prompts: Sequence[int], size: str) -> dict[str, Any
     """Steps that run one token of each sequence and nothing else; the first ones, which compile and capture, do not
     count. Raises WrongResult where there are none, as then something else was measured.
     """
-    loaded, wanted = loaded_model(section.setting), 3 if section.setting.rehearsal else DECODE_STEPS
+    loaded, wanted, warm = loaded_model(section.setting), DECODE_STEPS, WARM_STEPS
+    if section.setting.rehearsal:
+        wanted, warm = TINY_STEPS, TINY_WARM_STEPS
     # The first row to be read goes on answering until the last one is
     count, room = len(prompts), loaded.info.max_num_batched_tokens - len(prompts)
     reading = -(-sum(prompts) // max(1, room))
-    ran = _run(section, _rows(prompts, wanted + WARM_STEPS + reading))
+    ran = _run(section, _rows(prompts, wanted + warm + reading))
     own = [n for n, step in enumerate(ran.steps) if step.prefill_tokens == 0 and step.decode_tokens == count]
     own = own[-wanted:]
     if len(own) < wanted:
