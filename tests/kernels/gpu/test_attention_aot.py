@@ -99,6 +99,12 @@ def test_heads_that_16_does_not_divide_are_read_wide(codes: str | None) -> None:
     compiled("prefill", "sm_80", "bfloat16", 72, 4, 16, None, None, codes, False)
 
 
+@pytest.mark.parametrize(("target", "deterministic"), [("sm_80", True), ("sm_100", False)])
+def test_codes_of_heads_that_fill_no_tile_spill_nothing(target: str, deterministic: bool) -> None:
+    """Where registers are scarcest: scales and what is masked take some."""
+    compiled("decode", target, "bfloat16", 80, 2, 128, None, None, "int8", deterministic)
+
+
 @pytest.mark.parametrize("work", ["prefill", "decode"])
 def test_one_arithmetic_where_it_is_deterministic(work: str) -> None:
     kernel = named(compiled(work, "sm_90", "bfloat16", 128, 4, 16, *PLAIN, True), work)
