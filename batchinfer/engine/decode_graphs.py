@@ -146,8 +146,11 @@ class DecodeGraphs:
         width = limits.blocks(context_bound(longest, limits.longest))
         return len(batch.query_lens) <= limits.rows and batch.tables[0].shape[1] <= width
 
-    def run(self, batch: HostBatch, fill_in: Callable[[Tensor], None]) -> tuple[Tensor, int]:
-        """Run a step that is covered → (hidden states of its rows, number of padding rows).
+    def run(
+        self, batch: HostBatch, fill_in: Callable[[Tensor], None], or_else: bool = False
+    ) -> tuple[Tensor, int] | None:
+        """Run a step that is covered → (hidden states of its rows, number of padding rows). Its kind may have no graph
+        yet: then its operators are launched, or, where it can be run in another way (`or_else`), None is returned.
 
         `fill_in` writes token ids that only the device knows. The result is valid until the next step is launched.
         Raises torch.OutOfMemoryError when the step's graph cannot be captured: the step is not covered any more.
@@ -162,6 +165,8 @@ class DecodeGraphs:
         key = (size, *[plan.sizes for plan in plans])
         if not self._is_worth_it(key):
             self._replayed = None
+            if or_else:
+                return None
             return self._forward(held.token_ids, inputs, plans)[:rows], size.rows - rows
         graph = self._graph(key, held.token_ids, inputs, plans)
         if graph.plans is not plans:

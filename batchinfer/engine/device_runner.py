@@ -144,17 +144,19 @@ class DeviceRunner(ModelRunner):
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
         """(hidden states of the rows to sample from, padded tokens, and how it was launched)"""
+        in_pieces = self.mixed is not None and self.mixed.covers(len(host.token_ids))
         if self.graphs is not None and self.graphs.covers(host):
             try:
-                ran = self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, host))
-                return *ran, "full_graph" if self.graphs.replayed else "eager"
+                ran = self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, host), in_pieces)
+                if ran is not None:
+                    return *ran, "full_graph" if self.graphs.replayed else "eager"
             except torch.OutOfMemoryError:
                 _log.debug("a step that could not be captured is launched as it is")
         if self.graphs is not None:
             self.graphs.interrupt()
-        if self.mixed is not None and self.mixed.covers(len(host.token_ids)):
-            ran = self.mixed.run(host, lambda token_ids: self._fill_in(token_ids, host), self.plan_attention)
-            return *ran, "piecewise_graph"
+        if self.mixed is not None and in_pieces:
+            run = self.mixed.run(host, lambda token_ids: self._fill_in(token_ids, host), self.plan_attention)
+            return *run, "piecewise_graph"
         arrays = (host.token_ids, host.sampled_rows, *host.places)
         token_ids, sampled, *places = upload(arrays, self.device)
         self._fill_in(token_ids, host)

@@ -25,7 +25,7 @@ class Launching:
 
     Kinds of decode steps are told apart by their number of rows, the bound of their contexts, and whether rows share
     blocks. On a GPU it also counts how long rows are split among programs, and how many groups of sharing rows there
-    are, so that a few more steps are launched before each kind has its graph.
+    are, so that a few more steps are launched otherwise before each kind has its graph.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -36,8 +36,8 @@ class Launching:
     def mode(self, chunks: list[Chunk], decodes: bool, shares: bool) -> LaunchMode:
         """Of a step that is to be launched now. `decodes`: every row runs one token and samples the next, and nothing
         is copied; `shares`: rows have blocks in common."""
-        if decodes and self._is_covered(chunks):
-            return "full_graph" if self._is_replayed(chunks, shares) else "eager"
+        if decodes and self._is_covered(chunks) and self._is_replayed(chunks, shares):
+            return "full_graph"
         tokens = sum(chunk.length for chunk in chunks)
         return "piecewise_graph" if tokens <= self._captures.tokens else "eager"
 

@@ -36,8 +36,7 @@ def launches(run: ReportedRun) -> Iterator[PageSection]:
     chart = Chart("bars", "Bars of the shares of steps and tokens by the way they were launched", options)
     text = (
         "A step of one graph costs the host one launch, and one of pieces a few for each layer. Operator by operator "
-        "are steps that are too large to gain by it, kinds of steps that were too rare to be captured, and steps "
-        "whose capture found no memory."
+        "are steps that are too large to gain by it, and those whose capture found no memory."
     )
     rows = [_figures(run.row, mode) for mode in LAUNCH_MODES]
     yield PageSection(
