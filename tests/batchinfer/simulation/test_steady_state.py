@@ -33,6 +33,7 @@ from batchinfer.engine.refill import Refill, RefillCosts
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.models.spec import CacheSpec
 from batchinfer.request import Request, SamplingParams
+from batchinfer.simulation import launching
 from batchinfer.simulation.launching import Captures
 from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
 from batchinfer.simulation.step_time import StepTime
@@ -78,7 +79,9 @@ def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> Simulat
     requests = [
         Request(i.to_bytes(32, "big"), np.full(prompt, 1000 + i, np.int32), params) for i in range(rows)
     ]
-    return simulate(engine, requests, {r.key: int(n) for r, n in zip(requests, lengths, strict=True)})
+    outputs = {request.key: int(length) for request, length in zip(requests, lengths, strict=True)}
+    with patch.object(launching, "LATER_FIRST", 1):  # as later in a job: each kind of step has its graph
+        return simulate(engine, requests, outputs)
 
 
 def shares(name: str, prompt: int, output: int, rows: int, pieces: bool = True) -> tuple[float, float]:
