@@ -199,6 +199,13 @@ def test_the_gpu_tests_need_no_more(bare):
 MODULES = {
     "fine": "def run(section): section.result({'kind': 'note'})",
     "raises": "def run(section):\n section.result({'kind': 'note'})\n raise ValueError('it broke')",
+    "crashes": "import os\ndef run(section):\n"
+    " section.parts([('bad', lambda: os._exit(7)), ('good', lambda: {'kind': 'note'})])",
+    "loses": "from types import SimpleNamespace\nfrom tests.gpu_suite import section as own\n"
+    "class Lost(own.Setting):\n device = SimpleNamespace(type='cuda')\n"
+    "def run(section):\n section.setting = Lost(True, 100.0, '', skip=section.setting.skip)\n"
+    " own._answers = lambda: False\n"
+    " section.parts([('fine', dict), ('bad', lambda: 1 / 0), ('good', lambda: {'kind': 'note'})])",
     "partly": "def run(section): section.parts([('bad', lambda: 1 / 0), ('good', lambda: {'kind': 'note'})])",
     "hangs": "import time\ndef run(section):\n section.result({'kind': 'note'})\n time.sleep(1000)",
     "dies": "import os\ndef run(section):\n section.result({'kind': 'note'})\n os._exit(7)",
@@ -253,6 +260,19 @@ def the_table_ends_with_what_failed(failing: dict[str, Any]) -> None:
     assert sum(line.startswith("OUT OF TIME") for line in lines) == 2
 
 
+def test_a_part_that_ends_its_process_does_not_end_the_others(tmp_path, monkeypatch):
+    """Nor does one after which the device runs nothing for its process."""
+    for name in ("crashes", "loses"):
+        (tmp_path / f"suite_{name}.py").write_text(MODULES[name])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entries = tuple(Entry(name, 1.0, f"suite_{name}") for name in ("crashes", "loses"))
+    crashes, loses = Suite(ROOT, True, 10.0, lambda line: None, lambda r: None, entries).run()["sections"]
+    assert [s["status"] for s in (crashes, loses)] == ["failed"] * 2
+    assert [s["results"] for s in (crashes, loses)] == [[{"kind": "note"}], [{}, {"kind": "note"}]]
+    assert ["code 7" in f["message"] for f in crashes["failures"]] == [True]
+    assert [f["what"] for f in loses["failures"]] == ["bad"]
+
+
 def test_a_section_without_time_is_not_begun():
     record = Suite(ROOT, True, 0.01, lambda line: None, lambda r: None, (Entry("x", 1.0, "nowhere"),)).run()
     assert record["sections"][0]["out_of_time"] == "not begun"
@@ -296,7 +316,7 @@ def test_another_model_has_a_process_of_its_own(monkeypatch):
         for name, model in zip("abcde", (None, small, small, large, None), strict=True)
     )
     Suite(ROOT, False, 9.0, lambda line: None, lambda r: None, entries).run()
-    assert done == ["real", "a", "closed", "b", "c", "closed", "d", "closed", "e", "closed"]
+    assert done == ["real", "a", "b", "c", "closed", "d", "closed", "e", "closed"]
 
 
 def test_time_that_is_left_goes_to_the_others():

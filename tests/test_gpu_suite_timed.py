@@ -137,7 +137,8 @@ def told(module: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     results: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
     setting = OnTheCpu(False, 100.0, str(ROOT), PEAKS, TINY_MODEL)
-    module.run(Section(setting, lambda kind, said: (results if kind == "result" else failures).append(said)))
+    kinds: dict[str, list[dict[str, Any]]] = {"result": results, "failure": failures, "part": []}
+    module.run(Section(setting, lambda kind, said: kinds[kind].append(said)))
     return with_shares(record(results), PEAKS)["sections"][0]["results"], failures
 
 
@@ -224,9 +225,10 @@ def test_workloads_run_and_are_compared():
 def test_without_peaks_no_model_is_run():
     failures: list[Any] = []
     setting = OnTheCpu(False, 100.0, str(ROOT), model=TINY_MODEL)
-    model.run(Section(setting, lambda kind, said: failures.append((kind, said["message"]))))
-    assert {kind for kind, _ in failures} == {"failure"}
-    assert all("peaks of this GPU were not measured" in message for _, message in failures)
+    model.run(Section(setting, lambda *said: failures.append(said)))
+    assert {kind for kind, _ in failures} == {"part", "failure"}
+    messages = [said["message"] for kind, said in failures if kind == "failure"]
+    assert all("peaks of this GPU were not measured" in message for message in messages)
 
 
 def of_one_layer(name: str) -> ModelSpec:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
+
 from batchinfer.engine.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.engine import Engine
@@ -120,9 +122,8 @@ def _stepped(section: Section, in_pieces: bool) -> tuple[list[StepSample], list[
         ended += len(output.completions)
         samples += [] if output.sample is None else [output.sample]
         begun = len(samples) if ended < first else begun
-    engine.forget_waiting()
-    for _ in engine.drain():  # what is in flight is not to outlast its engine
-        pass
+    if not setting.rehearsal:
+        torch.cuda.synchronize()  # what is in flight is not to outlast its engine
     return samples, timed.steps[: len(samples)], begun
 
 

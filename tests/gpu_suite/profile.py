@@ -55,10 +55,7 @@ def _profiled(section: Section) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         samples = _steps(engine, wanted)
         if on_gpu:
-            torch.cuda.synchronize()
-    engine.forget_waiting()
-    for _ in engine.drain():  # what is in flight is not to outlast its engine
-        pass
+            torch.cuda.synchronize()  # what is in flight is not to outlast its engine
     result: dict[str, Any] = {"kind": "profile", "model": model_name(section.setting), "steps": len(samples)}
     if not on_gpu:
         return {**result, "profiled": None}

@@ -23,6 +23,10 @@ class NoTimeLeft(Exception):
     """The section's time is over; what it has told so far stands."""
 
 
+class DeviceLost(Exception):
+    """Nothing runs on the device any more in this process: an error of a kernel outlasts it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model of a known shape, on dummy weights."""
@@ -58,6 +62,7 @@ class Setting:
         default_factory=dict
     )  # FLOP/s by dtype, and BANDWIDTH; empty: not measured
     model: Model | None = None  # None: the section runs none
+    skip: int = 0  # of its first parts: an earlier process ran them, and the last of them ended it
 
     @cached_property
     def device(self) -> torch.device:
@@ -77,6 +82,7 @@ class Section:
         """`began`: by the monotonic clock, which all processes of a machine share; None: now."""
         self.setting, self._tell = setting, tell
         self._ends = (time.monotonic() if began is None else began) + setting.seconds
+        self._begun = 0  # parts
 
     @property
     def left_s(self) -> float:
@@ -94,14 +100,32 @@ class Section:
     def parts(self, parts: Iterable[Part]) -> None:
         """Run each part; one that raises is told as a failure, and the others go on.
 
-        Raises NoTimeLeft, which names the parts that were not reached.
+        Raises NoTimeLeft, which names the parts that were not reached, and DeviceLost, if they have to go on in another
+        process.
         """
         waiting = list(parts)
         while waiting:
             if self.left_s <= 0:
                 raise NoTimeLeft(f"not reached: {', '.join(name for name, _ in waiting)}")
             name, make = waiting.pop(0)
+            self._begun += 1
+            if self._begun <= self.setting.skip:
+                continue
+            self._tell("part", {"number": self._begun})
             try:
                 self.result(make())
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and the others go on
+            except Exception as error:  # whatever it is, it is told, and the others go on
                 self.failure(name, error)
+                if self.setting.device.type == "cuda" and not _answers():
+                    raise DeviceLost(f"lost in {name}") from error
+
+
+def _answers() -> bool:
+    """Whether the device still runs anything for this process."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+        return bool(torch.ones(1, device="cuda").item())
+    except RuntimeError:
+        return False

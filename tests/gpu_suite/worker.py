@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.spawning import receiving
-from tests.gpu_suite.section import NoTimeLeft, Section, Setting
+from tests.gpu_suite.section import DeviceLost, NoTimeLeft, Section, Setting
 from tests.kernels.gpu import interpreter
 
 END_S = 5.0  # after which a process that was told to leave is ended
@@ -30,14 +30,16 @@ def serve(channel: Connection, rehearsal: bool) -> None:
 
 def _run(module: str, section: Section) -> dict[str, Any]:
     began = time.monotonic()
-    out_of_time = None
+    out_of_time, lost = None, False
     try:
         importlib.import_module(module).run(section)
     except NoTimeLeft as end:
         out_of_time = str(end)
+    except DeviceLost:
+        lost = True
     except Exception as error:  # noqa: BLE001 - told to the parent, which goes on with the other sections
         section.failure(module.rpartition(".")[2], error)
-    return {"seconds": time.monotonic() - began, "out_of_time": out_of_time}
+    return {"seconds": time.monotonic() - began, "out_of_time": out_of_time, "lost": lost}
 
 
 class Worker:
@@ -51,12 +53,13 @@ class Worker:
     def run(
         self, module: str, setting: Setting, tell: Callable[[str, dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """Run a section; `tell` hears of results and failures as they come. Returns its seconds and, if its time ran
-        out, what it did not reach."""
+        """Run a section; `tell` hears of results and failures as they come. Returns its seconds, if its time ran out
+        what it did not reach, and as `lost_at` with how many of its parts the process, or the device for it, was lost,
+        if it was."""
         began = time.monotonic()
         self._start()
         self._channel.send((module, setting, began))  # a process takes long to start, and that counts, too
-        failed = False
+        failed, part = False, 0
         while (left := setting.seconds + GRACE_S - (time.monotonic() - began)) > 0:
             if not self._channel.poll(left):
                 break
@@ -65,11 +68,15 @@ class Worker:
                     kind, said = self._channel.recv()
             except EOFError:
                 tell("failure", _fatal(f"the process ended with code {self._ended()}"))
-                return {"seconds": time.monotonic() - began, "out_of_time": None}
+                return {"seconds": time.monotonic() - began, "out_of_time": None, "lost_at": part}
             if kind == "end":
                 if failed:  # an error on the device outlasts what caused it
                     self.close()
-                return dict(said)
+                lost = said.pop("lost")
+                return {**said, "lost_at": part if lost else 0}
+            if kind == "part":
+                part = said["number"]
+                continue
             failed |= kind == "failure"
             tell(kind, said)
         self._ended()
