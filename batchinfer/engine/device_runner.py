@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch, host_batch
 from batchinfer.engine.decode_graphs import DecodeGraphs
+from batchinfer.engine.device_memory import lack_of_memory
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
@@ -106,7 +107,8 @@ class DeviceRunner(ModelRunner):
                 }  # what it copies is there by now
                 own = [copy for copy in copies if copy.sequence in begun]
                 host = host_batch(piece, self.layout, self.rows, own)
-                found, padding, mode = self._run(host)
+                with lack_of_memory():
+                    found, padding, mode = self._run(host)
             except torch.OutOfMemoryError:
                 if sum(c.length for c in piece) == 1:
                     raise

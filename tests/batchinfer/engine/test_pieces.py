@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.pieces import Pieces
 from batchinfer.engine.scheduler import Chunk
 from tests.batchinfer.engine.driver import sequence
-from tests.batchinfer.engine.hashing_model import EOS, hashing_runner
+from tests.batchinfer.engine.hashing_model import EOS, HashingModel, hashing_runner
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
 
 LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
@@ -52,6 +55,39 @@ def test_answers_do_not_depend_on_it(room, caplog):
     assert said == sorted(set(said), reverse=True), "each size is tried once"
     sizes = [s.prefill_tokens + s.decode_tokens for s in got.steps]
     assert max(sizes[2:]) <= most, "the scheduler was not told"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=str,
+)
+def test_what_is_not_torch_s_says_in_its_own_words_that_memory_is_out(monkeypatch, error):
+    """A kernel that is loaded late, a graph's first launch, a library's handle."""
+
+    def forward(model: HashingModel, token_ids: Tensor, *step: Any) -> Tensor:
+        if len(token_ids) > 7:
+            raise error
+        return whole(model, token_ids, *step)
+
+    wanted, whole = run(1 << 30)[0].answers, HashingModel.forward
+    monkeypatch.setattr(HashingModel, "forward", forward)
+    got, most = run(1 << 30)
+    assert got.answers == wanted
+    assert 1 <= most <= 7
+
+
+def test_other_errors_are_none_of_memory(monkeypatch):
+    def forward(*_: Any) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(HashingModel, "forward", forward)
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        run(1 << 30)
 
 
 def test_not_even_one_token_is_an_error():

@@ -1,0 +1,35 @@
+"""Tells errors that come of a lack of a device's memory from others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def lack_of_memory() -> Iterator[None]:
+    """Raises torch.OutOfMemoryError for every error inside that comes of a lack of memory: the driver, Triton and the
+    libraries have errors of their own for it, and that of a capture that was cut short hides it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if not any(map(_lacks_memory, _chain(error))):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those in whose handling it came up."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """cuBLAS says CUBLAS_STATUS_ALLOC_FAILED, the others say it in words."""
+    known = isinstance(error, torch.OutOfMemoryError)
+    return known or "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
