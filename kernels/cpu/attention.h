@@ -59,8 +59,8 @@ typedef struct {
     float k[PANEL], v[PANEL]; /* 0 where nobody needs the token */
 } NAME(Scales);
 
-/* The tile's scales are then those found. */
-INLINE void NAME(take_scales)(NAME(Tile) *tile, NAME(Scales) *found) {
+/* The tile's scales are then those found; those of the tile ahead are fetched. */
+INLINE void NAME(take_scales)(NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Scales) *found) {
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int c = 0; c < COLUMNS; c++) {
@@ -68,6 +68,8 @@ INLINE void NAME(take_scales)(NAME(Tile) *tile, NAME(Scales) *found) {
         store_f32(found->k + c * LANES, pick(needed, load_f32(tile->k_scale[c]), splat(0.0f)));
         store_f32(found->v + c * LANES, pick(needed, load_f32(tile->v_scale[c]), splat(0.0f)));
         tile->k_scale[c] = found->k + c * LANES, tile->v_scale[c] = found->v + c * LANES;
+        __builtin_prefetch(ahead->k_scale[c], 0, TO_L2);
+        __builtin_prefetch(ahead->v_scale[c], 0, TO_L2);
     }
 }
 #endif
@@ -378,7 +380,7 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
             NAME(next_tile)(s, &walk, seen, position, &ahead);
         }
 #if CODES
-        NAME(take_scales)(&tile, &scales);
+        NAME(take_scales)(&tile, &ahead, &scales);
 #endif
 #if CODES && !FIXED
         NAME(widen_tile)(s, &tile, &ahead, dim, &widened);

@@ -34,6 +34,7 @@ ONCE void NAME(fix_query)(const REAL *q, int64_t dim, int64_t dim_pad, int16_t *
 INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const NAME(Work) *work,
                         int64_t first, vf scores[ROWS][COLUMNS], int64_t dim, const int rows, const int fetch) {
     int64_t stride = s->block_pad * PAIR, run = (dim / PAIR + COLUMNS - 1) / COLUMNS;
+    const int two_a_line = stride == LINE / 2;
     const int16_t *q = work->fixed_q + first * s->dim_pad;
     vi sums[ROWS][COLUMNS];
     for (int r = 0; r < rows; r++)
@@ -41,7 +42,7 @@ INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const 
     for (int64_t w = 0; w < dim / PAIR; w++)
         for (int c = 0; c < COLUMNS; c++) {
             vi keys = halves_of_bytes((const int8_t *)tile->k[c] + w * stride);
-            if (fetch)
+            if (fetch && !(two_a_line && c % 2))
                 __builtin_prefetch((const int8_t *)ahead->k[w / run] + (w % run * COLUMNS + c) * stride, 0, TO_L2);
             for (int r = 0; r < rows; r++) {
                 int32_t word;
