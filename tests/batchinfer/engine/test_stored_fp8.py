@@ -33,6 +33,7 @@ from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from tests.batchinfer.engine.small_engine import Limits, drain, greedy, make_engine, make_runner
 from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
 from tests.checkpoints import kept_folder
+from tests.kernels.gpu.float8_sums import float8_rounding
 from tests.packed_weights import make_fp8
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -144,10 +145,9 @@ def test_stored_codes_are_what_their_references_say(kind: str) -> None:
     got = forced(model, triton_ops(model), limits)
     plain = forced(inspect_checkpoint(folders(kind)[1]), TorchOps(), limits)
     off, unquantised = farthest(got, wanted), farthest(plain, wanted)
-    assert off[len(off) // 2] < 1e-5
-    assert off[-1] < unquantised[len(unquantised) // 2] / 2, (
-        "further away than activations that are not coded"
-    )
+    half = len(off) // 2
+    assert off[half] < (unquantised[half] / 4 if float8_rounding() > 0 else 1e-5)
+    assert off[-1] < unquantised[half] / 2, "further away than activations that are not coded"
     deviation = torch.stack([got[place] - plain[place] for place in plain]).std()
     assert deviation < 0.25 * torch.stack(list(plain.values())).std(), (
         "another model than the dequantised one"

@@ -61,6 +61,7 @@ from tests.batchinfer.ops import flashinfer_stand_in
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS as FOREIGN_EOS
 from tests.foreign_models import make_foreign
+from tests.kernels.gpu.float8_sums import float8_rounding
 from tests.kernels.gpu.specialisations import recorded
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -243,7 +244,9 @@ def test_codes_are_what_their_reference_says(quantization):
     got = forced(triton_ops("llama", quantization), limits, DEVICE)
     assert len(wanted) == FORCED * len(prompts())
     off, unquantised = farthest(got, wanted), farthest(forced(TorchOps(), limits, DEVICE), wanted)
-    assert off[len(off) // 2] < 1e-5
+    half = len(off) // 2
+    short = quantization == "fp8" and float8_rounding() > 0  # sums of few bits turn codes here and there
+    assert off[half] < (unquantised[half] / 4 if short else 1e-5)
     assert off[-1] < unquantised[0] / 3, "further away than a model that is not quantised"
     if quantization == "fp8":
         return
