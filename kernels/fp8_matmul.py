@@ -34,11 +34,12 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
-    inverse = torch.full_like(most, MAX_FP8) / most
+    largest = torch.full_like(most, MAX_FP8)  # see batchinfer_kernels.quantized_linear.quantize_rows
+    inverse = largest / most
     finite = most.isfinite()
     inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
     scaled = (wide.nan_to_num(0.0, 0.0, 0.0) * inverse[..., None]).clamp(-MAX_FP8, MAX_FP8)
-    return scaled.to(FP8), torch.where(finite, most / MAX_FP8, torch.nan)
+    return scaled.to(FP8), torch.where(finite, most / largest, torch.nan)
 
 
 def fp8_matmul_reference(

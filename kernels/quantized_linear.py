@@ -50,12 +50,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
-    inverse = torch.full_like(most, MAX_CODE) / most  # MAX_CODE / most would be a reciprocal, rounded twice
+    # No number: torch divides one by a tensor, and on a GPU a tensor by one, with a reciprocal, rounded twice
+    largest = torch.full_like(most, MAX_CODE)
+    inverse = largest / most
     finite = most.isfinite()
     inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
     # The exact product is rounded once, as a fused multiply-add does it: float64 holds it
     scaled = wide.nan_to_num(0.0, 0.0, 0.0).double() * inverse.double()[..., None]
-    return scaled.round().to(torch.int8), torch.where(finite, most / MAX_CODE, torch.nan)
+    return scaled.round().to(torch.int8), torch.where(finite, most / largest, torch.nan)
 
 
 def quantized_linear_reference(
