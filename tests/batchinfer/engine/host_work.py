@@ -38,7 +38,7 @@ from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost
 
-BLOCK, LONGEST, VOCAB = 16, 32_768, 1000
+BLOCK, LONGEST, VOCAB, BUDGET = 16, 32_768, 1000, 8192
 SHAPE = AttentionShape(torch.bfloat16, 32, 8, 128)
 STEPS = 40
 
@@ -67,6 +67,7 @@ LOADS = (
     Load(256, 512),
     Load(256, 2048),
     Load(1024, 512),
+    Load(1024, 2048),
     Load(256, 640, shared=512),
     Load(256, 640, shared=512, longest=20_000),
     Load(1024, 640, shared=512),
@@ -102,14 +103,15 @@ def make_engine(load: Load, most: int) -> Engine:
     cost = llama_cost(**sizes, head_dim=128, vocab=128_256, itemsize=2, weight_itemsize=2)
     sampler = Sampler(frozenset([2]))
     runner = DeviceRunner(model, ops, [], layout, sampler, cost, device, graphs=graphs)
-    scheduler = Scheduler(SchedulerConfig(load.rows, 8192), BlockPool(needed, BLOCK))
+    scheduler = Scheduler(SchedulerConfig(load.rows, BUDGET), BlockPool(needed, BLOCK))
     return Engine(runner, scheduler, EngineLimits(LONGEST, frozenset([2])))
 
 
 def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
     """Seconds of each step once all rows decode, after some that do not count."""
-    engine = make_engine(load, 200 + steps)
-    engine.add(load.requests(200 + steps))
+    most = 200 + steps + load.rows * load.prompt // BUDGET  # no row ends while others are still read
+    engine = make_engine(load, most)
+    engine.add(load.requests(most))
     while True:
         sample = engine.step().sample
         if sample is not None and sample.decode_tokens == load.rows:
