@@ -20,6 +20,7 @@ from tests import gpu_suite
 from tests.gpu_suite import clock as clock_module
 from tests.gpu_suite import flashinfer, kernel_tests
 from tests.gpu_suite import suite as suite_module
+from tests.gpu_suite import worker as worker_module
 from tests.gpu_suite.__main__ import Keeper, record_name, rehearsed, selected
 from tests.gpu_suite.case import Case, WrongResult, distance, measured
 from tests.gpu_suite.clock import Clock
@@ -201,11 +202,13 @@ MODULES = {
     "raises": "def run(section):\n section.result({'kind': 'note'})\n raise ValueError('it broke')",
     "crashes": "import os\ndef run(section):\n"
     " section.parts([('bad', lambda: os._exit(7)), ('good', lambda: {'kind': 'note'})])",
+    "sticks": "import time\ndef run(section):\n"
+    " section.parts([('bad', lambda: time.sleep(1000)), ('good', lambda: {'kind': 'note'})])",
     "loses": "from types import SimpleNamespace\nfrom tests.gpu_suite import section as own\n"
     "class Lost(own.Setting):\n device = SimpleNamespace(type='cuda')\n"
     "def run(section):\n section.setting = Lost(True, 100.0, '', skip=section.setting.skip)\n"
     " own._answers = lambda: False\n"
-    " section.parts([('fine', dict), ('bad', lambda: 1 / 0), ('good', lambda: {'kind': 'note'})])",
+    " section.parts([('fine', lambda: {'kind': 'first'}), ('bad', lambda: 1 / 0), ('good', lambda: {'kind': 'note'})])",
     "partly": "def run(section): section.parts([('bad', lambda: 1 / 0), ('good', lambda: {'kind': 'note'})])",
     "hangs": "import time\ndef run(section):\n section.result({'kind': 'note'})\n time.sleep(1000)",
     "dies": "import os\ndef run(section):\n section.result({'kind': 'note'})\n os._exit(7)",
@@ -261,14 +264,28 @@ def the_table_ends_with_what_failed(failing: dict[str, Any]) -> None:
 
 
 def test_a_part_that_ends_its_process_does_not_end_the_others(tmp_path, monkeypatch):
-    """Nor does one after which the device runs nothing for its process."""
-    for name in ("crashes", "loses"):
+    """Nor does one after which the device runs nothing for its process, nor one that does not end."""
+    names = ("crashes", "loses", "sticks")
+    for name in names:
         (tmp_path / f"suite_{name}.py").write_text(MODULES[name])
     monkeypatch.syspath_prepend(str(tmp_path))
-    entries = tuple(Entry(name, 1.0, f"suite_{name}") for name in ("crashes", "loses"))
-    crashes, loses = Suite(ROOT, True, 10.0, lambda line: None, lambda r: None, entries).run()["sections"]
-    assert [s["status"] for s in (crashes, loses)] == ["failed"] * 2
-    assert [s["results"] for s in (crashes, loses)] == [[{"kind": "note"}], [{}, {"kind": "note"}]]
+    monkeypatch.setattr(worker_module, "PART_SHARE", 0.0)
+
+    def patient(line: str) -> None:
+        """Only the part that sleeps is ended soon, however slow the others are."""
+        soon = line.startswith("sticks: at most")
+        monkeypatch.setattr(worker_module, "PART_S", 1.0 if soon else PATIENCE_S)
+
+    entries = tuple(Entry(name, 1.0, f"suite_{name}") for name in names)
+    ran = Suite(ROOT, True, 10.0, patient, lambda r: None, entries).run()["sections"]
+    crashes, loses, sticks = ran
+    assert [s["status"] for s in ran] == ["failed"] * 3
+    assert sticks["results"] == [{"kind": "note"}]
+    assert ["part 1 did not end" in f["message"] for f in sticks["failures"]] == [True]
+    assert [s["results"] for s in (crashes, loses)] == [
+        [{"kind": "note"}],
+        [{"kind": "first"}, {"kind": "note"}],
+    ]
     assert ["code 7" in f["message"] for f in crashes["failures"]] == [True]
     assert [f["what"] for f in loses["failures"]] == ["bad"]
 
