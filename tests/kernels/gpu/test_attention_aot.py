@@ -99,10 +99,18 @@ def test_heads_that_16_does_not_divide_are_read_wide(codes: str | None) -> None:
     compiled("prefill", "sm_80", "bfloat16", 72, 4, 16, None, None, codes, False)
 
 
-@pytest.mark.parametrize(("target", "deterministic"), [("sm_80", True), ("sm_100", False)])
-def test_codes_of_heads_that_fill_no_tile_spill_nothing(target: str, deterministic: bool) -> None:
-    """Where registers are scarcest: scales and what is masked take some."""
-    compiled("decode", target, "bfloat16", 80, 2, 128, None, None, "int8", deterministic)
+@pytest.mark.parametrize(
+    ("work", "target", "dtype", "dim", "codes", "deterministic"),
+    [
+        ("prefill", "sm_80", "float16", 112, "float8_e4m3fn", True),
+        ("decode", "sm_100", "bfloat16", 80, "int8", False),
+    ],
+)
+def test_codes_of_heads_that_fill_no_tile_spill_nothing(
+    work: str, target: str, dtype: str, dim: int, codes: str, deterministic: bool
+) -> None:
+    """Where registers are scarcest: scales, and what is masked, take some."""
+    compiled(work, target, dtype, dim, 2, 128, None, None, codes, deterministic)
 
 
 @pytest.mark.parametrize("work", ["prefill", "decode"])
