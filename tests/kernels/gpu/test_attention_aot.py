@@ -103,6 +103,7 @@ def test_heads_that_16_does_not_divide_are_read_wide(codes: str | None) -> None:
     ("work", "target", "dtype", "dim", "codes", "deterministic"),
     [
         ("prefill", "sm_80", "float16", 112, "float8_e4m3fn", True),
+        ("prefill", "sm_80", "bfloat16", 64, "int8", True),
         ("decode", "sm_100", "bfloat16", 80, "int8", False),
     ],
 )
@@ -110,7 +111,7 @@ def test_codes_of_heads_that_fill_no_tile_spill_nothing(
     work: str, target: str, dtype: str, dim: int, codes: str, deterministic: bool
 ) -> None:
     """Where registers are scarcest: scales, and what is masked, take some."""
-    compiled(work, target, dtype, dim, 2, 128, None, None, codes, deterministic)
+    compiled(work, target, dtype, dim, 2, 128, 100, 30.0, codes, deterministic)
 
 
 @pytest.mark.parametrize("work", ["prefill", "decode"])
