@@ -96,7 +96,7 @@ class _Replayed:
 class DecodeGraphs:
     """Captures graphs of `forward` when a step first needs one, and replays them.
 
-    `groups`: of the KV cache. After a capture that ran out of memory, steps without a graph run as they are.
+    `groups`: of the KV cache. After a capture that ran out of memory nothing more is captured; what was, is replayed.
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class DecodeGraphs:
     def covers(self, batch: HostBatch) -> bool:
         """Whether the step can be run as a graph."""
         limits, longest = self._limits, max(batch.context_lens)
-        if self._refused or not batch.is_decode or longest > limits.longest:
+        useless = self._refused and not self._graphs
+        if useless or not batch.is_decode or longest > limits.longest:
             return False
         width = limits.blocks(context_bound(longest, limits.longest))
         return len(batch.query_lens) <= limits.rows and batch.tables[0].shape[1] <= width
@@ -153,7 +154,7 @@ class DecodeGraphs:
         yet: then its operators are launched, or, where it can be run in another way (`or_else`), None is returned.
 
         `fill_in` writes token ids that only the device knows. The result is valid until the next step is launched.
-        Raises torch.OutOfMemoryError when the step's graph cannot be captured: the step is not covered any more.
+        Raises torch.OutOfMemoryError when the step's graph cannot be captured; nothing is from then on.
         """
         rows, last = len(batch.query_lens), self._replayed
         size = self._size(batch)
@@ -181,7 +182,8 @@ class DecodeGraphs:
         if key in self._graphs:
             return True
         self._seen[key] += 1
-        return self._seen[key] >= self._first and len(self._graphs) < MOST_GRAPHS
+        may = not self._refused and len(self._graphs) < MOST_GRAPHS
+        return may and self._seen[key] >= self._first
 
     def _size(self, batch: HostBatch) -> GraphSize:
         """The least that holds the step."""
@@ -221,8 +223,9 @@ class DecodeGraphs:
             except torch.OutOfMemoryError:
                 self._refused = True
                 _log.warning(
-                    "no memory is left to capture decode steps of %s rows: from here on they are launched one "
-                    "operator at a time; a lower engine.kv_memory leaves more",
+                    "no memory is left to capture decode steps of %s rows: from here on no further kind of decode "
+                    "step is captured, and those without a graph take the host longer to launch; a lower "
+                    "engine.kv_memory leaves more",
                     len(inputs[0].query_lens),
                 )
                 raise

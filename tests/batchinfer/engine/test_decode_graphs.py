@@ -145,6 +145,27 @@ def test_without_memory_for_graphs_steps_run_without(caplog):
     assert "no memory is left to capture" in caplog.text
 
 
+def test_what_was_captured_is_replayed_once_memory_is_out(caplog):
+    """Of all kinds of steps but one; and nothing more is tried."""
+
+    class Full(Counting):
+        tried = 0
+
+        def __call__(self, run: Callable[[], Tensor]) -> Captured:
+            self.tried += 1
+            if self.tried > 1:
+                raise torch.OutOfMemoryError("none left")
+            return super().__call__(run)
+
+    capture, enough = Full(), Counting()
+    got, wanted = ran(True, capture), ran(True, enough)
+    assert got.answers == wanted.answers
+    assert (capture.tried, len(capture.captured)) == (2, 1)
+    launched = [s.launch for s in got.steps].count("full_graph")
+    assert 1 < launched == capture.replays < enough.replays
+    assert caplog.text.count("no memory is left to capture") == 1
+
+
 def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
     """Kinds that come once or twice are launched as they are; the answers are the same."""
     at_once, later = Counting(), Counting()
