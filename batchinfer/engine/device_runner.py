@@ -102,10 +102,7 @@ class DeviceRunner(ModelRunner):
         while todo:
             piece = todo.popleft()
             try:
-                begun = {
-                    s for s, start, _ in piece if starts.get(s) == start
-                }  # what it copies is there by now
-                own = [copy for copy in copies if copy.sequence in begun]
+                own = _begun(piece, copies, starts) if copies else []  # seldom: it passes over every row
                 host = host_batch(piece, self.layout, self.rows, own)
                 with lack_of_memory():
                     found, padding, mode = self._run(host)
@@ -181,3 +178,9 @@ class DeviceRunner(ModelRunner):
         else:
             (index,) = upload([places], self.device)
             token_ids.index_copy_(0, index, tokens)
+
+
+def _begun(piece: list[Chunk], copies: Seq[Copy], starts: Mapping[Sequence, int]) -> list[Copy]:
+    """The copies of the sequences that begin with this piece: what they copy is there by now."""
+    begun = {sequence for sequence, start, _ in piece if starts.get(sequence) == start}
+    return [copy for copy in copies if copy.sequence in begun]
