@@ -54,13 +54,14 @@ def choose_ops(
 
     `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `tiles`: whether
     the bits that are promised are those of a CPU's matrix tiles, which are else used wherever they are granted;
-    `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`: whether a CPU's operators
-    are to have those for a cache of int8 codes. Falling back to torch's operators is logged, and `ops` in the report
-    says it. Raises Unavailable where torch's would have to do, and cannot: they neither quantise nor promise
-    row-invariance.
+    `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`: whether it is to keep int8
+    codes, for which a CPU has operators of their own. Falling back to torch's operators is logged, and `ops` in the
+    report says it. Raises Unavailable where torch's would have to do, and cannot: they neither quantise, nor keep
+    codes, nor promise row-invariance.
     """
     wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
     wanted += ["engine.deterministic: true"] if deterministic else []
+    wanted += ["model.kv_cache_dtype: int8"] if codes else []
     sizes, arithmetic = (dtype, group, head_dim), (quantization, deterministic)
     if device.type == "cpu":
         needed, found = (

@@ -26,11 +26,13 @@ from batchinfer.models.checkpoint import inspect_checkpoint
 from batchinfer.models.model_cost import model_cost
 from batchinfer.models.parameters import layer_parameters
 from batchinfer.models.spec import CacheSpec
+from batchinfer.ops.choose import choose_ops
 from batchinfer.ops.cpu_layer import CompiledLayer
 from batchinfer.ops.interface import LayerCache, Ops
 from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.request import Completion, StepSample
 from batchinfer_kernels.cost import ModelCost, StepShape
+from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.paged_attention import CODES
 from tests.batchinfer.engine.small_engine import Limits, cpu_ops, drain, greedy, make_engine, make_runner
 from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
@@ -386,6 +388,20 @@ def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: 
         cpu_ops(inspect_checkpoint(folder(coded("int8")))).allocate_cache(
             CacheSpec(2, 16, dtype="int8"), 3, 16, torch.float32, "cpu"
         )
+
+
+def test_a_cpu_that_cannot_keep_codes_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that torch's operators cannot, which nobody asked for: what they stand in for, and what would help."""
+    uncovered = r"model\.kv_cache_dtype: int8 needs the compiled CPU operators: they do not cover .* 512"
+    with pytest.raises(Unavailable, match=uncovered):
+        choose_ops(torch.device("cpu"), torch.float32, group=1, head_dim=512, codes=True)
+
+    def refuse(**_: object) -> None:
+        raise NoCompiler("no C compiler (cc, gcc or clang) is installed")
+
+    monkeypatch.setattr("batchinfer.ops.choose.CompiledOperators", refuse)
+    with pytest.raises(Unavailable, match=r"int8 needs .*no C compiler.* install one .*, or take it out"):
+        load_model(engine_config(coded("int8")))
 
 
 @TRITON
