@@ -28,21 +28,23 @@ _COMPRESSED, _FBGEMM, _STRATEGIES = "compressed-tensors", "fbgemm_fp8", ("tensor
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
     """A tensor of `shape` that is stored as two, its values and their scales. Those of FP8 hold for a `block` (rows,
-    columns) of it each; None: one for all."""
+    columns) of it each; None: one for all. `alone`: as in Packing."""
 
     format: Format
     values: str
     scales: str
     shape: tuple[int, ...]
     block: tuple[int, int] | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How config.json says that weights are stored."""
+    """How config.json says that weights are stored. `alone`: activations are not to be quantised beside them."""
 
     format: Format
     block: tuple[int, int] | None
+    alone: bool = False
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ def _compressed(stated: Mapping[str, Any], mistakes: list[str]) -> Packing | Non
     if not isinstance(groups, Mapping) or not groups:
         wrong.append(f"config_groups is {shown(groups)}; wanted an object with a group or more")
         groups = {}
-    blocks = set()
+    blocks, alone = set(), False
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         weights = weights if isinstance(weights, Mapping) else {}
@@ -118,10 +120,11 @@ def _compressed(stated: Mapping[str, Any], mistakes: list[str]) -> Packing | Non
         if weights["strategy"] == "block" and not _is_block(block):
             wrong.append(f"block_structure of {name} is {shown(block)}; wanted two numbers above 0")
         blocks.add(None if block is None else tuple(block))
+        alone = alone or not group.get("input_activations")
     if len(blocks) > 1:
         wrong.append("its groups have weights of different blocks; wanted the same for all")
     mistakes += [f"config.json: {KEY}: {_COMPRESSED}: {text}" for text in wrong]
-    return None if wrong else Packing("fp8", cast("tuple[int, int] | None", blocks.pop()))
+    return None if wrong else Packing("fp8", cast("tuple[int, int] | None", blocks.pop()), alone)
 
 
 def _is_block(value: object) -> bool:
@@ -139,7 +142,7 @@ def packed_tensors(packing: Packing | None, tensors: Mapping[str, StoredTensor])
     else:
         for name, tensor in tensors.items():
             if tensor.info.dtype in FP8_DTYPES:
-                _add_fp8(packed, name, tensors, packing.block)
+                _add_fp8(packed, name, tensors, packing)
         packed.unused.update(name for name in tensors if name.endswith(_CACHE_SCALES))
     return packed
 
@@ -158,17 +161,15 @@ def _add_mxfp4(packed: PackedTensors, values: str, tensors: Mapping[str, StoredT
     packed.add(name, PackedTensor("mxfp4", values, scales, shape), tensors, right)
 
 
-def _add_fp8(
-    packed: PackedTensors, name: str, tensors: Mapping[str, StoredTensor], block: tuple[int, int] | None
-) -> None:
+def _add_fp8(packed: PackedTensors, name: str, tensors: Mapping[str, StoredTensor], packing: Packing) -> None:
     scales = next((name + end for end in _FP8_SCALES if name + end in tensors), None)
     if scales is None:
         packed.mistakes.append(f"{name} is FP8, and its scales {name}{_FP8_SCALES[0]} are missing")
         return
     shape, scale = tensors[name].info.shape, tensors[scales].info
-    fitting = _block_of(shape, scale.shape, block)
+    fitting = _block_of(shape, scale.shape, packing.block)
     right = fitting is not None and scale.dtype in SCALE_DTYPES
-    packed.add(name, PackedTensor("fp8", name, scales, shape, fitting or None), tensors, right)
+    packed.add(name, PackedTensor("fp8", name, scales, shape, fitting or None, packing.alone), tensors, right)
     module = name.removesuffix("weight")
     packed.unused.update(found for end in _FP8_ACTIVATIONS if (found := module + end) in tensors)
 
@@ -190,7 +191,7 @@ def _block_of(
 
 def coded_form(packed: PackedTensor, dtype: str) -> CodedForm | None:
     """How the codes are scaled if products can be computed of them; None: they are dequantised. `dtype`: of codes."""
-    if packed.format != "fp8" or dtype != FP8_DTYPES[0] or len(packed.shape) != 2:
+    if packed.format != "fp8" or dtype != FP8_DTYPES[0] or len(packed.shape) != 2 or packed.alone:
         return None
     if packed.block is None or packed.block == (1, packed.shape[1]):
         return "channel"

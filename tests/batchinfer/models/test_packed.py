@@ -141,13 +141,29 @@ def test_what_is_wrong_with_compressed_tensors_is_named(tmp_path: Path, change: 
 
 def test_blocks_of_compressed_tensors() -> None:
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 64]}
-    groups = {"config_groups": {"a": {"weights": weights}}}
+    groups: dict[str, Any] = {
+        "config_groups": {"a": {"weights": weights, "input_activations": {"num_bits": 8}}}
+    }
     mistakes: list[str] = []
     stated = {"quantization_config": {"quant_method": "compressed-tensors"} | groups}
     assert packing_of(stated, mistakes) == Packing("fp8", (128, 64))
     groups["config_groups"]["b"] = {"weights": weights | {"strategy": "channel"}}
     assert packing_of(stated, mistakes) is None
     assert "different blocks" in mistakes[0]
+
+
+@pytest.mark.parametrize("activations", [{"num_bits": 8, "type": "float"}, None, ...])
+def test_codes_are_not_multiplied_where_activations_are_to_stay_as_they_are(
+    tmp_path: Path, activations: Any
+) -> None:
+    make_fp8(tmp_path, tmp_path / "plain", "llama", "row", "compressed-tensors")
+    stated = copy.deepcopy(COMPRESSED)
+    group = stated["config_groups"]["group_0"]
+    group["input_activations"] = activations
+    if activations is ...:
+        del group["input_activations"]
+    edit_json(tmp_path / "config.json", quantization_config=stated)
+    assert inspect_checkpoint(tmp_path).stores_codes is isinstance(activations, dict)
 
 
 def test_one_expert_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
