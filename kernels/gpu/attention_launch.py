@@ -75,8 +75,8 @@ _SINGLE: dict[Work, dict[int, KVTiles]] = {
 
 
 def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int, coded: bool = False) -> KVTiles:
-    """`head_dim`: as the model has it. `coded`: the cache holds codes, whose scales take registers. There are perhaps
-    half the keys or twice the warps, and in the deterministic mode half the rows.
+    """`head_dim`: as the model has it. `coded`: the cache holds codes, whose scales take registers. There are as many
+    rows as without, by which a plan cuts queries for caches of both kinds, and perhaps fewer keys or more warps.
 
     AMD's compute units have 64 KiB of shared memory, for one tile in flight; warps of 64 threads; and 512 registers a
     thread where there are at most 4 of them.
@@ -103,7 +103,7 @@ def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
     if work == "decode" or (work == "deterministic" and _from_memory(arch)):
         return tiles
     if work == "deterministic" and arch.isdigit() and padded < MAX_HEAD_DIM:
-        return KVTiles(32, 64, 8, 2)
+        return replace(tiles, keys=16, warps=8, stages=2)
     halved = tiles.warps == 8 or padded == 64
     keys = max(32 if _from_memory(arch) else 16, tiles.keys // 2) if halved else tiles.keys
     return replace(tiles, keys=keys, warps=8)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer_kernels.gpu import attention_plan
+from batchinfer_kernels.gpu import attention_launch, attention_plan
 from batchinfer_kernels.gpu.attention_plan import (
     AttentionShape,
     Room,
@@ -22,6 +22,17 @@ SHAPE = AttentionShape(torch.bfloat16, 8, 2, 64)  # 128 rows of 4 heads: 32 quer
 
 def plan(query_lens, context_lens, shared=(), room=None, shape=SHAPE):
     return plan_attention(query_lens, context_lens, shape, "cpu", shared, room)
+
+
+@pytest.mark.parametrize("arch", ["", "80", "86", "89", "90", "100", "120", "gfx942"])
+@pytest.mark.parametrize("work", ["prefill", "prefix", "deterministic"])
+def test_tiles_of_codes_have_the_rows_that_a_plan_counts_on(monkeypatch, arch: str, work) -> None:
+    """A plan does not know of codes: queries beyond a kernel's rows would be left out."""
+    monkeypatch.setattr(attention_launch, "architecture", lambda: arch)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dim in (64, 128, 256):
+            plain, coded = (attention_launch.choose_tiles(work, dtype, dim, c) for c in (False, True))
+            assert coded.rows == plain.rows, (dtype, dim)
 
 
 def test_a_step_of_single_queries_needs_no_rows() -> None:
