@@ -40,6 +40,7 @@ _ABSENT: Mapping[str, Any] = {
     "device": "cpu",
     "tiles": False,
     "arm": "",
+    "integer_codes": False,
     "modelling": OWN,
     "columns": 0,
 }
@@ -120,6 +121,8 @@ class Setting:
                 self.tiles and self.dtype == "bfloat16"
             )  # in float32 all sums are those of vectors
             options["arm"] = self.arm
+            # a CPU widened the cache's codes to bfloat16 once, and multiplies them as integers now
+            options["integer_codes"] = (self.device, self.kv_cache, self.dtype) == ("cpu", "int8", "bfloat16")
         return options
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:

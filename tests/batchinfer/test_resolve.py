@@ -97,6 +97,21 @@ def test_an_option_at_its_default_is_absent_from_the_context(checkpoint: Checkpo
     assert replace(SETTING, block_size=16).context(checkpoint, "m", "t") == wanted
 
 
+def test_codes_multiplied_as_integers_have_deterministic_answers_of_their_own(checkpoint: Checkpoint) -> None:
+    """Where they were widened first, the same job had other bits; in float32 they are widened still."""
+
+    def widened(dtype: str) -> bytes:
+        parts = {
+            "model": "m", "tokenizer": "t", "dtype": dtype, "max_model_len": 512, "eos": [257],
+            "numerics": resolving.NUMERICS_VERSION, "deterministic": True, "kv_cache_dtype": "int8",
+        }  # fmt: skip
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+    coded = replace(SETTING, kv_cache="int8", deterministic=True)
+    assert replace(coded, dtype="float32").context(checkpoint, "m", "t") == widened("float32")
+    assert coded.context(checkpoint, "m", "t") != widened("bfloat16")
+
+
 def test_answers_that_were_checked_against_columns_are_apart(checkpoint: Checkpoint) -> None:
     digests = {SETTING.context(checkpoint, "m", "t", columns) for columns in range(3)}
     assert len(digests) == 3
