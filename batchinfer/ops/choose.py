@@ -80,7 +80,11 @@ def choose_ops(
         return found
     if wanted:
         asked = f"{' and '.join(wanted)} {'needs' if len(wanted) == 1 else 'need'}"
-        raise Unavailable(f"{asked} the {needed}: {found.reason}; {found.remedy}, or take it out")
+        automatic = (
+            quantization == "stored" and not deterministic
+        )  # as auto has it: nothing could be taken out
+        other = "take model.quantization: none" if automatic else "take it out"
+        raise Unavailable(f"{asked} the {needed}: {found.reason}; {found.remedy}, or {other}")
     _log.warning("%s; torch's operators are used, which are several times slower", found.reason)
     return TorchOps()
 

@@ -322,14 +322,22 @@ def nvidia_gpus() -> list[Gpu]:
 
 
 def multiplies_fp8(hardware: Hardware, here: bool) -> bool:
-    """Whether it is a GPU that multiplies float8: as its peaks or, where it is `here`, the driver say."""
+    """Whether it is a GPU that multiplies float8: as its peaks or, where it is `here`, the driver say.
+
+    Here, all must that CUDA may use: peaks are those of one, and rows may run on any."""
     if hardware.device != "cuda":
         return False
-    if "fp8" in hardware.peak_flops:
-        return True
-    text = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]) if here else ""
-    found = [line.strip() for line in text.splitlines() if line.strip()]
-    return bool(found) and all(_capability(line) >= FIRST_WITH_FP8 for line in found)
+    found = _capabilities() if here else []
+    return min(found) >= FIRST_WITH_FP8 if found else "fp8" in hardware.peak_flops
+
+
+def _capabilities() -> list[tuple[int, ...]]:
+    """Of the GPUs that CUDA may use; of all where it names them in another way than the driver, as parts of one."""
+    text = _output(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"])
+    found = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+    names = usable_gpus()
+    named = [gpu for gpu in found if any(name == gpu[0] or gpu[1].startswith(name) for name in names)]
+    return [_capability(gpu[-1]) for gpu in (named if len(named) == len(names) else found)]
 
 
 def _capability(text: str) -> tuple[int, ...]:

@@ -295,16 +295,36 @@ def test_stored_codes_are_refused_where_there_are_none_or_nothing_multiplies_the
 
 
 @pytest.mark.parametrize(
-    ("said", "can"),
-    [("8.9", True), ("9.0\n10.0", True), ("8.0", False), ("9.0\n8.6", False), ("", False), ("[N/A]", False)],
+    ("said", "visible", "can"),
+    [
+        (["8.9"], None, True),
+        (["9.0", "10.0"], "0,1", True),
+        (["8.0"], None, False),
+        (["9.0", "8.6"], "0,1", False),
+        (["9.0", "8.6"], "0", True),
+        (["9.0", "8.6"], "GPU-1", False),
+        (["9.0", "8.6"], None, True),  # the first one's kind is used
+        (["9.0", "8.6"], "MIG-1", False),
+        ([], None, False),
+        (["[N/A]"], None, False),
+    ],
 )
-def test_the_driver_says_whether_a_gpu_without_known_peaks_multiplies_fp8(
-    monkeypatch: pytest.MonkeyPatch, said: str, can: bool
+def test_the_driver_says_whether_the_gpus_that_are_used_multiply_fp8(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], visible: str | None, can: bool
 ) -> None:
-    monkeypatch.setattr(hardware_module, "_output", lambda _: said)
+    """Whatever the peaks of the first one say."""
+    lines = "\n".join(f"{number}, GPU-{number}a, {each}" for number, each in enumerate(said))
+    monkeypatch.setattr(hardware_module, "_output", lambda _: lines)
+    gpus = [Gpu(f"NVIDIA {each}", None) for each in said]
+    monkeypatch.setattr(hardware_module, "nvidia_gpus", lambda: gpus)
+    found = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    monkeypatch.setattr(hardware_module, "usable_gpus", lambda: usable_gpus(found))
     unknown = Hardware("NVIDIA X", "cuda", None, None)
     assert multiplies_fp8(unknown, here=True) is can
     assert not multiplies_fp8(unknown, here=False)
+    known = hardware_called("h100")
+    assert multiplies_fp8(known, here=True) is (can or not said)
+    assert multiplies_fp8(known, here=False)
 
 
 ASKED = ("model.quantization", "int8"), ("engine.deterministic", "true")

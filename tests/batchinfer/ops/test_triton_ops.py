@@ -68,6 +68,8 @@ def test_without_triton(monkeypatch, caplog):
     assert "triton is not installed" in caplog.text
     with pytest.raises(Unavailable, match="deterministic: true needs the Triton operators: triton is not"):
         choose_ops(GPU, torch.bfloat16, 4, 64, deterministic=True)
+    with pytest.raises(Unavailable, match=r"\(pip install triton\), or take model.quantization: none$"):
+        choose_ops(GPU, torch.bfloat16, 4, 64, "stored")
     both = (
         r"int8 and engine\.deterministic: true need the .*; install it \(pip install triton\), or take it out"
     )
