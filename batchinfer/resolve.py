@@ -181,8 +181,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     place = hardware or detect(device)
     quantization = job.model.quantization
     if quantization == "auto":
-        stored = checkpoint.stores_codes and multiplies_fp8(place, hardware is None)
-        quantization = "stored" if stored else "none"
+        quantization = auto_quantization(checkpoint, place, hardware is None)
     chosen = quantization, job.engine.deterministic, job.engine.block_size
     replicas, gpus = _replicas(job, device, hardware is None)
     tiles = runs_in_tiles(device)
@@ -265,6 +264,13 @@ def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
     if device == "cuda" or stored == "float32":
         return stored
     return "bfloat16" if fast_bf16 else "float32"
+
+
+def auto_quantization(checkpoint: StoredModel, hardware: Hardware, here: bool = True) -> Quantization:
+    """In codes as they are stored, where there are some and the GPU multiplies them. `here`: whether the hardware is
+    this machine's."""
+    stored = checkpoint.stores_codes and multiplies_fp8(hardware, here)
+    return "stored" if stored else "none"
 
 
 def runs_in_tiles(device: Device) -> bool:

@@ -17,9 +17,7 @@ DEFAULT_MODEL = "llama-135m"
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", *get_args(CacheDtype))
 PEERS = ("transformers",)
-_QUANTIZATIONS = tuple(
-    name for name in get_args(Quantization) if name != "stored"
-)  # dummy weights store no codes
+QUANTIZATIONS = ("auto", *get_args(Quantization))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class BenchOptions:
     workloads: tuple[str, ...] = DEFAULT_WORKLOADS
     model: str = DEFAULT_MODEL  # a named shape, a checkpoint folder, or a name in the Hugging Face cache
     dtype: str = "auto"
-    quantization: str = "none"
+    quantization: str = "auto"
     kv_cache_dtype: str = "auto"
     deterministic: bool = False
     device: str = "auto"
@@ -57,7 +55,7 @@ class BenchOptions:
         known = [
             *(("WORKLOAD", name, tuple(WORKLOADS)) for name in self.workloads),
             ("--dtype", self.dtype, ("auto", *get_args(Dtype))),
-            ("--quantization", self.quantization, _QUANTIZATIONS),
+            ("--quantization", self.quantization, QUANTIZATIONS),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--device", self.device, DEVICES),
             ("--against", self.against, (None, *PEERS)),

@@ -18,7 +18,7 @@ from batchinfer.bench.peer import PeerRun
 from batchinfer.bench.runs import Run
 from batchinfer.bench.workloads import Workload
 from batchinfer.engine.config import EngineInfo
-from batchinfer.report.hardware import detect
+from batchinfer.report.hardware import codes_of, detect
 from batchinfer_kernels.cost import ModelCost, Peaks
 
 WIDTH = 24  # of the table's first column
@@ -143,11 +143,13 @@ class BenchReport:
     def _head(self) -> str:
         info, peaks = self.info, self.peaks
         weights = "dummy weights" if self.options.is_shape else "its weights"
-        quantised = f", {info.quantization} weights" if info.quantization != "none" else ""
+        codes = codes_of(info.quantization)
+        stored = "stored " if info.quantization == "stored" else ""
+        quantised = f", {stored}{codes} weights" if codes != "none" else ""
         kept = self.options.kv_cache_dtype
         quantised += f", {kept} KV cache" if kept != "auto" else ""
         certain = ", deterministic" if info.deterministic else ""
-        integer = f", {_giga(peaks.coded_ops_per_s)}OP/s in int8" if peaks.coded_ops_per_s else ""
+        integer = f", {_giga(peaks.coded_ops_per_s)}OP/s in {codes}" if peaks.coded_ops_per_s else ""
         return "\n".join(
             [
                 f"{self.options.model} ({weights}) in {info.dtype}{quantised}{certain} on {self.json['hardware']}, "

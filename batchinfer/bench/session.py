@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -31,8 +31,8 @@ from batchinfer.models.parameters import parameter_count
 from batchinfer.models.shapes import SHAPES, shape_config
 from batchinfer.operators_build import build_operators
 from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
-from batchinfer.report.hardware import has_fast_bf16
-from batchinfer.resolve import auto_dtype, runs_in_tiles
+from batchinfer.report.hardware import codes_of, detect, has_fast_bf16
+from batchinfer.resolve import auto_dtype, auto_quantization, runs_in_tiles
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -55,7 +55,7 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     measure = measure or _measure_of(options)
     before = _measured(config, measure, notice)
     notice(f"loading {options.model}")
-    loaded = load_model(replace(config, peaks=before), _source(options))
+    loaded = load_model(replace(config, peaks=before), _source(options, config.quantization))
     if options.schemas:
         loaded = with_constraints(loaded, options)
     with _peer(options, config, notice) as peer, loaded_for_good():
@@ -96,7 +96,7 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
     chosen = options.device
     if chosen == "auto":
         chosen = "cuda" if torch.cuda.is_available() else "cpu"
-    device, quantization = cast(Device, chosen), cast(Quantization, options.quantization)
+    device = cast(Device, chosen)
     dtype = _dtype(options, device)
     return EngineConfig(
         model=options.folder,
@@ -107,7 +107,7 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         threads=options.threads,
-        quantization=quantization,
+        quantization=_quantization(options, device),
         deterministic=options.deterministic,
         tiles=runs_in_tiles(device),
         kv_cache=_kv_cache(options),
@@ -122,16 +122,32 @@ def _dtype(options: BenchOptions, device: Device) -> Dtype:
     return auto_dtype(device, stored, has_fast_bf16())
 
 
+def _quantization(options: BenchOptions, device: Device) -> Quantization:
+    """As a job would have it; dummy weights are stored in no codes. Raises UsageError where those that are asked for
+    are not there."""
+    asked = cast(Literal["auto"] | Quantization, options.quantization)
+    if asked == "auto":
+        return (
+            "none" if options.is_shape else auto_quantization(open_checkpoint(options.folder), detect(device))
+        )
+    if asked == "stored" and (options.is_shape or not open_checkpoint(options.folder).stores_codes):
+        what = f"{options.model} {'runs on dummy weights' if options.is_shape else 'stores none of its weights in fp8'}"
+        raise UsageError(
+            f"--quantization is 'stored', and {what}; leave it out, or name a checkpoint that does"
+        )
+    return asked
+
+
 def _kv_cache(options: BenchOptions) -> KvCacheDtype:
     return cast(KvCacheDtype, options.kv_cache_dtype)
 
 
-def _source(options: BenchOptions) -> Source:
+def _source(options: BenchOptions, quantization: Quantization) -> Source:
     if not options.is_shape:
         refused = open_checkpoint(options.folder).refusals(False, False, options.kv_cache_dtype != "auto")
         if refused:
             raise UsageError(f"--kv-cache-dtype is {options.kv_cache_dtype!r}, and {refused[0][1]}")
-        return checkpoint_source(options.folder, _kv_cache(options))
+        return checkpoint_source(options.folder, _kv_cache(options), quantization == "stored")
     spec = shape_config(options.model).caching(_kv_cache(options))
     return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
 
@@ -145,9 +161,9 @@ def _measure_of(options: BenchOptions) -> Measure:
 
 def _measured(config: EngineConfig, measure: Measure, notice: Notice) -> Peaks:
     notice("measuring this machine's peaks")
-    codes = () if config.quantization == "none" else (config.quantization,)
+    codes = () if config.quantization == "none" else (codes_of(config.quantization),)
     found = measure(config.device, (config.dtype, *codes))
-    coded = found.peak_flops[config.quantization] if codes else None
+    coded = found.peak_flops[codes[0]] if codes else None
     return Peaks(found.peak_flops[config.dtype], found.bandwidth, coded)
 
 

@@ -71,8 +71,11 @@ def bench(
     ] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     quantization: Annotated[
-        str, typer.Option(help="Of the linear layers' weights: none, int8 or fp8.")
-    ] = "none",
+        str,
+        typer.Option(
+            help="Of the linear layers' weights, as in a job file: auto, none, int8, fp8 or stored."
+        ),
+    ] = "auto",
     kv_cache_dtype: KvCacheOption = "auto",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With numbers that depend on nothing but the row.")

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from batchinfer import cli
+from batchinfer.bench import session
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.report import BenchReport
 from batchinfer.bench.session import best_peaks, run_bench
@@ -22,8 +23,10 @@ from batchinfer.engine.budget import step_tokens
 from batchinfer.errors import UsageError
 from batchinfer.job import load_job
 from batchinfer.ops.peaks import MeasuredPeaks
+from batchinfer.report.hardware import hardware_called
 from batchinfer_kernels.cost import Peaks
 from tests.checkpoints import make_checkpoint, make_tokenizer
+from tests.packed_weights import make_fp8
 
 ROWS = dict.fromkeys(WORKLOADS, 24) | {"long-context": 2}
 PEAKS = MeasuredPeaks(None, {"float32": 1e11, "bfloat16": 2e11, "int8": 4e11}, 2e10, 1e10, 0.0)
@@ -156,6 +159,49 @@ def test_int8_weights_are_a_byte_each():
     assert small == linear + head + 4 * (head + 5 * 64)
 
 
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    made = tmp_path_factory.mktemp("fp8")
+    make_fp8(made / "stored", made / "plain", "llama", block=128)
+    return made
+
+
+class Loading(Exception):
+    """What would be loaded."""
+
+
+@pytest.mark.parametrize("asked", ["auto", "stored", "none"])
+def test_a_gpu_that_can_runs_codes_as_a_checkpoint_stores_them(fp8, monkeypatch, asked):
+    def load(config, source):
+        raise Loading(config.quantization, any(layer.coded for layer in source.spec.layers))
+
+    measured = []
+
+    def measure(device, dtypes):
+        measured.append(dtypes)
+        return MeasuredPeaks(None, {"bfloat16": 1e14, "fp8": 2e14}, 1e12, 1e12, 0.0)
+
+    monkeypatch.setattr(session, "load_model", load)
+    monkeypatch.setattr(session, "detect", lambda device: hardware_called("h100"))
+    options = BenchOptions(("decode",), str(fp8 / "stored"), "bfloat16", asked, device="cuda", rows=2)
+    with pytest.raises(Loading) as loading:
+        run_bench(options, lambda line: None, measure)
+    coded = asked != "none"
+    assert loading.value.args == ("stored" if coded else "none", coded)
+    assert measured == [("bfloat16", "fp8") if coded else ("bfloat16",)]
+
+
+def test_stored_codes_are_dequantised_on_a_cpu_and_refused_where_there_are_none(fp8):
+    found = bench("decode", rows=2, model=str(fp8 / "stored"))
+    assert found.json["quantization"] == "none"
+    for model, why in (
+        ("tiny", "tiny runs on dummy weights"),
+        (str(fp8 / "plain"), "stores none of its weights"),
+    ):
+        with pytest.raises(UsageError, match=f"--quantization is 'stored', and .*{why}"):
+            bench("decode", rows=2, model=model, quantization="stored")
+
+
 def test_codes_in_the_cache_are_wired_and_told():
     plain, coded = (bench("decode", rows=4, kv_cache_dtype=kept) for kept in ("auto", "int8"))
     assert (plain.json["kv_cache_dtype"], coded.json["kv_cache_dtype"]) == ("auto", "int8")
@@ -240,7 +286,7 @@ def test_the_last_line_of_stdout_is_json():
         ({"model": "gpt-5"}, "--model is 'gpt-5'; it can be tiny, llama-135m"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it can be auto, float32, bfloat16, float16"),
         ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype is 'int4'; it can be auto, int8, fp8"),
-        ({"quantization": "int4"}, "--quantization is 'int4'; it can be none, int8"),
+        ({"quantization": "int4"}, "--quantization is 'int4'; it can be auto, none, int8, fp8, stored"),
         ({"device": "tpu"}, "--device is 'tpu'; it can be auto, cpu, cuda"),
         ({"against": "vllm"}, "--against is 'vllm'; it can be transformers"),
         ({"repeat": 0}, "--repeat is 0; at least 1"),
