@@ -88,7 +88,7 @@ def make_fp8(
         config |= {"weight_block_size": None, "activation_scheme": "static"}
     if method != "fp8":
         config = COMPRESSED if method == "compressed-tensors" else {"quant_method": method}
-        packed |= {f"model.layers.0.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
+        packed |= {f"model.layers.0.self_attn.{name}_scale": torch.tensor(0.5) for name in ("k", "v", "kv")}
     return _saved(folder, plain, model, packed, stored, config)
 
 

@@ -18,7 +18,7 @@ from batchinfer.bench.peer import PeerRun
 from batchinfer.bench.runs import Run
 from batchinfer.bench.workloads import Workload
 from batchinfer.engine.config import EngineInfo
-from batchinfer.report.hardware import codes_of, detect
+from batchinfer.report.hardware import coded_text, codes_of, detect
 from batchinfer_kernels.cost import ModelCost, Peaks
 
 WIDTH = 24  # of the table's first column
@@ -144,8 +144,7 @@ class BenchReport:
         info, peaks = self.info, self.peaks
         weights = "dummy weights" if self.options.is_shape else "its weights"
         codes = codes_of(info.quantization)
-        stored = "stored " if info.quantization == "stored" else ""
-        quantised = f", {stored}{codes} weights" if codes != "none" else ""
+        quantised = f", {coded_text(info.quantization)} weights" if codes != "none" else ""
         kept = self.options.kv_cache_dtype
         quantised += f", {kept} KV cache" if kept != "auto" else ""
         certain = ", deterministic" if info.deterministic else ""

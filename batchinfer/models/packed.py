@@ -20,7 +20,7 @@ MXFP4_GROUP, MXFP4_BYTES = 32, 16  # values that share a scale, and the bytes th
 # Of a weight, its scales; of its module, those of activations, which stay as they are once weights are dequantised
 _FP8_SCALES, _FP8_ACTIVATIONS = ("_scale_inv", "_scale"), ("input_scale", "activation_scale")
 # Of attention, for a cache of codes; a job's cache computes its own (docs/models.md)
-_CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".output_scale")
+_CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 # What else calls weights in FP8 so, and how they may be scaled
 _COMPRESSED, _FBGEMM, _STRATEGIES = "compressed-tensors", "fbgemm_fp8", ("tensor", "channel", "block")
 

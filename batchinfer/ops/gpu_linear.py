@@ -147,16 +147,16 @@ class StoredFp8Linear(Linear):
     ) -> None:
         self.out_features, self.in_features = weight.codes.shape
         self.out_features //= 1 if activation is None else 2
-        self._weight, self._bias = weight, bias
+        self._codes, self._scales, self._bias = weight.codes, weight.scales, bias
+        self._blocks = None if weight.lines is None else BlockWeight(self._codes, self._scales, weight.lines)
         self._activation, self._deterministic = activation, deterministic
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, gate, how = self._weight, self._activation, self._deterministic
-        if weight.lines is None:
-            rest = (weight.codes, weight.scales, self._bias)
-            return fp8_matmul(x, *rest, activation=gate, deterministic=how)
-        blocks = BlockWeight(weight.codes, weight.scales, weight.lines)
-        return block_fp8_matmul(x, blocks, self._bias, activation=gate, deterministic=how)
+        gate, how = self._activation, self._deterministic
+        if self._blocks is not None:
+            return block_fp8_matmul(x, self._blocks, self._bias, activation=gate, deterministic=how)
+        rest = (self._codes, self._scales, self._bias)
+        return fp8_matmul(x, *rest, activation=gate, deterministic=how)
 
 
 class Fp8Head(Head):

@@ -42,10 +42,15 @@ def arithmetic_text(
     dtype: str, quantization: str | None, kv_cache: str | None, deterministic: bool | None
 ) -> str:
     """What is computed in, for people: `bfloat16 with int8 weights, deterministic`."""
-    coded = {"weights": "stored fp8" if quantization == "stored" else quantization, "KV cache": kv_cache}
+    coded = {"weights": coded_text(quantization), "KV cache": kv_cache}
     parts = [f"{how} {what}" for what, how in coded.items() if how not in (None, "none", "auto")]
     found = f"{dtype} with {' and '.join(parts)}" if parts else dtype
     return found + (", deterministic" if deterministic else "")
+
+
+def coded_text(quantization: str | None) -> str | None:
+    """What weights are, for people: `int8`, `stored fp8`."""
+    return "stored fp8" if quantization == "stored" else quantization
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.report.exit_status import is_published
+from batchinfer.report.hardware import coded_text
 from batchinfer.report.page.figures import Amount, Figure, Figures, html_text, shown
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
@@ -54,7 +55,7 @@ def _device(row: RunRow) -> str | None:
 
 
 def _weights(row: RunRow) -> str | None:
-    return f"{row['quantization']} weights" if row["quantization"] not in (None, "none") else None
+    return f"{coded_text(row['quantization'])} weights" if row["quantization"] not in (None, "none") else None
 
 
 def tiles(row: RunRow) -> str:

@@ -37,7 +37,7 @@ KINDS: dict[str, Callable[[Path, Path], PreTrainedModel]] = {
     "compressed-tensors": lambda folder, plain: make_fp8(folder, plain, "qwen3", "row", "compressed-tensors"),
     "fp8 of experts": lambda folder, plain: make_fp8(folder, plain, "gpt_oss", "tensor"),
 }
-UNREAD = ("input_scale", ".k_scale", ".v_scale")
+UNREAD = ("input_scale", ".k_scale", ".v_scale", ".kv_scale")
 MXFP4 = PackedTensor("mxfp4", "", "", ())
 
 

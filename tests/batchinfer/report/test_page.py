@@ -19,7 +19,7 @@ from batchinfer.report.columns import EXPERT_SCHEMA, ROW_SCHEMA
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.figures import Figure, Figures, html_prose, shown
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
-from batchinfer.report.page.overview import tiles
+from batchinfer.report.page.overview import heading, tiles
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
@@ -364,6 +364,14 @@ def test_cost_energy_and_deadline_are_shown_where_they_are_known(tmp_path: Path)
     text = ParsedPage(tiles(run.row | known)).text
     for words in ("5.40 kJ", "0.25 J/token", "at 2.50 an hour", "missed2026-11-21 06:00:00 UTC"):
         assert words in text
+
+
+def test_weights_in_codes_are_named_as_elsewhere(tmp_path: Path) -> None:
+    write_tables(tmp_path)
+    run = read_run(tmp_path)
+    for quantization, told in (("stored", "stored fp8 weights"), ("int8", "int8 weights")):
+        text = ParsedPage(heading(run.row | {"quantization": quantization, "trial": False})).text
+        assert text.rstrip().endswith(f"· {told}")
 
 
 GPU_FACTS = {"load_capture_s": 4.0, "forecast_eager_steps": 21, "forecast_eager_tokens": 900}
