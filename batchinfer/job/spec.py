@@ -65,7 +65,7 @@ class ModelSection(Section):
     )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",
-        description="What the KV cache keeps. auto: values in dtype. int8, fp8: codes of a byte, on a GPU only.",
+        description="What the KV cache keeps. auto: values in dtype. int8, fp8: codes of a byte; fp8 on a GPU only.",
     )
     max_model_len: MaxLength = Field(
         default=None,
