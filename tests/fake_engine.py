@@ -111,6 +111,8 @@ class FakeEngine:
             "FAKE_ENGINE_COUNTS_TIME" in os.environ
         )  # a step takes its delay to the bit, and no time
         self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1")) if mortal else -1
+        # once the log has so many requests: of a job's rows, in whichever start
+        self._dies_after = int(os.environ.get("FAKE_ENGINE_DIES_AFTER_ROWS", "-1"))
         # of any prompt of more tokens, in every start
         self._dies_of = int(os.environ.get("FAKE_ENGINE_DIES_OF_MORE_TOKENS", "1000000"))
         self._raises = os.environ.get(
@@ -135,7 +137,15 @@ class FakeEngine:
             _die()
         self._waiting.clear()
 
+    def _is_spent(self) -> bool:
+        """Whether as many rows were computed, in all starts, as ever shall be."""
+        if self._dies_after < 0 or self._log is None or not Path(self._log).exists():
+            return False
+        return len(Path(self._log).read_text().split()) >= self._dies_after
+
     def step(self) -> FakeOutput:
+        if self._is_spent():
+            _die()
         if self._steps == self._die_at:
             if self._raises:
                 raise getattr(builtins, self._raises)("the fake engine was asked to raise it")

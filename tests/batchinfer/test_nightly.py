@@ -150,13 +150,14 @@ def test_a_failed_run_for_another_night_can_be_read_and_is_swept_a_day_later(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = write_job(tmp_path, model, people(9), output={"path": "out/res/${date}"})
-    for name, value in (("DIES_AT_STEP", "1"), ("BATCH", "3"), ("DELAY_S", "0.2")):
+    log = str(tmp_path / "log")
+    for name, value in (("DIES_AFTER_ROWS", "6"), ("LOG", log), ("BATCH", "3"), ("DELAY_S", "0.2")):
         monkeypatch.setenv(f"FAKE_ENGINE_{name}", value)
     with pytest.raises(Exception, match="same command resumes"):
         run(job, "2026-01-01")
     ((answered,),) = answer(tmp_path / "out/res/2026-01-01", "SELECT count(*) FROM results", True)
-    assert answered in (3, 6)  # a step of each of the engine's two starts, as far as it was sent
-    monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
+    assert answered in (3, 6), "two steps, as far as they were sent"
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")
     state = tmp_path / "out/.batchinfer-res"
     aged(state / "results", 1.1)
     assert run(job, "2026-01-02").row["reused_requests"] == answered

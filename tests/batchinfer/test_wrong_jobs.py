@@ -949,10 +949,11 @@ def test_another_jobs_result_is_replaced_when_asked(place: Place, capsys, monkey
 
 
 def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Twice: 69; what it had finished is stored, and the same command does the rest."""
+    """Again and again: 69; what it had finished is stored, and the same command does the rest."""
     place.job("commit: {rows: 1}")
     run = command(capsys, monkeypatch)
-    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "2")
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "8")
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(place.folder / "log"))
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")
     ended = run("run", place.folder / "job.yaml", "--json")
@@ -964,7 +965,7 @@ def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ig
     assert any("a new one is started" in line for line in running), "a slow run logs its progress, too"
     clear(message)
     assert place.published() == {}
-    monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")
     again = run("run", place.folder / "job.yaml", "--json")
     assert again.code == 0, again.err
     told = json.loads(again.out)
