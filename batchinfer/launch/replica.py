@@ -18,9 +18,8 @@ from batchinfer.request import Completion, Request, RowError
 # themselves have died one after the other by then, so that it is no row that kills it.
 FRUITLESS = 4
 FRUITLESS_LOADING = 2  # of an engine that has not come to work again: no row has to do with it
-ONE_BY_ONE = (
-    2  # from so many on, rows under suspicion run one by one: an engine that works finishes the first of them
-)
+# From so many on, it first runs a row that was answered before; where none was, rows under suspicion run one by one.
+DOUBTED = 2
 CODE = "engine_died"
 
 
@@ -46,6 +45,7 @@ class Replica:
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
         self.restarts = 0
         self.apart: Group | None = None  # what it runs with no other rows
+        self.answered: Request | None = None  # the last row that it answered without an error
         self.accused: list[Request] = []  # died by themselves, and it has finished nothing since
         self.fruitless = 0  # deaths in a row between which it got next to nothing done
         self._finished = 0  # rows, by the present process
@@ -86,8 +86,13 @@ class Replica:
         for done in heard:
             done.engine, done.replica = self._engine, self.number
             for completion in done.completions:
-                self.load -= tokens_of(self.unfinished.pop(completion.key))
+                request = self.unfinished.pop(completion.key)
+                self.load -= tokens_of(request)
+                if completion.error is None:
+                    self.answered = request
             self._finished += len(done.completions)
+            if self.apart is not None and self.apart.is_proof:  # its steps count, its answer is nobody's
+                done.completions, done.requests = [], []
             if done.steps:
                 self._running, self._waiting = done.steps[-1].running, done.steps[-1].waiting
         return heard
@@ -125,7 +130,7 @@ class Replica:
     @property
     def doubted(self) -> bool:
         """It, and not a row, may be at fault: it died in a row, and has not shown since that it works."""
-        return self.fruitless >= ONE_BY_ONE and not self.works
+        return self.fruitless >= DOUBTED and not self.works
 
     @property
     def works(self) -> bool:

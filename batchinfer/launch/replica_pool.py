@@ -14,7 +14,7 @@ from batchinfer.errors import BatchInferError, OutOfMemory, Unavailable
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone, WorkerSpec
 from batchinfer.launch.replica import CODE, Death, Replica
-from batchinfer.launch.suspects import Suspects
+from batchinfer.launch.suspects import Group, Suspects, proof_of
 from batchinfer.plan.backlog import Backlog, piece_rows
 from batchinfer.request import ExpertTokens, Request
 
@@ -189,11 +189,19 @@ class ReplicaPool:
     def _run_apart(self) -> None:
         """Nothing of the plan is left: engines without work get rows that were in work when one died."""
         for replica in self._live:
-            if replica.is_ready and not replica.unfinished:
-                another = replica.number if len(self._live) > 1 else None
-                group = self._suspects.take(one=replica.doubted, not_of=another)
+            if replica.is_ready and not replica.unfinished and self._suspects:
+                group = self._group_for(replica)
                 if group is not None:
                     replica.run_apart(group)
+
+    def _group_for(self, replica: Replica) -> Group | None:
+        """What it runs by itself; if it is doubted first a row that was answered, so that rows that kill do not have
+        it given up."""
+        answered = next((one.answered for one in self._replicas if one.answered is not None), None)
+        if replica.doubted and answered is not None:
+            return proof_of(answered)
+        another = replica.number if len(self._live) > 1 else None
+        return self._suspects.take(one=replica.doubted, not_of=another)
 
     def _give(self, replica: Replica, requests: list[Request]) -> None:
         self._left -= len(requests)
@@ -273,6 +281,8 @@ class ReplicaPool:
 
     def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
         """What it was given: rows that waited are the first to be handed out again, those in work are `blamed`."""
+        if death.apart is not None and death.apart.is_proof:
+            return
         waiting = death.waiting if blamed else [*death.in_work, *death.waiting]
         self._left += len(waiting)
         self._backlog.put_back(waiting)
@@ -306,14 +316,20 @@ class ReplicaPool:
             return False
         return replica.may_restart and self._deaths_apart < MOST_APART
 
+    def _named(self, death: Death) -> str:
+        """What was in work, in words."""
+        if death.apart is not None and death.apart.is_proof:
+            return "in work by itself: a row that had been answered before"
+        how = "in work by themselves" if death.apart else "in work"
+        return f"{how}: {self._name_rows([request.key for request in death.in_work])}"
+
     def _told(self, death: Death) -> str:
         """In words."""
         if not death.loaded:
             return "it was loading the model" + (" again, after a restart" if death.restarts else "")
         if not death.in_work:
             return "no row was in work"
-        how = "in work by themselves" if death.apart else "in work"
-        named = f"{how}: {self._name_rows([request.key for request in death.in_work])}"
+        named = self._named(death)
         return (
             named
             if death.fruitless < 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from batchinfer.request import Request
 
@@ -15,6 +16,14 @@ class Group:
     requests: list[Request]
     twin: Group | None = None  # the other half of the group that died
     died_in: int | None = None  # the engine that died of it, if it is one row
+    is_proof: bool = False  # no row that waits: whoever answers it works
+
+
+def proof_of(answered: Request) -> Group:
+    """A row that was answered, to be run by an engine that is doubted. Its key is another one: nobody takes its answer
+    for the row's."""
+    key = sha256(b"proof" + answered.key).digest()
+    return Group([replace(answered, key=key, shares_next=0)], is_proof=True)
 
 
 class Suspects:
@@ -37,11 +46,12 @@ class Suspects:
             self._waiting.append(Group([replace(request, shares_next=0) for request in requests]))
 
     def take(self, one: bool = False, not_of: int | None = None) -> Group | None:
-        """The group to run next; if `one`, only the first row of it. None of which the engine `not_of` died."""
+        """The group to run next; if `one`, a single row, which is as far as can be from those that died last: rows that
+        kill may be neighbours. None of which the engine `not_of` died."""
         fit = [group for group in self._waiting if not_of is None or group.died_in != not_of]
         if not fit:
             return None
-        group = fit[-1]
+        group = next((far for far in fit if far.died_in is None), fit[0]) if one else fit[-1]
         self._waiting.remove(group)
         if one and len(group.requests) > 1:
             self.add(group.requests[1:])

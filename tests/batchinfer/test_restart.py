@@ -163,6 +163,30 @@ def test_a_row_that_kills_workers_becomes_an_error_row(
     assert ran.starts == starts, "an error that is stored is not run again unasked"
 
 
+def test_neighbours_that_kill_workers_cost_themselves_alone(
+    tmp_path: Path, model: Path, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker runs an answered row again to show that it works: no table has heard of that."""
+    monkeypatch.setenv("FAKE_ENGINE_DIES_OF_MORE_TOKENS", "100")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0")
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    rows, killers = people(12), range(5, 9)
+    for place in killers:
+        rows[place] |= {"text": f"person {place} " * 20}
+    job = write_job(
+        tmp_path, model, rows, input={"path": "in.jsonl", "id": "id"}, on_error={"max_error_rate": 0.5}
+    )
+    ran = Ran(job)
+    row = ran().row
+    codes = ["engine_died" if place in killers else None for place in range(12)]
+    assert [found["error_code"] for found in table(job)] == codes
+    assert (row["computed_requests"], row["rows_error"]) == (12 - len(killers), len(killers))
+    assert len(ran.computed) > 12 - len(killers), "no worker has run an answered row again"
+    assert set(ran.computed.values()) == {1}
+    (samples,) = (job.parent / "out/res-report").glob("requests-*.parquet")
+    assert pq.read_table(samples).num_rows == 12 - len(killers)
+
+
 def test_a_worker_that_dies_while_loading_is_replaced_once(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

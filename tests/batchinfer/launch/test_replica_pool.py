@@ -271,6 +271,31 @@ def test_a_row_that_kills_engines_costs_one_row(replicas: int, loads_for: int) -
         assert "error row, engine_died: rows 1; an engine that ran nothing else died of it" in notices
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (40, 4), (95, 5), (50, 12)])
+def test_neighbours_that_kill_engines_cost_themselves_alone(replicas: int, first: int, count: int) -> None:
+    """A plan brings rows together that are alike, so that one cause kills engines several times in a row."""
+    requests = rows(*[(1, 0, 10)] * 100)
+    killers = frozenset(request.key for request in requests[first : first + count])
+    engines, sink = Engines(other=Fate(speed=3, killers=killers)), Kept()
+    with pool_of(engines, replicas, requests) as (pool, _):
+        run(pool, sink)
+    assert set(sink.errors) == killers
+    assert sink.answers == Counter(request.key for request in requests)
+
+
+def test_an_engine_that_is_doubted_runs_a_row_that_was_answered() -> None:
+    """When it dies of that, too, it is given up, and no row is blamed."""
+    spoilt = Fate(dies_after=0)
+    engines, sink = Engines([Fate(dies_after=8), *[spoilt] * 9]), Kept()
+    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 12)) as (pool, notices):
+        failed = failure(pool, sink)
+    assert failed is not None
+    assert "in work by itself: a row that had been answered before; death 4 in a row" in str(failed)
+    assert (len(sink.answers), len(sink.errors), len(engines.started)) == (8, 0, 5)
+    assert "a row that had been answered before; death 3 in a row" in notices[-1]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     count=st.integers(1, 400),
