@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batchinfer_kernels.step_tables import StepTables
+
 Ints = NDArray[np.int64]
 FEWEST_COLUMNS = 8
 _FACTOR = np.uint64(
@@ -41,23 +43,23 @@ class PrefixGroup:
 def prefix_groups(
     query_lens: Sequence[int] | Ints,
     context_lens: Sequence[int] | Ints,
-    tables: NDArray[np.int32],
+    tables: StepTables,
     block_size: int,
     units: Callable[[Ints], Ints],
     worth: Worth,
 ) -> list[PrefixGroup]:
     """The groups of the sequences that have a single query, outer ones before inner ones.
 
-    tables: (S, max blocks); `units`: how many whole units lie in so many leading blocks. The widest group is taken
+    tables: of the S sequences; `units`: how many whole units lie in so many leading blocks. The widest group is taken
     first, and what is inside it is measured from its end. So of the units that a sequence shares with
     `worth.sequences` - 1 others, before all their queries, fewer than `worth.units` are left to it alone.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     single = np.flatnonzero((lens == 1) & (contexts > block_size))
-    if len(single) < worth.sequences or len(np.unique(tables[single, 0])) == len(single):
+    if len(single) < worth.sequences or len(np.unique(tables.leading(single, 1))) == len(single):
         return []
     full = (contexts[single] - 1) // block_size  # blocks that lie before the query
-    own = tables[single, : _columns(tables, single, full)]
+    own = tables.leading(single, _columns(tables, single, full))
     # What comes after them sorts behind every block: sequences between two that share blocks have these, too
     rows = np.where(np.arange(own.shape[1]) < full[:, None], own, -1).astype(">i4")
     by_blocks = np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")
@@ -69,13 +71,15 @@ def prefix_groups(
     return list(_nested(single[by_blocks], shared, worth))
 
 
-def _columns(tables: NDArray[np.int32], single: Ints, full: Ints) -> int:
+def _columns(tables: StepTables, single: Ints, full: Ints) -> int:
     """So many leading blocks that no two sequences share more; looking at the others would cost time. Sums of
     products stand for beginnings, as two that are alike have the same one."""
     most = int(np.partition(full, -2)[-2])
     columns = FEWEST_COLUMNS
     while columns < most:
-        sums = tables[single, :columns].astype(np.uint64) @ _FACTOR ** np.arange(columns, dtype=np.uint64)
+        sums = tables.leading(single, columns).astype(np.uint64) @ _FACTOR ** np.arange(
+            columns, dtype=np.uint64
+        )
         if len(np.unique(sums)) == len(sums):
             return columns
         columns *= 2

@@ -18,6 +18,7 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.shared_parts import Copy
 from batchinfer.engine.table_rows import TableRows
 from batchinfer.ops.interface import AttentionInputs
+from batchinfer_kernels.step_tables import StepTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class HostBatch:
     token_ids: NDArray[np.int64]  # (T,)
     positions: NDArray[np.int64]  # (T,): rows of the rotary tables
     slots: list[NDArray[np.int64]]  # of each cache group: (T,)
-    tables: list[NDArray[np.int32]]  # of each cache group: (S, most blocks), padded with 0
+    tables: list[StepTables]  # of each cache group
     whole: list[bool]  # of each cache group, whether it keeps all tokens
     sampled_rows: NDArray[np.int64]  # (n,): which of the T tokens are followed by a sampled one
     sampling: list[Sequence]  # (n,): whose they are
@@ -43,15 +44,19 @@ class HostBatch:
         return len(self.sampled_rows) == tokens == len(self.query_lens) and not self.parts
 
     @property
+    def table_rows(self) -> NDArray[np.int64]:
+        """(S,): where its sequences' tables are kept; the same array while the same sequences run in the same order."""
+        return self.tables[0].rows
+
+    @property
     def places(self) -> list[NDArray[Any]]:
         """The arrays that `inputs` wants on the device."""
-        return [self.positions, *self.slots, *self.tables, *self.parts]
+        return [self.positions, *self.slots, *self.parts]
 
-    def inputs(self, positions: Tensor, *places: Tensor) -> list[AttentionInputs]:
-        """The attention inputs of each cache group, with `places` on the device."""
+    def inputs(self, tables: Seq[Tensor], positions: Tensor, *places: Tensor) -> list[AttentionInputs]:
+        """The attention inputs of each cache group, with `places` and `tables` on the device, (S, most blocks) each."""
         lens, groups = (self.query_lens, self.context_lens), len(self.tables)
-        slots, tables = places[:groups], places[groups : 2 * groups]
-        parts = places[2 * groups :] or [None] * groups
+        slots, parts = places[:groups], places[groups:] or [None] * groups
         each = zip(slots, tables, self.tables, self.whole, parts, strict=True)
         return [
             AttentionInputs(positions, own, table, *lens, host, whole=whole, parts=copied)
@@ -87,7 +92,9 @@ def host_batch(
     return HostBatch(
         token_ids=_tokens(chunks, len(row_of)),
         positions=positions + rows.rotations(sequences)[row_of],
-        slots=[table[row_of, at].astype(np.int64) * layout.block_size + inside for table in tables],
+        slots=[
+            own.kept[own.rows[row_of], at].astype(np.int64) * layout.block_size + inside for own in tables
+        ],
         tables=tables,
         whole=[group.keeps is None for group in layout.groups],
         sampled_rows=(ends if all_sample else ends[samples]) - 1,
@@ -122,6 +129,7 @@ def build_batch(
 ) -> Batch:
     """Lays the chunks out as tensors on the device."""
     host = host_batch(chunks, layout, rows, copies)
+    tables = [torch.from_numpy(own.array()).to(device) for own in host.tables]
     places = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in host.places)
     token_ids, sampled = (torch.from_numpy(a).to(device) for a in (host.token_ids, host.sampled_rows))
-    return Batch(token_ids, host.inputs(*places), sampled, host.sampling)
+    return Batch(token_ids, host.inputs(tables, *places), sampled, host.sampling)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.cache_layout import CacheGroup
+from batchinfer.engine.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.graph_capture import Capture, Captured
 from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.graph_sizes import LATER_FIRST, batch_sizes, context_bound
@@ -67,6 +68,16 @@ class GraphLimits:
         """The slot that padding rows write to."""
         return self.scratch_block * self.block_size
 
+    @property
+    def table_entries(self) -> int:
+        """Blocks of all rows, padding rows included."""
+        return self.rows * self.blocks(self.longest)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the block tables of a cache group."""
+        return self.table_entries * torch.int32.itemsize
+
     def blocks(self, tokens: int) -> int:
         """Blocks of a sequence of so many tokens."""
         return -(-tokens // self.block_size)
@@ -112,6 +123,7 @@ class DecodeGraphs:
         self._device, self._capture = device, capture
         self.sizes = batch_sizes(limits.rows)
         self._inputs: dict[GraphSize, GraphInputs] = {}
+        self._tables = GraphTables(len(groups), limits.table_entries, device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._replayed: _Replayed | None = None
         self._seen: Counter[Hashable] = Counter()  # steps of kinds that have no graph
@@ -145,23 +157,28 @@ class DecodeGraphs:
         if useless or not batch.is_decode or longest > limits.longest:
             return False
         width = limits.blocks(context_bound(longest, limits.longest))
-        return len(batch.query_lens) <= limits.rows and batch.tables[0].shape[1] <= width
+        return len(batch.query_lens) <= limits.rows and batch.tables[0].width <= width
 
     def run(
-        self, batch: HostBatch, fill_in: Callable[[Tensor], None], or_else: bool = False
+        self,
+        batch: HostBatch,
+        tables: DeviceTables,
+        fill_in: Callable[[Tensor], None],
+        or_else: bool = False,
     ) -> tuple[Tensor, int] | None:
         """Run a step that is covered → (hidden states of its rows, number of padding rows). Its kind may have no graph
         yet: then its operators are launched, or, where it can be run in another way (`or_else`), None is returned.
 
-        `fill_in` writes token ids that only the device knows. The result is valid until the next step is launched.
+        `tables`: brought up to date. `fill_in` writes token ids that only the device knows. The result is valid until
+        the next step is launched.
         Raises torch.OutOfMemoryError when the step's graph cannot be captured; nothing is from then on.
         """
         rows, last = len(batch.query_lens), self._replayed
         size = self._size(batch)
         before = last.graph.plans if last and last.precedes(batch, size) else None
-        held = self._hold(batch, size, follows=before is not None)
+        held = self._hold(batch, size)
         fill_in(held.token_ids)
-        inputs = held.inputs(batch)
+        inputs = held.inputs(batch, self._tables.fill(size, batch.tables, tables))
         plans = self._plans(inputs, size.longest, before)
         key = (size, *[plan.sizes for plan in plans])
         if not self._is_worth_it(key):
@@ -192,13 +209,11 @@ class DecodeGraphs:
         longest = context_bound(max(batch.context_lens), limits.longest)
         return GraphSize(rows, longest, limits.block_size, limits.padding_slot)
 
-    def _hold(self, batch: HostBatch, size: GraphSize, follows: bool) -> GraphInputs:
-        """The step on the device. `follows`: the step that the tensors hold comes right before it."""
+    def _hold(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
+        """The step on the device."""
         held = self._inputs.get(size)
         if held is None:
             held = self._inputs[size] = GraphInputs.of(batch, size, self._device)
-        elif follows:
-            held.move_on(batch)
         else:
             held.refill(batch)
         return held

@@ -85,6 +85,8 @@ def fit(
     meter.restart()
     between = _step_room(runner, mixed) if isinstance(capture, GraphRecorder) else None
     needed += graph_bytes(between.tokens, layers) if between is not None else 0
+    if capture is not None and isinstance(runner.ops, GraphOps):
+        needed += _largest(runner, limits, room).table_bytes * len(runner.layout.groups)
     blocks, caches = _cache(room, room.blocks(needed))
     fitted = replace(_with_cache(runner, caches), pieces=pieces)
     if capture is not None and isinstance(runner.ops, GraphOps):
@@ -137,6 +139,11 @@ def _piecewise(
     return PiecewiseGraphs(runner.model, runner.caches, groups, padding_slot, between, recorder)
 
 
+def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, blocks: int = 0) -> GraphLimits:
+    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return GraphLimits(rows, room.longest, runner.layout.block_size, scratch_block=blocks)
+
+
 def _graphs(
     runner: DeviceRunner,
     ops: GraphOps,
@@ -148,6 +155,5 @@ def _graphs(
     def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
         return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
-    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    largest = GraphLimits(rows, room.longest, runner.layout.block_size, scratch_block=blocks)
+    largest = _largest(runner, limits, room, blocks)
     return DecodeGraphs(forward, ops, largest, runner.layout.groups, runner.device, capture)

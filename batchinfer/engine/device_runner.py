@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from batchinfer.engine.batch import HostBatch, host_batch
 from batchinfer.engine.decode_graphs import DecodeGraphs
 from batchinfer.engine.device_memory import lack_of_memory
+from batchinfer.engine.device_tables import DeviceTables
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
@@ -76,6 +78,7 @@ class DeviceRunner(ModelRunner):
     mixed: PiecewiseGraphs | None = None  # of steps that no decode graph covers
     pieces: Pieces = field(default_factory=Pieces)
     pending: Pending = field(default_factory=Pending)
+    tables: DeviceTables = field(default_factory=DeviceTables)
 
     @property
     def looks_ahead(self) -> bool:
@@ -143,10 +146,11 @@ class DeviceRunner(ModelRunner):
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
         """(hidden states of the rows to sample from, padded tokens, and how it was launched)"""
+        self.tables.refresh(self.rows, self.device)
         in_pieces = self.mixed is not None and self.mixed.covers(len(host.token_ids))
         if self.graphs is not None and self.graphs.covers(host):
             try:
-                ran = self.graphs.run(host, lambda token_ids: self._fill_in(token_ids, host), in_pieces)
+                ran = self.graphs.run(host, self.tables, partial(self._fill_in, host), in_pieces)
                 if ran is not None:
                     return *ran, "full_graph" if self.graphs.replayed else "eager"
             except torch.OutOfMemoryError:
@@ -154,17 +158,17 @@ class DeviceRunner(ModelRunner):
         if self.graphs is not None:
             self.graphs.interrupt()
         if self.mixed is not None and in_pieces:
-            run = self.mixed.run(host, lambda token_ids: self._fill_in(token_ids, host), self.plan_attention)
+            run = self.mixed.run(host, self.tables, partial(self._fill_in, host), self.plan_attention)
             return *run, "piecewise_graph"
-        arrays = (host.token_ids, host.sampled_rows, *host.places)
-        token_ids, sampled, *places = upload(arrays, self.device)
-        self._fill_in(token_ids, host)
-        inputs = host.inputs(*places)
+        arrays = (host.token_ids, host.sampled_rows, host.table_rows, *host.places)
+        token_ids, sampled, rows, *places = upload(arrays, self.device)
+        self._fill_in(host, token_ids)
+        inputs = host.inputs(self.tables.of(host.tables, rows), *places)
         plans = self.plan_attention(inputs)
         hidden = self.model.forward(token_ids, inputs, self.caches, plans)
         return hidden.index_select(0, sampled), plans[0].padded_tokens, "eager"
 
-    def _fill_in(self, token_ids: Tensor, host: HostBatch) -> None:
+    def _fill_in(self, host: HostBatch, token_ids: Tensor) -> None:
         """Write the tokens that are awaited of the step before."""
         waits = [sequence.pending > 0 for sequence in host.sampling]
         if True not in waits:

@@ -1,7 +1,8 @@
-"""The tensors that a decode graph reads: filled anew, or moved on to the next token of the same sequences."""
+"""The tensors that a decode graph reads, beside block tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch
-from batchinfer.engine.staging import Upload, upload
+from batchinfer.engine.staging import Upload
 from batchinfer.ops.interface import AttentionInputs
 
 
@@ -35,12 +36,11 @@ class GraphInputs:
 
     size: GraphSize
     lines: Upload  # token ids, positions, and the slots of each cache group: (rows,)
-    tables: Upload  # of each cache group: (rows, blocks)
 
     @classmethod
     def of(cls, batch: HostBatch, size: GraphSize, device: torch.device) -> GraphInputs:
         """Tensors that hold this step."""
-        return cls(size, Upload(_lines(batch, size), device), Upload(_tables(batch, size), device))
+        return cls(size, Upload(_lines(batch, size), device))
 
     @property
     def token_ids(self) -> Tensor:
@@ -49,31 +49,19 @@ class GraphInputs:
     def refill(self, batch: HostBatch) -> None:
         """Overwrite them with another step."""
         self.lines.refill(_lines(batch, self.size))
-        self.tables.refill(_tables(batch, self.size))
 
-    def move_on(self, batch: HostBatch) -> None:
-        """Overwrite them with the next step of the same sequences in the same order: of the block tables only what was
-        appended is sent."""
-        self.lines.refill(_lines(batch, self.size))
-        newest = np.array(batch.context_lens, np.int64) - 1
-        rows = np.flatnonzero(newest % self.size.block_size == 0)
-        if len(rows):
-            columns = newest[rows] // self.size.block_size
-            places = rows * self.size.blocks(self.size.longest) + columns
-            appended = [table[rows, columns] for table in batch.tables]
-            index, *blocks = upload([places, *appended], self.token_ids.device)
-            for table, more in zip(self.tables.tensors, blocks, strict=True):
-                table.view(-1).index_copy_(0, index, more)
+    def inputs(self, batch: HostBatch, tables: Seq[Tensor]) -> list[AttentionInputs]:
+        """The attention inputs of each cache group, for the step that the tensors hold.
 
-    def inputs(self, batch: HostBatch) -> list[AttentionInputs]:
-        """The attention inputs of each cache group, for the step that the tensors hold."""
+        `tables`: (rows, blocks) each.
+        """
         _, positions, *slots = self.lines.tensors
         missing = self.size.rows - len(batch.context_lens)
         lens = ([1] * self.size.rows, [*batch.context_lens, *[0] * missing])
-        each = zip(slots, self.tables.tensors, batch.tables, batch.whole, strict=True)
+        each = zip(slots, tables, batch.tables, batch.whole, strict=True)
         return [
-            AttentionInputs(positions, own, tables, *lens, host, self.size.padding_slot, whole)
-            for own, tables, host, whole in each
+            AttentionInputs(positions, own, table, *lens, host, self.size.padding_slot, whole)
+            for own, table, host, whole in each
         ]
 
 
@@ -81,10 +69,6 @@ def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
     shape = (size.rows,)
     slots = (grown(own, shape, size.padding_slot) for own in batch.slots)
     return [grown(batch.token_ids, shape), grown(batch.positions, shape), *slots]
-
-
-def _tables(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
-    return [grown(own, (size.rows, size.blocks(size.longest))) for own in batch.tables]
 
 
 def grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:

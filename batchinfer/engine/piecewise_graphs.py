@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.batch import HostBatch
+from batchinfer.engine.device_tables import DeviceTables
 from batchinfer.engine.graph_capture import GraphRecorder, Replay
 from batchinfer.engine.graph_inputs import grown
 from batchinfer.engine.staging import Upload, upload
@@ -152,20 +153,23 @@ class PiecewiseGraphs:
         """Whether a step of so many tokens can be run here."""
         return bool(self.sizes) and tokens <= self.sizes[-1]
 
-    def run(self, batch: HostBatch, fill_in: Callable[[Tensor], None], plan: Planned) -> tuple[Tensor, int]:
+    def run(
+        self, batch: HostBatch, tables: DeviceTables, fill_in: Callable[[Tensor], None], plan: Planned
+    ) -> tuple[Tensor, int]:
         """Run a step that is covered → (hidden states of the rows to sample from, number of padding rows).
 
-        `fill_in` writes token ids that only the device knows; `plan` plans the step's attention.
+        `tables`: brought up to date. `fill_in` writes token ids that only the device knows; `plan` plans the step's
+        attention.
         """
         tokens = len(batch.token_ids)
         size = self.sizes[bisect_left(self.sizes, tokens)]
         pieces = self._pieces[size]
         pieces.lines.refill(_padded(batch, size, self._padding_slot))
         token_ids, positions, *slots = [line[:tokens] for line in pieces.lines.tensors]
-        arrays: list[NDArray[Any]] = [batch.sampled_rows, *batch.tables, *batch.parts]
-        sampled, *places = upload(arrays, token_ids.device)
+        arrays: list[NDArray[Any]] = [batch.sampled_rows, batch.table_rows, *batch.parts]
+        sampled, rows, *parts = upload(arrays, token_ids.device)
         fill_in(token_ids)
-        inputs = batch.inputs(positions, *slots, *places)
+        inputs = batch.inputs(tables.of(batch.tables, rows), positions, *slots, *parts)
         plans = plan(inputs)
         views = {own.shapes: self._views(own, tokens) for own in pieces.between}
         *before, last = pieces.replays

@@ -77,7 +77,7 @@ class PromptPages:
         own = lens[span]
         contexts = np.where(own > 1, np.asarray(inputs.context_lens, np.int64)[span], 1)
         counts = -(-contexts // block_size)
-        tables = inputs.host_tables[span]
+        tables = inputs.host_tables.leading(np.arange(span.start, span.stop), int(counts.max()))
         pages = tables[np.arange(tables.shape[1]) < counts[:, None]]
         device = inputs.block_tables.device
         staged = torch.from_numpy(pages.astype(np.int32))

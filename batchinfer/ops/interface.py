@@ -6,9 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.models.spec import CacheSpec, LayerSpec
@@ -24,6 +22,7 @@ from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.sample import RowSampling, sample_reference
+from batchinfer_kernels.step_tables import StepTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class AttentionInputs:
     block_tables: Tensor  # (S, max blocks) int32, padded with 0
     query_lens: list[int]  # (S,) tokens of the sequence in this step
     context_lens: list[int]  # (S,) cached tokens of the sequence, this step's included
-    host_tables: NDArray[np.int32] | None = None  # the block tables where the host can read them
+    host_tables: StepTables | None = None  # the block tables where the host can read them
     padding_slot: int | None = (
         None  # where padding rows write to, which are nobody's tokens; None: there are none
     )

@@ -20,6 +20,7 @@ from batchinfer.models.spec import CacheSpec
 from batchinfer.ops import flashinfer_prefill
 from batchinfer.ops.flashinfer_prefill import FlashInferPrefill
 from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer_kernels.step_tables import StepTables
 
 if TYPE_CHECKING:
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
@@ -139,7 +140,7 @@ class _Trial:
         tables = torch.arange(count * width, dtype=torch.int32).reshape(count, width)
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         lens = ([queries] * count, [context] * count)
-        inputs = AttentionInputs(nothing, nothing, tables.to(device), *lens, tables.numpy())
+        inputs = AttentionInputs(nothing, nothing, tables.to(device), *lens, StepTables.of(tables.numpy()))
         assert isinstance(ops, Ops)
         kept = CacheSpec(shape.kv_heads, shape.head_dim)
         cache = ops.allocate_cache(kept, count * width, block, shape.dtype, device)

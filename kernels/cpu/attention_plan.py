@@ -18,6 +18,7 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import PlanStructure
 from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
+from batchinfer_kernels.step_tables import StepTables
 
 MAX_ROWS = 48  # as MOST_ROWS in operators.h
 TO_THE_END = -1
@@ -143,4 +144,4 @@ def _shared(
     if tables is None or pages is None:
         return []
     worth = Worth(LEAST_SHARERS, LEAST_SHARED_TILES)
-    return prefix_groups(lens, contexts, tables, pages.block_size, pages.whole_tiles, worth)
+    return prefix_groups(lens, contexts, StepTables.of(tables), pages.block_size, pages.whole_tiles, worth)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, moved, prefix_segment
@@ -19,6 +18,7 @@ from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
 from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
+from batchinfer_kernels.step_tables import StepTables
 
 # Keys that are worth a level. Of a part 8 bytes a value are written and read, of a shared key 4 are not: with up to 16
 # query heads a KV head that breaks even at 32 keys; the rest pays for the launch. Not measured.
@@ -294,11 +294,11 @@ def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
 def find_shared(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
-    tables: NDArray[np.int32],
+    tables: StepTables,
     block_size: int,
     unit: int,
 ) -> list[SharedPrefix]:
-    """What single queries share, read from the block tables (S, max blocks) on the host; `unit`: of AttentionShape.
+    """What single queries share, read from the block tables on the host; `unit`: of AttentionShape.
 
     Every group has LEAST_SHARERS sequences at least, and its level LEAST_SHARED_KEYS beyond those around it.
     """

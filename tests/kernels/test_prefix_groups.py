@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.attention_plan import CachePages, attention_items
 from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
+from batchinfer_kernels.step_tables import StepTables
 from tests.examples import examples
 
 BLOCK = 16
@@ -79,7 +80,7 @@ def test_groups_are_those_that_comparing_finds(step, units, least, sharers) -> N
     def whole(blocks: Ints) -> Ints:
         return blocks // units
 
-    groups = prefix_groups(lens, contexts, tables, BLOCK, whole, worth)
+    groups = prefix_groups(lens, contexts, StepTables.of(tables), BLOCK, whole, worth)
     assert sorted(as_found(groups), key=str) == sorted(by_comparing(step, units, worth), key=str)
     ends = dict.fromkeys(range(len(lens)), (0, 0))
     for group in groups:  # outer ones come first, and each begins where the one around it ends
@@ -95,7 +96,8 @@ def turns(count: int) -> np.ndarray:
 def test_groups_may_nest_as_deeply_as_there_are_sequences() -> None:
     count = 1500
     contexts = [BLOCK * (i + 1) for i in range(count)]
-    groups = prefix_groups([1] * count, contexts, turns(count), BLOCK, lambda blocks: blocks, Worth(2, 1))
+    tables = StepTables.of(turns(count))
+    groups = prefix_groups([1] * count, contexts, tables, BLOCK, lambda blocks: blocks, Worth(2, 1))
     assert len(groups) == count - 2
     assert max(group.level for group in groups) == count - 3
 
@@ -111,7 +113,9 @@ def test_a_query_within_a_shared_block_does_not_stand_between_those_that_share_i
     """On a CPU, too: the third sequence writes the last token of the second block."""
     tables = np.array([[1, 2, 0], [1, 2, 5], [1, 2, 0], [1, 2, 7], [1, 2, 8]], np.int32)
     contexts = [2 * BLOCK + 9, 3 * BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK]
-    groups = prefix_groups([1] * 5, contexts, tables, BLOCK, lambda blocks: blocks, Worth(3, 1))
+    groups = prefix_groups(
+        [1] * 5, contexts, StepTables.of(tables), BLOCK, lambda blocks: blocks, Worth(3, 1)
+    )
     assert as_found(groups) == [
         (frozenset(range(5)), 0, 1, 0),
         (frozenset({0, 1, 3, 4}), 1, 2, 1),
@@ -122,4 +126,7 @@ def test_a_query_within_a_shared_block_does_not_stand_between_those_that_share_i
     "step", [([], [], np.zeros((0, 3), np.int32)), ([1] * 3, [9] * 3, np.zeros((3, 0), np.int32))]
 )
 def test_where_there_is_nothing_there_are_no_groups(step) -> None:
-    assert prefix_groups(*step, BLOCK, lambda blocks: blocks, Worth(2, 1)) == []
+    lens, contexts, tables = step
+    assert (
+        prefix_groups(lens, contexts, StepTables.of(tables), BLOCK, lambda blocks: blocks, Worth(2, 1)) == []
+    )

@@ -6,7 +6,10 @@ import random
 from itertools import accumulate
 
 import numpy as np
+import torch
 
+from batchinfer.engine.device_tables import DeviceTables, GraphTables
+from batchinfer.engine.graph_inputs import GraphSize
 from batchinfer.engine.output_lengths import OutputLengths
 from batchinfer.engine.scheduler import Chunk, Scheduler, Step
 from batchinfer.engine.sequence import Sequence
@@ -43,7 +46,8 @@ class Driver:
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.finished: list[Sequence] = []
         self.cached = self.preempted = self.steps = self.ran = self.copied = 0
-        self.rows = TableRows()
+        self.rows, self.on_device = TableRows(), DeviceTables()
+        self.graphs: GraphTables | None = None
 
     def step(self) -> Step:
         step = self.scheduler.schedule()
@@ -88,12 +92,22 @@ class Driver:
         assert self.scheduler.shared_blocks(chunks) == again
 
     def check_rows(self, sequences: list[Sequence]) -> None:
-        """Compares the arrays that are kept from step to step with the tables."""
-        for group, rows in enumerate(self.rows.of(sequences)):
-            assert len(rows) == len(sequences)
-            for row, sequence in zip(rows.tolist(), sequences, strict=True):
+        """Compares the arrays that are kept from step to step with the tables, on the host and as a GPU has them."""
+        kept, count = self.rows.of(sequences), len(sequences)
+        places, width = kept[0].rows, max(own.width for own in kept)
+        assert len(set(places.tolist())) == len(places) == count
+        self.on_device.refresh(self.rows, torch.device("cpu"))
+        made = [rows.numpy() for rows in self.on_device.of(kept, torch.from_numpy(places))]
+        size = GraphSize(count + self.random.randrange(3), width + self.random.randrange(3), 1, 0)
+        self.graphs = self.graphs or GraphTables(len(kept), 10_000, torch.device("cpu"))
+        filled = [view.numpy() for view in self.graphs.fill(size, kept, self.on_device)]
+        for group, (own, *others) in enumerate(zip(kept, made, filled, strict=True)):
+            assert [len(rows) for rows in (own.array(), *others)] == [count, count, size.rows]
+            for place, sequence in enumerate(sequences):
                 table, left = sequence.tables[group], sequence.left[group]
+                row = own.array()[place].tolist()
                 assert row[left:] == [*table[left:], *[0] * (len(row) - len(table))]
+                assert all(rows[place, left : len(table)].tolist() == table[left:] for rows in others)
 
     def drain(self) -> None:
         while self.scheduler.running or self.scheduler.waiting:

@@ -1,6 +1,6 @@
 """How long the host takes to schedule, build, launch and retire a decode step, without CUDA calls and without a model.
 
-    python -m tests.batchinfer.engine.host_work [ROWS PROMPT [SHARED]]
+    python -m tests.batchinfer.engine.host_work [ROWS PROMPT [SHARED [LONGEST [ENDS]]]]
 
 The engine, scheduler, runner, graphs and attention plans are the real ones; a graph's replay does nothing.
 """
@@ -46,19 +46,20 @@ STEPS = 40
 @dataclass(frozen=True)
 class Load:
     """So many rows decode; the first `shared` tokens of their prompts are alike, and the first row's prompt is
-    `longest` tokens long."""
+    `longest` tokens long. `ends`: so many rows end with each step that is timed."""
 
     rows: int
     prompt: int
     shared: int = 0
     longest: int = 0
+    ends: int = 0
 
     def requests(self, most: int) -> list[Request]:
         """Each may get `most` tokens."""
         draw = np.random.default_rng(0)
         alike = draw.integers(5, VOCAB, self.shared)
         lengths = [max(self.longest, self.prompt), *[self.prompt] * (self.rows - 1)]
-        params = SamplingParams(max_tokens=most, ignore_eos=True)
+        params = SamplingParams(max_tokens=most)
         prompts = (np.concatenate([alike, draw.integers(5, VOCAB, n - self.shared)]) for n in lengths)
         return [Request(i.to_bytes(32, "big"), p.astype(np.int32), params) for i, p in enumerate(prompts)]
 
@@ -71,17 +72,30 @@ LOADS = (
     Load(256, 640, shared=512),
     Load(256, 640, shared=512, longest=20_000),
     Load(1024, 640, shared=512),
+    Load(256, 512, ends=1),
+    Load(256, 640, longest=20_000, ends=1),
+    Load(1024, 512, ends=1),
+    Load(1024, 2048, ends=1),
+    Load(1024, 640, longest=20_000, ends=1),
 )
+EOS = 2
 
 
 class NoModel:
-    """Every row's next token is 7."""
+    """Every row's next token is 7, but for `ends` rows of each step, other ones than in the step before."""
+
+    def __init__(self) -> None:
+        self.ends, self._steps = 0, 0
 
     def forward(self, token_ids: Tensor, *_: Any) -> Tensor:
         return torch.zeros(len(token_ids), 1)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return torch.full((len(hidden),), 7)
+        tokens = torch.full((len(hidden),), 7)
+        self._steps += 1
+        for number in range(self.ends):
+            tokens[(7 * self._steps + 31 * number) % len(tokens)] = EOS
+        return tokens
 
     def logits(self, hidden: Tensor) -> Tensor:
         raise AssertionError("greedy rows need no logits")
@@ -91,31 +105,33 @@ def _captured(run: Any) -> Captured:
     return Captured(run(), lambda: None)
 
 
-def make_engine(load: Load, most: int) -> Engine:
+def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
     """An engine as for a GPU, on tensors in the host's memory."""
     device, layout = torch.device("cpu"), layer_each([None], BLOCK)
     needed = load.rows * -(-(load.prompt + most) // BLOCK) + -(-(load.longest + most) // BLOCK) + 1
     ops = TritonOps(SHAPE)
     limits = GraphLimits(load.rows, LONGEST, BLOCK, scratch_block=needed)
-    model = NoModel()
+    model = model or NoModel()
     graphs = DecodeGraphs(lambda ids, *_: model.forward(ids), ops, limits, layout.groups, device, _captured)
     sizes = {"layers": 32, "hidden": 4096, "intermediate": 14_336, "q_heads": 32, "kv_heads": 8}
     cost = llama_cost(**sizes, head_dim=128, vocab=128_256, itemsize=2, weight_itemsize=2)
-    sampler = Sampler(frozenset([2]))
+    sampler = Sampler(frozenset([EOS]))
     runner = DeviceRunner(model, ops, [], layout, sampler, cost, device, graphs=graphs)
     scheduler = Scheduler(SchedulerConfig(load.rows, BUDGET), BlockPool(needed, BLOCK))
-    return Engine(runner, scheduler, EngineLimits(LONGEST, frozenset([2])))
+    return Engine(runner, scheduler, EngineLimits(LONGEST, frozenset([EOS])))
 
 
 def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
     """Seconds of each step once all rows decode, after some that do not count."""
     most = 200 + steps + load.rows * load.prompt // BUDGET  # no row ends while others are still read
-    engine = make_engine(load, most)
+    model = NoModel()
+    engine = make_engine(load, most, model)
     engine.add(load.requests(most))
     while True:
         sample = engine.step().sample
         if sample is not None and sample.decode_tokens == load.rows:
             break
+    model.ends = load.ends
     for _ in range(5):
         engine.step()
     gc.collect()
@@ -124,12 +140,13 @@ def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
         began = time.perf_counter()
         sample = engine.step().sample
         assert sample is not None
-        assert sample.decode_tokens == load.rows
+        assert 0 <= load.rows - sample.decode_tokens <= 2 * load.ends * (steps + 5)
         yield time.perf_counter() - began
 
 
 def main(*arguments: str) -> None:
     """Print the median and the least time of each load, in milliseconds."""
+    torch.set_num_threads(1)  # copies that a GPU would make itself do not wait for another core
     loads = (Load(*map(int, arguments)),) if arguments else LOADS
     for load in loads:
         times = sorted(decode_steps(load))

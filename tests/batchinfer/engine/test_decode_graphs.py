@@ -15,10 +15,13 @@ from torch import Tensor
 from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
 from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.device_tables import DeviceTables
 from batchinfer.engine.graph_capture import Captured
 from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.graph_sizes import SHORTEST, batch_sizes, context_bound
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.table_rows import TableRows
+from batchinfer_kernels.step_tables import StepTables
 from tests.batchinfer.engine.hashing_model import (
     EOS,
     HashingOps,
@@ -61,7 +64,7 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
         token_ids=np.array([5, 6]),
         positions=np.array([8, 3]),
         slots=[np.array([17, 3]), np.array([9, 7])],
-        tables=[np.array([[4, 1], [0, 0]], np.int32), np.array([[0, 2], [1, 0]], np.int32)],
+        tables=[StepTables.of(np.zeros((2, 1), np.int32))] * 2,
         whole=[True, False],
         sampled_rows=np.array([0, 1]),
         sampling=[],
@@ -69,12 +72,10 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
         context_lens=[9, 4],
     )
     held = GraphInputs.of(batch, GraphSize(4, 16, 4, padding_slot=120), torch.device("cpu"))
-    first, second = held.inputs(batch)
+    first, second = held.inputs(batch, [torch.zeros(4, 4, dtype=torch.int32)] * 2)
     assert (first.slots.tolist(), second.slots.tolist()) == ([17, 3, 120, 120], [9, 7, 120, 120])
     assert first.context_lens == [9, 4, 0, 0]
     assert first.query_lens == [1] * 4
-    assert first.block_tables.tolist() == [[4, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
-    assert second.block_tables.tolist() == [[0, 2, 0, 0], [1, 0, 0, 0], [0] * 4, [0] * 4]
     assert (held.token_ids.tolist(), first.positions.tolist()) == ([5, 6, 0, 0], [8, 3, 0, 0])
     assert (first.padding_slot, first.whole, second.whole) == (120, True, False)
 
@@ -181,7 +182,7 @@ def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
     assert later.replays >= at_once.replays - 2 * len(at_once.captured)
 
 
-def test_a_step_without_a_graph_between_makes_tables_be_sent_anew():
+def test_graphs_read_what_tables_hold_now():
     """A row that was preempted and read again has other blocks, and may come back one token further."""
     read: list[list[list[int]]] = []
 
@@ -191,13 +192,15 @@ def test_a_step_without_a_graph_between_makes_tables_be_sent_anew():
 
     layout, limits = layer_each([None], 4), GraphLimits(1, 16, 4, scratch_block=30)
     graphs = DecodeGraphs(forward, HashingOps(), limits, layout.groups, torch.device("cpu"), captured_eagerly)
-    sequence = greedy_sequence([1] * 9)
-    for context, table in ((9, [1, 2, 3]), (10, [1, 2, 3]), (11, [7, 8, 9])):
+    sequence, rows, tables = greedy_sequence([1] * 9), TableRows(), DeviceTables()
+    for context, table in ((9, [1, 2, 3]), (10, [1, 2, 3]), (11, [7, 8, 9]), (13, [7, 8, 9, 4])):
         sequence.tables = [table]
         if table[0] == 7:
             graphs.interrupt()
-        graphs.run(one_row(sequence, context), lambda _: None)
-        assert read[-1] == [[*table, 0]]
+        batch = one_row(sequence, context, rows)
+        tables.refresh(rows, torch.device("cpu"))
+        graphs.run(batch, tables, lambda _: None)
+        assert read[-1] == [[*table, *[0] * (4 - len(table))]]
 
 
 def greedy_sequence(tokens: list[int]) -> Sequence:
@@ -205,9 +208,7 @@ def greedy_sequence(tokens: list[int]) -> Sequence:
     return Sequence.of(request, 100, None, 0.0)
 
 
-def one_row(sequence: Sequence, context: int) -> HostBatch:
-    at = np.array([context - 1])
-    table = np.array(sequence.tables[0], np.int32)[None]
-    slots = table[0, at // 4].astype(np.int64) * 4 + at % 4
-    zero = np.zeros(1, np.int64)
-    return HostBatch(zero, at, [slots], [table], [True], zero, [sequence], [1], [context])
+def one_row(sequence: Sequence, context: int, rows: TableRows) -> HostBatch:
+    at, zero = np.array([context - 1]), np.zeros(1, np.int64)
+    slots = sequence.tables[0][(context - 1) // 4] * 4 + at % 4
+    return HostBatch(zero, at, [slots], rows.of([sequence]), [True], zero, [sequence], [1], [context])

@@ -14,6 +14,7 @@ from batchinfer.engine.config import EngineConfig
 from batchinfer.models.decoder import Decoder
 from batchinfer.ops.interface import AttentionInputs
 from batchinfer.request import Request, SamplingParams
+from batchinfer_kernels.step_tables import StepTables
 from tests.checkpoints import edit_json, make_checkpoint
 
 PROMPT = [5, 17, 200, 3, 44]
@@ -68,6 +69,6 @@ def test_no_step_reads_behind_the_table(promising: Path) -> None:
     runner = load_model(config(promising, 40)).runner
     tables = np.zeros((1, 3), np.int32)
     places = (torch.tensor([40]), torch.tensor([0]), torch.from_numpy(tables))
-    inputs = AttentionInputs(*places, [1], [41], tables)
+    inputs = AttentionInputs(*places, [1], [41], StepTables.of(tables))
     with pytest.raises(ValueError, match="a context of 41 tokens, and 40 positions"):
         runner.model.forward(torch.tensor([1]), [inputs], runner.caches, [])

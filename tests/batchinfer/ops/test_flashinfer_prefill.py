@@ -29,6 +29,7 @@ from batchinfer.ops.torch_ops import TorchOps
 from batchinfer.ops.triton_ops import TritonOps
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.step_tables import StepTables
 from tests.batchinfer.ops.flashinfer_stand_in import stand_in
 
 DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
@@ -60,7 +61,7 @@ def step(lens: list[int], contexts: list[int], seed: int = 0) -> AttentionInputs
         tables[row, :count] = [blocks.pop() for _ in range(count)]
     nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     on_device = torch.from_numpy(tables).to(DEVICE)
-    return AttentionInputs(nothing, nothing, on_device, lens, contexts, tables)
+    return AttentionInputs(nothing, nothing, on_device, lens, contexts, StepTables.of(tables))
 
 
 def filled(ops: Ops, inputs: AttentionInputs) -> tuple[torch.Tensor, LayerCache]:

@@ -26,6 +26,7 @@ from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu import attention_plan, fp8_matmul, target
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
+from batchinfer_kernels.step_tables import StepTables
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 GPU = torch.device("cuda")
@@ -199,7 +200,7 @@ def test_a_plan_made_for_a_graph_takes_over_another_steps(monkeypatch):
 
     def inputs(contexts: list[int]) -> AttentionInputs:
         nothing = torch.zeros(6, dtype=torch.int64)
-        return AttentionInputs(nothing, nothing, placed, [1] * 6, contexts, tables)
+        return AttentionInputs(nothing, nothing, placed, [1] * 6, contexts, StepTables.of(tables))
 
     first, second = [70, 80, 90, 70, 5, 0], [71, 99, 127, 71, 6, 17]
     plan = ops.plan_captured(inputs(first), size, frozenset([None]), 128)

@@ -16,6 +16,7 @@ from batchinfer_kernels.gpu.attention_plan import (
     find_shared,
     plan_attention,
 )
+from batchinfer_kernels.step_tables import StepTables
 
 SHAPE = AttentionShape(torch.bfloat16, 8, 2, 64)  # 128 rows of 4 heads: 32 queries an item; tiles of 64 keys
 
@@ -132,21 +133,21 @@ def test_shared_blocks_are_found_level_by_level() -> None:
     inner = [[1, 2, 3, 4, 10 + i] for i in range(4)]
     outer = [[1, 2, 20 + i, 30 + i, 40 + i] for i in range(4)]
     tables = tables_of(*inner, *outer, [1, 2, 3, 4, 5])
-    found = find_shared([1] * 8 + [2], [600] * 9, tables, 128, 64)
+    found = find_shared([1] * 8 + [2], [600] * 9, StepTables.of(tables), 128, 64)
     assert [(sorted(p.sequences), p.keys) for p in found] == [(list(range(8)), 256), ([0, 1, 2, 3], 512)]
     assert plan([1] * 8 + [2], [600] * 9, found).prefixes is not None
-    short = find_shared([1] * 8, [256] * 8, tables[:8], 128, 64)
+    short = find_shared([1] * 8, [256] * 8, StepTables.of(tables[:8]), 128, 64)
     assert short == [], "all of block 2 but its last key is before the query"
 
 
 def test_little_that_is_shared_is_left_alone() -> None:
     same = tables_of(*[[1, 2, 10 + i] for i in range(9)])
-    assert find_shared([1] * 9, [50] * 9, same, 16, 64) == []
+    assert find_shared([1] * 9, [50] * 9, StepTables.of(same), 16, 64) == []
     few = tables_of(*[[1, 2, 10 + i] for i in range(3)])
-    assert find_shared([1] * 3, [600] * 3, few, 256, 64) == []
+    assert find_shared([1] * 3, [600] * 3, StepTables.of(few), 256, 64) == []
     apart = tables_of(*[[i, 9, 9] for i in range(8)])
-    assert find_shared([1] * 8, [600] * 8, apart, 256, 64) == []
-    assert find_shared([], [], np.zeros((0, 3), np.int32), 256, 64) == []
+    assert find_shared([1] * 8, [600] * 8, StepTables.of(apart), 256, 64) == []
+    assert find_shared([], [], StepTables.of(np.zeros((0, 3), np.int32)), 256, 64) == []
 
 
 @st.composite
@@ -186,7 +187,7 @@ def test_nothing_worth_a_level_is_missed(step, unit, least_keys, sharers) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_plan, "LEAST_SHARED_KEYS", least_keys)
         patch.setattr(attention_plan, "LEAST_SHARERS", sharers)
-        found = find_shared(lens, contexts, tables, 16, unit)
+        found = find_shared(lens, contexts, StepTables.of(tables), 16, unit)
     taken = [0] * len(lens)
     for prefix in found:
         first, members = prefix.sequences[0], prefix.sequences
@@ -208,7 +209,7 @@ def test_a_query_within_a_shared_block_does_not_stand_between_those_that_share_i
     """The third sequence writes the last key of block 2; its table, padded with 0, is that of the first, in block 0."""
     tables = tables_of([1, 2, 0], [1, 2, 5], [1, 2], [1, 2, 7], [1, 2, 8])
     contexts = [2 * 256 + 9, 3 * 256, 2 * 256, 3 * 256, 3 * 256]
-    found = find_shared([1] * 5, contexts, tables, 256, 64)
+    found = find_shared([1] * 5, contexts, StepTables.of(tables), 256, 64)
     assert [(sorted(p.sequences), p.keys) for p in found] == [([0, 1, 2, 3, 4], 256), ([0, 1, 3, 4], 512)]
 
 
@@ -216,5 +217,5 @@ def test_levels_may_be_as_many_as_sequences() -> None:
     """Turn after turn of one long conversation."""
     count = 1500
     turns = np.tril(np.broadcast_to(np.arange(1, count + 1, dtype=np.int32), (count, count)))
-    found = find_shared([1] * count, [256 * (i + 1) for i in range(count)], turns, 256, 64)
+    found = find_shared([1] * count, [256 * (i + 1) for i in range(count)], StepTables.of(turns), 256, 64)
     assert len(found) == count - attention_plan.LEAST_SHARERS
