@@ -100,7 +100,10 @@ class ReplicaPool:
 
     @property
     def wants_more(self) -> bool:
-        """Whether there is an engine that would run the next rows of the plan soon, or wait for them."""
+        """Whether there is an engine that would run the next rows of the plan soon, or wait for them; also where there
+        are none: whoever asks finds that the plan has ended, also if no engine is left by then."""
+        if not self._left:
+            return True
         return self.info is not None and not self._divisible and self._next() is not None
 
     def submit(self, requests: Sequence[Request]) -> None:

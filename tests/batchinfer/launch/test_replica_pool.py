@@ -284,6 +284,27 @@ def test_neighbours_that_kill_engines_cost_themselves_alone(replicas: int, first
     assert sink.answers == Counter(request.key for request in requests)
 
 
+def test_a_run_ends_when_the_last_rows_kill_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody had asked for more rows while the engines were full; then no engine was left to want any."""
+    monkeypatch.setitem(globals(), "AT_ONCE", 2)
+    requests = rows(*[(1, 0, 10)] * 4)
+    killers = frozenset(request.key for request in requests[1:])
+    other = Fate(speed=2, killers=killers)
+    engines, sink = Engines([Fate(speed=2, loads_for=1, killers=killers)], other=other), Kept()
+    with pool_of(engines, 2, requests) as (pool, _), monkeypatch.context() as patch:
+        heard, receive = Counter[str](), pool.receive
+
+        def limited(timeout_s: float) -> list[WorkDone]:
+            heard["times"] += 1
+            assert heard["times"] < 200, "the run does not end"
+            return receive(timeout_s)
+
+        patch.setattr(pool, "receive", limited)
+        run(pool, sink)
+    assert set(sink.errors) == killers
+    assert len(sink.answers) == 4
+
+
 def test_an_engine_that_is_doubted_runs_a_row_that_was_answered() -> None:
     """When it dies of that, too, it is given up, and no row is blamed."""
     spoilt = Fate(dies_after=0)
