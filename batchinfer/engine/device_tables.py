@@ -48,6 +48,11 @@ class DeviceTables:
         each = zip(self._kept, tables, strict=True)
         return [kept[:, : own.width].index_select(0, rows) for kept, own in each]
 
+    def write(self, views: Seq[Tensor], tables: Seq[StepTables], rows: Tensor) -> None:
+        """`of`, into the first columns of `views`, (n, at least as many blocks) each."""
+        for view, own in zip(views, self.of(tables, rows), strict=True):
+            view[:, : own.shape[1]].copy_(own)
+
     @property
     def state(self) -> int:
         """Another number once something has changed."""
@@ -90,7 +95,6 @@ class GraphTables:
             padded = np.zeros(size.rows, np.int64)
             padded[: len(rows)] = rows
             (on_device,) = upload([padded], views[0].device)
-        for view, own in zip(views, kept.of(tables, on_device), strict=True):
-            view[:, : own.shape[1]].copy_(own)
+        kept.write(views, tables, on_device)
         self._laid = _Laid(size, rows, on_device, kept.state)
         return views

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
 from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.device_tables import DeviceTables
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.graph_capture import Captured
 from batchinfer.engine.kv_cache import BlockPool
@@ -101,6 +102,13 @@ class NoModel:
         raise AssertionError("greedy rows need no logits")
 
 
+class LaidByNobody(DeviceTables):
+    """On a GPU the host does no more than to ask for it."""
+
+    def write(self, *_: Any) -> None:
+        """Leaves what the tensors hold."""
+
+
 def _captured(run: Any) -> Captured:
     return Captured(run(), lambda: None)
 
@@ -116,7 +124,7 @@ def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
     sizes = {"layers": 32, "hidden": 4096, "intermediate": 14_336, "q_heads": 32, "kv_heads": 8}
     cost = llama_cost(**sizes, head_dim=128, vocab=128_256, itemsize=2, weight_itemsize=2)
     sampler = Sampler(frozenset([EOS]))
-    runner = DeviceRunner(model, ops, [], layout, sampler, cost, device, graphs=graphs)
+    runner = DeviceRunner(model, ops, [], layout, sampler, cost, device, graphs=graphs, tables=LaidByNobody())
     scheduler = Scheduler(SchedulerConfig(load.rows, BUDGET), BlockPool(needed, BLOCK))
     return Engine(runner, scheduler, EngineLimits(LONGEST, frozenset([EOS])))
 
