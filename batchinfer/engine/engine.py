@@ -364,7 +364,8 @@ class Engine:
         began = time.perf_counter_ns()
         chunks, sampled = step.useful, len(step.sampling) - len(step.dropped)
         if step.dropped:
-            chunks = [c for c in chunks if c.sequence not in step.dropped]
+            dropped = step.dropped
+            chunks = [c for c in chunks if c[0] not in dropped]  # half of what c.sequence takes
         if step.irregular:
             rejected = {taken.sequence: taken.rejected for taken in step.irregular}
             cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)

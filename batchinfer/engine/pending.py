@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchinfer.engine.places import places_of
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.staging import upload
 
@@ -29,6 +30,7 @@ class Pending:
         assert self.tokens is not None, "a token is awaited of a step that sampled none"
         if sequences == self.sequences:  # nearly always
             return self.tokens.clamp_min(0)
-        places = {sequence: place for place, sequence in enumerate(self.sequences)}
-        (index,) = upload([np.array([places[s] for s in sequences], np.int64)], device)
+        places = places_of(sequences, self.sequences)
+        assert -1 not in places, "a token is awaited of a step that did not run the sequence"
+        (index,) = upload([np.array(places, np.int64)], device)
         return self.tokens.index_select(0, index).clamp_min_(0)

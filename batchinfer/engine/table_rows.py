@@ -8,6 +8,7 @@ from operator import is_not, ne, or_
 import numpy as np
 from numpy.typing import NDArray
 
+from batchinfer.engine.places import places_of
 from batchinfer.engine.sequence import Sequence
 from batchinfer_kernels.step_tables import StepTables
 
@@ -58,12 +59,12 @@ class TableRows:
 
     def _arrange(self, sequences: list[Sequence]) -> None:
         """Give the rows of sequences that left to those that are new."""
-        places = {sequence: place for place, sequence in enumerate(self._sequences)}
-        before = [places.get(sequence, -1) for sequence in sequences]
-        come = [place for place, old in enumerate(before) if old < 0]
-        rows = self._rows[before] if len(self._rows) else np.zeros(len(sequences), np.int64)
+        before = places_of(sequences, self._sequences)
+        places = np.array(before, np.int64)
+        come = np.flatnonzero(places < 0)
+        rows = np.append(self._rows, 0)[places]
         free = np.ones(max(len(sequences), self._rows.max(initial=-1) + 1), bool)
-        free[np.delete(rows, come)] = False
+        free[rows[places >= 0]] = False
         rows[come] = np.flatnonzero(free)[: len(come)]
         for kept in self._groups:
             kept.arrange(before, rows[come])
@@ -90,8 +91,8 @@ class _GroupRows:
 
     def arrange(self, before: list[int], fresh: Places) -> None:
         """`before`: for each sequence its place among those of the step before, or -1; `fresh`: rows of these."""
-        self._tables = [self._tables[old] if old >= 0 else _NO_TABLE for old in before]
-        self._filled = [self._filled[old] if old >= 0 else 0 for old in before]
+        self._tables = list(map([*self._tables, _NO_TABLE].__getitem__, before))
+        self._filled = list(map([*self._filled, 0].__getitem__, before))
         rows = int(fresh.max(initial=-1)) + 1
         if rows > len(self.kept):
             self._grow(max(rows, 2 * len(self.kept)), self.kept.shape[1])
