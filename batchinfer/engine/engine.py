@@ -217,9 +217,7 @@ class Engine:
 
     def _move_on(self, step: InFlight) -> None:
         for sequence, start, length in step.scheduled.chunks:
-            sequence.computed = end = start + length
-            if end > sequence.high_water:
-                sequence.high_water = end
+            sequence.computed = start + length
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = step.began_s
         if self._runner.looks_ahead:
@@ -337,9 +335,10 @@ class Engine:
     def _take_back(self, taken: Taken) -> None:
         """Give up the positions that were computed for rejected tokens."""
         if taken.end is None:
-            taken.sequence.high_water = min(taken.sequence.high_water, taken.useful_end)
+            sequence, end, again = taken.sequence, taken.useful_end, taken.count == 0
+            sequence.high_water = end if again else min(sequence.high_water, end)
             # the last token has to run: again, if none came behind it
-            self._scheduler.take_back(taken.sequence, taken.useful_end - (taken.count == 0))
+            self._scheduler.take_back(sequence, end - again)
 
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)

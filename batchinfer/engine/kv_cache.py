@@ -121,9 +121,24 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a user from each, last blocks first, so that a prefix is kept longer than what follows it."""
+        """Remove a user from each, last blocks first, so that a prefix is kept longer than what follows it.
+
+        As `drop` does, in a third of its time: a row of many tokens may end with every step.
+        """
+        references, contents, free = self._references, self._content, self._free
+        wanted, copied = self._reserved.turns, self._parts.turns
         for block in reversed(blocks):
-            self.drop(block)
+            references[block] -= 1
+            if references[block]:
+                self.shared -= 1
+            elif block in self._held:
+                continue
+            elif block not in contents:
+                free.append(block)
+            elif contents[block][1] in wanted or contents[block][1] in copied:
+                self._cached[block] = None
+            else:
+                self._free_block(block)
 
     def drop(self, block: int, beyond: bytes | None = None) -> None:
         """Remove a user. `beyond`: a computed content behind which no window reaches back to this block, so that it is

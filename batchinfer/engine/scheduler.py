@@ -333,6 +333,7 @@ class Scheduler:
         sequence.drop_drafts()
         self._reserve(sequence)  # first: what is released is then kept for it
         self._release(sequence)
+        sequence.high_water = max(sequence.high_water, sequence.computed)
         sequence.computed = 0
         sequence.preemptions += 1
         self.waiting.appendleft(sequence)

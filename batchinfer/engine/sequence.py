@@ -51,7 +51,7 @@ class Sequence:
     drafts: int = 0  # how many of its last tokens are proposals, which the next step that runs it verifies
     barrier: bool = False  # no step looks ahead of its tokens: a step may give it none or several
     blocked: bool = False  # an in-flight step will give it tokens; it is not scheduled until they are known
-    high_water: int = 0  # most tokens that were ever computed: less than that again is recomputation
+    high_water: int = 0  # most tokens that were computed before a preemption: so many again are recomputation
     tables: list[list[int]] = field(
         default_factory=list
     )  # of each cache group: blocks by position; none, if it waits

@@ -132,7 +132,6 @@ class Driver:
 
     def post_process(self, seq: Sequence, end: int, samples: bool) -> None:
         seq.computed = end
-        seq.high_water = max(seq.high_water, end)
         if samples:
             seq.tokens.append(self.random.randrange(3))
             early = not seq.exact and self.random.random() < self.stops
