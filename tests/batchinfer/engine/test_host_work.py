@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.batchinfer.engine.host_work import Load, make_engine
+from batchinfer.engine import staging
+from tests.batchinfer.engine.host_work import Load, NoModel, make_engine
 
 
 def calls(run: Callable[[], Any]) -> int:
@@ -38,6 +39,35 @@ def calls_of_steps(load: Load, steps: int = 32) -> float:
             break
     engine.step()
     return calls(lambda: [engine.step() for _ in range(steps)]) / steps
+
+
+def sent(load: Load, monkeypatch: pytest.MonkeyPatch, steps: int = 16) -> int:
+    """Bytes that decode steps send to the device, from the second one on in which rows end."""
+    model, total, staged = NoModel(), 0, staging._staged
+    engine = make_engine(load, 4 * steps, model)
+    engine.add(load.requests(4 * steps))
+    while (sample := engine.step().sample) is not None and sample.decode_tokens < load.rows:
+        pass
+    model.ends = load.ends
+    engine.step()
+    engine.step()
+
+    def counted(arrays: staging.Arrays, device: Any) -> Any:
+        nonlocal total
+        total += sum(array.nbytes for array in arrays)
+        return staged(arrays, device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "_staged", counted)
+        for _ in range(steps):
+            engine.step()
+    return total
+
+
+def test_of_block_tables_only_what_was_appended_is_sent_also_when_rows_end(monkeypatch):
+    short, long = (sent(Load(24, prompt, ends=1), monkeypatch) for prompt in (304, 1504))
+    assert long < 1.05 * short
+    assert long < 16 * 24 * 48, "more than some words a row and step"
 
 
 @pytest.mark.parametrize("shared", [0, 256])
