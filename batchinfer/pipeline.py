@@ -177,6 +177,7 @@ class _Run:
         except BaseException as error:
             self.message = str(known(error))
             with self.interrupts.deferred(), told_by(self.notice):
+                self.progress.record()  # what was done since it was last on record
                 self.report.failed(error)
                 try:
                     self.report.close()
@@ -430,8 +431,7 @@ class _Run:
         """What is published now, and whether that is anything new."""
         self.progress.phase("publishing", index.rows)
         index.inputs_unchanged()
-        older = read_manifest(self.state.results)
-        inputs = identities(index)
+        older, inputs = read_manifest(self.state.results), identities(index)
         self._note_use(index, store)
         manifest = publish(
             index,

@@ -229,6 +229,11 @@ class Progress:
         """From now on `recorder` gets the state at the start of each phase, and every RECORD_EVERY_S seconds."""
         self._recorder = recorder
 
+    def record(self) -> None:
+        """Give the recorder the state at this moment, if a phase is under way."""
+        if self._work is not None:
+            self._record(self._work, self._clock())
+
     def failed(self, codes: Mapping[str, int]) -> None:
         """So many more rows are error rows, by their codes."""
         self._errors.update(codes)

@@ -58,6 +58,7 @@ def test_a_run_is_seen_while_it_works_and_after_a_signal(place: Place, run: Comm
     ended = last_run(place)
     assert (ended["exit_code"], ended["run_id"], ended["output"]) == (130, told["run_id"], str(place.results))
     assert "the same command continues" in ended["message"]
+    assert ended["message"].startswith(f"interrupted; {told['rows']} answers are stored")
     assert finish(place, "run", "job.yaml", "-q").code == 0
     ended = status_of(place.results)
     assert (ended.state, ended.rows, ended.phase, ended.share) == ("finished", ended.rows_total, None, None)
