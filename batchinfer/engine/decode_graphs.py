@@ -73,11 +73,6 @@ class GraphLimits:
         """Blocks of all rows, padding rows included."""
         return self.rows * self.blocks(self.longest)
 
-    @property
-    def table_bytes(self) -> int:
-        """Of the block tables of a cache group."""
-        return self.table_entries * torch.int32.itemsize
-
     def blocks(self, tokens: int) -> int:
         """Blocks of a sequence of so many tokens."""
         return -(-tokens // self.block_size)
@@ -107,7 +102,8 @@ class _Replayed:
 class DecodeGraphs:
     """Captures graphs of `forward` when a step first needs one, and replays them.
 
-    `groups`: of the KV cache. After a capture that ran out of memory nothing more is captured; what was, is replayed.
+    `groups`: of the KV cache; `tables`: room for the largest step. After a capture that ran out of memory nothing more
+    is captured; what was, is replayed.
     """
 
     def __init__(
@@ -116,14 +112,13 @@ class DecodeGraphs:
         ops: GraphOps,
         limits: GraphLimits,
         groups: tuple[CacheGroup, ...],
-        device: torch.device,
+        tables: GraphTables,
         capture: Capture,
     ) -> None:
         self._forward, self._ops, self._limits, self._groups = forward, ops, limits, groups
-        self._device, self._capture = device, capture
+        self._tables, self._capture = tables, capture
         self.sizes = batch_sizes(limits.rows)
         self._inputs: dict[GraphSize, GraphInputs] = {}
-        self._tables = GraphTables(len(groups), limits.table_entries, device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._replayed: _Replayed | None = None
         self._seen: Counter[Hashable] = Counter()  # steps of kinds that have no graph
@@ -213,7 +208,7 @@ class DecodeGraphs:
         """The step on the device."""
         held = self._inputs.get(size)
         if held is None:
-            held = self._inputs[size] = GraphInputs.of(batch, size, self._device)
+            held = self._inputs[size] = GraphInputs.of(batch, size, self._tables.device)
         else:
             held.refill(batch)
         return held

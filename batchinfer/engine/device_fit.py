@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits, GraphOps
 from batchinfer.engine.device_runner import DeviceRunner
+from batchinfer.engine.device_tables import GraphTables
 from batchinfer.engine.graph_capture import Capture, GraphRecorder
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.piecewise_graphs import PiecewiseGraphs, StoppingModel, graph_bytes
@@ -85,12 +86,13 @@ def fit(
     meter.restart()
     between = _step_room(runner, mixed) if isinstance(capture, GraphRecorder) else None
     needed += graph_bytes(between.tokens, layers) if between is not None else 0
-    if capture is not None and isinstance(runner.ops, GraphOps):
-        needed += _largest(runner, limits, room).table_bytes * len(runner.layout.groups)
+    tables = _graph_tables(runner, _largest(runner, limits, room)) if capture is not None else None
+    needed += tables.bytes if tables is not None else 0
     blocks, caches = _cache(room, room.blocks(needed))
     fitted = replace(_with_cache(runner, caches), pieces=pieces)
-    if capture is not None and isinstance(runner.ops, GraphOps):
-        fitted = replace(fitted, graphs=_graphs(fitted, runner.ops, limits, room, blocks, capture))
+    if capture is not None and tables is not None:
+        largest = _largest(runner, limits, room, blocks)
+        fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture))
     if between is not None and isinstance(capture, GraphRecorder):
         fitted = replace(fitted, mixed=_piecewise(fitted, between, blocks, capture))
     Rehearsal(fitted, limits, room.longest, blocks, logprobs).warm_up()
@@ -144,16 +146,25 @@ def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, bloc
     return GraphLimits(rows, room.longest, runner.layout.block_size, scratch_block=blocks)
 
 
+def _graph_tables(runner: ModelRunner, largest: GraphLimits) -> GraphTables | None:
+    """What graphs of decode steps read block tables from, allocated before the cache is; None: no decode step is
+    captured."""
+    if not isinstance(runner.ops, GraphOps):
+        return None
+    try:
+        return GraphTables(len(runner.layout.groups), largest.table_entries, runner.device)
+    except torch.OutOfMemoryError:
+        _log.warning(
+            "no memory is left to capture decode steps of %s rows: their operators are launched", largest.rows
+        )
+        return None
+
+
 def _graphs(
-    runner: DeviceRunner,
-    ops: GraphOps,
-    limits: SchedulerConfig,
-    room: CacheRoom,
-    blocks: int,
-    capture: Capture,
+    runner: DeviceRunner, largest: GraphLimits, tables: GraphTables, capture: Capture
 ) -> DecodeGraphs:
     def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
         return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
-    largest = _largest(runner, limits, room, blocks)
-    return DecodeGraphs(forward, ops, largest, runner.layout.groups, runner.device, capture)
+    assert isinstance(runner.ops, GraphOps), "it has the tables"
+    return DecodeGraphs(forward, runner.ops, largest, runner.layout.groups, tables, capture)

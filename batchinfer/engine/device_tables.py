@@ -78,6 +78,16 @@ class GraphTables:
         self._flat = [torch.zeros(entries, dtype=torch.int32, device=device) for _ in range(groups)]
         self._laid: _Laid | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self._flat[0].device
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return sum(flat.nbytes for flat in self._flat)
+
     def views(self, size: GraphSize) -> list[Tensor]:
         """Of each cache group (rows, blocks), as graphs of this size read them."""
         rows, blocks = size.rows, size.blocks(size.longest)

@@ -123,7 +123,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a user from each, last blocks first, so that a prefix is kept longer than what follows it.
 
-        As `drop` does, in a third of its time: a row of many tokens may end with every step.
+        As `drop` does, in half of its time: a row of many tokens may end with every step.
         """
         references, contents, free = self._references, self._content, self._free
         wanted, copied = self._reserved.turns, self._parts.turns

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
+from batchinfer.engine.device_tables import GraphTables
 from batchinfer.engine.graph_capture import Capture, Captured
 from batchinfer.engine.sampler import Sampler
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
@@ -162,5 +163,6 @@ def with_graphs(
         return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
     limits = GraphLimits(rows, longest, runner.layout.block_size, scratch_block=blocks)
-    graphs = DecodeGraphs(forward, runner.ops, limits, runner.layout.groups, runner.device, capture)
+    tables = GraphTables(len(runner.layout.groups), limits.table_entries, runner.device)
+    graphs = DecodeGraphs(forward, runner.ops, limits, runner.layout.groups, tables, capture)
     return replace(runner, graphs=graphs)

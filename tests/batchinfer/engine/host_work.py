@@ -27,7 +27,7 @@ from torch import Tensor
 
 from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
 from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.device_tables import DeviceTables
+from batchinfer.engine.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.engine import Engine, EngineLimits
 from batchinfer.engine.graph_capture import Captured
 from batchinfer.engine.kv_cache import BlockPool
@@ -120,7 +120,8 @@ def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
     ops = TritonOps(SHAPE)
     limits = GraphLimits(load.rows, LONGEST, BLOCK, scratch_block=needed)
     model = model or NoModel()
-    graphs = DecodeGraphs(lambda ids, *_: model.forward(ids), ops, limits, layout.groups, device, _captured)
+    tables = GraphTables(1, limits.table_entries, device)
+    graphs = DecodeGraphs(lambda ids, *_: model.forward(ids), ops, limits, layout.groups, tables, _captured)
     sizes = {"layers": 32, "hidden": 4096, "intermediate": 14_336, "q_heads": 32, "kv_heads": 8}
     cost = llama_cost(**sizes, head_dim=128, vocab=128_256, itemsize=2, weight_itemsize=2)
     sampler = Sampler(frozenset([EOS]))

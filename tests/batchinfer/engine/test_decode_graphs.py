@@ -15,7 +15,7 @@ from torch import Tensor
 from batchinfer.engine.batch import HostBatch
 from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
 from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.device_tables import DeviceTables
+from batchinfer.engine.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.graph_capture import Captured
 from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.graph_sizes import SHORTEST, batch_sizes, context_bound
@@ -191,7 +191,8 @@ def test_graphs_read_what_tables_hold_now():
         return torch.zeros(len(token_ids), 1)
 
     layout, limits = layer_each([None], 4), GraphLimits(1, 16, 4, scratch_block=30)
-    graphs = DecodeGraphs(forward, HashingOps(), limits, layout.groups, torch.device("cpu"), captured_eagerly)
+    laid = GraphTables(1, limits.table_entries, torch.device("cpu"))
+    graphs = DecodeGraphs(forward, HashingOps(), limits, layout.groups, laid, captured_eagerly)
     sequence, rows, tables = greedy_sequence([1] * 9), TableRows(), DeviceTables()
     for context, table in ((9, [1, 2, 3]), (10, [1, 2, 3]), (11, [7, 8, 9]), (13, [7, 8, 9, 4])):
         sequence.tables = [table]

@@ -151,6 +151,21 @@ def test_the_largest_step_that_is_captured_in_pieces_is_measured_too():
     assert (fitted.runner.mixed.sizes, fitted.runner.mixed.captured) == ([64, 90], graphs)
 
 
+def test_decode_steps_are_launched_where_there_is_no_memory_for_what_graphs_read(monkeypatch, caplog):
+    """Their block tables may be long, and a cache of as many bytes as the job asked for leaves what it leaves."""
+
+    def none_left(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory for block tables")
+
+    monkeypatch.setattr("batchinfer.engine.device_fit.GraphTables", none_left)
+    device = Device(ops=AsOnAGpu())
+    fitted = device.fit()
+    assert fitted.runner.graphs is None
+    assert device.needed == 1000 * (250 + 6)
+    assert "capture decode steps of 6 rows" in caplog.text
+    assert fitted.blocks == 60
+
+
 def test_every_kind_of_step_is_run_before_the_first_real_one():
     device = Device()
     device.fit()
