@@ -56,6 +56,7 @@ from batchinfer_kernels.gpu.rope_store import rope as rotate
 from batchinfer_kernels.gpu.rope_store import rope_store
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.penalties import Penalties
+from batchinfer_kernels.prefix_groups import Ints
 from batchinfer_kernels.sample import RowSampling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -244,9 +245,8 @@ class TritonOps(Ops):
         pages = self._prefill.plan(inputs) if self._prefill is not None and None in windows else None
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan.with_windows(windows), inputs, pages)
-        shared = self._shared(inputs, block_size)
-        lens = (inputs.query_lens, inputs.context_lens)
-        device = inputs.block_tables.device
+        lens, device = _lengths(inputs), inputs.block_tables.device
+        shared = self._shared(inputs, *lens, block_size)
         plan = attention_plan.plan_attention(*lens, self._shape, device, shared, windows=windows)
         return TritonPlan(plan, inputs, pages)
 
@@ -268,18 +268,19 @@ class TritonOps(Ops):
             return TritonPlan(before.plan.grown(inputs.context_lens, alike), inputs)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan.with_windows(windows), inputs)
-        lens, device = (inputs.query_lens, inputs.context_lens), inputs.block_tables.device
-        shared, room = self._shared(inputs, block_size), Room(longest, sharing=None)
+        lens, device = _lengths(inputs), inputs.block_tables.device
+        shared, room = self._shared(inputs, *lens, block_size), Room(longest, sharing=None)
         plan = attention_plan.plan_attention(*lens, self._shape, device, shared, room, windows)
         return TritonPlan(plan, inputs)
 
-    def _shared(self, inputs: AttentionInputs, block_size: int) -> list[attention_plan.SharedPrefix]:
+    def _shared(
+        self, inputs: AttentionInputs, lens: Ints, contexts: Ints, block_size: int
+    ) -> list[attention_plan.SharedPrefix]:
         """What single queries share, where the host can see it. Tables of a window do not show it: entries that it has
         left are alike in all of them."""
         if inputs.host_tables is None or not inputs.whole:
             return []
-        lens = (inputs.query_lens, inputs.context_lens)
-        return attention_plan.find_shared(*lens, inputs.host_tables, block_size, self._shape.unit)
+        return attention_plan.find_shared(lens, contexts, inputs.host_tables, block_size, self._shape.unit)
 
     def attention(
         self,
@@ -339,3 +340,8 @@ class TritonOps(Ops):
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         mask(logits, rows, bits)
+
+
+def _lengths(inputs: AttentionInputs) -> tuple[Ints, Ints]:
+    """(S,) queries and contexts. Converted once a step: of many rows that takes long."""
+    return np.array(inputs.query_lens, np.int64), np.array(inputs.context_lens, np.int64)

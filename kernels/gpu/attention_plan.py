@@ -154,8 +154,8 @@ class LaunchPlan:
 
 
 def plan_attention(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
+    query_lens: Sequence[int] | Ints,
+    context_lens: Sequence[int] | Ints,
     shape: AttentionShape,
     device: torch.device | str,
     shared: Sequence[SharedPrefix] = (),
@@ -292,8 +292,8 @@ def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
 
 
 def find_shared(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
+    query_lens: Sequence[int] | Ints,
+    context_lens: Sequence[int] | Ints,
     tables: StepTables,
     block_size: int,
     unit: int,
