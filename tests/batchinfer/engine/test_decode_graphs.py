@@ -21,6 +21,7 @@ from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.graph_sizes import SHORTEST, batch_sizes, context_bound
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.table_rows import TableRows
+from batchinfer.ops.interface import AttentionInputs, FixedPlan
 from batchinfer_kernels.step_tables import StepTables
 from tests.batchinfer.engine.hashing_model import (
     EOS,
@@ -202,6 +203,31 @@ def test_graphs_read_what_tables_hold_now():
         tables.refresh(rows, torch.device("cpu"))
         graphs.run(batch, tables, lambda _: None)
         assert read[-1] == [[*table, *[0] * (4 - len(table))]]
+
+
+def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_further():
+    """Else what rows share is sought anew."""
+
+    carried: list[bool] = []
+
+    class Asked(HashingOps):
+        def plan_captured(self, inputs: AttentionInputs, *rest: Any) -> FixedPlan:
+            carried.append(rest[-1] is not None)
+            return super().plan_captured(inputs)
+
+    def forward(token_ids: Tensor, *_: Any) -> Tensor:
+        return torch.zeros(len(token_ids), 1)
+
+    layout, limits = layer_each([None], 4), GraphLimits(1, 16, 4, scratch_block=30)
+    laid = GraphTables(1, limits.table_entries, torch.device("cpu"))
+    graphs = DecodeGraphs(forward, Asked(), limits, layout.groups, laid, captured_eagerly)
+    (one, other), rows, tables = (greedy_sequence([1] * 9) for _ in "ab"), TableRows(), DeviceTables()
+    for sequence, context in ((one, 9), (one, 10), (one, 12), (one, 13), (other, 14), (other, 15)):
+        sequence.tables = [sequence.tables[0] if sequence.tables else [1, 2, 3, 4]]
+        batch = one_row(sequence, context, rows)
+        tables.refresh(rows, torch.device("cpu"))
+        graphs.run(batch, tables, lambda _: None)
+    assert carried == [False, True, False, True, False, True]
 
 
 def greedy_sequence(tokens: list[int]) -> Sequence:

@@ -1,0 +1,30 @@
+"""Tokens that only the device knows: each sequence gets its own, whatever the order of the next step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer.engine.pending import Pending
+from tests.batchinfer.engine.driver import sequence
+
+CPU = torch.device("cpu")
+ONE, TWO, THREE = (sequence([1, 2], 3, key) for key in range(3))
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [([ONE, TWO, THREE], [7, 0, 9]), ([THREE, ONE], [9, 7]), ([ONE, THREE], [7, 9]), ([TWO], [0])],
+)
+def test_each_gets_the_token_that_was_sampled_for_it(asked, tokens):
+    """0 where none was: what the sequence runs on with is dropped."""
+    pending = Pending()
+    pending.keep(torch.tensor([7, -1, 9]), [ONE, TWO, THREE])
+    assert pending.of(asked, CPU).tolist() == tokens
+
+
+def test_a_sequence_that_the_step_did_not_run_is_an_error():
+    pending = Pending()
+    pending.keep(torch.tensor([7]), [ONE])
+    with pytest.raises(AssertionError, match="did not run the sequence"):
+        pending.of([TWO], CPU)
