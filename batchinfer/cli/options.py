@@ -12,7 +12,10 @@ from batchinfer.errors import UsageError
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-JobPath = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
+JobPath = Annotated[
+    Path,
+    typer.Argument(metavar="JOB.YAML", help="The job file, or the folder of a job.yaml.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -38,7 +41,8 @@ Json = Annotated[
 
 
 def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = None) -> Path | Job:
-    """What a verb is about: a folder, or else the job of a job file. Raises UsageError, JobFileError."""
+    """What a verb is about: the job of a job file, or else a folder. Raises UsageError, JobFileError."""
+    target = job_file_in(target)
     if not target.is_dir() and (target.is_file() or target.suffix in (".yaml", ".yml")):
         return load(target, overrides, date)
     given = [name for name, value in (("--set", overrides), ("--date", date)) if value]
@@ -47,11 +51,17 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
     return target
 
 
+def job_file_in(path: Path) -> Path:
+    """The job file that is meant: the job.yaml in a folder that holds one, or else the path itself."""
+    held = path / "job.yaml"
+    return held if held.is_file() else path
+
+
 def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
     """The job, with what `--set` and `--date` say. Raises JobFileError, UsageError."""
     from batchinfer.job import load_job
 
-    pairs = []
+    path, pairs = job_file_in(path), []
     for text in overrides or []:
         key, equals, value = text.partition("=")
         if not equals or not key:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from batchinfer.answer import FORMATS, JSON_FORMATS, check_format
-from batchinfer.cli.options import Date, Json, Overrides, load
+from batchinfer.cli.options import Date, Json, Overrides, job_file_in, load
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.text import printable
@@ -107,6 +107,7 @@ def clean(
     from batchinfer.clean import clean_job, clean_result
     from batchinfer.library import located
 
+    target = job_file_in(target)
     if target.is_dir():
         given = [name for name, value in (("--set", overrides), ("--date", date)) if value]
         if given:

@@ -96,7 +96,9 @@ def _read_text(path: Path) -> str:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise JobFileError(str(path), [Mistake("", f"the job file cannot be read: {reason}")]) from error
+        hint = "name the job file in it" if path.is_dir() else None
+        mistake = Mistake("", f"the job file cannot be read: {reason}", None, hint)
+        raise JobFileError(str(path), [mistake]) from error
     if len(data) > MAX_BYTES:
         mistake = Mistake(
             "", f"a job file has at most {MAX_BYTES:,} bytes", None, "rows belong into input files"

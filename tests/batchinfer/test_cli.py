@@ -20,6 +20,7 @@ import typer
 
 from batchinfer import cli, errors, pipeline
 from tests.batchinfer.wrong_jobs import (
+    FAKE,
     NO_ENGINE,
     ROWS,
     Ended,
@@ -183,6 +184,18 @@ def test_a_finished_job_has_nothing_to_do(finished: Place, capsys, monkeypatch) 
     told = json.loads(run("run", finished.folder / "job.yaml", "--json").out)
     assert (told["rows"], told["rows_ok"], told["computed_requests"]) == (len(ROWS), len(ROWS), None)
     assert finished.published() == before
+
+
+def test_the_folder_of_a_job_stands_for_it(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, FAKE)
+    assert run("run", place.folder, "-q").code == 0
+    assert json.loads(run("status", place.folder, "--json").out)["state"] == "finished"
+    assert len(json.loads(run("history", place.folder, "--json").out)["runs"]) == 1
+    assert run("clean", place.folder, "--dry-run", "--set", "cache.keep=7").code == 0
+    (place.folder / "job.yaml").unlink()
+    got = run("run", place.folder)
+    assert got.code == 78
+    assert "Is a directory (name the job file in it)" in got.err
 
 
 def test_validate(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
