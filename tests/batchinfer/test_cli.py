@@ -438,25 +438,23 @@ def kill_engine(place: Place, pid: int, signum: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signum", "code", "words"), [(signal.SIGKILL, 71, "memory"), (signal.SIGSEGV, 69, "signal 11")]
-)
-def test_the_engine_is_killed_twice(signum: signal.Signals, code: int, words: str, place: Place) -> None:
+@pytest.mark.parametrize(("signum", "words"), [(signal.SIGKILL, "memory"), (signal.SIGSEGV, "signal 11")])
+def test_an_engine_that_is_killed_again_and_again_costs_nothing(
+    signum: signal.Signals, words: str, place: Place
+) -> None:
+    """As long as it gets some work done between."""
     long_job(place)
     with started(place, "run", "job.yaml", **SLOW) as process:
-        kill_engine(place, process.pid, signum)
-        kill_engine(place, process.pid, signum)
+        for _ in range(3):
+            kill_engine(place, process.pid, signum)
         _, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == code
-    assert err.count(words) >= 2
-    assert "a new one is started" in err
-    assert "in work both times it died: rows.jsonl row " in err
-    assert "the same command" in err
+    assert process.returncode == 0
+    assert err.count(words) == 3
+    assert err.count("a new one is started") == 3
+    assert "in work: rows.jsonl row " in err
     assert "Traceback" not in err
-    assert finish(place, "run", "job.yaml", "-q").code == 0
-    first, second = runs(place)
-    assert first["worker_restarts"] == 1
-    assert first["computed_requests"] + second["computed_requests"] == len(MANY)
+    (row,) = runs(place)
+    assert (row["worker_restarts"], row["computed_requests"]) == (3, len(MANY))
     check_whole(place)
 
 
