@@ -6,9 +6,10 @@ No torch, no files: every room may import this.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -22,6 +23,7 @@ ErrorClass = Literal["input", "policy", "resource", "engine"]
 LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
 LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
 TokenIds = NDArray[np.int32]
+Pickled = tuple[Callable[..., Any], tuple[Any, ...]]  # what makes an object again, and of what
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
@@ -168,6 +170,15 @@ class Request:
     params: SamplingParams
     shares_next: int = 0  # prompt tokens that the plan's next request begins with too; 0: unknown
 
+    def __reduce__(self) -> Pickled:
+        """Processes send each other millions: what `dataclasses` and numpy do of themselves takes several times as
+        long."""
+        return _request, (self.key, self.prompt.tobytes(), self.params, self.shares_next)
+
+
+def _request(key: bytes, prompt: bytes, params: SamplingParams, shares_next: int) -> Request:
+    return Request(key, _token_ids(prompt), params, shares_next)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
@@ -195,6 +206,22 @@ class Completion:
     error: RowError | None = None
     logprobs: TokenLogprobs | None = None  # of all token_ids, where the request asks for them
 
+    def __reduce__(self) -> Pickled:
+        """As Request's."""
+        return _completion, (self.key, self.token_ids.tobytes(), *_BEHIND_TOKENS(self))
+
+
+_BEHIND_TOKENS = attrgetter("finish_reason", "text_length", "error", "logprobs")
+
+
+def _completion(key: bytes, token_ids: bytes, *more: Any) -> Completion:
+    return Completion(key, _token_ids(token_ids), *more)
+
+
+def _token_ids(data: bytes) -> TokenIds:
+    """An array that can be written to, as the one that was sent."""
+    return np.frombuffer(bytearray(data), np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
@@ -214,6 +241,13 @@ class RequestSample:
     forced_tokens: int = (
         0  # of the completion, those that its constraint left no choice of: they were not sampled
     )
+
+    def __reduce__(self) -> Pickled:
+        """As Request's."""
+        return RequestSample, _SAMPLED(self)
+
+
+_SAMPLED = attrgetter(*(field.name for field in fields(RequestSample)))
 
 
 @dataclass(frozen=True, slots=True)

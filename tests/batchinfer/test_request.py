@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import pytest
 
-from batchinfer.request import SamplingParams
+from batchinfer.request import Completion, Request, RequestSample, RowError, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +92,34 @@ def test_each_constraint_has_its_digest() -> None:
     assert len({one.constraint_digest for one in params}) == len(params)
     same = SamplingParams(regex="a", temperature=1.0).constraint_digest
     assert same == params[1].constraint_digest
+
+
+IDS = np.array([5, 3, 2**31 - 1], np.int32)
+LOGPROBS = TokenLogprobs(np.ones(3, np.float32), np.ones((3, 1), np.float32), IDS[:, None])
+ERROR = RowError("engine_died", "engine", "words", True)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Request(b"k" * 32, IDS, SamplingParams(max_tokens=3), 2),
+        Request(b"k" * 32, IDS[::2], SamplingParams()),
+        Completion(b"k" * 32, IDS, "stop", 7, ERROR, LOGPROBS),
+        Completion(b"k" * 32, IDS[:0], "error"),
+        RequestSample(b"k" * 32, 1, 2, 3, 4, 0.5, 0.6, 0.7, 0.8, True, True, 9),
+    ],
+    ids=lambda sent: type(sent).__name__,
+)
+def test_what_processes_send_each_other_arrives_whole(sent: Any) -> None:
+    """Field by field, also those that are added later: they are pickled by hand."""
+    got = pickle.loads(pickle.dumps(sent))
+    assert type(got) is type(sent)
+    for field in fields(sent):
+        mine, theirs = getattr(sent, field.name), getattr(got, field.name)
+        if isinstance(mine, np.ndarray):
+            assert (theirs.dtype, theirs.flags.writeable) == (mine.dtype, True)
+            np.testing.assert_array_equal(theirs, mine)
+        elif isinstance(mine, TokenLogprobs):
+            np.testing.assert_array_equal(theirs.top_ids, mine.top_ids)
+        else:
+            assert theirs == mine, field.name
