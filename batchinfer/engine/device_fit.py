@@ -87,7 +87,6 @@ def fit(
     between = _step_room(runner, mixed) if isinstance(capture, GraphRecorder) else None
     needed += graph_bytes(between.tokens, layers) if between is not None else 0
     tables = _graph_tables(runner, _largest(runner, limits, room)) if capture is not None else None
-    needed += tables.bytes if tables is not None else 0
     blocks, caches = _cache(room, room.blocks(needed))
     fitted = replace(_with_cache(runner, caches), pieces=pieces)
     if capture is not None and tables is not None:

@@ -103,7 +103,7 @@ class DeviceRunner(ModelRunner):
         padded, todo = 0, deque(self.pieces.cut(chunks))
         modes: list[LaunchMode] = []
         while todo:
-            piece = todo.popleft()
+            piece, failed = todo.popleft(), False
             try:
                 own = _begun(piece, copies, starts) if copies else []  # seldom: it passes over every row
                 host = host_batch(piece, self.layout, self.rows, own)
@@ -112,6 +112,8 @@ class DeviceRunner(ModelRunner):
             except torch.OutOfMemoryError:
                 if sum(c.length for c in piece) == 1:
                     raise
+                failed = True
+            if failed:  # by now the error, whose traceback kept what the step held, is gone
                 self.pieces.shrink(piece)
                 torch.cuda.empty_cache()
                 todo = deque(smaller for rest in (piece, *todo) for smaller in self.pieces.cut(rest))

@@ -83,11 +83,6 @@ class GraphTables:
         """Where they lie."""
         return self._flat[0].device
 
-    @property
-    def bytes(self) -> int:
-        """Of all of them."""
-        return sum(flat.nbytes for flat in self._flat)
-
     def views(self, size: GraphSize) -> list[Tensor]:
         """Of each cache group (rows, blocks), as graphs of this size read them."""
         rows, blocks = size.rows, size.blocks(size.longest)
@@ -105,6 +100,7 @@ class GraphTables:
             padded = np.zeros(size.rows, np.int64)
             padded[: len(rows)] = rows
             (on_device,) = upload([padded], views[0].device)
+        self._laid = None  # should there be no memory in the middle of it
         kept.write(views, tables, on_device)
         self._laid = _Laid(size, rows, on_device, kept.state)
         return views

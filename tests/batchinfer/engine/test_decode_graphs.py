@@ -205,6 +205,32 @@ def test_graphs_read_what_tables_hold_now():
         assert read[-1] == [[*table, *[0] * (4 - len(table))]]
 
 
+def test_tables_that_were_written_in_part_are_written_again(monkeypatch):
+    """Graphs of all sizes share their memory."""
+    sequences, rows, kept, cpu = (
+        [greedy_sequence([1] * 8) for _ in range(4)],
+        TableRows(),
+        DeviceTables(),
+        torch.device("cpu"),
+    )
+    for number, one in enumerate(sequences):
+        one.tables = [[2 * number + 1, 2 * number + 2], [2 * number + 21, 2 * number + 22]]
+    tables = rows.of(sequences)
+    kept.refresh(rows, cpu)
+    laid, size, larger = GraphTables(2, 100, cpu), GraphSize(4, 8, 4, 0), GraphSize(4, 16, 4, 0)
+    wanted = [view.tolist() for view in laid.fill(size, tables, kept)]
+
+    def stopped(views: list[Tensor], *rest: Any) -> None:
+        views[0].fill_(99)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "write", stopped)
+        with pytest.raises(torch.OutOfMemoryError):
+            laid.fill(larger, tables, kept)
+    assert [view.tolist() for view in laid.fill(size, tables, kept)] == wanted
+
+
 def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_further():
     """Else what rows share is sought anew."""
 

@@ -13,6 +13,7 @@ from batchinfer.engine.cache_tensors import allocate_caches
 from batchinfer.engine.constraints import ConstraintMask
 from batchinfer.engine.decode_graphs import GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
+from batchinfer.engine.device_tables import GraphTables
 from batchinfer.engine.graph_capture import Capture
 from batchinfer.engine.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
@@ -145,10 +146,23 @@ def test_the_largest_step_that_is_captured_in_pieces_is_measured_too():
     device = Device(ops=AsOnAGpu())
     fitted = device.fit(capture=Taped(), mixed=90)
     graphs = 2 * (len(SPEC.layers) + 1)
-    tables = 4 * 6 * -(-LONGEST // SIZE)  # that decode graphs read
-    assert device.needed == 1000 * (250 + 6 + 90) + graphs * GRAPH_BYTES + tables
+    assert device.needed == 1000 * (250 + 6 + 90) + graphs * GRAPH_BYTES
     assert fitted.runner.mixed is not None
     assert (fitted.runner.mixed.sizes, fitted.runner.mixed.captured) == ([64, 90], graphs)
+
+
+def test_what_graphs_read_is_there_before_the_rest_is_asked_for(monkeypatch):
+    """Their block tables are then no part of the memory that is free, and are not taken off it again."""
+    asked, device = [], Device(ops=AsOnAGpu())
+
+    def made(*sizes: Any) -> GraphTables:
+        asked.append((sizes[:2], device.needed))
+        return GraphTables(*sizes)
+
+    monkeypatch.setattr("batchinfer.engine.device_fit.GraphTables", made)
+    device.fit()
+    assert asked == [((1, 6 * -(-LONGEST // SIZE)), None)]
+    assert device.needed == 1000 * (250 + 6)
 
 
 def test_decode_steps_are_launched_where_there_is_no_memory_for_what_graphs_read(monkeypatch, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -43,6 +44,26 @@ def run(room: int) -> tuple[Ran, int]:
     engine = make_engine(runner, LIMITS, frozenset([EOS]))
     prompts = [[i % 7, 3, i % 5, *[1] * (i % 9)] for i in range(20)]
     return drain(engine, greedy(prompts, 12)), runner.most_tokens or 0
+
+
+def test_what_a_failed_step_held_is_given_back_before_the_pieces_run(monkeypatch):
+    """To the device: others than torch ask for memory, too."""
+    held: list[weakref.ref[Tensor]] = []
+    kept: list[int] = []
+    real = HashingModel.forward
+
+    def forward(self: HashingModel, token_ids: Tensor, *rest: Any) -> Tensor:
+        made = torch.zeros(len(token_ids))
+        held.append(weakref.ref(made))
+        return real(self, token_ids, *rest)
+
+    monkeypatch.setattr(HashingModel, "forward", forward)
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: kept.append(sum(one() is not None for one in held))
+    )
+    run(7)
+    assert kept
+    assert set(kept) == {0}
 
 
 @pytest.mark.parametrize("room", [1, 3, 7, 25])
