@@ -173,11 +173,19 @@ class Request:
     def __reduce__(self) -> Pickled:
         """Processes send each other millions: what `dataclasses` and numpy do of themselves takes several times as
         long."""
-        return _request, (self.key, self.prompt.tobytes(), self.params, self.shares_next)
+        return _remade, (Request, self.key, _data(self.prompt), *_BEHIND_PROMPT(self))
 
 
-def _request(key: bytes, prompt: bytes, params: SamplingParams, shares_next: int) -> Request:
-    return Request(key, _token_ids(prompt), params, shares_next)
+_BEHIND_PROMPT = attrgetter(*(field.name for field in fields(Request)[2:]))
+
+
+def _data(token_ids: TokenIds) -> bytes:
+    return np.asarray(token_ids, np.int32).tobytes()
+
+
+def _remade(kind: type[Any], key: bytes, token_ids: bytes, *more: Any) -> Any:
+    """With an array that can be written to, as the one that was sent."""
+    return kind(key, np.frombuffer(bytearray(token_ids), np.int32), *more)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,19 +216,10 @@ class Completion:
 
     def __reduce__(self) -> Pickled:
         """As Request's."""
-        return _completion, (self.key, self.token_ids.tobytes(), *_BEHIND_TOKENS(self))
+        return _remade, (Completion, self.key, _data(self.token_ids), *_BEHIND_TOKENS(self))
 
 
-_BEHIND_TOKENS = attrgetter("finish_reason", "text_length", "error", "logprobs")
-
-
-def _completion(key: bytes, token_ids: bytes, *more: Any) -> Completion:
-    return Completion(key, _token_ids(token_ids), *more)
-
-
-def _token_ids(data: bytes) -> TokenIds:
-    """An array that can be written to, as the one that was sent."""
-    return np.frombuffer(bytearray(data), np.int32)
+_BEHIND_TOKENS = attrgetter(*(field.name for field in fields(Completion)[2:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,5 @@ from batchinfer.engine.sequence import Sequence
 def places_of(wanted: list[Sequence], among: list[Sequence]) -> list[int]:
     """The place of each in `among`, -1 where it is not there."""
     places = dict(zip(among, range(len(among)), strict=True))
-    return list(
-        map(places.get, wanted, repeat(-1))
-    )  # without a loop: a row ends with nearly every step of a full batch
+    # Without a loop: a row ends with nearly every step of a full batch
+    return list(map(places.get, wanted, repeat(-1)))
