@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from batchinfer.core.version import __version__
+
 __all__ = ["RunResult", "__version__", "run"]
 
 if TYPE_CHECKING:

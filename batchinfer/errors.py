@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchinfer import __version__
+from batchinfer.core.version import __version__
 
 
 class BatchInferError(Exception):

@@ -16,7 +16,7 @@ from batchinfer.bench.workloads import Row
 from batchinfer.data.prompts.constrained import GrammarConstraint, GrammarConstraints
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.engine.build import LoadedModel
-from batchinfer.engine.constraints import ConstraintMask
+from batchinfer.engine.sampler import ConstraintMask
 from batchinfer.models.shapes import shape_config
 from batchinfer.request import ConstraintWork, RowError, SamplingParams
 

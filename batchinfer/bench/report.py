@@ -10,13 +10,13 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-from batchinfer import __version__
 from batchinfer.bench.figures import decode_step_seconds, medians, operator_seconds, run_figures
 from batchinfer.bench.ideal import Ideal
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.peer import PeerRun
 from batchinfer.bench.runs import Run
 from batchinfer.bench.workloads import Workload
+from batchinfer.core.version import __version__
 from batchinfer.engine.config import EngineInfo
 from batchinfer.report.hardware import coded_text, codes_of, detect
 from batchinfer_kernels.cost import ModelCost, Peaks

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from batchinfer import __version__
 from batchinfer.cli.diff_verb import diff
 from batchinfer.cli.endings import explain
 from batchinfer.cli.history_verb import history
@@ -22,6 +21,7 @@ from batchinfer.cli.result_verbs import clean, query, verify
 from batchinfer.cli.schema_verb import schema
 from batchinfer.cli.status_verb import status
 from batchinfer.cli.terminal import say
+from batchinfer.core.version import __version__
 from batchinfer.errors import Interrupted, UsageError
 from batchinfer.launch.interrupts import Interrupts
 

@@ -14,7 +14,7 @@ from batchinfer.engine.budget import captured_tokens, refill_costs, scheduler_co
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig, EngineInfo
-from batchinfer.engine.constraints import ConstraintMask, Constraints, ConstraintsFor
+from batchinfer.engine.constraints import Constraints, ConstraintsFor
 from batchinfer.engine.decode_graphs import GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.engine import Engine, EngineLimits
@@ -23,7 +23,7 @@ from batchinfer.engine.kv_cache import BlockPool
 from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.rehearsal import GpuMeter
-from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.sampler import ConstraintMask, Sampler
 from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.engine.sources import Arithmetic, Source, checkpoint_source

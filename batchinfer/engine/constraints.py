@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.request import ConstraintWork, RowError, SamplingParams
-
-if TYPE_CHECKING:
-    from batchinfer.engine.sequence import Sequence
 
 
 class Constraint(Protocol):
@@ -58,25 +53,3 @@ class Constraints(Protocol):
 
 # Makes them for a model: the tokens that end its answers, and how many tokens it knows.
 ConstraintsFor = Callable[[Collection[int], int], Constraints]
-
-
-@dataclass(frozen=True, slots=True)
-class ConstraintMask:
-    """Masks the rows that have constraints; see batchinfer.engine.sampler.TokenMask."""
-
-    constraints: Constraints
-
-    def masks(self, sequence: Sequence) -> bool:
-        return sequence.constraint is not None
-
-    def allowed(self, sequences: Seq[Sequence], tokens: Seq[int]) -> list[bool]:
-        began = time.perf_counter()
-        found = [
-            sequence.constraint is not None and sequence.constraint.allows(token)
-            for sequence, token in zip(sequences, tokens, strict=True)
-        ]
-        self.constraints.work.mask_s += time.perf_counter() - began
-        return found
-
-    def fill(self, sequences: Seq[Sequence], bits: NDArray[np.int32]) -> None:
-        self.constraints.fill([sequence.constraint for sequence in sequences], bits)

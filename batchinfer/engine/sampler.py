@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer.engine.constraints import Constraints
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.sampled import Masked, RowLogprobs, Sampled
 from batchinfer.engine.sequence import Sequence
@@ -35,6 +37,28 @@ class TokenMask(Protocol):
 
         bits: (sequences, ceil(vocab / 32)); see batchinfer_kernels.mask. Called while a GPU computes the step.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintMask:
+    """Masks the rows that have constraints, as `TokenMask` says."""
+
+    constraints: Constraints
+
+    def masks(self, sequence: Sequence) -> bool:
+        return sequence.constraint is not None
+
+    def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
+        began = time.perf_counter()
+        found = [
+            sequence.constraint is not None and sequence.constraint.allows(token)
+            for sequence, token in zip(sequences, tokens, strict=True)
+        ]
+        self.constraints.work.mask_s += time.perf_counter() - began
+        return found
+
+    def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
+        self.constraints.fill([sequence.constraint for sequence in sequences], bits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from batchinfer.request import MAX_SCHEMA_BYTES
-
-if TYPE_CHECKING:
-    from batchinfer.job.spec import Job
 
 _RIGHT = "{type: object, properties: {…}}"
 
@@ -33,23 +30,16 @@ def no_schema(value: object) -> str | None:
     return f"found {kind}; a JSON Schema is a mapping such as {_RIGHT}"
 
 
-def with_schema_file(job: Job) -> Job:
-    """The job with the schema in its `output.schema_file` as its `output.schema`. Raises JobFileError."""
-    path = job.output.schema_file
-    if path is None or job.output.json_schema is not None:
-        return job
+def read_schema_file(path: Path) -> str:
+    """The schema in a file, as compact JSON text. Raises ValueError, which says what is wrong with the file."""
     try:
         schema = json.loads(path.read_bytes()[: MAX_SCHEMA_BYTES + 1])
     except OSError as error:
-        raise job.mistake("output.schema_file", f"{path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        why = (
-            "is no JSON file"
-            if path.stat().st_size <= MAX_SCHEMA_BYTES
-            else f"is over {MAX_SCHEMA_BYTES} bytes"
-        )
-        raise job.mistake("output.schema_file", f"{path} {why}; it must hold one JSON Schema") from None
+        whole = path.stat().st_size <= MAX_SCHEMA_BYTES
+        why = "is no JSON file" if whole else f"is over {MAX_SCHEMA_BYTES} bytes"
+        raise ValueError(f"{path} {why}; it must hold one JSON Schema") from None
     if (problem := no_schema(schema)) is not None:
-        raise job.mistake("output.schema_file", f"{path}: {problem}")
-    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-    return job.model_copy(update={"output": job.output.model_copy(update={"json_schema": text})})
+        raise ValueError(f"{path}: {problem}")
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

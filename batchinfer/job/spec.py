@@ -37,7 +37,7 @@ from batchinfer.job.field_types import (
 from batchinfer.job.file import read_job_file
 from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.sampling import SamplingSection
-from batchinfer.job.schema_file import with_schema_file
+from batchinfer.job.schema_file import read_schema_file
 from batchinfer.job.section import Section, shown
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
@@ -361,7 +361,7 @@ def load_job(
     try:
         context = {"folder": file.folder, "source": source, "lines": file.lines()}
         job = Job.model_validate(values, context=context | {"dated_output": file.dated.get(_OUTPUT_PATH)})
-        job = with_schema_file(job)
+        job = _with_schema_file(job)
         findings = []
     except ValidationError as error:
         job, findings = None, findings_of(error, Job, values)
@@ -370,6 +370,18 @@ def load_job(
     if job is None or mistakes:
         raise JobFileError(str(path), _in_order(mistakes))
     return job
+
+
+def _with_schema_file(job: Job) -> Job:
+    """The job with the schema in its `output.schema_file` as its `output.schema`. Raises JobFileError."""
+    path = job.output.schema_file
+    if path is None or job.output.json_schema is not None:
+        return job
+    try:
+        schema = read_schema_file(path)
+    except ValueError as error:
+        raise job.mistake("output.schema_file", str(error)) from None
+    return job.model_copy(update={"output": job.output.model_copy(update={"json_schema": schema})})
 
 
 def _run_date(source: Path, date: str | None) -> str:

@@ -21,8 +21,7 @@ from batchinfer.data.prompts.grammar import BadConstraint, check_grammar
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.answer_check import AnswerCheck, parsed_answer
 from batchinfer.data.results.schema_columns import NoColumns, SchemaColumns, schema_columns
-from batchinfer.engine.constraints import ConstraintMask
-from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.sampler import ConstraintMask, Sampler
 from batchinfer.request import Completion, ConstraintFailed, Request, SamplingParams
 from tests.batchinfer.engine.small_engine import (
     Limits,

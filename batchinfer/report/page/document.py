@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 from importlib.resources import files
 
-from batchinfer import __version__
+from batchinfer.core.version import __version__
 from batchinfer.report.page.all_columns import all_columns
 from batchinfer.report.page.dearest import dearest
 from batchinfer.report.page.efficiency import efficiency

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.constraints import ConstraintMask
 from batchinfer.engine.device_runner import DeviceRunner
 from batchinfer.engine.model_runner import ModelRunner
+from batchinfer.engine.sampler import ConstraintMask
 from batchinfer.engine.sequence import Sequence
 from batchinfer.request import Completion, ConstraintWork, Request, SamplingParams
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.cache_tensors import allocate_caches
-from batchinfer.engine.constraints import ConstraintMask
 from batchinfer.engine.decode_graphs import GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.device_tables import GraphTables
@@ -19,6 +18,7 @@ from batchinfer.engine.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, ca
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.piecewise_graphs import GRAPH_BYTES
 from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
+from batchinfer.engine.sampler import ConstraintMask
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.engine.table_sizes import TableSizes
 from batchinfer.errors import OutOfMemory

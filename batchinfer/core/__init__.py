@@ -1,0 +1,1 @@
+"""What every other room speaks of. Imports nothing of ours."""
