@@ -81,11 +81,14 @@ def fit(
     if measured.most_tokens is not None:
         limits = replace(limits, max_num_batched_tokens=measured.most_tokens)
     mixed = min(mixed, limits.max_num_batched_tokens)
+    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     pieces, layers = measured.pieces, len(measured.caches)
     del measured, first  # its small cache, too
     meter.restart()
     between = _step_room(runner, mixed) if isinstance(capture, GraphRecorder) else None
     needed += graph_bytes(between.tokens, layers) if between is not None else 0
+    # of steps that are launched, and of graphs, which keep what they take
+    needed += (1 if capture is None else 2) * runner.ops.spare_bytes(rows, room.longest, runner.device)
     tables = _graph_tables(runner, _largest(runner, limits, room)) if capture is not None else None
     blocks, caches = _cache(room, room.blocks(needed))
     fitted = replace(_with_cache(runner, caches), pieces=pieces)

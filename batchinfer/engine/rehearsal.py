@@ -106,7 +106,7 @@ class Rehearsal:
         total = 0
         for tokens in (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows)):
             meter.restart()
-            self._run(self.chunks(tokens, self.rows, self.longest, self.costly))
+            self._run(self.chunks(tokens, self.rows, self.longest, self.costly), self._masked)
             total += meter.peak()
         return total
 
@@ -122,13 +122,19 @@ class Rehearsal:
         for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):
             self._run(self.chunks(size, size, context, GREEDY))
         if self.runner.sampler.mask is not None:
-            masked = replace(self.runner, sampler=replace(self.runner.sampler, mask=_EveryToken()))
             for params in (SAMPLED, GREEDY):
-                self._run(self.chunks(self.rows, self.rows, context, params), masked)
+                self._run(self.chunks(self.rows, self.rows, context, params), self._masked)
         if self.runner.graphs is not None:
             self.runner.graphs.end_warm_up()
         if self.runner.mixed is not None:
             self.runner.mixed.capture()
+
+    @property
+    def _masked(self) -> DeviceRunner:
+        """Masks every row, if any row of the job may be masked."""
+        if self.runner.sampler.mask is None:
+            return self.runner
+        return replace(self.runner, sampler=replace(self.runner.sampler, mask=_EveryToken()))
 
     def _run(self, chunks: list[Chunk], runner: DeviceRunner | None = None) -> None:
         launched = (runner or self.runner).launch(chunks)

@@ -152,7 +152,8 @@ class Sampler:
     def _masked(self, ops: Ops, logits: Tensor, which: list[int], sequences: list[Sequence]) -> Masked:
         filled = self._filled([sequences[i] for i in which], logits)
         rows, bits = upload([np.array(which, np.int32), filled], logits.device)
-        best = logits.index_select(0, rows).argmax(-1)
+        # A copy of the rows would take as much memory as all logits do
+        best = logits[which].argmax(-1) if self.on_host else logits.argmax(-1).index_select(0, rows)
         ops.mask(logits, rows, bits)
         return Masked([sequences[i] for i in which], bars(bits, best))
 

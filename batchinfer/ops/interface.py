@@ -290,6 +290,11 @@ class Ops(ABC):
             found += cache.tensors * heads * size * cache.head_bytes(dim, itemsize)
         return found
 
+    def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
+        """What attention of `rows` single queries takes at most while a step runs, beyond what it takes where every
+        row has a context of `longest` tokens and shares none: which steps those are depends on the operators."""
+        return 0
+
     def allocate_cache(
         self,
         cache: CacheSpec,

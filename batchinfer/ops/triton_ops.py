@@ -187,6 +187,9 @@ class TritonOps(Ops):
             return Fp8Linear(weight, bias, activation, self._shape.deterministic)
         return InvariantLinear(weight, bias, activation) if self._shape.deterministic else None
 
+    def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
+        return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device)
+
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)
 

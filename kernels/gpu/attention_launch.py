@@ -31,7 +31,7 @@ PROGRAMS_PER_PROCESSOR = 4
 PREFIX_PROGRAMS_PER_PROCESSOR = 2
 STRIDES = ("q_stride_token", "q_stride_head", "stride_block", "stride_head", "stride_key")
 # What differs from step to step: Triton would compile a kernel anew where such a number is 1 or a multiple of 16
-VARYING = ["stride_table", "first_own", "slots"]
+VARYING = ["stride_table", "first_own"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

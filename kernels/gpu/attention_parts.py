@@ -21,7 +21,7 @@ class Own:
     splits: Splits
     rows: Tensor | None = None  # (n, 2) int32: row of q, sequence; None: row i is the query of sequence i
     starts: Tensor | None = None  # (n,) int32: keys before it are shared with other rows; None: 0
-    shared: Tensor | None = None  # (n,) int32: how many parts hold these; with `starts`
+    shared: Tensor | None = None  # (n + 1,) int32: of `Prefixes.places`; with `starts`
 
     def check(self, q: Tensor, block_tables: Tensor, window: int | None) -> None:
         """Raises ValueError when lengths or splits do not fit."""
@@ -33,7 +33,7 @@ class Own:
         if block_tables.shape[0] < sequences:
             raise ValueError(f"{block_tables.shape[0]} block tables for {sequences} sequences")
         shapes = {"rows": (self.rows, (count, 2)), "starts": (self.starts, (count,))}
-        for name, (tensor, shape) in {**shapes, "shared": (self.shared, (count,))}.items():
+        for name, (tensor, shape) in {**shapes, "shared": (self.shared, (count + 1,))}.items():
             if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.int32):
                 raise ValueError(f"{name} are {tuple(tensor.shape)} {tensor.dtype}, expected {shape} int32")
         if (self.starts is None) != (self.shared is None):
@@ -46,19 +46,18 @@ class Own:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Attention of rows over parts of their keys, and the log2 of the softmaxes' sums: first what rows share with
-    others, `slots` of each row, then their own, where `Splits.places` says."""
+    others, where `Prefixes.places` says, then their own, where `Splits.places` says."""
 
-    values: Tensor  # (n × slots + m, q_heads, D) float32
-    lses: Tensor  # (n × slots + m, q_heads) float32
-    slots: int
-    first_own: int  # n × slots
+    values: Tensor  # (shared + own, q_heads, D) float32
+    lses: Tensor  # (shared + own, q_heads) float32
+    first_own: int  # the number of shared parts that there is room for
 
     @staticmethod
-    def of(q: Tensor, rows: int, slots: int, own: int) -> Parts:
-        """Room for them, not filled."""
-        shape = (rows * slots + own, q.shape[1])
+    def of(q: Tensor, shared: int, own: int) -> Parts:
+        """Room for so many of all rows together, not filled."""
+        shape = (shared + own, q.shape[1])
         values = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
-        return Parts(values, torch.empty(shape, dtype=torch.float32, device=q.device), slots, rows * slots)
+        return Parts(values, torch.empty(shape, dtype=torch.float32, device=q.device), shared)
 
 
 def merge_parts(
@@ -90,7 +89,6 @@ def merge_parts(
         out_stride_head=out.stride(1),
         heads=heads,
         parts=0,
-        slots=parts.slots,
         first_own=parts.first_own,
         unit=1.0,
         D=dim,

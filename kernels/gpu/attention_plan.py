@@ -15,6 +15,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, moved, prefix_segment
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
+from batchinfer_kernels.gpu.part_room import most_members, most_own, most_segments, most_shared
 from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
 from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
@@ -41,6 +42,19 @@ class AttentionShape:
     def group(self) -> int:
         return self.q_heads // self.kv_heads
 
+    def spare_part_bytes(self, rows: int, longest: int, device: torch.device) -> int:
+        """What parts of `rows` single queries of up to `longest` keys take at most, beyond what they take where every
+        row is that long and shares nothing: then, by default, none may be split.
+
+        At fixed positions these are as many as there can be; graphs round them up, at most to twice as many.
+        """
+        if self.deterministic:
+            spare = most_segments(rows, longest) if longest > SEGMENT else 0
+        else:
+            members = prefix_members(self.dtype, self.head_dim, self.group)
+            spare = most_own(rows, self.kv_heads, device) + most_shared(rows, members, self.kv_heads, device)
+        return spare * self.q_heads * (self.head_dim + 1) * 4
+
     @property
     def unit(self) -> int:
         """Shared keys end at a multiple of it: at the end of a tile, or of a segment that all kernels fold alike."""
@@ -60,7 +74,7 @@ class SharedPrefix:
 class Room:
     """Sizes that a captured graph holds fixed: every step that is replayed fits into them.
 
-    `sharing`: parts that a row may share, items, and members of groups; None: as the step needs them, rounded up to
+    `sharing`: parts of what rows share, items, and members of groups; None: as the step needs them, rounded up to
     powers of two so that few steps differ in them.
     """
 
@@ -94,7 +108,7 @@ class LaunchPlan:
     def sizes(self) -> tuple[object, ...]:
         """What of a step in a room its launches depend on, beside the number of rows."""
         p = self.prefixes
-        shared = () if p is None else (p.slots, len(p.items), len(p.members))
+        shared = () if p is None else (p.parts, len(p.items), len(p.members))
         return (*shared, *[splits.sizes for splits in self.splits.values()])
 
     def splits_of(self, window: int | None) -> Splits:
@@ -148,7 +162,7 @@ class LaunchPlan:
 
     def _tensors(self) -> list[Tensor]:
         p = self.prefixes
-        shared = () if p is None else (p.items, p.members, p.starts, p.shared)
+        shared = () if p is None else (p.items, p.members, p.starts, p.places)
         own = [splits.flat for splits in self.splits.values()]
         return [t for t in (self.items, self.rows, self.contexts, *shared, *own) if t is not None]
 
@@ -165,9 +179,9 @@ def plan_attention(
     """The plan of a step of S sequences, one chunk each, in order; context lengths count the chunk too.
 
     `shared`: of `find_shared`, or as the planner of the job knows it. Rounded down to `shape.unit`; of their sequences
-    those with a single query take part. `room`: the step is to be captured into a graph or replayed (`refilled`); it
-    then has one query a sequence, and pads a batch with sequences of context 0. `windows`: of the layers that read the
-    plan. Copies to the device do not wait for it.
+    those with a single query take part, outer levels first, as long as there is room for their parts. `room`: the step
+    is to be captured into a graph or replayed (`refilled`); it then has one query a sequence, and pads a batch with
+    sequences of context 0. `windows`: of the layers that read the plan. Copies to the device do not wait for it.
     Raises ValueError where shared prefixes do not nest, or do not fit their sequences or the room.
     """
     device = torch.device(device)
@@ -210,7 +224,7 @@ class _Level:
     sequence: int
     first: int
     end: int
-    slot: int
+    part: int  # which of each row's the first one is
 
 
 def _plan_prefixes(
@@ -225,6 +239,8 @@ def _plan_prefixes(
     """Prefixes, and how many keys each row shares with others."""
     starts, parts = np.zeros(len(single), np.int64), np.zeros(len(single), np.int64)
     spans = list(_spans(shared, lens, contexts, single, shape.unit))
+    if not shape.deterministic:  # where it is, what rows do not share they keep as many parts of
+        spans = _outer(spans, len(single))
     most = prefix_members(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
     work = sum(-(-len(rows) // most) * (end - first) for rows, first, end in spans)
     segment = SEGMENT if shape.deterministic else prefix_segment(work, shape.kv_heads, device)
@@ -232,19 +248,30 @@ def _plan_prefixes(
     for rows, first, end in spans:
         levels.append(_Level(rows, int(single[rows[0]]), first, end, int(parts[rows[0]])))
         starts[rows], parts[rows] = end, parts[rows] + -(-(end - first) // segment)
-    slots = int(parts.max(initial=0))
     if not levels and (room is None or not room.sharing or not room.sharing[0]):
         return None, starts
     items, members = _items(levels, segment, most)
+    places = np.concatenate([[0], np.cumsum(parts)])
+    count = int(places[-1])
     if room is not None:
-        needed = (slots, len(items), len(members))
-        slots, *sizes = room.sharing or [1 << (n - 1).bit_length() for n in needed]
-        if any(n > most for n, most in zip(needed, (slots, *sizes), strict=True)):
+        needed = (count, len(items), len(members))
+        rounded = [1 << (n - 1).bit_length() for n in needed]
+        if not room.sharing:
+            rounded[0] = min(rounded[0], _most_parts(len(single), most, shape, device, room))
+        count, *sizes = room.sharing or rounded
+        if any(n > most for n, most in zip(needed, (count, *sizes), strict=True)):
             raise ValueError(f"{needed[0]} parts in {needed[1]} items of {needed[2]} rows are not in {room}")
         items = np.concatenate([items, np.zeros((sizes[0] - len(items), 6), np.int64)])
         members = np.concatenate([members, np.zeros(sizes[1] - len(members), np.int64)])
-    item, member, start, part = (moved(values, device) for values in (items, members, starts, parts))
-    return Prefixes(item, member, start, part, slots), starts
+    item, member, start, place = (moved(values, device) for values in (items, members, starts, places))
+    return Prefixes(item, member, start, place, count), starts
+
+
+def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.device, room: Room) -> int:
+    """Of what rows share in a graph."""
+    if shape.deterministic:
+        return most_segments(rows, room.longest)
+    return most_shared(rows, members, shape.kv_heads, device)
 
 
 def _spans(
@@ -273,6 +300,19 @@ def _spans(
             yield rows, first, end
 
 
+def _outer(spans: list[tuple[Ints, int, int]], rows: int) -> list[tuple[Ints, int, int]]:
+    """Of more levels than there is room for, those that begin first. What is inside of one that is left out is left out
+    too."""
+    room, ends, kept = most_members(rows), np.zeros(rows, np.int64), []
+    for span in sorted(spans, key=lambda span: span[1]):
+        members, first, end = span
+        if len(members) <= room and ends[members[0]] == first:
+            room -= len(members)
+            ends[members] = end
+            kept.append(span)
+    return kept
+
+
 def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
     """(m, 6) and (members,): each level's rows `most` at a time over `segment` keys at a time, the largest first."""
     found, members, before = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)], 0
@@ -283,7 +323,7 @@ def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
         items[:, 0], items[:, 1] = before + row, np.minimum(most, len(level.rows) - row)
         items[:, 2], items[:, 3] = level.sequence, key
         items[:, 4] = np.minimum(key + segment, level.end)
-        items[:, 5] = level.slot + (key - level.first) // segment
+        items[:, 5] = level.part + (key - level.first) // segment
         found.append(items)
         members.append(level.rows)
         before += len(level.rows)

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_launch import (
     LEAST_SEGMENT,
-    PROGRAMS_PER_PROCESSOR,
     SEGMENT,
     choose_segment,
     moved,
 )
-from batchinfer_kernels.gpu.target import processors
+from batchinfer_kernels.gpu.part_room import most_own, most_segments
 
 Ints = NDArray[np.int64]
 # Splits begin at its multiples: whole cache lines, whole tiles of most kernels
@@ -128,21 +127,18 @@ class Splitter:
         lengths = np.maximum(-(-evenly // UNIT) * UNIT, UNIT)
         return -(-keys // lengths), lengths
 
-    @property
-    def _programs(self) -> int:
-        """Items that fill the GPU."""
-        return -(-PROGRAMS_PER_PROCESSOR * processors(self.device) // self.kv_heads)
-
     def _splits_anyway(self, rows: int) -> bool:
         """Whether a graph has parts although no row needs them now: with so few rows any that is not short does, and
         one graph serves both."""
-        return self.longest is not None and not self.deterministic and rows < self._programs
+        if self.longest is None or self.deterministic:
+            return False
+        return rows < most_own(0, self.kv_heads, self.device)
 
     def _room(self, rows: int, items: int) -> int:
-        """How many items a list has where rows are split. By `choose_segment` they are no more than the rows and
-        `_programs` together; at fixed positions they are as many as the contexts ask for."""
+        """How many items a list has where rows are split. By `choose_segment` they are no more than `most_own`; at
+        fixed positions they are as many as the contexts ask for."""
         if self.longest is None:
             return items
         if not self.deterministic:
-            return rows + self._programs
-        return min(1 << (items - 1).bit_length(), rows * -(-self.longest // SEGMENT))
+            return most_own(rows, self.kv_heads, self.device)
+        return min(1 << (items - 1).bit_length(), most_segments(rows, self.longest))

@@ -143,15 +143,15 @@ def decode_attention(
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
-    shares = (None, None) if prefixes is None else (prefixes.starts, prefixes.shared)
+    shares = (None, None) if prefixes is None else (prefixes.starts, prefixes.places)
     own = Own(context_lens, splits, rows, *shares)
     own.check(q, block_tables, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     count = len(splits.keys)
     if count == 0:
         return out
-    slots = 0 if prefixes is None else prefixes.slots
-    parts = Parts.of(q, count, slots, splits.count) if slots or not splits.whole else None
+    shared = 0 if prefixes is None else prefixes.parts
+    parts = Parts.of(q, shared, splits.count) if shared or not splits.whole else None
     common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale)
     if prefixes is not None and parts is not None:
         attend_prefixes(prefixes, own, parts, *common, deterministic)

@@ -28,12 +28,12 @@ LOG2E = 1.4426950408889634
 def merge_state_kernel(
     parts_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr,
     rows_ptr,  # (T, 2) int32: row of out, sequence; None: both are the number of the token
-    shared_ptr,  # (T,) int32: how many parts a token shares with others: its first ones; None: none
+    shared_ptr,  # (T + 1,) int32: where the parts lie that a token shares with others: its first ones; None: none
     places_ptr,  # (T + 1,) int32: where its own lie, behind `first_own`; None: all are its own, and its first ones
     stride_part, stride_token, stride_head, lse_stride_part, lse_stride_token, out_stride_token, out_stride_head,
     heads,
     parts,  # how many there are where there are no places
-    slots, first_own,  # where there are: shared parts that each token has room for, and where places count from
+    first_own,  # where there are: the place that they count from
     unit,  # what makes the parts' log-sum-exps logarithms to base 2
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -48,6 +48,7 @@ def merge_state_kernel(
     total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
     shared = parts
     own = 0
+    first_shared = tl.cast(0, tl.int64)
     first_own = tl.cast(first_own, tl.int64)
     if places_ptr is not None:
         shared = 0
@@ -55,10 +56,11 @@ def merge_state_kernel(
         own = tl.load(places_ptr + token + 1) - place
         first_own += place
     if shared_ptr is not None:
-        shared = tl.load(shared_ptr + token)
+        place = tl.load(shared_ptr + token)
+        shared = tl.load(shared_ptr + token + 1) - place
+        first_shared += place
     for index in range(0, shared + own):
-        nth = tl.where(index < shared, index, index - shared + first_own)
-        nth += tl.where(index < shared, token * slots, 0)
+        nth = tl.where(index < shared, first_shared + index, first_own + index - shared)
         lse_at = nth * lse_stride_part + token * lse_stride_token
         lse = tl.load(lses_ptr + lse_at + head, mask=real, other=float("-inf")) * unit
         filled = cells & (lse != float("-inf"))[:, None]
@@ -102,7 +104,6 @@ def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tupl
             out_stride_head=out.stride(1),
             heads=heads,
             parts=parts,
-            slots=0,
             first_own=0,
             unit=LOG2E,
             D=dim,

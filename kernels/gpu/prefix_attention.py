@@ -29,11 +29,13 @@ from batchinfer_kernels.gpu.attention_parts import Own, Parts
 class Prefixes:
     """Which rows share which keys; made by `plan_attention`, once a step. A row is one query, as in `Own`."""
 
-    items: Tensor  # (m, 6) int32: first member, members (0: padding), sequence with the keys, first key, end, slot
+    # (m, 6) int32: first member, members (0: padding), sequence with the keys, first key, end, number of the part among
+    # those of a row
+    items: Tensor
     members: Tensor  # int32: rows; an item names a stretch of them
     starts: Tensor  # (n,) int32: the keys before it are shared, of each row
-    shared: Tensor  # (n,) int32: how many parts, of each row
-    slots: int  # the most of them
+    places: Tensor  # (n + 1,) int32: row i's shared parts lie at places[i] to places[i + 1]
+    parts: int  # of all rows together, and what a graph has room for beyond them
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -41,8 +43,9 @@ def _prefix_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, items_ptr, members_ptr,
     rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
     contexts_ptr,  # (S,) int32
+    places_ptr,  # (n + 1,) int32, of `Prefixes`
     parts_ptr, part_lses_ptr,
-    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, slots, heads,
+    q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, heads,
     scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
@@ -88,9 +91,10 @@ def _prefix_attention_kernel(
         D, D_PAD, TILE, BLOCK_SIZE, whole, False, WINDOW, CAP, CODES, PRECISION,
     )  # fmt: skip
     part, lse = as_part(total, top, mass)
-    slot = (index * slots + tl.load(item + 5)) * heads + head
-    tl.store(parts_ptr + slot[:, None] * D + dim[None, :], part, mask=cells)
-    tl.store(part_lses_ptr + slot, lse, mask=real)
+    place = tl.load(places_ptr + index, mask=real, other=0) + tl.load(item + 5)
+    at = place.to(tl.int64) * heads + head
+    tl.store(parts_ptr + at[:, None] * D + dim[None, :], part, mask=cells)
+    tl.store(part_lses_ptr + at, lse, mask=real)
 
 
 def prefix_members(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
@@ -115,10 +119,12 @@ def attend_prefixes(
 ) -> None:
     """Every group's queries over what they share, to `parts`. The grid has an item a program, padding included.
 
-    Raises ValueError when items have other columns than the kernel knows, or there are too few slots.
+    Raises ValueError when items have other columns than the kernel knows, or there is room for too few parts.
     """
-    if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.slots > parts.slots:
-        raise ValueError(f"items are {tuple(prefixes.items.shape)}, slots {prefixes.slots} > {parts.slots}")
+    if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.parts > parts.first_own:
+        raise ValueError(
+            f"items are {tuple(prefixes.items.shape)}, parts {prefixes.parts} > {parts.first_own}"
+        )
     if not len(prefixes.items):
         return
     work: Work = "deterministic" if deterministic else "prefix"
@@ -127,9 +133,9 @@ def attend_prefixes(
         members_ptr=prefixes.members,
         rows_ptr=own.rows,
         contexts_ptr=own.contexts,
+        places_ptr=prefixes.places,
         parts_ptr=parts.values,
         part_lses_ptr=parts.lses,
-        slots=parts.slots,
         heads=q.shape[1],
         **kernel_arguments(
             q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale, work

@@ -279,8 +279,20 @@ def test_the_largest_step_has_the_logprobs_that_rows_ask_for(monkeypatch):
     assert asked == [(6, 7)] * 3, "two steps are measured, one warms up"
 
 
-def test_rows_are_masked_in_the_warm_up_where_constraints_can_be_followed(monkeypatch):
-    """Else the first row under a constraint would wait for its kernel to be compiled."""
+@pytest.mark.parametrize(("capture", "times"), [(captured_eagerly, 2), (None, 1)])
+def test_what_no_dummy_step_shows_is_counted_for_launched_steps_and_for_graphs(capture, times):
+    class Sharing(AsOnAGpu):
+        def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
+            return 10_000 * rows + longest
+
+    device = Device(ops=Sharing())
+    device.fit(capture=capture)
+    assert device.needed == 1000 * (250 + 6) + times * (60_000 + LONGEST)
+
+
+def test_rows_are_masked_in_measured_steps_and_in_the_warm_up_where_constraints_can_be_followed(monkeypatch):
+    """Else nobody would count the memory of masks, and the first row under a constraint would wait for its kernel to
+    be compiled."""
     device, masked = Device(), []
     for name in ("mask", "masked_argmax"):
         real = getattr(CpuOps, name)
@@ -295,7 +307,8 @@ def test_rows_are_masked_in_the_warm_up_where_constraints_can_be_followed(monkey
     sampler = replace(device.runner.sampler, mask=ConstraintMask(WordConstraints(0)))
     device.runner = replace(device.runner, sampler=sampler)
     device.fit()
-    assert masked == [("mask", 6, True), ("masked_argmax", 6, True)], "no constraint is asked"
+    measured = [("mask", 6, True)] * 2
+    assert masked == [*measured, ("mask", 6, True), ("masked_argmax", 6, True)], "no constraint is asked"
 
 
 def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():

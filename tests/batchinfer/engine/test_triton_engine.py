@@ -284,7 +284,7 @@ def logits_of(
 @pytest.fixture
 def short_segments(monkeypatch):
     """So that these short sequences and narrow layers have several, whose sums are to be added in one order only."""
-    for module in ("attention_plan", "attention_splits"):
+    for module in ("attention_plan", "attention_splits", "part_room"):
         monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", SEGMENT)
     segmented = partial(prefill_attention, segment=SEGMENT)
     monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", segmented)

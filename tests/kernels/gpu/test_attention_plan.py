@@ -58,7 +58,7 @@ def test_levels_are_cut_into_items_of_rows_and_keys(monkeypatch) -> None:
     members = list(range(40))
     found = plan([1] * 41, [700] * 41, [SharedPrefix(members, 300), SharedPrefix([5, 39], 650)]).prefixes
     assert found is not None
-    columns = ("first", "members", "sequence", "begin", "end", "slot")
+    columns = ("first", "members", "sequence", "begin", "end", "part")
     items = [dict(zip(columns, item, strict=True)) for item in found.items.tolist()]
     seen = np.zeros((41, 700), int)
     for item in items:
@@ -70,9 +70,10 @@ def test_levels_are_cut_into_items_of_rows_and_keys(monkeypatch) -> None:
     assert (seen == wanted).all()
     assert found.starts.tolist() == seen.sum(1).tolist()
     assert {i["members"] for i in items} == {32, 8, 2}
-    assert sorted((i["begin"], i["slot"]) for i in items if i["members"] == 2) == [(256, 1), (512, 2)]
+    assert sorted((i["begin"], i["part"]) for i in items if i["members"] == 2) == [(256, 1), (512, 2)]
     assert [i["end"] - i["begin"] for i in items] == [256, 256, 256, 128]
-    assert (found.slots, found.shared[5], found.shared[0], found.shared[40]) == (3, 3, 1, 0)
+    counts = found.places.diff()
+    assert (found.parts, counts[5], counts[0], counts[40]) == (38 + 2 * 3, 3, 1, 0)
 
 
 def test_own_keys_are_what_is_not_shared() -> None:

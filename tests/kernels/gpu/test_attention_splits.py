@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer_kernels.gpu import attention_launch, attention_splits
+from batchinfer_kernels.gpu import attention_launch, part_room
 from batchinfer_kernels.gpu.attention_launch import LEAST_SEGMENT, PROGRAMS_PER_PROCESSOR, SEGMENT
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 
@@ -25,7 +25,7 @@ MOST = -(-PROGRAMS_PER_PROCESSOR * PROCESSORS // KV_HEADS)
 @pytest.fixture(autouse=True)
 def _a_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attention_launch, attention_splits):
+        for module in (attention_launch, part_room):
             patch.setattr(module, "processors", lambda _: PROCESSORS)
         yield
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer_kernels.gpu import attention_launch, attention_splits
+from batchinfer_kernels.gpu import attention_launch, part_room
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from tests.kernels.gpu.attention_cases import (
     DTYPES,
@@ -60,7 +60,7 @@ def test_lengths_of_all_kinds_share_a_launch(dtype, segment, device) -> None:
 
 
 def test_items_that_a_graph_has_too_many_do_nothing(device, monkeypatch) -> None:
-    for module in (attention_launch, attention_splits):
+    for module in (attention_launch, part_room):
         monkeypatch.setattr(module, "PROGRAMS_PER_PROCESSOR", 24)
     monkeypatch.setattr(attention_launch, "LEAST_SEGMENT", 64)
     case = case_of(device=device)

@@ -22,7 +22,7 @@ SEGMENT = 128  # so that short sequences have several
 
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("attention_launch", "attention_plan", "attention_splits"):
+    for module in ("attention_launch", "attention_plan", "attention_splits", "part_room"):
         monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", SEGMENT)
     monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", _prefill)
     assert attention_launch.SEGMENT == SEGMENT

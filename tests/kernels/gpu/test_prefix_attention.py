@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchinfer_kernels.gpu import part_room
 from batchinfer_kernels.gpu.attention_parts import Own, Parts
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
@@ -73,6 +74,14 @@ def test_more_rows_than_a_tile_has_and_more_keys_than_a_segment(device) -> None:
     check(sharing(case, 64, prefixes), [SharedPrefix(*p) for p in prefixes])
 
 
+def test_levels_for_which_there_is_no_room_are_read_by_each_row(monkeypatch, device) -> None:
+    monkeypatch.setattr(part_room, "LEVELS", 1)
+    case = shared_case(device=device)
+    starts = plan_attention(case.queries, case.contexts, shape_of(case), device, SHARED).starts
+    assert starts.tolist() == [128, 128, 128, 128, 128, 128, 128, 0, 128]
+    check(case)
+
+
 def test_chunks_in_the_group_read_their_keys_themselves(device) -> None:
     chunks = [(1, c) for c in CONTEXTS]
     chunks[2], chunks[5], chunks[7] = (17, 321), (3, 200), (0, 90)
@@ -80,30 +89,32 @@ def test_chunks_in_the_group_read_their_keys_themselves(device) -> None:
 
 
 def test_shared_parts_by_themselves(device) -> None:
-    """What the kernel leaves in the slots is attention over these keys alone."""
+    """What the kernel leaves in a row's places is attention over these keys alone."""
     case = shared_case(device=device)
     plan = plan_attention(case.queries, case.contexts, shape_of(case), device, SHARED)
     assert plan.prefixes is not None
-    own = Own(plan.contexts, plan.splits_of(None), None, plan.prefixes.starts, plan.prefixes.shared)
-    parts = Parts.of(case.q, len(CONTEXTS), plan.prefixes.slots, 0)
+    own = Own(plan.contexts, plan.splits_of(None), None, plan.prefixes.starts, plan.prefixes.places)
+    parts = Parts.of(case.q, plan.prefixes.parts, 2)
     for tensor in (parts.values, parts.lses):
         tensor.fill_(float("nan"))
     attend_prefixes(plan.prefixes, own, parts, *case.tensors, 0.2, None, None, None, None, False)
-    values, lses = (t.unflatten(0, (len(CONTEXTS), -1)) for t in (parts.values, parts.lses))
+    values, lses, counts = parts.values, parts.lses, plan.prefixes.places.diff()
+    assert counts.tolist() == [1, 2, 2, 3, 3, 1, 1, 0, 1], "no row has room for others' levels"
     level = torch.tensor([128] * 5 + [128, 128, 0, 128])
     first = torch.tensor([i for i, n in enumerate(level.tolist()) if n])
     wanted, lse = paged_attention_lse_reference(
         case.q[first], case.k, case.v, case.table[first], [1] * len(first), level[first].tolist(), 0.2
     )
-    assert_near(values[first, 0], wanted, torch.float32)
-    assert_near(lses[first, 0] * 0.6931471805599453, lse, torch.float32)
-    assert values[7].isnan().all(), "a row that shares nothing"
-    assert values[0, 1:].isnan().all(), "levels that a row is not in"
+    places = plan.prefixes.places[first].long()
+    assert_near(values[places], wanted, torch.float32)
+    assert_near(lses[places] * 0.6931471805599453, lse, torch.float32)
+    assert values[: plan.prefixes.parts].isfinite().all(), "all places of what is shared are filled"
+    assert values[plan.prefixes.parts :].isnan().all(), "own parts' places, which are not this kernel's"
 
 
 def test_a_room_pads_and_a_plan_is_refilled(device) -> None:
     """As a captured graph is replayed: the launches of one plan, the lengths and groups of another."""
-    room = Room(longest=600, sharing=(4, 12, 30))
+    room = Room(longest=600, sharing=(20, 12, 30))
     first = shared_case(device=device)
     plan = plan_attention(first.queries, first.contexts, shape_of(first), device, SHARED, room)
     chunks = [(1, c) for c in (129, 128, 500, 0, 0, 7, 300, 301, 599)]

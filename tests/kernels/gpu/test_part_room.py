@@ -1,0 +1,121 @@
+"""Memory of parts: no more than is set aside, whatever rows share, and none for rows that share nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer_kernels.gpu import attention_launch, part_room
+from batchinfer_kernels.gpu.attention_launch import SEGMENT
+from batchinfer_kernels.gpu.attention_parts import Parts
+from batchinfer_kernels.gpu.attention_plan import (
+    AttentionShape,
+    LaunchPlan,
+    Room,
+    SharedPrefix,
+    plan_attention,
+)
+
+CPU = torch.device("cpu")
+LLAMA_8B = {"dtype": torch.bfloat16, "q_heads": 32, "kv_heads": 8, "head_dim": 128}
+A_PART = 32 * (128 + 1) * 4  # bytes: values and a log-sum-exp of each head
+
+
+@pytest.fixture(autouse=True)
+def _an_h200() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention_launch, part_room):
+            patch.setattr(module, "processors", lambda _: 132)
+        yield
+
+
+def planned(
+    contexts: list[int], shared: list[SharedPrefix], longest: int | None, deterministic: bool = False
+) -> LaunchPlan:
+    room = None if longest is None else Room(longest, sharing=None)
+    shape = AttentionShape(**LLAMA_8B, deterministic=deterministic)
+    return plan_attention([1] * len(contexts), contexts, shape, CPU, shared, room)
+
+
+def part_bytes(plan: LaunchPlan) -> int:
+    """What a layer's attention allocates."""
+    q = torch.empty(1, 32, 128, device="meta")
+    splits, shared = plan.splits_of(None), 0 if plan.prefixes is None else plan.prefixes.parts
+    if splits.whole and not shared:
+        return 0
+    parts = Parts.of(q, shared, splits.count)
+    return parts.values.nbytes + parts.lses.nbytes
+
+
+def test_rows_that_share_nothing_take_no_room_of_others() -> None:
+    """4 of 1,024 rows share 16,384 keys in 32 parts each. With room for 32 parts of every row they took 541 MB."""
+    contexts, shared = [16_400] * 4 + [500] * 1020, [SharedPrefix([0, 1, 2, 3], 16_384)]
+    for longest in (None, 16_400):
+        plan = planned(contexts, shared, longest)
+        assert plan.prefixes is not None
+        assert plan.prefixes.places.diff().tolist() == [32] * 4 + [0] * 1020
+        own = plan.splits_of(None).count
+        assert part_bytes(plan) == (4 * 32 + own) * A_PART < 20e6
+    assert 1024 * 32 * A_PART == 541_065_216
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[SharedPrefix]]:
+    """Rows in levels within levels, some of them more than there is room for, and their contexts."""
+    rows, shared = draw(st.integers(4, 300)), []
+    ends = np.zeros(rows, np.int64)
+
+    def level(members: list[int], depth: int) -> None:
+        while len(members) >= 4 and depth < draw(st.integers(0, 12)):
+            end = int(ends[members[0]]) + SEGMENT * draw(st.integers(1, 20))
+            shared.append(SharedPrefix(members, end))
+            ends[members] = end
+            at, depth = draw(st.integers(1, len(members))), depth + 1
+            level(members[at:], depth)
+            members = members[:at]
+
+    level(list(range(rows)), 0)
+    longer = st.one_of(st.integers(1, 300), st.integers(1, 40_000))
+    return [int(end) + draw(longer) for end in ends], shared
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.booleans(), st.booleans())
+def test_no_step_takes_more_than_is_set_aside(tree, deterministic, captured) -> None:
+    contexts, shared = tree
+    longest, rows = max(contexts), len(contexts)
+    plan = planned(contexts, shared, longest if captured else None, deterministic)
+    shape = AttentionShape(**LLAMA_8B, deterministic=deterministic)
+    alone = part_bytes(planned([longest] * rows, [], None, deterministic)) if deterministic else 0
+    assert part_bytes(plan) <= alone + shape.spare_part_bytes(rows, longest, CPU)
+    if plan.prefixes is not None:
+        assert plan.prefixes.places[-1] <= plan.prefixes.parts
+
+
+def test_what_is_set_aside_is_little() -> None:
+    """Of 1,024 rows of Llama 3.1 8B's shape, on a GPU of 139 GiB: whatever they share, however long they are."""
+    shape = AttentionShape(**LLAMA_8B)
+    spare = (1024 + 66) + (4 * 1024 + 32 * 33)
+    assert shape.spare_part_bytes(1024, 131_072, CPU) == spare * A_PART == 103_067_904
+
+
+def test_levels_beyond_the_room_are_read_by_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that begin first are kept; what is inside of one that is not kept is not either."""
+    monkeypatch.setattr(part_room, "LEVELS", 2)
+    everyone = list(range(8))
+    shared = [
+        SharedPrefix(everyone, 1024),
+        SharedPrefix([0, 1, 2, 3], 2048),
+        SharedPrefix([0, 1, 2], 3072),
+        SharedPrefix([4, 5, 6, 7], 2048),
+        SharedPrefix([4, 5], 3072),
+    ]
+    plan = planned([4000] * 8, shared, None)
+    assert plan.starts.tolist() == [2048] * 8
+    monkeypatch.setattr(part_room, "LEVELS", 1)
+    assert planned([4000] * 8, shared, None).starts.tolist() == [1024] * 8
