@@ -74,6 +74,51 @@ def render_with_little_cpu_time(*arguments: Any) -> None:
     serve(*arguments)
 
 
+def render_and_be_ended(*arguments: Any) -> None:
+    """A render worker that the signal ENDED_BY ends at the row "victim", in the first ENDED_MOST starts."""
+    from batchinfer.data.prompts import render_worker
+
+    if _starts() < int(os.environ["ENDED_MOST"]):
+        whole = render_worker.Preparer.prepare
+
+        def prepare(self: Any, rows: Any, careful: bool = False) -> Any:
+            build = self._builder.build
+
+            def ended(row: Any) -> Any:
+                if row["text"] == "victim":
+                    os.kill(os.getpid(), int(os.environ["ENDED_BY"]))
+                    time.sleep(SLEEP_S)
+                return build(row)
+
+            self._builder.build = ended
+            return whole(self, rows, careful)
+
+        render_worker.Preparer.prepare = prepare  # type: ignore[method-assign]
+    render_worker.serve(*arguments)
+
+
+def check_constraints_and_be_ended(*arguments: Any) -> None:
+    """A checker of constraints that the signal ENDED_BY ends as it gets one, in the first ENDED_MOST starts."""
+    from batchinfer.data.prompts import constraint_check
+
+    if _starts() < int(os.environ["ENDED_MOST"]):
+        limited = constraint_check._cpu_time
+
+        def ended(within_s: float) -> Any:
+            os.kill(os.getpid(), int(os.environ["ENDED_BY"]))
+            return limited(within_s)
+
+        constraint_check._cpu_time = ended  # type: ignore[assignment]
+    constraint_check.serve(*arguments)
+
+
+def answer_once_others_ended(connection: Connection[Any, Any]) -> None:
+    """Say "answered", but be killed in the first ENDED_MOST starts."""
+    if _starts() < int(os.environ["ENDED_MOST"]):
+        os.kill(os.getpid(), int(os.environ["ENDED_BY"]))
+    connection.send("answered")
+
+
 def render_and_die_in_the_reply(*arguments: Any) -> None:
     """A render worker whose first start, counted in the same way, ends halfway through its first reply."""
     from batchinfer.data.prompts.render_worker import serve

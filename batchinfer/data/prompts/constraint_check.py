@@ -17,15 +17,17 @@ from batchinfer.errors import Unavailable
 from batchinfer.memory import lift_memory_limit, limit_memory
 from batchinfer.request import INT32_MAX, SamplingParams
 from batchinfer.spawning import Child, Ended, receiving
+from batchinfer.waiting import comes
 
 _ENTRY = "batchinfer.data.prompts.constraint_check:serve"
 WITHIN_S = 5.0  # of CPU time; a schema that people write takes milliseconds
-# Beside other work a process may get little CPU time, and a virtual machine may stand still. That says nothing about a
-# constraint, so these are for a process that does nothing any more.
+# Beside other work a process may get little CPU time, and it or its virtual machine may stand still. That says nothing
+# about a constraint, so these are for a process that does nothing any more.
 _WAIT_S = 50
 _START_S = 60  # measured: 0.3 s, and 0.4 s for a vocabulary of 49,152 tokens
 MEMORY_BYTES = 1 << 30
-_TOO_LARGE = f"compiling it takes more than {MEMORY_BYTES >> 30} GiB of memory; make it simpler"
+_LEAVE_S = 5.0  # a process that closed its pipe has ended by then
+CONTINUES = "run the same command again"
 
 
 class ConstraintChecker:
@@ -49,19 +51,36 @@ class ConstraintChecker:
         """Why the constraint of `params` cannot be followed; None where it can, or where there is none."""
         if params.constraint is None:
             return None
+        ended = self._asked(params)
+        if (
+            isinstance(ended, Ended) and ended.code != -signal.SIGPROF
+        ):  # that one is the constraint's own CPU time
+            ended = self._asked(
+                params, again=True
+            )  # anything may end a process, and others were compiled before
+        if isinstance(ended, Ended):
+            return f"{params.constraint}: {self._why(ended)}"
+        return ended
+
+    def _asked(self, params: SamplingParams, again: bool = False) -> str | Ended | None:
+        """What the process says, or how it ended instead: of one that was silent, the system tells nothing."""
         child = self._child = self._child or self._started()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer does not come
             child.connection.send(params)
         try:
             with receiving():
-                if _comes(child.connection, _WAIT_S):
+                if comes(child.connection, _WAIT_S):
                     problem: str | None = child.connection.recv()
                     return problem
+            if again:
+                raise Unavailable(
+                    f"the process that checks constraints is silent for {_WAIT_S} s; {CONTINUES}"
+                )
             ended = None
         except EOFError:
-            ended = child.wait(1.0)
+            ended = child.wait(_LEAVE_S)
         self.close()
-        return f"{params.constraint}: {self._why(ended)}"
+        return ended or Ended(None)
 
     def close(self) -> None:
         """End the process; safe to call twice."""
@@ -70,32 +89,34 @@ class ConstraintChecker:
             self._child = None
 
     def _started(self) -> Child:
-        child = Child(_ENTRY, self._definition, self._within_s)
+        """A process that is ready; the second one, should the first end before it is."""
+        for _ in range(2):
+            child = Child(_ENTRY, self._definition, self._within_s)
+            how = self._not_ready(child)
+            if how is None:
+                return child
+            child.close()
+        raise Unavailable(f"the process that checks constraints {how}; {CONTINUES}")
+
+    def _not_ready(self, child: Child) -> str | None:
+        """What became of a process that does not come to work; None: it does."""
         try:
             with receiving():
-                if _comes(child.connection, _START_S):
+                if comes(child.connection, _START_S):
                     child.connection.recv()
-                    return child
-            how = f"is not ready after {_START_S} s"
+                    return None
+            return f"is not ready after {_START_S} s"
         except EOFError:
-            how = str(child.wait(1.0) or "closed its connection")
-        child.close()
-        raise Unavailable(f"the process that checks constraints {how}; run the job again")
+            return str(child.wait(_LEAVE_S) or "closed its connection")
 
-    def _why(self, ended: Ended | None) -> str:
-        code = None if ended is None else ended.code
-        if ended is None or code == -signal.SIGPROF:
+    def _why(self, ended: Ended) -> str:
+        if ended.code == -signal.SIGPROF:
             return f"compiling it takes longer than {self._within_s:g} s; make it simpler"
-        if code in (-signal.SIGSEGV, -signal.SIGBUS):
+        if ended.code in (-signal.SIGSEGV, -signal.SIGBUS):
             return "its rules or references lead too deep into one another; make it flatter"
-        if code == -signal.SIGABRT:
-            return _TOO_LARGE
-        return f"compiling it ended the process that did so ({ended}); make it simpler"
-
-
-def _comes(pipe: Connection[Any, Any], within_s: int) -> bool:
-    """Whether something does, waiting for so many seconds in which this process may run."""
-    return any(pipe.poll(1.0) for _ in range(within_s))
+        if ended.code == -signal.SIGABRT:
+            return f"compiling it takes more than {MEMORY_BYTES >> 30} GiB of memory; make it simpler"
+        return f"compiling it ended the process that did so, twice ({ended}); make it simpler"
 
 
 def constraint_problem(
@@ -122,8 +143,9 @@ def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -
         try:
             with _cpu_time(within_s), _mute():
                 problem = check(params)
-        except MemoryError:
-            problem = f"{params.constraint}: {_TOO_LARGE}"
+        except MemoryError:  # constraints before this one may have taken it: it is asked of a new process
+            os.kill(os.getpid(), signal.SIGABRT)
+            return
         pipe.send(problem)
 
 

@@ -1,8 +1,8 @@
 """The process that runs templates and the tokenizer, where it can be killed without harm.
 
 A template may loop for ever or ask for all memory, and neither can be stopped from within. The worker notes
-which row it is at in shared memory; when that row takes too long, or the process dies, the row becomes an error
-row, a new process takes its place and the other rows go on.
+which row it is at in shared memory. When the process dies, or that row takes too long, a new process takes its place;
+the row is prepared again by itself, as anything may have ended a process, and becomes an error row if that fails, too.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -22,24 +22,30 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.data.input.rows import Values, row_error
+from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.builder import PromptPlan
-from batchinfer.data.prompts.prepare import BULK, Limits, Prepared, Preparer
+from batchinfer.data.prompts.prepare import BULK, Limits, Prepared, Preparer, checking
+from batchinfer.data.prompts.render_pieces import RowPieces
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake, Unavailable
 from batchinfer.memory import limit_memory
 from batchinfer.request import RowError
 from batchinfer.spawning import Child, receiving
+from batchinfer.waiting import LOOK_S, Waited
 
-_POLL_S = 0.25
 _LEAVE_S = 5.0  # a process that closed its pipe has ended by then
 _ENTRY = "batchinfer.data.prompts.render_worker:serve"
-_HANGS_IN_A_ROW = 8  # then it is the template, not the rows: at 10 s each the job would never end
+_HANGS_IN_A_ROW = 8  # then it is the template, not the rows: at 20 s each the job would never end
+_LOST = 4  # processes in a row that ended at no row
+# Times as long as it may work, a process may do so little that its CPU time does not run out: it is stopped, or swapped
+# out, or the machine is busy.
+IDLE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class RenderSpec:
-    """What a worker needs. `row_timeout_s` is for one row, `bulk_timeout_s` for tokenising a whole batch.
+    """What a worker needs. `row_timeout_s` is for one row, `bulk_timeout_s` for tokenising a whole batch, both in
+    seconds of the worker's CPU time: neither a busy machine nor a process that is stopped says anything of a row.
 
     `memory_bytes` is what the worker may take beyond what it has after start-up.
     """
@@ -53,6 +59,10 @@ class RenderSpec:
     bulk_timeout_s: float = 120.0
     memory_bytes: int = 1 << 30
 
+    def timeout_s(self, at: int) -> float:
+        """For what the worker reports itself to be `at`."""
+        return self.row_timeout_s if at >= 0 else self.bulk_timeout_s
+
 
 class RenderWorker:
     """One worker process. `submit` a batch, then take its `result`; one batch at a time."""
@@ -60,9 +70,9 @@ class RenderWorker:
     def __init__(self, spec: RenderSpec) -> None:
         self._spec = spec
         self._rows: Sequence[Values] = ()
-        self._known: dict[int, RowError] = {}
-        self._live: list[int] = []
-        self._careful = self._renewed = False
+        self._pieces = RowPieces(0)
+        self._lost = 0  # processes in a row that did nothing
+        self._renewed = False
         self._start()
 
     def _start(self) -> None:
@@ -76,38 +86,45 @@ class RenderWorker:
 
     def submit(self, rows: Sequence[Values]) -> None:
         """Hand a batch over; the previous one's result must have been taken."""
-        self._rows, self._known, self._careful, self._renewed = rows, {}, False, False
+        self._rows, self._pieces = rows, RowPieces(len(rows))
+        self._lost, self._renewed = 0, False
         self._send()
 
     def result(self) -> Prepared:
-        """The submitted batch, prepared. Rows that hang or kill the worker come back as errors."""
-        while True:
+        """The submitted batch, prepared. Rows that hang or kill the worker, twice, come back as errors."""
+        while self._pieces:
             reply = self._wait()
-            if reply is not None:
-                return _with_known(reply, self._live, self._known, len(self._rows))
-            self._restart()
+            if reply is None or not self._pieces.done(reply):
+                self._restart()
+            elif self._pieces:
+                self._send()
+            self._lost = 0 if reply is not None else self._lost
+        return self._pieces.joined()
 
     def close(self) -> None:
         """End the process; safe to call twice."""
         self._child.close()
 
     def _send(self) -> None:
-        self._live = [i for i in range(len(self._rows)) if i not in self._known]
+        piece = self._pieces.present
         self._at.value = BULK
         try:
-            self._pipe.send((self._careful, [self._rows[i] for i in self._live]))
+            self._pipe.send((piece.careful, list(self._rows[piece.start : piece.stop])))
         except (BrokenPipeError, ConnectionResetError):
             return  # it died before it could read: `result` sees that and starts another
 
     def _wait(self) -> Prepared | None:
-        """The reply, or None when the process hangs or died; the culprit is then noted."""
-        at, since = self._at.value, time.monotonic()
-        while not self._pipe.poll(_POLL_S):
+        """The reply, or None when the process hangs or died; what it was at is then noted."""
+        at, waited = self._at.value, Waited()
+        while not self._pipe.poll(LOOK_S):
             if self._at.value != at:
-                at, since = self._at.value, time.monotonic()
-            limit = self._spec.row_timeout_s if at >= 0 else self._spec.bulk_timeout_s
-            if time.monotonic() - since > limit:
-                self._blame("template_timeout", f"rendering took longer than {limit:g} s")
+                at = self._at.value
+                waited.again()
+            limit = IDLE * self._spec.timeout_s(at)
+            if waited.look() > limit:
+                self._failed(
+                    "template_timeout", f"the process that rendered this row did nothing for {limit:g} s"
+                )
                 return None
         try:
             with receiving():
@@ -118,61 +135,53 @@ class RenderWorker:
         return _unpacked(reply)
 
     def _died(self) -> None:
-        """Of its own accord or by a limit. CPU time is that of all rows since it started: then no row is to blame."""
+        """Of its own accord or by a limit. RLIMIT_CPU counts all rows since it started: then no row is to blame."""
         ended = self._child.wait(_LEAVE_S)
         if ended is not None and ended.out_of_cpu_time:
             if self._renewed:
                 raise Unavailable(f"the process that renders prompts {ended} within one batch; raise it")
             self._renewed = True
+        elif ended is not None and ended.code == -signal.SIGPROF:
+            limit = self._spec.timeout_s(self._at.value)
+            self._failed("template_timeout", f"rendering took longer than {limit:g} s of CPU time")
         else:
             how = "" if ended is None else f" (it {ended})"
-            self._blame(
+            self._failed(
                 "template_crash", f"rendering or tokenising this row ended the process that did it{how}"
             )
 
-    def _blame(self, code: str, message: str) -> None:
-        at = self._at.value
-        if 0 <= at < len(self._live):
-            self._known[self._live[at]] = row_error(code, message, "resource")
-            self._check_streak(self._live[at])
-        elif self._careful or not self._live:
-            raise Unavailable(f"the process that renders prompts cannot be kept running: {message}")
+    def _failed(self, code: str, message: str) -> None:
+        """The process ended or hung. Only a row that it was at, alone, and for the second time, is at fault."""
+        pieces, row = self._pieces, _row_of(self._at.value)
+        if row is None or row >= len(pieces.present):
+            self._lost += 1
+            if self._lost == _LOST:
+                text = f"the process that renders prompts cannot be kept running: {message}"
+                raise Unavailable(f"{text}; {_LOST} in a row did nothing")
+            pieces.be_careful()
+        elif pieces.present.accused:
+            pieces.blame(code, f"{message}, with other rows and by itself")
+            self._check_streak(message)
         else:
-            self._careful = True
+            pieces.accuse(row)
 
-    def _check_streak(self, row: int) -> None:
-        streak = range(row - _HANGS_IN_A_ROW + 1, row + 1)
-        if all(i in self._known for i in streak):
-            message = f"{_HANGS_IN_A_ROW} rows in a row could not be rendered: {self._known[row].message}"
-            raise JobFileError(
-                self._spec.job, [Mistake("prompt", f"{message}; does a template loop for ever?")]
-            )
+    def _check_streak(self, message: str) -> None:
+        if self._pieces.blamed == _HANGS_IN_A_ROW:
+            text = f"{_HANGS_IN_A_ROW} rows in a row could not be rendered: {message}"
+            raise JobFileError(self._spec.job, [Mistake("prompt", f"{text}; does a template loop for ever?")])
 
     def _restart(self) -> None:
         self.close()
         self._start()
-        self._send()
+        if self._pieces:
+            self._send()
 
 
-def _with_known(reply: Prepared, live: list[int], known: dict[int, RowError], size: int) -> Prepared:
-    """Put the rows that did not survive back among those that did."""
-    if not known:
-        return reply
-    spread = Prepared(dict(known), reply.params, [0] * size, [0] * size, *_blank(size), reply.tokens)
-    keys = bytearray(32 * size)
-    for position, index in enumerate(live):
-        spread.params_of[index] = reply.params_of[position]
-        spread.max_tokens[index] = reply.max_tokens[position]
-        spread.counts[index] = reply.counts[position]
-        keys[32 * index : 32 * index + 32] = reply.keys[32 * position : 32 * position + 32]
-        if position in reply.errors:
-            spread.errors[index] = reply.errors[position]
-    spread.keys = bytes(keys)
-    return spread
-
-
-def _blank(size: int) -> tuple[Any, bytes]:
-    return np.zeros(size, np.int32), b""
+def _row_of(at: int) -> int | None:
+    """The row of the present piece that a worker reports, itself or its constraint's check; None: it was at no row."""
+    if at == BULK:
+        return None
+    return at if at >= 0 else checking(at)
 
 
 def _packed(done: Prepared) -> bytes:
@@ -183,14 +192,20 @@ def _packed(done: Prepared) -> bytes:
         "params_of": done.params_of,
         "max_tokens": done.max_tokens,
     }
+    return _framed(head, done.counts.tobytes(), done.keys, done.tokens.tobytes())
+
+
+def _framed(head: dict[str, Any], *parts: bytes) -> bytes:
     text = json.dumps(head).encode()
-    parts = (done.counts.tobytes(), done.keys, done.tokens.tobytes())
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def _unpacked(data: bytes) -> Prepared:
+    """Raises Unavailable where the worker could not prepare anything."""
     start = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:start])
+    if "failed" in head:
+        raise Unavailable(head["failed"])
     size = len(head["params_of"])
     counts = np.frombuffer(data, np.int32, size, start).copy()
     start += 4 * size
@@ -208,8 +223,13 @@ def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:
     os.close(shared)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers themselves fill the cores
 
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+
     def report(row: int) -> None:
+        """Also sets the CPU time after which the system ends this process, in whichever library it is."""
         at.value = row
+        signal.setitimer(signal.ITIMER_PROF, spec.timeout_s(row))
 
     tokenizer = Tokenizer(spec.tokenizer, spec.definition)
     limit_memory(spec.memory_bytes)
@@ -220,7 +240,11 @@ def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:
                 careful, rows = pipe.recv()
         except EOFError:
             return
-        pipe.send_bytes(_packed(preparer.prepare(rows, careful)))
+        try:
+            reply = _packed(preparer.prepare(rows, careful))
+        except Unavailable as error:  # no row's fault, and not this process's: it cannot start another one
+            reply = _framed({"failed": str(error)})
+        pipe.send_bytes(reply)
 
 
 def _shared_file() -> int:

@@ -9,21 +9,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from batchinfer.asked_apart import Died, asked_apart
 from batchinfer.errors import JobFileError, Mistake
-from batchinfer.spawning import Child, receiving
 
 _FAILURES = (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError)
-_LEAVE_S = 10.0
+CONVERTER = "batchinfer.data.prompts.slow_tokenizer:convert"
+WITHIN_S = 900.0  # importing transformers takes some 5 s, converting the largest tokenizers a minute
 
 
 def converted(folder: Path) -> str:
     """The text of a tokenizer.json for the tokenizer in `folder`. Raises JobFileError."""
-    with Child("batchinfer.data.prompts.slow_tokenizer:convert", str(folder)) as child:
-        try:
-            with receiving():
-                text, problem = child.connection.recv()
-        except EOFError:
-            text, problem = None, f"the process that converts it {child.wait(_LEAVE_S) or 'closed its pipe'}"
+    try:
+        what = "the process that converts the tokenizer"
+        text, problem = asked_apart(what, CONVERTER, str(folder), within_s=WITHIN_S)
+    except Died as died:
+        text, problem = None, f"the process that converts it {died}"
     if text is None:
         raise wrong_tokenizer(folder, f"its tokenizer cannot be converted to tokenizer.json: {problem}")
     return str(text)

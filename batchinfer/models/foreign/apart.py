@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from batchinfer.asked_apart import Died, asked_apart
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.spec import ForeignSpec
-from batchinfer.spawning import Child, receiving
 
 PROBE = "batchinfer.models.foreign.probe:serve"
 # Importing torch and transformers takes some 5 s, describing a model of a hundred layers less than 10
@@ -15,16 +15,12 @@ WITHIN_S = 300.0
 
 
 def describe_apart(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """See `probe.describe`. Raises CannotRun."""
-    with Child(PROBE, raw, generation) as child:
-        try:
-            with receiving():
-                found = child.connection.recv() if child.connection.poll(WITHIN_S) else None
-        except EOFError as error:
-            ended = child.wait(1.0)
-            raise CannotRun("the process that looked at it ended", str(ended or "")) from error
-    if found is None:
-        raise CannotRun("to look at it took too long", f"{WITHIN_S:.0f} s")
+    """See `probe.describe`. Raises CannotRun, and what `asked_apart` raises of a process that is not at fault."""
+    what = "the process that looks at the model"
+    try:
+        found = asked_apart(what, PROBE, raw, generation, within_s=WITHIN_S)
+    except Died as died:
+        raise CannotRun("two processes that looked at it ended", str(died)) from died
     if isinstance(found, tuple):
         raise CannotRun(*found)
     described: ForeignSpec = found

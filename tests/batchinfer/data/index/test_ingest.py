@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
@@ -32,6 +36,8 @@ from tests.batchinfer.data.ingest_kit import (
     run,
     write_lines,
 )
+from tests.batchinfer.wrong_jobs import environment
+from tests.patience import PATIENCE_S
 
 USER = {"user": "{{ text }}"}
 
@@ -520,10 +526,10 @@ def test_a_template_that_hangs_costs_its_row(folder: Path) -> None:
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     loop = "{% if text == 'hang' %}" + loop + "{% endif %}ok"
     rows = [{"text": t} for t in ("a", "hang", "b", "hang", "c")]
-    index = ingest_rows(folder, rows, {"user": loop}, row_timeout_s=2.0)
+    index = ingest_rows(folder, rows, {"user": loop}, row_timeout_s=1.0)
     assert codes(index) == [None, "template_timeout", None, "template_timeout", None]
     assert [p is None for p in prompts_of(index)] == [False, True, False, True, False]
-    assert "2 s" in rows_of(index)[1]["error_message"]
+    assert "1 s of CPU time, with other rows and by itself" in rows_of(index)[1]["error_message"]
 
 
 SLOW = "{% if text == 'slow' %}{% for i in range(99999) %}{% for j in range(1300) %}{% endfor %}{% endfor %}{% endif %}"
@@ -563,6 +569,81 @@ def test_a_limit_on_cpu_time_that_no_batch_fits_into_is_named(
     ) as caught:
         ingest_rows(folder, [{"text": "slow"}], {"user": SLOW}, row_timeout_s=100.0)
     assert "memory" not in str(caught.value)
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, folder: Path, most: int, by: int = signal.SIGKILL) -> None:
+    """Have the first `most` render workers ended at the row "victim"."""
+    monkeypatch.setattr(render_worker, "_ENTRY", "tests.batchinfer.child_tasks:render_and_be_ended")
+    monkeypatch.setenv("LIMITED_STARTS", str(folder / f"starts-{most}-{by}"))
+    monkeypatch.setenv("ENDED_MOST", str(most))
+    monkeypatch.setenv("ENDED_BY", str(int(by)))
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGABRT])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_one_kill_of_a_render_worker_costs_no_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, place: int
+) -> None:
+    """Anything may end a process, and the row that it was at is prepared again."""
+    rows = [{"text": t, "max_tokens": n + 1} for n, t in enumerate("abcd")]
+    rows[place] |= {"text": "victim"}
+    undisturbed = ingest_rows(folder, rows)
+    expected = rows_of(undisturbed), [list(p) for p in prompts_of(undisturbed) if p is not None]
+    shutil.rmtree(folder / "scratch")
+    ended(monkeypatch, folder, 1, by)
+    index = ingest_rows(folder, rows)
+    assert (rows_of(index), [list(p) for p in prompts_of(index) if p is not None]) == expected
+
+
+def test_a_row_that_ends_workers_in_a_batch_and_by_itself_is_an_error_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(monkeypatch, folder, 99, signal.SIGSEGV)
+    index = ingest_rows(folder, [{"text": t} for t in ("a", "victim", "b", "victim", "c")])
+    assert codes(index) == [None, "template_crash", None, "template_crash", None]
+    assert "(SIGSEGV)), with other rows and by itself" in rows_of(index)[1]["error_message"]
+    assert texts(folder, index)[2] == "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert (folder / "starts-99-11").stat().st_size == 5, "each such row costs two processes"
+
+
+STOPPED = """
+import os, subprocess, sys, threading, time
+from pathlib import Path
+from batchinfer.data.prompts import render_worker
+from tests.batchinfer.data.index.test_ingest import LOOPS, codes, ingest_rows
+
+made, start = [], render_worker.RenderWorker._start
+def started(worker):
+    start(worker)
+    made.append(worker)
+
+def stop():
+    while not (made and made[0]._at.value == 1):
+        time.sleep(0.002)
+    time.sleep(0.35)  # more than its parent takes to see that it is at this row
+    who = f"{made[0]._child.pid} {os.getpid() if sys.argv[2] == 'job' else ''}"
+    command = f"kill -STOP {who}; sleep 2.7; kill -CONT {who}"
+    subprocess.run(["sh", "-c", command], start_new_session=True, stderr=subprocess.DEVNULL)
+
+render_worker.IDLE = 1
+render_worker.RenderWorker._start = started
+threading.Thread(target=stop).start()
+rows = [{"text": text} for text in ("a", "slow", "b")]
+print(codes(ingest_rows(Path(sys.argv[1]), rows, {"user": LOOPS}, row_timeout_s=2.0)), len(made))
+"""
+LOOPS = SLOW.replace("1300", "150")
+
+
+@pytest.mark.parametrize(
+    ("who", "processes"), [("job", 1), pytest.param("worker", 2, marks=pytest.mark.slow)]
+)
+def test_a_stop_blames_no_row(folder: Path, who: str, processes: int) -> None:
+    """Ctrl-Z, a container or a virtual machine that pauses the whole job; or the worker alone, which is replaced."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, str(folder), who], env=environment(), text=True, capture_output=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.stdout == f"[None, None, None] {processes}\n", done.stderr
 
 
 @pytest.mark.usefixtures("cold_children")
