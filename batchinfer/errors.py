@@ -4,7 +4,7 @@
     ├── UsageError                  2  the command line
     ├── InputCorrupt               65  an input file is damaged, or changed while it was read
     ├── ErrorBudgetExceeded        65  more error rows than `on_error.max_error_rate` allows
-    ├── InputMissing               66  an input file is missing, a glob matches nothing, or a hub has no such model
+    ├── InputMissing               66  the job file or an input file is missing, or a hub has no such model
     ├── Unavailable                69  the device, the store or a hub cannot be reached
     ├── OutOfMemory                71  the device or the host has no memory left
     ├── OutputConflict             73  the result folder belongs to somebody else
@@ -56,7 +56,7 @@ class ErrorBudgetExceeded(BatchInferError):
 
 
 class InputMissing(BatchInferError):
-    """An input file does not exist, a glob matches no file, or a hub has no such model."""
+    """The job file or an input file does not exist, a glob matches no file, or a hub has no such model."""
 
     exit_code = 66
     status = "input missing"

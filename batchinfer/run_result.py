@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class RunResult:
     error_codes: Mapping[str, int]
     computed: int | None  # requests that this run computed
     reused: int | None  # requests that were stored already
-    row: Mapping[str, Any]  # all columns of the run table
+    row: Mapping[str, Any] = field(repr=False)  # all columns of the run table
 
     def files(self) -> list[Path]:
         """The Parquet files in the order of the input. Raises InputMissing, StorageError where they are gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -16,6 +17,21 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 def printable(text: str) -> str:
     """`text` with its control characters written out: \\x1b, \\u202e. Tabs and newlines stay."""
     return _UNSAFE.sub(lambda found: _escaped(found.group()), text)
+
+
+# Before a path: the beginning, a space, a quotation mark or punctuation, or a terminal's change of style
+_BEFORE_PATH = r"""(?:(?<![^\s"'`=:,;(\[])|(?<=\x1b\[\dm))"""
+
+
+def with_near_paths(text: str) -> str:
+    """`text` in which paths below the current folder are relative, as users type them."""
+    try:
+        here = os.getcwd()
+    except OSError:  # the folder was deleted: no path is below it
+        return text
+    if here == "/" or here not in text:
+        return text
+    return re.sub(rf"{_BEFORE_PATH}{re.escape(here)}/(?=[^\s/\"'])", "", text)
 
 
 def _escaped(char: str) -> str:

@@ -66,6 +66,7 @@ class PreviewedRow:
     token_ids: list[int] | None = None
     sampling: dict[str, Any] | None = None
     error: dict[str, str] | None = None  # code, message
+    own_sampling: dict[str, Any] | None = None  # those that differ from what all rows share
 
     @property
     def head(self) -> str:
@@ -81,8 +82,8 @@ class PreviewedRow:
             shown = [*ids[: TOKENS_SHOWN // 2], "…", *ids[-TOKENS_SHOWN // 2 :]]
         else:
             shown = ids
-        sampling = json.dumps(self.sampling, ensure_ascii=False, separators=(",", ":"))
-        return f"{self.text}\n{len(ids)} tokens: {' '.join(shown)}\nsampling: {sampling}\n"
+        own = f"sampling of this row: {_parameters(self.own_sampling)}\n" if self.own_sampling else ""
+        return f"{self.text}\n{len(ids)} tokens: {' '.join(shown)}\n{own}"
 
 
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
@@ -102,16 +103,45 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
         index = first_index(few, setup, Path(scratch), rows)
         for batch in parquet_batches(index.index_parts, rows):
             for row in batch.to_pylist():
-                yield _previewed(row, index, setup.tokenizer)
+                yield _previewed(row, index, setup.tokenizer, _shared_sampling(job))
 
 
-def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer) -> PreviewedRow:
+def _shared_sampling(job: Job) -> SamplingParams:
+    """The parameters of a row that sets none of its own. Each OpenAI request is shown beside the plain defaults."""
+    return SamplingParams() if job.prompt is None else job.params()
+
+
+def sampling_of_all(job: Job) -> list[str]:
+    """How the rows of a job are sampled, for people, before the rows themselves are shown."""
+    if job.prompt is None:
+        return ["sampling: each request sets its own"]
+    given = _parameters(_differences(job.params(), SamplingParams()))
+    lines = [f"sampling: {given or 'all parameters have their default values'}"]
+    if job.sampling.from_columns:
+        lines.append(f"rows set their own {job.sampling.row_parameters()}")
+    return lines
+
+
+def _differences(params: SamplingParams, others: SamplingParams) -> dict[str, Any]:
+    """The parameters in which `params` differs from `others`."""
+    usual = asdict(others)
+    return {key: value for key, value in asdict(params).items() if value != usual[key]}
+
+
+def _parameters(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
+
+
+def _previewed(
+    row: dict[str, Any], index: Index, tokenizer: Tokenizer, shared: SamplingParams
+) -> PreviewedRow:
     place = (row["file"], row["row_index"], row["custom_id"])
     if row["key"] is None:
         return PreviewedRow(*place, error={"code": row["error_code"], "message": row["error_message"]})
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
     text = tokenizer.rust.decode(ids, skip_special_tokens=False)
-    return PreviewedRow(*place, text, ids, asdict(SamplingParams.from_json(row["params"])))
+    params = SamplingParams.from_json(row["params"])
+    return PreviewedRow(*place, text, ids, asdict(params), own_sampling=_differences(params, shared))
 
 
 @dataclass(frozen=True, slots=True)

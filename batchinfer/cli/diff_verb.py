@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.cli.options import Json
-from batchinfer.cli.terminal import painted, say, say_json
+from batchinfer.cli.terminal import painted, say_json, say_verbatim
 from batchinfer.report.units import count
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def diff(
         say_json({"exit_code": code, "different": found.different, **asdict(found)})
     else:
         head, *lines = _lines(found)
-        say("\n".join([painted(head, "heading"), *map(painted, lines)]))
+        say_verbatim("\n".join([painted(head, "heading"), *map(painted, lines)]))
     return code
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer.cli.options import Date, JobPath, Json, Overrides, Price, Quiet, load
-from batchinfer.cli.terminal import painted, say, say_json, tell, tell_error
+from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Price, Quiet, load
+from batchinfer.cli.terminal import painted, say, say_json, say_verbatim, tell, tell_error
 from batchinfer.data.storage.durable import refuse_existing
 from batchinfer.errors import StorageError
 from batchinfer.hub import ModelName
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    job_file: JobPath,
+    job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
     date: Date = None,
     limit: Annotated[
@@ -115,13 +115,16 @@ def _painted(text: str, good: bool) -> str:
 
 
 def validate(
-    job_file: JobPath,
+    job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
     date: Date = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Show every option, also those that have their default value.")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Check a job as `run` does, first rows of every file included, without computing anything."""
+    """Check a job as `run` does, including the first rows of every file, without computing anything."""
     from batchinfer import verbs
     from batchinfer.library import located
 
@@ -132,12 +135,14 @@ def validate(
         options = job.model_dump(mode="json")
         say_json({"exit_code": 0, "path": str(job.source), "options": options, "found": found})
     elif not quiet:
-        head, *lines = job.describe().splitlines()
+        head, *lines = job.describe(defaults).splitlines()
+        if not defaults:
+            lines.append("  all other options have their default values (--defaults shows them)")
         say("\n".join([painted(head, "heading"), *map(painted, [*lines, *found])]))
 
 
 def preview(
-    job_file: JobPath,
+    job_file: JobPath = DEFAULT_JOB,
     rows: Annotated[int, typer.Option("--rows", "-n", min=1, help="How many rows to show.")] = 3,
     overrides: Overrides = None,
     date: Date = None,
@@ -148,22 +153,22 @@ def preview(
     from batchinfer.library import located
 
     job = load(job_file, overrides, date)
-    untold = bool(job.sampling.from_columns) and not as_json
+    untold = not as_json
     with located(job):
         for row in verbs.preview_job(job, rows, tell):
             if untold:
-                say(printable(f"rows set their own {job.sampling.row_parameters()}\n"))
+                say(printable("\n".join([*verbs.sampling_of_all(job), ""])))
                 untold = False
             if as_json:
                 say_json(asdict(row))
             else:
-                say(
+                say_verbatim(
                     "\n".join([painted(row.head, "heading"), painted(row.body, "bad" if row.error else None)])
                 )
 
 
 def plan(
-    job_file: JobPath,
+    job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
     date: Date = None,
     price_per_hour: Price = None,

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 JobPath = Annotated[
     Path,
-    typer.Argument(metavar="JOB.YAML", help="The job file, or the folder of a job.yaml.", show_default=False),
+    typer.Argument(metavar="[JOB.YAML]", help="The job file, or the folder of a job.yaml."),
 ]
+DEFAULT_JOB = Path("job.yaml")  # in the current folder
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from batchinfer.answer import FORMATS, JSON_FORMATS, check_format
-from batchinfer.cli.options import Date, Json, Overrides, job_file_in, load
+from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, job_file_in, load
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.text import printable
@@ -95,7 +95,9 @@ def verify(
 
 
 def clean(
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A job file, or a result folder.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="[TARGET]", help="A job file, or a result folder.")
+    ] = DEFAULT_JOB,
     overrides: Overrides = None,
     date: Date = None,
     dry_run: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from batchinfer.cli.terminal import say, tell
+from batchinfer.cli.terminal import say_verbatim, tell
 from batchinfer.text import printable
 
 schema = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,7 +19,7 @@ def of_job(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from batchinfer.job import job_schema
 
-        say(json.dumps(job_schema(), indent=2))
+        say_verbatim(json.dumps(job_schema(), indent=2))
 
 
 @schema.command()
@@ -40,5 +40,5 @@ def infer(
     from batchinfer.infer_schema import infer_schema
 
     found = infer_schema(file, column, rows)
-    say(json.dumps(found.schema, indent=2))
+    say_verbatim(json.dumps(found.schema, indent=2))
     tell(printable(found.text()))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer.cli.options import Date, Json, Overrides, folder_or_job
+from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, folder_or_job
 from batchinfer.cli.terminal import painted, say, say_json
 from batchinfer.errors import Interrupted
 
@@ -26,7 +26,7 @@ _UP_AND_ERASE = "\x1b[{}A\x1b[J"
 def status(
     target: Annotated[
         Path, typer.Argument(metavar="[TARGET]", help="A result folder, or a job file.")
-    ] = Path("job.yaml"),
+    ] = DEFAULT_JOB,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it again and again until the run has ended.")
     ] = False,

@@ -9,7 +9,7 @@ from typing import Any, Literal, TextIO
 
 import typer
 
-from batchinfer.text import json_line, printable
+from batchinfer.text import json_line, printable, with_near_paths
 
 Look = Literal["heading", "good", "bad", "quiet"]
 _STYLES: dict[Look, dict[str, Any]] = {
@@ -21,7 +21,14 @@ _STYLES: dict[Look, dict[str, Any]] = {
 
 
 def say(text: str) -> bool:
-    """Print what is printable already on stdout. False when nobody reads it: the rest of the output is dropped."""
+    """Print a text of ours, which is printable already, on stdout; paths below the current folder become relative.
+
+    False when nobody reads it: the rest of the output is dropped."""
+    return _write(sys.stdout, with_near_paths(text))
+
+
+def say_verbatim(text: str) -> bool:
+    """Print on stdout what holds texts of the user's, such as a prompt, in which nothing may be changed."""
     return _write(sys.stdout, text)
 
 
@@ -41,7 +48,7 @@ def say_lines(lines: Iterable[str]) -> None:
 def tell(text: str) -> None:
     """Print what is printable already on stderr; where that fails, nobody is left to tell."""
     try:
-        _write(sys.stderr, text)
+        _write(sys.stderr, with_near_paths(text))
     except OSError:  # e.g. a terminal that was closed; the exit code still says how it ended
         return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchinfer.errors import JobFileError, Mistake
+from batchinfer.errors import InputMissing, JobFileError, Mistake
 from batchinfer.job.variables import HOLE, Variables
 from batchinfer.job.yaml_tree import UNUSABLE, Finding, Loc, Node, read_yaml, shorten
 
@@ -74,7 +75,8 @@ def dotted(loc: Iterable[str | int]) -> str:
 def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: Variables) -> JobFile:
     """The file's values with the overrides laid over them.
 
-    Raises JobFileError where nothing of the file is of use: unreadable, no UTF-8, not YAML, empty, no mapping.
+    Raises InputMissing where there is no such file, and JobFileError where nothing of the file is of use: unreadable,
+    not UTF-8, not YAML, empty, no mapping.
     """
     text = _read_text(path)
     root, findings = read_yaml(text)
@@ -94,10 +96,13 @@ def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputMissing(_no_job_file(path)) from error
     except (OSError, ValueError) as error:
+        if path.is_dir():
+            raise InputMissing(_no_job_file(path / "job.yaml")) from error
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        hint = "name the job file in it" if path.is_dir() else None
-        mistake = Mistake("", f"the job file cannot be read: {reason}", None, hint)
+        mistake = Mistake("", f"the job file cannot be read: {reason}")
         raise JobFileError(str(path), [mistake]) from error
     if len(data) > MAX_BYTES:
         mistake = Mistake(
@@ -112,6 +117,15 @@ def _read_text(path: Path) -> str:
             "", f"the byte 0x{data[error.start]:02x} is not UTF-8", line, "save the file as UTF-8"
         )
         raise JobFileError(str(path), [mistake]) from error
+
+
+def _no_job_file(path: Path) -> str:
+    """What to do instead: name a job file that is there, or have one written."""
+    held = sorted(one.name for suffix in ("*.yaml", "*.yml") for one in path.parent.glob(suffix))
+    near = difflib.get_close_matches(path.name, held, 1) or held[:1]
+    if near:
+        return f"there is no job file {path}; did you mean {path.with_name(near[0])}?"
+    return f"there is no job file {path}; name one, or `batchinfer init DIR` writes one to start from"
 
 
 def _not_a_job(root: Node | None) -> Finding:

@@ -17,10 +17,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    def described(self) -> Iterator[str]:
-        """A line for each option, for people."""
+    def described(self, defaults: bool) -> Iterator[str]:
+        """A line for each option, for people; `defaults`: also for those that have their default value."""
         for key, value in self:
-            yield f"    {type(self).model_fields[key].alias or key}: {shown(key, value)}"
+            info = type(self).model_fields[key]
+            if defaults or value != info.get_default():
+                yield f"    {info.alias or key}: {shown(key, value)}"
 
 
 def shown(key: str, value: object) -> str:

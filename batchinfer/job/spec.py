@@ -330,16 +330,17 @@ class Job(Section):
             identity["sampling"] = self.sampling.given()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
-    def describe(self) -> str:
-        """What was understood, one line an option, for people."""
+    def describe(self, defaults: bool = False) -> str:
+        """What was understood, one line an option, for people; `defaults`: also those that have their default value."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
             if section == "sampling" and self.prompt is None:
                 said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.given().items()]
                 lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]
             elif isinstance(spec, Section):
-                lines += [f"  {section}", *spec.described()]
-            elif section != "name":
+                options = list(spec.described(defaults))
+                lines += [f"  {section}", *options] if options else []
+            elif section != "name" and (defaults or spec != type(self).model_fields[section].default):
                 lines.append(f"  {section}: {shown(section, spec)}")
         return "\n".join(lines)
 
@@ -353,7 +354,8 @@ def load_job(
     """Reads and checks a job file; no input is read and nothing is written.
 
     `overrides` are pairs of a dotted key and YAML text, as `--set` gives them; `date` (YYYY-MM-DD) is what ${date}
-    stands for, today where it is None. Raises JobFileError with every mistake that was found.
+    stands for, today where it is None. Raises InputMissing where there is no such file, and otherwise JobFileError with
+    every mistake that was found.
     """
     source = Path(os.path.abspath(path))
     file = read_job_file(source, overrides, Variables(_run_date(source, date), env))
@@ -368,7 +370,7 @@ def load_job(
     findings += check(values, file)
     mistakes = [*file.mistakes, *(file.mistake(one) for one in findings if one.loc not in file.broken)]
     if job is None or mistakes:
-        raise JobFileError(str(path), _in_order(mistakes))
+        raise JobFileError(str(source), _in_order(mistakes))
     return job
 
 

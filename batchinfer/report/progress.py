@@ -19,7 +19,7 @@ from tqdm import tqdm
 from batchinfer.report.units import about, count, short
 from batchinfer.request import StepSample
 from batchinfer.sizes import size
-from batchinfer.text import printable
+from batchinfer.text import printable, with_near_paths
 
 Phase = Literal["listing", "downloading", "reading", "planning", "loading model", "running", "publishing"]
 
@@ -320,7 +320,7 @@ class Progress:
         if self._job is not None and not self._screen.draws:
             head = f"{self._today().astimezone():%Y-%m-%dT%H:%M:%S%z} {self._job}: "
             text = "\n".join(head + line for line in text.splitlines())
-        self._screen.write(printable(text) + "\n")
+        self._screen.write(with_near_paths(printable(text)) + "\n")
         self._screen.flush()
 
     def _draw(self, work: _Work, now: float) -> None:

@@ -194,8 +194,8 @@ def test_the_folder_of_a_job_stands_for_it(place: Place, capsys, monkeypatch) ->
     assert run("clean", place.folder, "--dry-run", "--set", "cache.keep=7").code == 0
     (place.folder / "job.yaml").unlink()
     got = run("run", place.folder)
-    assert got.code == 78
-    assert "Is a directory (name the job file in it)" in got.err
+    assert got.code == 66
+    assert f"there is no job file {place.folder / 'job.yaml'}" in got.err
 
 
 def test_validate(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -220,7 +220,10 @@ def test_preview(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-
     assert "rows.jsonl row 0, id r0" in ended.out
     assert "<|im_start|>user\nSay word 0<|im_end|>\n<|im_start|>assistant\n" in ended.out
     assert "rows.jsonl row 1, id bad\nerror template_error: " in ended.out
-    assert '"max_tokens":8' in ended.out.replace(": ", ":")
+    assert ended.out.startswith("sampling: max_tokens: 8\n")
+    assert ended.out.count("sampling") == ended.out.count("temperature") + 1 == 1, (
+        "it is said once, for all rows"
+    )
     assert "word 1" not in ended.out
     assert not (place.folder / "out").exists()
 
@@ -234,7 +237,7 @@ def test_parameters_of_rows_are_named(place: Place, capsys, monkeypatch) -> None
     assert said in run("validate", place.folder / "job.yaml").out
     shown = run("preview", place.folder / "job.yaml", "--rows", "1").out
     assert said in shown
-    assert '"max_tokens":3' in shown
+    assert "sampling of this row: max_tokens: 3\n" in shown
     assert said in run("run", place.folder / "job.yaml").err
     assert {row["completion_tokens"] for row in place.table()} == {3}
     place.job(file="plain.yaml", output="output: {path: out/plain}")
@@ -242,6 +245,40 @@ def test_parameters_of_rows_are_named(place: Place, capsys, monkeypatch) -> None
         ended = run(verb, place.folder / "plain.yaml")
         assert ended.code == 0
         assert "rows set their own" not in ended.out + ended.err
+
+
+def test_paths_are_shown_as_they_are_typed(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Relative below the current folder: no verb names the same file in two ways."""
+    monkeypatch.chdir(place.folder.parent)
+    run, folder = command(capsys, monkeypatch), place.folder.name
+    told = [run(verb, folder) for verb in ("validate", "plan", "run", "run", "status", "history", "clean")]
+    told += [run("verify", place.results.relative_to(place.folder.parent)), run("run", f"{folder}/none.yaml")]
+    told += [run("validate", folder, "--set", "prompt.user={{ nothing }}")]
+    assert [one.code for one in told] == [0] * 8 + [66, 78]
+    shown = "".join(one.out + one.err for one in told)
+    assert str(place.folder) not in shown
+    assert f"{folder}/job.yaml" in shown
+    assert str(place.results.relative_to(place.folder.parent)) in shown
+
+
+def test_verbs_mean_the_job_of_the_current_folder(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch)
+    monkeypatch.chdir(place.folder.parent)
+    for verb in ("validate", "preview", "plan", "run", "status", "clean"):
+        ended = run(verb)
+        assert (ended.code, ended.out) == (66, "")
+        assert "there is no job file job.yaml" in ended.err
+    monkeypatch.chdir(place.folder)
+    for verb in ("validate", "preview", "plan", "run", "status", "clean"):
+        assert run(verb).code == 0, verb
+
+
+def test_a_job_file_with_a_similar_name_is_proposed(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch)
+    place.job(file="tickets.yaml")
+    assert "did you mean" not in run("run", place.folder.parent / "job.yaml").err
+    for named, meant in (("tikets.yaml", "tickets.yaml"), ("jop.yaml", "job.yaml")):
+        assert f"did you mean {place.folder / meant}?" in run("run", place.folder / named).err
 
 
 def test_schema(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -408,9 +408,16 @@ def test_what_is_found_later_has_its_line_too(tmp_path: Path, where: str, line: 
     assert (error.path, error.mistakes) == (str(tmp_path / "job.yaml"), (Mistake(where, "is wrong", line),))
 
 
-def test_describe_says_every_option(tmp_path: Path) -> None:
-    job = load(tmp_path, MINIMAL + "engine: {kv_memory: 1GiB}\n")
+def test_describe_leaves_out_what_has_its_default(tmp_path: Path) -> None:
+    job = load(tmp_path, MINIMAL + "engine: {kv_memory: 1GiB, threads: auto}\ncommit: {rows: 1000}\n")
     lines = [line.strip() for line in job.describe().splitlines()]
+    assert "kv_memory: 1,073,741,824 bytes" in lines
+    assert not {"threads: auto", "commit", "rows: 1000", "cache", "deadline: none"} & set(lines)
+
+
+def test_describe_says_every_option_where_that_is_asked_for(tmp_path: Path) -> None:
+    job = load(tmp_path, MINIMAL + "engine: {kv_memory: 1GiB}\n")
+    lines = [line.strip() for line in job.describe(defaults=True).splitlines()]
     assert lines[0] == f"triage ({tmp_path / 'job.yaml'})"
     assert {
         "max_model_len: auto",

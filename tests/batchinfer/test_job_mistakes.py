@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.errors import JobFileError, Mistake
+from batchinfer.errors import InputMissing, JobFileError, Mistake
 from batchinfer.job import load_job
 
 GOOD = """\
@@ -547,9 +547,14 @@ def test_a_date_that_is_none(folder: Path, date: str) -> None:
         load_job(folder / "job.yaml", date=date)
 
 
-@pytest.mark.parametrize("name", ["nowhere.yaml", "m", "a\0b"])
-def test_a_job_file_that_cannot_be_read(folder: Path, name: str) -> None:
+def test_a_job_file_that_cannot_be_read(folder: Path) -> None:
     with pytest.raises(JobFileError, match="cannot be read"):
+        load_job(folder / "a\0b")
+
+
+@pytest.mark.parametrize("name", ["nowhere.yaml", "m", "m/x/job.yaml"])
+def test_a_job_file_that_is_not_there(folder: Path, name: str) -> None:
+    with pytest.raises(InputMissing, match=rf"no job file {folder}/{name}.*batchinfer init"):
         load_job(folder / name)
 
 

@@ -66,6 +66,8 @@ def test_overrides_are_pythons_values(place: Place) -> None:
     }
     result = batchinfer.run(str(place.folder / "job.yaml"), settings, limit=3)
     assert (result.results.name, result.rows) == ("64-first-3", 3)
+    assert "rows=3" in repr(result)
+    assert set(re.findall(r"\b\w+(?==)", repr(result))) == {field.name for field in fields(result)} - {"row"}
     with pytest.raises(JobFileError, match="max_tokens"):
         batchinfer.run(place.folder / "job.yaml", {"sampling.max_tokens": "many"})
 

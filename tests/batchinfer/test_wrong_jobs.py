@@ -116,7 +116,7 @@ JOB_FILES = {
     "openai with prompt": Wrong(
         78, ("prompt", "openai"), lambda p: p.job(input="input: {path: rows.jsonl, format: openai}")
     ),
-    "no job file": Wrong(78, ("job.yaml",), lambda p: (p.folder / "job.yaml").unlink()),
+    "no job file": Wrong(66, ("no job file", "job.yaml"), lambda p: (p.folder / "job.yaml").unlink()),
     "a folder as job file": Wrong(
         78, ("job.yaml",), lambda p: ((p.folder / "job.yaml").unlink(), (p.folder / "job.yaml").mkdir())
     ),

@@ -41,8 +41,12 @@ class Limits:
     def length(self) -> str:
         """The limit on tokens and where it comes from, for people."""
         if self.job_limit:
-            return f"model.max_model_len of the job allows {self.max_model_len} tokens"
-        return f"the model has {self.max_model_len} positions"
+            return f"model.max_model_len of the job allows {self.max_model_len:,}"
+        return f"the model reads at most {self.max_model_len:,}"
+
+    def remedy(self) -> str:
+        """What else makes a prompt fit, where there is something: the model's own limit cannot be raised."""
+        return ", or raise model.max_model_len" if self.job_limit else ""
 
 
 @dataclass(slots=True)
@@ -162,12 +166,16 @@ class Preparer:
         if len(tokens) + 1 <= limit:
             return tokens
         if self._limits.truncate == "error":
-            message = f"{len(tokens)} prompt tokens and one to generate; {self._limits.length()}"
+            message = (
+                f"the prompt has {len(tokens):,} tokens and needs room for one more; {self._limits.length()}; shorten "
+                f"it, or set prompt.truncate to left or right to cut such prompts{self._limits.remedy()}"
+            )
             raise RowProblem("prompt_too_long", message, "policy")
         keep = limit - draft.params.max_tokens
         if keep < 1:  # one token of a prompt would be answered, and nobody told
             message = (
-                f"max_tokens {draft.params.max_tokens} leaves no room for a prompt; {self._limits.length()}"
+                f"max_tokens {draft.params.max_tokens:,} leaves no room for a prompt; {self._limits.length()}; lower "
+                f"max_tokens{self._limits.remedy()}"
             )
             raise RowProblem("prompt_too_long", message, "policy")
         return tokens[-keep:] if self._limits.truncate == "left" else tokens[:keep]

@@ -386,14 +386,16 @@ def test_too_long_says_whose_limit_it_is(folder: Path) -> None:
     """The model's positions were named where the job's own limit was meant."""
     rows = [{"t": [1] * 9}, {"t": [2]}]
     index = ingest_rows(folder, rows, {"token_ids": "t"}, max_model_len=7)
-    assert (
-        rows_of(index)[0]["error_message"] == "9 prompt tokens and one to generate; the model has 7 positions"
+    assert rows_of(index)[0]["error_message"] == (
+        "the prompt has 9 tokens and needs room for one more; the model reads at most 7; shorten it, or set "
+        "prompt.truncate to left or right to cut such prompts"
     )
     job = make_job(folder, prompt={"token_ids": "t", "truncate": "left"}, path=str(folder / "rows.jsonl"))
     job = job.model_copy(update={"model": job.model.model_copy(update={"max_model_len": 7})})
     said = rows_of(run(job, max_model_len=7))[0]["error_message"]
-    assert (
-        said == "max_tokens 256 leaves no room for a prompt; model.max_model_len of the job allows 7 tokens"
+    assert said == (
+        "max_tokens 256 leaves no room for a prompt; model.max_model_len of the job allows 7; lower max_tokens, or "
+        "raise model.max_model_len"
     )
 
 
