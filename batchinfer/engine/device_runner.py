@@ -68,7 +68,8 @@ class DeviceRun:
 class DeviceRunner(ModelRunner):
     """Launches each step behind the one before: sampled tokens are passed on inside the device.
 
-    A step for which there is no memory is run in pieces, one after the other, and so are later steps.
+    A step for which there is no memory is run in pieces, one after the other, and so are later steps until larger ones
+    are tried again.
 
     A step may be scheduled while the one before is running, and take blocks that one reads: of what a window has left,
     of a sequence that has ended. It writes them only when the one before is done, as both are in one stream.
@@ -118,6 +119,7 @@ class DeviceRunner(ModelRunner):
                 torch.cuda.empty_cache()
                 todo = deque(smaller for rest in (piece, *todo) for smaller in self.pieces.cut(rest))
                 continue
+            self.pieces.succeeded(len(host.token_ids))
             sampled += [] if found is None else [found]
             sampling += host.sampling
             padded += padding

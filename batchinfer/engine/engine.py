@@ -210,8 +210,7 @@ class Engine:
         step.launched_s = self._now()
         step.result = self._runner.launch(scheduled.chunks, scheduled.copies)
         self._scheduler.launched()
-        if self._runner.most_tokens is not None:
-            self._scheduler.limit_tokens(self._runner.most_tokens)
+        self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)
         self._in_flight.append(step)
 

@@ -50,8 +50,12 @@ class GraphRecorder(ABC):
 
 
 class GpuRecorder(GraphRecorder):
-    """Graphs share a memory pool: one runs at a time, and its result is read before the next. They are captured in one
-    stream: libraries keep a work space of tens of MiB for each stream that they are called in."""
+    """Captures by CUDA.
+
+    Graphs share a memory pool: one runs at a time, and its result is read before the next. They are captured in one
+    stream: libraries keep a work space of tens of MiB for each stream that they are called in. What other threads of
+    the process call meanwhile breaks no capture (`thread_local`), as some are captured in mid-job.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -72,7 +76,7 @@ class GpuRecorder(GraphRecorder):
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # `torch.cuda.graph` stays in its stream where the end of a capture fails
         with lack_of_memory(), not_collecting(), torch.cuda.stream(current):
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+            with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
                 made = run()
             graph.replay()
         return made, graph.replay

@@ -59,7 +59,8 @@ class Runner(Protocol):
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens that fit a step, known after one ran out of memory; None: all steps fitted so far."""
+        """The most tokens of a step for which there is memory, after one ran out of it; None: any number that the
+        scheduler may choose. It falls, and rises again when memory may be back."""
 
     def needs_tokens(self, sequence: Sequence) -> bool:
         """Whether a step of this sequence needs the token before on the host, so that no step may look ahead of it."""

@@ -114,6 +114,7 @@ class Scheduler:
         if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
             raise ValueError(f"both limits must be at least 1: {config}")
         self.config = config
+        self._most_tokens = config.max_num_batched_tokens  # of a step, where memory lasts
         self.pool = pool
         self.tables = BlockTables(pool, windows)
         self.waiting: deque[Sequence] = deque()
@@ -135,7 +136,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the whole cache could not hold it."""
-        most = self.tables.sizes.alone(sequence.max_length, self.config.max_num_batched_tokens)
+        most = self.tables.sizes.alone(sequence.max_length, self._most_tokens)
         sequence.turn, fits = self._added, most <= self.pool.total
         if fits:
             self.parts.add(sequence)
@@ -160,10 +161,11 @@ class Scheduler:
         self.pool.unreserve(before, turn)
         self.parts.unreserve(part, turn)
 
-    def limit_tokens(self, most: int) -> None:
-        """Limit the tokens of each later step."""
-        if most < self.config.max_num_batched_tokens:
-            self.config = replace(self.config, max_num_batched_tokens=most)
+    def limit_tokens(self, most: int | None) -> None:
+        """Limit the tokens of each later step further than the configuration does; None: no further."""
+        tokens = self._most_tokens if most is None else min(most, self._most_tokens)
+        if tokens != self.config.max_num_batched_tokens:
+            self.config = replace(self.config, max_num_batched_tokens=tokens)
 
     def schedule(self) -> Step:
         """Decide the next step. It is empty only when there is nothing to run, or all of it is blocked."""

@@ -32,6 +32,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self.main = self.stream_now = Stream(MAIN)
+        self.called_elsewhere = False
         self.ends_with: Exception | None = None
         self.starts_with: Exception | None = None
         self.launched_in: list[str] = []
@@ -54,15 +55,23 @@ class Cuda:
         return Graph(self)
 
     @contextmanager
-    def graph(self, graph: Any, pool: object, stream: Stream) -> Iterator[None]:
+    def graph(
+        self, graph: Any, pool: object, stream: Stream, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         """As torch's own: where the end fails, the stream is not left."""
-        before, self.stream_now = self.stream_now, stream
+        before, self.stream_now, self.called_elsewhere = self.stream_now, stream, False
         try:
             yield
         finally:
             if self.ends_with is not None:
                 raise self.ends_with
+            if self.called_elsewhere and capture_error_mode == "global":
+                raise torch.AcceleratorError("CUDA error: operation failed due to a previous error")
             self.stream_now = before
+
+    def call_elsewhere(self) -> None:
+        """Another thread calls what a capture of its own would not allow, such as an allocation."""
+        self.called_elsewhere = True
 
 
 class Graph:
@@ -96,6 +105,12 @@ def test_a_graph_is_launched_once_when_it_is_recorded(cuda):
     assert (made, ran_in, cuda.launched_in) == (3, ["side"], [MAIN])
     replay()
     assert cuda.launched_in == [MAIN] * 2
+
+
+def test_what_other_threads_do_breaks_no_capture(cuda):
+    """Some steps are captured in mid-job, while others of the process may allocate or copy."""
+    GpuRecorder().record(cuda.call_elsewhere)
+    assert cuda.launched_in == [MAIN]
 
 
 def test_nothing_is_collected_inside_a_capture(cuda):

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchinfer.engine import pieces as pieces_module
 from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.pieces import Pieces
+from batchinfer.engine.pieces import PATIENCE, Pieces
 from batchinfer.engine.scheduler import Chunk
 from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import EOS, HashingModel, hashing_runner
@@ -64,6 +65,91 @@ def test_what_a_failed_step_held_is_given_back_before_the_pieces_run(monkeypatch
     run(7)
     assert kept
     assert set(kept) == {0}
+
+
+def chunks_of(tokens: int) -> list[Chunk]:
+    return [Chunk(sequence([1] * tokens, 5), 0, tokens)]
+
+
+def try_steps(pieces: Pieces, wanted: int, room: int, steps: int) -> list[int]:
+    """The steps that failed, of `steps` of up to `wanted` tokens on a device with memory for `room`."""
+    failed = []
+    for step in range(steps):
+        todo = [wanted]
+        while todo:
+            tokens = min(todo.pop(), pieces.most_tokens or wanted)
+            if tokens > room:
+                pieces.shrink(chunks_of(tokens))
+                failed.append(step)
+                todo.append(wanted)
+            else:
+                pieces.succeeded(tokens)
+    return failed
+
+
+def test_the_limit_rises_when_a_peak_has_passed():
+    pieces = Pieces()
+    assert try_steps(pieces, wanted=64, room=10, steps=1) == [0, 0, 0]
+    assert pieces.most_tokens == 8
+    assert try_steps(pieces, wanted=64, room=64, steps=3 * PATIENCE - 1) == []
+    assert pieces.most_tokens is None, "8, 16, 32, and then what is asked for"
+
+
+def test_a_size_for_which_there_is_never_memory_is_tried_ever_more_seldom():
+    pieces = Pieces()
+    failed = try_steps(pieces, wanted=60, room=40, steps=100 * PATIENCE)
+    assert failed == [0, *(PATIENCE * (2**n - 1) for n in range(1, 7))]
+    assert pieces.most_tokens == 30, "what is known to fit, not half of what does not"
+
+
+def test_a_size_that_held_for_long_is_trusted_again_as_soon_as_at_first():
+    pieces = Pieces()
+    for _ in range(5):
+        assert try_steps(pieces, wanted=64, room=50, steps=1) == [0]
+        assert try_steps(pieces, wanted=64, room=64, steps=2 * PATIENCE) == []
+        assert pieces.most_tokens is None
+
+
+def test_steps_that_say_nothing_about_the_limit_do_not_raise_it():
+    pieces = Pieces()
+    try_steps(pieces, wanted=64, room=40, steps=1)
+    try_steps(pieces, wanted=15, room=40, steps=10 * PATIENCE)
+    assert pieces.most_tokens == 32
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 2000)), max_size=12))
+def test_no_step_is_cut_forever_and_few_fail(phases):
+    """Phases of (wanted tokens, tokens that there is memory for, steps)."""
+    pieces, failures, steps = Pieces(), 0, 0
+    for wanted, room, count in phases:
+        failures += len(try_steps(pieces, wanted, room, count))
+        steps += count
+        assert pieces.most_tokens is None or pieces.most_tokens >= 1
+    halvings = 7  # of 80, each time that a phase begins with less room
+    assert failures <= halvings * len(phases) + 2 * steps / PATIENCE
+    try_steps(pieces, 80, 80, 8 * PATIENCE * (1 + len(phases)) + 4 * steps)
+    assert pieces.most_tokens is None
+
+
+def test_the_scheduler_is_told_when_a_peak_has_passed(monkeypatch):
+    """Answers are the same; steps are as large as at first once there is memory for them again."""
+    monkeypatch.setattr(pieces_module, "PATIENCE", 3)
+    wanted, _ = run(1 << 30)
+    ran, whole = [], HashingModel.forward
+
+    def forward(model: HashingModel, token_ids: Tensor, *step: Any) -> Tensor:
+        ran.append(len(token_ids))
+        model.room = 7 if len(ran) < 12 else 1 << 30
+        return whole(model, token_ids, *step)
+
+    monkeypatch.setattr(HashingModel, "forward", forward)
+    got, most = run(1 << 30)
+    assert got.answers == wanted.answers
+    assert most > 12, "more than there are rows: decode steps say nothing about more"
+    assert max(ran[:12]) == 40
+    sizes = [s.prefill_tokens + s.decode_tokens for s in got.steps]
+    assert max(sizes[-20:]) > 7
 
 
 @pytest.mark.parametrize("room", [1, 3, 7, 25])
