@@ -9,6 +9,7 @@
     ├── OutOfMemory                71  the device or the host has no memory left
     ├── OutputConflict             73  the result folder belongs to somebody else
     ├── StorageError               74  disk full or input/output error; the job can be resumed
+    │   └── DamagedResult          74  a published file is not as it was written; the job publishes it again
     ├── Locked                     75  another run of this job, or pull of this model, is at work
     ├── Busy                       75  other processes use the cores that were to be measured
     ├── SecurityRefusal            77  pickle, remote code, or a path that escapes
@@ -88,6 +89,14 @@ class StorageError(BatchInferError):
 
     exit_code = 74
     status = "storage error"
+
+
+class DamagedResult(StorageError):
+    """A file of a published result is not as it was written. The same command publishes the result again."""
+
+    def __init__(self, message: str, place: str = "", problem: str = "") -> None:
+        self.place, self.problem = place, problem  # which file, and what is wrong with it
+        super().__init__(message)
 
 
 class Locked(BatchInferError):

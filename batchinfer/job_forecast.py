@@ -102,7 +102,9 @@ def forecast_job(
             strata = strata_of(job, sample)
         index = _index(job, setup, state, Path(scratch), reading, None if strata is None else strata[0])
         drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
-        stored = sorted(read_records(state.completions)[0]) if state.completions.is_dir() else []
+        stored = (
+            sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
+        )
         plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan")
         found = _counted(job, setup, plan, index, drawn)
         if not plan.to_run:

@@ -80,6 +80,11 @@ def run_loaded(
     )
 
 
+def run_verified(job: Job, limit: int | None, progress: Progress, notice: Callable[[str], None]) -> RunResult:
+    """Run a job, or a trial of it, such that nothing damaged is used of what earlier runs left."""
+    return run_loaded(job, pipeline.RunOptions(limit, verify=True), progress, notice)
+
+
 @contextlib.contextmanager
 def located(job: Job) -> Iterator[None]:
     """What turns out to be wrong with the job file only later is told with its line, too."""

@@ -24,10 +24,12 @@ from batchinfer.data.results.answer_check import AnswerCheck
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
 from batchinfer.data.results.join import ErrorCounts, count_errors, used_rows
-from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published, read_manifest
+from batchinfer.data.results.made_by import MadeBy, note_made_by
+from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published
 from batchinfer.data.results.openai import LINE_BYTES, asked, write_openai
-from batchinfer.data.results.output_file import OutputFile, Protected
+from batchinfer.data.results.output_file import OutputFile
 from batchinfer.data.results.partial import PARTIAL
+from batchinfer.data.results.published import intact, published
 from batchinfer.data.results.published_inputs import identities, published_inputs, remember_inputs
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.results.uses import User, uses_of, write_uses
@@ -39,13 +41,12 @@ from batchinfer.engine.config import NUMERICS_VERSION
 from batchinfer.engine_forecast import EngineForecast
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import (
-    BatchInferError,
+    DamagedResult,
     ErrorBudgetExceeded,
     InputCorrupt,
     OutOfMemory,
     OutputConflict,
     StorageError,
-    UsageError,
     known,
 )
 from batchinfer.hub import short_name
@@ -57,6 +58,7 @@ from batchinfer.launch.messages import WorkerSpec
 from batchinfer.launch.places import worker_specs
 from batchinfer.launch.replica_pool import ReplicaPool
 from batchinfer.models.stored import StoredModel
+from batchinfer.openai_file import openai_file
 from batchinfer.operators_build import OperatorsBuild, operators_built
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.planner import plan_job
@@ -101,31 +103,12 @@ def run_job(
         job = job.first_rows(options.limit)
     state = state_of(job)
     setup = check_setup(job, state, options.replace)
-    openai = openai_file(job, options, state, whole)
+    out, timestamps = options.to_openai, options.openai_timestamps
+    openai = openai_file(job, out, state, whole, timestamps=timestamps, replace=options.replace)
     with state.lock(), operators_built(setup.setting, notice, options.engine == ENGINE) as operators:
         run = _Run(job, options, setup, state, openai, progress, interrupts, notice, watch, operators)
         with writing(run.report.folder, state.report_lock), run.reported(), interrupts.retold():
             return run.outcome()
-
-
-def openai_file(job: Job, options: RunOptions, state: StateFolder, whole: StateFolder) -> OutputFile | None:
-    """The file of `--to-openai`, which may be written as far as can be seen now.
-
-    A trial (`state`) and its job (`whole`) may write the same one. Raises UsageError, OutputConflict, StorageError.
-    """
-    if options.to_openai is None:
-        if options.openai_timestamps:
-            raise UsageError("--openai-timestamps says what --to-openai FILE writes; give that, too")
-        return None
-    if job.prompt is not None:
-        raise UsageError(
-            "--to-openai: the job has a prompt section, so its input is no OpenAI batch file, which the option "
-            "needs; leave the option out"
-        )
-    protected = Protected.by(job, state, whole)
-    file = OutputFile(options.to_openai, "--to-openai", protected, state, replace=options.replace)
-    file.check()
-    return file
 
 
 @dataclass(slots=True)
@@ -207,8 +190,8 @@ class _Run:
         if self.openai is not None:
             self.openai.probe()
         context = self._context()
-        if self._is_done(context):
-            return self._nothing_to_do()
+        if (found := self._done(context)) is not None:
+            return self._nothing_to_do(found)
         index = self._ingest(context)
         if self.openai is not None:
             self.openai.check_space(index.rows * LINE_BYTES)
@@ -242,6 +225,7 @@ class _Run:
                 rows=self.job.commit.rows,
                 seconds=self.job.commit.seconds,
                 verify=self.options.verify,
+                digests=True,
                 ops=self.state.ops,
             )
         for lost in store.discarded:
@@ -283,12 +267,26 @@ class _Run:
             self.job.output.rows_per_file,
         )
 
-    def _is_done(self, context: bytes) -> bool:
-        """Whether this very result is published and no input file has changed since. SQL always runs again."""
-        if self.job.input.sql or self.options.retry_errors:
-            return False
+    def _done(self, context: bytes) -> Manifest | None:
+        """The manifest of this very result, if it is published whole and no input file has changed since. SQL always
+        runs again."""
+        try:
+            found = published(self.state.results, fresh=self.options.verify)
+        except DamagedResult as error:
+            self.notice(f"{error.place}: {error.problem}; the result is published again")
+            return None
+        if found is None or self.job.input.sql or self.options.retry_errors or self._lost_answers():
+            return None
         inputs = published_inputs(self.state.published, self._files())
-        return inputs is not None and is_published(self.state.results, self._spec(context, inputs))
+        current = inputs is not None and is_published(self.state.results, self._spec(context, inputs))
+        return found.manifest if current else None
+
+    def _lost_answers(self) -> bool:
+        """Whether `--verify` finds stored answers damaged."""
+        if not self.options.verify or not self.state.completions.is_dir():
+            return False
+        with self._store() as store:
+            return bool(store.discarded)
 
     def _budget(self, rows: int) -> Budget:
         return Budget(rows, self.job.on_error.max_error_rate, self.job.on_error.publish)
@@ -296,10 +294,11 @@ class _Run:
     def _files(self) -> list[InputFile]:
         return list_inputs(self.job.input.path or "", self.job.source.parent, self.job.input.format)
 
-    def _nothing_to_do(self) -> Outcome:
-        manifest = read_manifest(self.state.results)
-        if manifest is None:
-            raise BatchInferError(f"{self.state.results}: the manifest vanished while it was read")
+    def _note_command(self) -> None:
+        note_made_by(self.state, MadeBy.of(self.job, self.options.limit))
+
+    def _nothing_to_do(self, manifest: Manifest) -> Outcome:
+        self._note_command()
         self._write_openai(self._files())
         with storage(self.state.published, "touch"):
             self.state.ops.touch(self.state.published)  # so long were its completions in use
@@ -431,7 +430,7 @@ class _Run:
         """What is published now, and whether that is anything new."""
         self.progress.phase("publishing", index.rows)
         index.inputs_unchanged()
-        older, inputs = read_manifest(self.state.results), identities(index)
+        older, inputs = intact(self.state.results), identities(index)
         self._note_use(index, store)
         manifest = publish(
             index,
@@ -444,7 +443,9 @@ class _Run:
         )
         if not self.job.input.sql:
             remember_inputs(self.state.published, index.inputs, inputs, self.state.ops)
-        changed = older is None or older.generation != manifest.generation or self.report.metered
+        self._note_command()
+        same = older is not None and older.manifest.generation == manifest.generation
+        changed = not same or self.report.metered
         if changed:
             with told_by(self.notice):
                 self.report.keep_keys(index.index_parts)
@@ -484,16 +485,15 @@ class _Run:
 
     def _judged(self, manifest: Manifest, status: str) -> Outcome:
         """What a published result means for the exit code: the same for the run that published it and every later."""
-        codes = summarise_errors(
-            [self.state.results / file.name for file in manifest.files if manifest.errors]
-        )
+        found = published(self.state.results) if manifest.errors else None
+        codes = summarise_errors(() if found is None else found.files)
         self.report.note(
             rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors, error_codes=dict(codes.codes)
         )
         budget = self._budget(manifest.rows)
         if not budget.exceeded(manifest.errors):
             return Outcome(0, self.report.done(status), report=self.report.path)
-        counts = ErrorCounts(manifest.rows, manifest.errors, 0, manifest.retryable)
+        counts = ErrorCounts(manifest.rows, manifest.errors, 0, codes.retryable)
         text = f"the results are {status}, but {budget_text(counts, budget, codes)}"
         code = ErrorBudgetExceeded.exit_code
         row, self.message = self.report.done(over_budget(status), code), text

@@ -87,7 +87,7 @@ def check_setup(
         checkpoint = checkpoint.as_stored()
     tokenizer = Tokenizer.load(job.model.path)
     check_chat_template(job, tokenizer)
-    check_destination(state.results, job.name, replace)
+    check_destination(state.results, job.name, replace, ours=state.has_published)
     state.check_writable()
     state.refuse_newer()
     _check_followed(job, tokenizer)

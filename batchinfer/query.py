@@ -18,8 +18,9 @@ from batchinfer.answer import check_format, format_for, shown
 from batchinfer.data.index.index import MARKER, Index
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.manifest import read_manifest, whole_files
+from batchinfer.data.results.manifest import read_manifest
 from batchinfer.data.results.partial import PARTIAL, partial_reader, write_partial
+from batchinfer.data.results.published import published
 from batchinfer.data.storage.duck import Watched, interruptible, literal, parquet
 from batchinfer.data.storage.durable import FileOps, refuse_existing, write_new
 from batchinfer.data.storage.remembered import read_strings
@@ -159,10 +160,8 @@ def add_views(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list
 
 
 def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> list[str]:
-    manifest = None if results is None else read_manifest(results)
-    if results is None or manifest is None:
-        return []
-    return _add_results(connection, whole_files(results, manifest))
+    found = None if results is None else published(results)
+    return [] if found is None else _add_results(connection, found.files)
 
 
 def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:

@@ -11,7 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.results.manifest import read_manifest, whole_files
+from batchinfer.data.results.published import published
 from batchinfer.data.storage.duck import parquet
 from batchinfer.errors import InputMissing
 
@@ -34,11 +34,12 @@ class RunResult:
     row: Mapping[str, Any] = field(repr=False)  # all columns of the run table
 
     def files(self) -> list[Path]:
-        """The Parquet files in the order of the input. Raises InputMissing, StorageError where they are gone."""
-        manifest = read_manifest(self.results)
-        if manifest is None:
+        """The Parquet files in the order of the input, each checked. Raises InputMissing where the result is gone,
+        StorageError where it is damaged."""
+        found = published(self.results)
+        if found is None:
             raise InputMissing(f"{self.results}: the result is no longer there")
-        return whole_files(self.results, manifest)
+        return list(found.files)
 
     def to_arrow(self) -> pa.Table:
         """The whole result in memory, in the order of the input."""

@@ -14,8 +14,8 @@ from batchinfer.data.index.index import Index
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results
 from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.manifest import read_manifest, whole_files
-from batchinfer.data.results.verify import Problem, verify_result, verify_store
+from batchinfer.data.results.published import Problem, published
+from batchinfer.data.results.verify import verify_result, verify_store
 from batchinfer.data.storage.durable import refuse_existing
 from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.data.storage.state import state_of
@@ -169,11 +169,11 @@ def compare_results(a: Path, b: Path, options: DiffOptions) -> ResultDiff:
     return diff_results(_files(a), _files(b), options)
 
 
-def _files(results: Path) -> list[Path]:
-    manifest = read_manifest(results)
-    if manifest is None:
+def _files(results: Path) -> tuple[Path, ...]:
+    found = published(results)
+    if found is None:
         raise InputMissing(no_result(results))
-    return whole_files(results, manifest)
+    return found.files
 
 
 def machine_facts() -> list[Fact]:

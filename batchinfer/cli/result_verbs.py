@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,10 @@ from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, job_file_
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.text import printable
+
+if TYPE_CHECKING:
+    from batchinfer.data.results.published import Problem
+    from batchinfer.verbs import Verified
 
 
 def query(
@@ -71,27 +76,60 @@ def query(
 
 
 def verify(
-    results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")], as_json: Json = False
+    results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder.")],
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Where anything is damaged, run the job again: the result is published again from the stored "
+            "answers, and those that are gone are computed.",
+        ),
+    ] = False,
+    as_json: Json = False,
 ) -> int:
     """Read a result and its stored completions whole, and check every checksum."""
     from batchinfer import verbs
+    from batchinfer.repair import next_step, repair_result
+    from batchinfer.report.progress import Progress
 
-    verified = verbs.verify_results(results)
-    problems, store = verified.problems, verified.store
-    code = StorageError.exit_code if problems else 0
+    found = verbs.verify_results(results)
+    if repair and found.problems:
+        if not as_json:
+            _tell_problems(found.problems)
+        with Progress(sys.stderr, quiet=as_json) as progress:
+            repair_result(results, progress, _silent if as_json else progress.note)
+        found = verbs.verify_results(results)
+    code = StorageError.exit_code if found.problems else 0
     if as_json:
-        found = [{"path": str(problem.path), "message": problem.message} for problem in problems]
-        told = {"problems": found, "store": None if store is None else str(store)}
-        say_json({"exit_code": code, "path": str(results), **told})
+        _say_verified(results, found, code)
         return code
+    _tell_problems(found.problems)
+    if found.unchecked is not None:
+        tell(printable(found.unchecked))
+    if found.problems:
+        tell(printable(next_step(results)))
+    where = f"{results}" if found.store is None else f"{results} and {found.store}"
+    count = len(found.problems)
+    say(painted(f"{count} problem{'' if count == 1 else 's'} found in {where}", "bad" if count else "good"))
+    return code
+
+
+def _silent(_: str) -> None:
+    """For --json."""
+
+
+def _tell_problems(problems: Sequence[Problem]) -> None:
     for problem in problems:
         tell(printable(f"{problem.path}: {problem.message}"))
-    if verified.unchecked is not None:
-        tell(printable(verified.unchecked))
-    where = f"{results}" if store is None else f"{results} and {store}"
-    text = f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found in {where}"
-    say(painted(text, "bad" if problems else "good"))
-    return code
+
+
+def _say_verified(results: Path, found: Verified, code: int) -> None:
+    from batchinfer.repair import next_step
+
+    problems = [{"path": str(problem.path), "message": problem.message} for problem in found.problems]
+    store = None if found.store is None else str(found.store)
+    next_ = {"next": next_step(results)} if problems else {}
+    say_json({"exit_code": code, "path": str(results), "problems": problems, "store": store, **next_})
 
 
 def clean(

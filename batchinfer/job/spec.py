@@ -256,12 +256,15 @@ class Job(Section):
     _source: Path = PrivateAttr(default=Path("job.yaml"))
     _lines: dict[str, int] = PrivateAttr(default_factory=dict)
     _root: Path = PrivateAttr(default=Path("results"))
+    _overrides: tuple[tuple[str, str], ...] = PrivateAttr(default=())
+    _date: str | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
         self._root = self.output.path
         if context:
             self._source = context["source"]
             self._lines = context.get("lines", {})
+            self._overrides, self._date = context.get("overrides", ()), context.get("date")
             if dated := context.get("dated_output"):
                 self._root = results_root(dated, self._source.parent, self.name)
 
@@ -279,6 +282,16 @@ class Job(Section):
     def source(self) -> Path:
         """The job file, absolute; relative paths start from its folder."""
         return self._source
+
+    @property
+    def overrides(self) -> tuple[tuple[str, str], ...]:
+        """What was laid over the job file, as `load_job` takes it."""
+        return self._overrides
+
+    @property
+    def date(self) -> str | None:
+        """What ${date} stands for; None where no option names it."""
+        return self._date
 
     @property
     def results_root(self) -> Path:
@@ -358,10 +371,12 @@ def load_job(
     every mistake that was found.
     """
     source = Path(os.path.abspath(path))
-    file = read_job_file(source, overrides, Variables(_run_date(source, date), env))
+    day = _run_date(source, date)
+    file = read_job_file(source, overrides, Variables(day, env))
     values = _without_empty_sections(file.values)
     try:
         context = {"folder": file.folder, "source": source, "lines": file.lines()}
+        context |= {"overrides": tuple(overrides), "date": day if file.dated else None}
         job = Job.model_validate(values, context=context | {"dated_output": file.dated.get(_OUTPUT_PATH)})
         job = _with_schema_file(job)
         findings = []

@@ -33,6 +33,7 @@ from batchinfer.data.results.completion_store import (
 from batchinfer.data.results.store_lock import StoreLock
 from batchinfer.data.results.stored_logprobs import LOGPROB_SCHEMA, damaged, have_logprobs, padded
 from batchinfer.data.results.uses import Mask, User, Uses, read_uses, use_files, write_uses
+from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import FileOps, storage, write_json
 from batchinfer.data.storage.rebatch import rebatch
 from batchinfer.errors import Locked, StorageError
@@ -264,6 +265,10 @@ def _rewritten(rewrite: _Rewrite, ops: FileOps) -> dict[Path, CommitRecord]:
 
 
 def _written(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRecord:
+    with file_digests(target.parent) as digests:  # copied, a damaged part would pass for a whole one
+        for source in sources:
+            if digests.of(source.path) != source.record.sha256:
+                raise damaged(source.path, ValueError("its sha256 is not the recorded one"))
     schema, rows = COMPLETION_SCHEMA, _GROUP_ROWS
     if have_logprobs(source.path for source in sources):
         schema, rows = pa.schema([*COMPLETION_SCHEMA, *LOGPROB_SCHEMA]), _LOGPROB_GROUP_ROWS

@@ -17,7 +17,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,8 @@ import pyarrow.parquet as pq
 from batchinfer.data.results.store_lock import StoreLock
 from batchinfer.data.results.stored_logprobs import LOGPROB_SCHEMA, logprob_bytes, logprob_columns
 from batchinfer.data.results.uses import unfinished
-from batchinfer.data.storage.durable import Digest, DurableFile, FileOps, sha256_of, storage, write_json
+from batchinfer.data.storage.digests import file_digests
+from batchinfer.data.storage.durable import Digest, DurableFile, FileOps, storage, write_json
 from batchinfer.errors import StorageError
 from batchinfer.request import Completion
 
@@ -85,8 +86,8 @@ class Discarded:
 class CompletionStore:
     """Open a store for appending; use as a context manager. Raises StorageError.
 
-    A part that has no record, another size than its record says or (with `verify`) another sha256 is
-    removed and listed in `discarded`. `rows` and `seconds` say when `maybe_commit` commits; `numerics` goes
+    A part that has no record, another size than its record says or (with `digests`, and anew with `verify`) another
+    sha256 is removed and listed in `discarded`. `rows` and `seconds` say when `maybe_commit` commits; `numerics` goes
     into the records.
     """
 
@@ -98,6 +99,7 @@ class CompletionStore:
         rows: int = 1000,
         seconds: float = 30.0,
         verify: bool = False,
+        digests: bool = False,
         ops: FileOps | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,6 +112,7 @@ class CompletionStore:
         self._oldest: float | None = None
         self._records: dict[Path, CommitRecord] = {}
         self._lock = StoreLock(path, self._ops)
+        self._digests = digests
         try:
             self._load(verify)
         except BaseException:
@@ -175,11 +178,19 @@ class CompletionStore:
 
     def refresh(self) -> None:
         """Know also what other runs have committed since: only then is the first completion of a key the same for
-        all, and stays so, because what is committed later gets a higher number."""
+        all, and stays so, because what is committed later gets a higher number.
+
+        Raises StorageError for a part that was damaged meanwhile."""
         known = {one.path for one in self.discarded}
         with self._lock.ordered():
-            self._records, discarded = read_records(self.path)
-        self.discarded += tuple(one for one in discarded if one.path not in known)
+            records, discarded = read_records(self.path)
+        self._records = {part: record for part, record in records.items() if part not in known}
+        discarded += tuple(_differing(self.path, self._records)) if self._digests else ()
+        for one in discarded:
+            if one.path not in known:
+                raise StorageError(
+                    f"{one.path}: {one.reason}; the same command drops it, and runs its rows again"
+                )
 
     def close(self) -> None:
         """Release the store. What was not committed is not kept."""
@@ -193,11 +204,11 @@ class CompletionStore:
     def _load(self, verify: bool) -> None:
         """Only who is alone may sweep: another run's part without a record may be about to get one."""
         if self._lock.try_alone():
-            self._records, self.discarded = read_records(self.path, verify=verify)
+            self._records, self.discarded = read_records(self.path, verify=verify, digests=self._digests)
             sweep(self.path, self._records, self._ops)
         self._lock.share()
         if _record_names(self.path) != {part.with_suffix(".json").name for part in self._records}:
-            self._records, more = read_records(self.path, verify=verify)
+            self._records, more = read_records(self.path, verify=verify, digests=self._digests)
             self.discarded += more
 
 
@@ -217,9 +228,11 @@ def _record_names(path: Path) -> set[str]:
 
 
 def read_records(
-    path: Path, *, verify: bool = False
+    path: Path, *, verify: bool = False, digests: bool = False
 ) -> tuple[dict[Path, CommitRecord], tuple[Discarded, ...]]:
     """The usable parts of a store with their records, and what is not usable. Changes nothing, needs no lock.
+
+    Sizes are always compared; with `digests` the sha256 is, too, once for each state of a part; with `verify`, anew.
 
     Raises StorageError for a record of a newer format, or when the disk does.
     """
@@ -228,11 +241,14 @@ def read_records(
     for name in sorted(_record_names(path)):
         part = (path / name).with_suffix(".parquet")
         record = _read_record(path / name)
-        reason = "unreadable record" if record is None else _damage(part, record, verify)
+        reason = "unreadable record" if record is None else _damage(part, record)
         if record is not None and reason is None:
             usable[part] = record
         else:
             discarded.append(Discarded(part, reason or "unreadable record"))
+    for lost in _differing(path, usable, fresh=verify) if verify or digests else ():
+        del usable[lost.path]
+        discarded.append(lost)
     replaced = {path / name for record in usable.values() for name in record.replaces}
     return (
         {part: record for part, record in usable.items() if part not in replaced},
@@ -264,15 +280,23 @@ def _read_record(path: Path) -> CommitRecord | None:
     return record
 
 
-def _damage(part: Path, record: CommitRecord, verify: bool) -> str | None:
+def _differing(path: Path, records: Mapping[Path, CommitRecord], *, fresh: bool = False) -> list[Discarded]:
+    """The parts whose sha256 is not the recorded one."""
+    with file_digests(path, fresh=fresh) as found:
+        return [
+            Discarded(part, "its sha256 is not the recorded one")
+            for part, record in sorted(records.items())
+            if found.of(part) != record.sha256
+        ]
+
+
+def _damage(part: Path, record: CommitRecord) -> str | None:
     if not part.exists():
         return "the part is missing"
     with storage(part, "read"):
         size = part.stat().st_size
     if size != record.bytes:
         return f"{size} bytes, the record says {record.bytes}"
-    if verify and sha256_of(part) != record.sha256:
-        return "its sha256 is not the recorded one"
     return None
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from batchinfer.data.results.join import engine_errors
 from batchinfer.data.storage.rebatch import parquet_batches
 
-_COLUMNS = ["row_id", "file", "row_index", "error_code", "error_message"]
+_COLUMNS = ["row_id", "file", "row_index", "error_code", "error_message", "retryable"]
 _ROWS = 16_384
 
 
@@ -22,6 +22,7 @@ class ErrorSummary:
 
     codes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
+    retryable: int = 0  # of the rows of index parts, or of published ones
 
     @property
     def rows(self) -> int:
@@ -53,6 +54,7 @@ def summarise_errors(parts: Sequence[Path]) -> ErrorSummary:
         for row in bad.to_pylist():
             code = row["error_code"]
             found.codes[code] += 1
+            found.retryable += row["retryable"] is True
             place = f"{row['file']} row {row['row_index']}: {row['error_message']}"
             found.examples.setdefault(code, place)
     return found

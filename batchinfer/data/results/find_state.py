@@ -8,6 +8,7 @@ from pathlib import Path
 
 from batchinfer.data.results.manifest import read_manifest
 from batchinfer.data.storage.state import STATE_PREFIX, StateFolder
+from batchinfer.errors import DamagedResult
 from batchinfer.job.results_root import folder_name, results_root, root_of_trial
 from batchinfer.job.variables import HOLE
 
@@ -38,5 +39,14 @@ def _roots(results: Path) -> Iterator[Path]:
             root = results.with_name(state.parent.name.removeprefix(STATE_PREFIX))
             if StateFolder(results, root=root).path.is_dir():
                 yield root
-    if manifest := read_manifest(results):
-        yield results.with_name(folder_name(manifest.job))
+    if (job := _job_of(results)) is not None:
+        yield results.with_name(folder_name(job))
+
+
+def _job_of(results: Path) -> str | None:
+    """The name of the job whose result this is, where its manifest can be read."""
+    try:
+        manifest = read_manifest(results)
+    except DamagedResult:  # who reads the result says so; its state may be found by its name all the same
+        return None
+    return None if manifest is None else manifest.job

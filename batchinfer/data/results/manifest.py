@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from batchinfer.data.storage.durable import storage
-from batchinfer.errors import OutputConflict, StorageError
+from batchinfer.data.storage.durable import json_text, storage
+from batchinfer.errors import DamagedResult, OutputConflict
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "_manifest.json"  # pyarrow, pandas and Spark skip names that begin so
 # what a desktop leaves behind in any folder that is looked at
 _LITTER = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
+_DATA_NAME = re.compile(r"part-([0-9a-f]{16})-\d{5,}\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +72,44 @@ def generation_of(spec: PublishSpec, files: Sequence[ResultFile]) -> str:
     return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def file_name(generation: str, number: int) -> str:
+    """What the result file with this number, from 0, is called."""
+    return f"part-{generation}-{number:05d}.parquet"
+
+
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a result folder, or None without one. Raises OutputConflict for one we cannot read."""
+    """The manifest of a result folder, or None where nothing is published.
+
+    Raises DamagedResult for a manifest that is not as it was written, or is gone while its files are there;
+    OutputConflict for one of a newer format.
+    """
     path = folder / MANIFEST_NAME
     if not path.is_file():
+        if _generations(folder):
+            raise damaged(path, "it is missing, and files of a result are there")
         return None
     with storage(path, "read"):
         text = path.read_bytes()
     try:
         raw = json.loads(text)
         version = int(raw.pop("format"))
-        manifest = _from_json(raw) if version <= MANIFEST_FORMAT else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"it is not a manifest of batchinfer ({error})") from error
+    try:
+        manifest = _from_json(raw)
+        problem = _problem(manifest)
+        whole = problem is None and text == json_text(manifest.to_json() | {"format": version})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutputConflict(
-            f"{path}: not a manifest of batchinfer ({error}); move the folder away"
-        ) from error
-    if manifest is None:
+        manifest, problem, whole = None, str(error), False
+    if version > MANIFEST_FORMAT and not whole:  # else only this one digit is another
         raise OutputConflict(
             f"{path}: manifest format {version}, this version knows up to {MANIFEST_FORMAT}; "
             "use the batchinfer that wrote it, or another output.path"
         )
+    if manifest is None or problem is not None:
+        raise damaged(path, f"it is not a manifest of batchinfer ({problem})")
+    if not whole or version != MANIFEST_FORMAT:
+        raise damaged(path, "it is not as it was written")
     return manifest
 
 
@@ -97,15 +117,49 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
     unknown = sorted(set(raw) - {field.name for field in fields(Manifest)})
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}")
-    files = tuple(ResultFile(**file) for file in raw.pop("files"))
-    inputs, endpoints = tuple(raw.pop("inputs")), tuple(raw.pop("endpoints"))
-    return Manifest(**raw, inputs=inputs, endpoints=endpoints, files=files)
+    files = tuple(ResultFile(**file) for file in raw["files"])
+    inputs, endpoints = tuple(raw["inputs"]), tuple(raw["endpoints"])
+    return Manifest(**raw | {"inputs": inputs, "endpoints": endpoints, "files": files})
 
 
-def check_destination(folder: Path, job: str, replace: bool = False) -> Manifest | None:
-    """Whether a job may publish into `folder`; the manifest of the older result there, if any.
+def _problem(manifest: Manifest) -> str | None:
+    """What in a manifest contradicts the rest of it; None where nothing does."""
+    spec = PublishSpec(manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
+    if manifest.generation != generation_of(spec, manifest.files):
+        return "its generation is not that of its contents"
+    names = [file_name(manifest.generation, number) for number in range(len(manifest.files))]
+    if names != [file.name for file in manifest.files]:
+        return "its files have other names than its generation gives them"
+    counts = (manifest.rows, manifest.ok, manifest.errors, manifest.retryable)
+    if any(type(count) is not int or count < 0 for count in counts):
+        return "its counts are not all counts"
+    rows = sum(file.rows for file in manifest.files)
+    right = manifest.rows == rows == manifest.ok + manifest.errors and manifest.retryable <= manifest.errors
+    return None if right else "its counts contradict each other"
 
-    Raises OutputConflict for a file, a folder with anything in it that we did not write (`replace` or not),
+
+def damaged(path: Path, problem: str) -> DamagedResult:
+    """The error for a file of a result, with the next step."""
+    return DamagedResult(
+        f"{path}: {problem}; run its job again, which publishes the result again from the stored answers; "
+        f"`batchinfer verify {path.parent} --repair` does that",
+        str(path),
+        problem,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Older:
+    """What a new result takes the place of."""
+
+    generation: str
+
+
+def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bool = False) -> Older | None:
+    """Whether a job may publish into `folder`; the older result there, if any.
+
+    `ours`: this job has published there, so that files of a result without a manifest that says whose they are may be
+    replaced. Raises OutputConflict for a file, a folder with anything in it that we did not write (`replace` or not),
     and for the result of another job unless `replace`.
     """
     for parent in folder.parents:
@@ -115,27 +169,51 @@ def check_destination(folder: Path, job: str, replace: bool = False) -> Manifest
         return None
     if not folder.is_dir():
         raise OutputConflict(f"{folder}: is a file; output.path must name a folder")
-    manifest = read_manifest(folder)
-    known = {MANIFEST_NAME, *(file.name for file in manifest.files)} if manifest else set()
+    try:
+        manifest = read_manifest(folder)
+    except DamagedResult as error:
+        return _damaged_older(folder, ours, error)
+    if manifest is None:
+        _refuse_strangers(folder, set())
+        return None
+    lost = any(_size(folder / file.name) != file.bytes for file in manifest.files)
+    others = _data_names(folder) if lost and ours else ()  # an older manifest may lie over a newer result
+    _refuse_strangers(folder, {MANIFEST_NAME, *(file.name for file in manifest.files), *others})
+    if manifest.job != job and not replace:
+        raise OutputConflict(
+            f"{folder}: holds the result of job {manifest.job!r}, not of {job!r}; "
+            "choose another output.path, or replace it with --replace"
+        )
+    return Older(manifest.generation)
+
+
+def _damaged_older(folder: Path, ours: bool, error: DamagedResult) -> Older:
+    """A result whose manifest says nothing: replaced only by the job that put it there."""
+    generations = _generations(folder)
+    _refuse_strangers(folder, {MANIFEST_NAME, *_data_names(folder)})
+    if not ours or len(generations) > 1:
+        raise OutputConflict(
+            f"{error.place}: {error.problem}; nothing else says that this job published it, so it is not "
+            f"replaced: move {folder} away, or choose another output.path"
+        )
+    return Older(next(iter(generations), "damaged"))
+
+
+def _refuse_strangers(folder: Path, known: set[str]) -> None:
     strange = sorted(set(_names(folder)) - known - _LITTER)
     if strange:
         raise OutputConflict(
             f"{folder}: holds {strange[0]!r}, which batchinfer did not write; a folder with other files is "
             "never replaced: move them away, or choose another output.path"
         )
-    if manifest and manifest.job != job and not replace:
-        raise OutputConflict(
-            f"{folder}: holds the result of job {manifest.job!r}, not of {job!r}; "
-            "choose another output.path, or replace it with --replace"
-        )
-    return manifest
 
 
 def is_published(folder: Path, spec: PublishSpec) -> bool:
-    """Whether `folder` holds this very result whole, by manifest and file sizes (`verify_result` reads it
-    all).
-    """
-    manifest = read_manifest(folder)
+    """Whether `folder` holds this very result, by manifest and file sizes; `published` looks at every digest."""
+    try:
+        manifest = read_manifest(folder)
+    except DamagedResult:
+        return False
     if manifest is None:
         return False
     cut = [
@@ -143,8 +221,9 @@ def is_published(folder: Path, spec: PublishSpec) -> bool:
     ]
     ours = (spec.job, spec.identity, tuple(spec.inputs), spec.numerics)
     theirs = (manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
-    sizes = [file.rows for file in manifest.files]
-    return ours == theirs and sizes == cut and is_whole(folder, manifest)
+    if ours != theirs or cut != [file.rows for file in manifest.files]:
+        return False
+    return all(_size(folder / file.name) == file.bytes for file in manifest.files)
 
 
 def _starts(rows: int, rows_per_file: int) -> range:
@@ -152,22 +231,17 @@ def _starts(rows: int, rows_per_file: int) -> range:
     return range(0, max(rows, 1), rows_per_file)
 
 
-def whole_files(folder: Path, manifest: Manifest) -> list[Path]:
-    """The files of a result. Raises StorageError where one is missing or cut short."""
-    if not is_whole(folder, manifest):
-        raise StorageError(
-            f"{folder}: files are missing or cut short; `batchinfer verify {folder}` says which"
-        )
-    return [folder / file.name for file in manifest.files]
-
-
-def is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether every file is there with the size that the manifest says."""
-    return all(_size(folder / file.name) == file.bytes for file in manifest.files)
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
+
+
+def _generations(folder: Path) -> set[str]:
+    """Of the files there that are called as those of results are."""
+    return {name.split("-")[1] for name in _data_names(folder)}
+
+
+def _data_names(folder: Path) -> list[str]:
+    return [name for name in _names(folder) if _DATA_NAME.fullmatch(name)] if folder.is_dir() else []
 
 
 def _names(folder: Path) -> list[str]:

@@ -21,9 +21,9 @@ from batchinfer.data.input.openai import CHAT_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
 from batchinfer.data.results.logprob_column import COLUMN
-from batchinfer.data.results.manifest import Manifest, read_manifest
 from batchinfer.data.results.openai_logprobs import TokenBytes, chat_logprobs, text_logprobs
 from batchinfer.data.results.output_file import OutputFile
+from batchinfer.data.results.published import published
 from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.errors import InputCorrupt, UsageError
 from batchinfer.request import RowError
@@ -79,21 +79,20 @@ def write_openai(
     answer names whose request named none; `created` is Unix time. Raises UsageError when nothing is published,
     InputCorrupt when the input has changed, OutputConflict, StorageError.
     """
-    manifest = read_manifest(result)
-    if manifest is None:
+    found = published(result)
+    if found is None:
         raise UsageError(f"{result}: no published result there")
-    origin = Origin(manifest.job, model, created, tokens)
+    origin = Origin(found.manifest.job, model, created, tokens)
     lines = 0
     with out.writing() as file:
-        for text in _lines(result, manifest, iter(rows), origin):
+        for text in _lines(found.files, iter(rows), origin):
             file.write(text.encode())
             lines += 1
     return lines
 
 
-def _lines(result: Path, manifest: Manifest, rows: Iterator[Asked], origin: Origin) -> Iterator[str]:
+def _lines(files: Sequence[Path], rows: Iterator[Asked], origin: Origin) -> Iterator[str]:
     """Raises InputCorrupt when there are fewer `rows` than the result has."""
-    files = [result / item.name for item in manifest.files]
     asks = any(COLUMN in pq.read_schema(file).names for file in files[:1])
     size, columns = (_LOGPROB_ROWS, [*_COLUMNS, COLUMN]) if asks else (_BATCH_ROWS, _COLUMNS)
     for batch in parquet_batches(files, size, columns):

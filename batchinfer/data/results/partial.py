@@ -36,7 +36,7 @@ def partial_reader(
     for sorting outside of the state folder; `watched`: see `duck.connection`. Raises StorageError, OutOfMemory,
     InputCorrupt.
     """
-    records, _ = read_records(completions) if completions.is_dir() else ({}, ())
+    records, _ = read_records(completions, digests=True) if completions.is_dir() else ({}, ())
     tables = result_tables(
         index,
         sorted(records),

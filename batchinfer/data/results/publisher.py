@@ -22,12 +22,14 @@ from batchinfer.data.results.logprob_column import Detokenizer, logprob_entries
 from batchinfer.data.results.manifest import (
     MANIFEST_NAME,
     Manifest,
+    Older,
     PublishSpec,
     ResultFile,
     check_destination,
+    file_name,
     generation_of,
-    is_whole,
 )
+from batchinfer.data.results.published import intact
 from batchinfer.data.results.result_rows import BATCH_ROWS, IndexView, result_schema, result_tables
 from batchinfer.data.storage.durable import DurableFile, ExchangeUnsupported, FileOps, storage, write_json
 from batchinfer.data.storage.state import StateFolder
@@ -55,7 +57,7 @@ def publish(
     hears how many rows were staged. Raises OutputConflict (73), StorageError (74), BatchInferError when rows are
     missing.
     """
-    older = check_destination(state.results, spec.job, replace)
+    older = check_destination(state.results, spec.job, replace, ours=state.has_published)
     stage = _fresh(state)
     tables = result_tables(
         index,
@@ -73,7 +75,7 @@ def publish(
             f"the join gave {tally.rows} rows for an input of {index.rows}: nothing published"
         )
     manifest = _finish(stage, staged, spec, tally, _endpoints(index), state.ops)
-    if older and older.generation == manifest.generation and is_whole(state.results, older):
+    if older and older.generation == manifest.generation and intact(state.results):
         _remove(stage, state.ops)
     else:
         _put_in_place(stage, older, state)
@@ -201,7 +203,9 @@ def _finish(
 ) -> Manifest:
     """Give the files their generation's names and write the manifest."""
     generation = generation_of(spec, staged)
-    files = tuple(_renamed(stage, file, f"part-{generation}-{file.name}", ops) for file in staged)
+    files = tuple(
+        _renamed(stage, file, file_name(generation, number), ops) for number, file in enumerate(staged)
+    )
     manifest = Manifest(
         job=spec.job,
         identity=spec.identity,
@@ -225,7 +229,7 @@ def _renamed(stage: Path, file: ResultFile, name: str, ops: FileOps) -> ResultFi
     return replace_fields(file, name=name)
 
 
-def _put_in_place(stage: Path, older: Manifest | None, state: StateFolder) -> None:
+def _put_in_place(stage: Path, older: Older | None, state: StateFolder) -> None:
     with storage(state.results.parent, "create"):
         state.ops.mkdir(state.results.parent)
     if older is None:
@@ -247,7 +251,7 @@ def _put_if_absent(stage: Path, state: StateFolder) -> None:
             raise OutputConflict(f"{state.results}: something was put there while this job ran") from error
 
 
-def _replace(stage: Path, older: Manifest, state: StateFolder) -> None:
+def _replace(stage: Path, older: Older, state: StateFolder) -> None:
     """Swap with the older result and keep that one for an hour, which starts now.
 
     Where folders cannot be swapped (not on Linux, or a file system without it) the older one is moved away

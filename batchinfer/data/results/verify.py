@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.results.completion_store import read_records
-from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest, ResultFile, read_manifest
-from batchinfer.data.storage.durable import sha256_of
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is not as it was written."""
-
-    path: Path
-    message: str
+from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest, read_manifest
+from batchinfer.data.results.published import Problem, file_problems
+from batchinfer.errors import DamagedResult
 
 
 def verify_result(folder: Path) -> list[Problem]:
-    """Check a published result against its manifest; empty when all is well.
+    """Check a published result against its manifest; empty when all is well. What is remembered of its files' digests
+    is what was found now.
 
-    Raises OutputConflict for a manifest that cannot be read, StorageError when the disk fails.
+    Raises OutputConflict for a manifest of a newer format, StorageError when the disk fails.
     """
-    manifest = read_manifest(folder)
+    try:
+        manifest = read_manifest(folder)
+    except DamagedResult as error:
+        return [Problem(folder / MANIFEST_NAME, error.problem)]
     if manifest is None:
         return [Problem(folder, f"no {MANIFEST_NAME}: not a published result")]
-    return [*_unlisted(folder, manifest), *(p for file in manifest.files for p in _check_file(folder, file))]
+    problems = list(file_problems(folder, manifest, fresh=True))
+    unreadable = [
+        problem
+        for file in manifest.files
+        if (path := folder / file.name).is_file()
+        for problem in _check_pages(path, file.rows)
+    ]
+    return [*_unlisted(folder, manifest), *problems, *unreadable]
 
 
 def verify_store(path: Path) -> list[Problem]:
@@ -46,19 +49,7 @@ def _unlisted(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     listed = {file.name for file in manifest.files}
     for path in sorted(folder.glob("*.parquet")):
         if path.name not in listed:
-            yield Problem(path, "not in the manifest, but a reader of *.parquet takes it in")
-
-
-def _check_file(folder: Path, file: ResultFile) -> Iterator[Problem]:
-    path = folder / file.name
-    if not path.is_file():
-        yield Problem(path, "missing")
-        return
-    if (size := path.stat().st_size) != file.bytes:
-        yield Problem(path, f"{size} bytes, the manifest says {file.bytes}")
-    elif sha256_of(path) != file.sha256:
-        yield Problem(path, "its sha256 is not the one in the manifest")
-    yield from _check_pages(path, file.rows)
+            yield Problem(path, "not in the manifest, but a reader of *.parquet takes it in: move it away")
 
 
 def _check_pages(path: Path, rows: int) -> Iterator[Problem]:

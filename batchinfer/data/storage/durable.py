@@ -294,9 +294,13 @@ def _taken(path: Path) -> OutputConflict:
 
 
 def write_json(path: Path, value: object, ops: FileOps) -> Digest:
-    """Write canonical, readable JSON (sorted keys, final newline) durably. Raises StorageError."""
-    text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False)
-    return write_bytes(path, (text + "\n").encode(), ops)
+    """Write canonical, readable JSON durably. Raises StorageError."""
+    return write_bytes(path, json_text(value), ops)
+
+
+def json_text(value: object) -> bytes:
+    """Canonical, readable JSON: sorted keys, final newline."""
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def replace_bytes(path: Path, content: bytes, ops: FileOps) -> None:

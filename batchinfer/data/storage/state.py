@@ -15,6 +15,7 @@
         generations/<generation>/   the results that were replaced, kept for an hour
         progress.json               how far the run is, written every few seconds; how it ended, once it has
         published.json              which input files the published result was made of
+        made_by.json                the command that published the result: its job file and options
 
 A sibling and not a child: DuckDB's `**` enters hidden folders.
 
@@ -80,7 +81,13 @@ class StateFolder:
         self.staging = self.path / "staging"
         self.generations = self.path / "generations"
         self.published = self.path / "published.json"
+        self.made_by = self.path / "made_by.json"
         self.progress = self.path / "progress.json"
+
+    @property
+    def has_published(self) -> bool:
+        """Whether a run of this job has put this result in its place."""
+        return self.made_by.exists() or self.published.exists()
 
     def _name(self) -> str:
         """A file name that says where the result is from the folder of the root."""

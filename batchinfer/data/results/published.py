@@ -1,0 +1,66 @@
+"""A published result as its readers open it: every file has the digest that the manifest says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.data.results.manifest import Manifest, ResultFile, damaged, read_manifest
+from batchinfer.data.storage.digests import FileDigests, file_digests
+from batchinfer.errors import DamagedResult
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A result that is as it was published. `files` are in the order of the input."""
+
+    manifest: Manifest
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is not as it was written."""
+
+    path: Path
+    message: str
+
+
+def published(folder: Path, *, fresh: bool = False) -> Published | None:
+    """The result in a folder, None where nothing is published. A digest is computed once for each state of its file;
+    `fresh`: all of them now.
+
+    Raises DamagedResult for what is not as it was published, OutputConflict for a newer format, StorageError.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    for problem in file_problems(folder, manifest, fresh=fresh):
+        raise damaged(problem.path, problem.message)
+    return Published(manifest, tuple(folder / file.name for file in manifest.files))
+
+
+def intact(folder: Path) -> Published | None:
+    """The result in a folder; None also where it is damaged. Raises OutputConflict, StorageError."""
+    try:
+        return published(folder)
+    except DamagedResult:
+        return None
+
+
+def file_problems(folder: Path, manifest: Manifest, *, fresh: bool = False) -> Iterator[Problem]:
+    """The files of a result that are not as the manifest says, each with what is wrong."""
+    with file_digests(folder, fresh=fresh) as digests:
+        for file in manifest.files:
+            problem = _file_problem(folder / file.name, file, digests)
+            if problem is not None:
+                yield Problem(folder / file.name, problem)
+
+
+def _file_problem(path: Path, file: ResultFile, digests: FileDigests) -> str | None:
+    if not path.is_file():
+        return "missing"
+    if (size := path.stat().st_size) != file.bytes:
+        return f"{size} bytes, the manifest says {file.bytes}"
+    return None if digests.of(path) == file.sha256 else "its sha256 is not the one in the manifest"

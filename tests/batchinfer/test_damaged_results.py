@@ -1,0 +1,283 @@
+"""A published file that changed on the disk: readers give the right values or exit code 74, and a run heals it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer import library, pipeline
+from batchinfer.data.results.diff import DiffOptions
+from batchinfer.errors import BatchInferError
+from batchinfer.query import asked
+from batchinfer.run_result import RunResult
+from batchinfer.verbs import compare_results, verify_results
+from tests.batchinfer.wrong_jobs import (
+    FAKE,
+    NO_ENGINE,
+    Place,
+    command,
+    copy_of,
+    flip,
+    make_place,
+    run_once,
+)
+from tests.examples import everything
+
+ROWS = "from results order by row_id"
+JOB = {"output": "output: {path: out/res, columns: [text], rows_per_file: 7}"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
+    place = make_place(tmp_path_factory.mktemp("finished") / "job", model)
+    place.job(**JOB)
+    return run_once(place)
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory, finished: Place) -> Path:
+    """The result of the night before: the same rows but one."""
+    place = copy_of(finished, tmp_path_factory.mktemp("older") / "job")
+    place.rows(*({"id": f"r{i}", "text": f"word {i or 'other'}"} for i in range(20)))
+    run_once(place)
+    return place.results
+
+
+@pytest.fixture
+def copy(finished: Place, tmp_path: Path) -> Place:
+    """A place to damage. Its job file lies elsewhere than the one that made it: it has been run there, too."""
+    return run_once(copy_of(finished, tmp_path / "copy"))
+
+
+def result_of(place: Place) -> RunResult:
+    return RunResult(place.results, 0, "published", None, None, 20, 20, 0, {}, 0, 20, {})
+
+
+def readers(place: Place, whole: Path) -> dict[str, Callable[[], Any]]:
+    """All that read a result's values, each by a name; `whole`: a result that is the same."""
+
+    def queried() -> Any:
+        with asked(place.results, ROWS, partial=False) as answer:
+            return answer.fetchall()
+
+    return {
+        "query": queried,
+        "report folder": lambda: _fetched(place.results.with_name("res-report")),
+        "diff": lambda: compare_results(place.results, whole, DiffOptions()).different,
+        "to_arrow": lambda: result_of(place).to_arrow().to_pylist(),
+        "to_duckdb": lambda: result_of(place).to_duckdb().order("row_id").fetchall(),
+    }
+
+
+def _fetched(folder: Path) -> Any:
+    with asked(folder, ROWS, partial=False) as answer:
+        return answer.fetchall()
+
+
+def check(place: Place, whole: Path, right: dict[str, Any], damaged: str, harmless: bool = False) -> None:
+    """`damaged` is in the message; `harmless`: readers may also be right."""
+    for name, read in readers(place, whole).items():
+        value, error = attempt(read)
+        if error is None:
+            assert harmless, (name, damaged)
+            assert value == right[name], (name, damaged)
+            continue
+        assert error.exit_code == 74, (name, damaged, error)
+        assert damaged in str(error), (name, damaged, error)
+        assert "--repair" in str(error), (name, damaged, error)
+
+
+def attempt(read: Callable[[], Any]) -> tuple[Any, BatchInferError | None]:
+    try:
+        return read(), None
+    except BatchInferError as error:
+        return None, error
+
+
+def right_values(finished: Place) -> dict[str, Any]:
+    return {name: read() for name, read in readers(finished, finished.results).items()}
+
+
+def offsets(size: int) -> Sequence[int]:
+    """Beginning, end and some between; of everything every 61st, which with three masks are 600 a file."""
+    return range(0, size, 61) if everything() else [0, size // 3, size // 2, size - 9]
+
+
+def masks() -> Sequence[int]:
+    return (0x01, 0x40, 0xFF) if everything() else (0x40,)
+
+
+def test_a_flipped_byte_is_an_error_or_changes_nothing(finished: Place, copy: Place) -> None:
+    right = right_values(finished)
+    for path in sorted(copy.results.iterdir()):
+        data = path.read_bytes()
+        for at in offsets(len(data)):
+            for mask in masks():
+                flip(path, at, mask)
+                # which requests an OpenAI input had is read by nobody
+                check(copy, finished.results, right, path.name, harmless=b"endpoints" in data)
+                path.write_bytes(data)
+    check(copy, finished.results, right, "", harmless=True)
+    assert verify_results(copy.results).problems == []
+
+
+def changed(folder: Path, older: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What can happen to a result: the name of the file that a message names, and what does it."""
+    first, *_, last = sorted(folder.glob("*.parquet"))
+    manifest = folder / "_manifest.json"
+    old = sorted(older.glob("*.parquet"))[0]
+    yield first.name, lambda: first.write_bytes(first.read_bytes()[:-10])
+    yield last.name, lambda: last.write_bytes(b"")
+    yield first.name, first.unlink
+    yield last.name, lambda: shutil.copy(old, last)
+    yield first.name, lambda: shutil.copy(last, first)
+    yield first.name, lambda: (first.unlink(), first.mkdir())
+    yield manifest.name, manifest.unlink
+    yield manifest.name, lambda: manifest.write_bytes(manifest.read_bytes()[:-100])
+    yield manifest.name, lambda: manifest.write_bytes(b"")
+    yield manifest.name, lambda: manifest.write_text("[]")
+    yield manifest.name, lambda: manifest.write_text(manifest.read_text().replace('"ok": 20', '"ok": 19'))
+    yield "part-", lambda: shutil.copy(older / manifest.name, manifest)
+
+
+def test_a_run_heals_what_readers_refuse(
+    finished: Place,
+    copy: Place,
+    older: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the store: no engine starts."""
+    before, run = copy.published(), command(capsys, monkeypatch, NO_ENGINE)
+    cases = range(12) if everything() else (0, 3, 6, 11)
+    for case in cases:
+        name, damage = list(changed(copy.results, older))[case]
+        damage()
+        check(copy, finished.results, {}, name)
+        verified = run("verify", copy.results)
+        assert (verified.code, name in verified.err) == (74, True)
+        assert f"batchinfer run {copy.folder / 'job.yaml'} --verify" in verified.err
+        ended = run("run", copy.folder / "job.yaml")
+        assert ended.code == 0, ended.err
+        assert "the result is published again" in ended.err
+        assert copy.published() == before
+    again = run("run", copy.folder / "job.yaml")
+    assert (again.code, "published again" in again.err) == (0, False)
+
+
+def test_repair_computes_what_is_damaged_in_the_store_too(
+    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = copy.published()
+    next(copy.results.glob("*.parquet")).unlink()
+    (part,) = (copy.state / "completions").glob("part-*.parquet")
+    flip(part, part.stat().st_size // 2)
+    run = command(capsys, monkeypatch, FAKE)
+    ended = run("verify", copy.results, "--repair")
+    assert ended.code == 0, ended.err
+    assert "its rows run again" in ended.err
+    assert "0 problems" in ended.out
+    assert copy.published() == before
+    untouched = run("verify", copy.results, "--repair")
+    assert (untouched.code, untouched.err) == (0, "")
+
+
+def test_repair_runs_a_trial_with_what_it_was_run_with(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = place.job(output="output: {path: 'out/res/${date}'}")
+    options = ("--date", "2026-01-02", "--set", "sampling.max_tokens=3", "-q")
+    run = command(capsys, monkeypatch, FAKE)
+    assert run("run", job, *options).code == 0
+    assert run("run", job, *options, "--limit", "4").code == 0
+    trial, night = place.folder / "out/res-first-4", place.folder / "out/res/2026-01-02"
+    for result in (trial, night):
+        before = {path.name: path.read_bytes() for path in result.iterdir()}
+        (result / "_manifest.json").unlink()
+        assert run("verify", result, "--repair").code == 0
+        assert {path.name: path.read_bytes() for path in result.iterdir()} == before
+
+
+def test_repair_without_a_note_names_the_step(
+    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with results of versions that noted nothing, or where the state is gone."""
+    shutil.rmtree(copy.state)
+    next(copy.results.glob("*.parquet")).unlink()
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    ended = run("verify", copy.results, "--repair")
+    assert (ended.code, "batchinfer run JOB.YAML --verify" in ended.err) == (2, True)
+    (copy.results / "_manifest.json").write_text("{}")
+    refused = run("run", copy.folder / "job.yaml")
+    assert (refused.code, "move" in refused.err) == (73, True)
+
+
+def test_a_damaged_part_of_the_store_is_never_published(
+    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers are computed again, also without --verify."""
+    before = copy.published()
+    (part,) = (copy.state / "completions").glob("part-*.parquet")
+    flip(part, part.stat().st_size // 2)
+    shutil.rmtree(copy.results)
+    ended = command(capsys, monkeypatch, FAKE)("run", copy.folder / "job.yaml", "--json")
+    assert (ended.code, json.loads(ended.out)["computed_requests"]) == (0, 20)
+    assert copy.published() == before
+
+
+def test_openai_lines_are_not_made_of_a_damaged_result(
+    copy: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = copy.job(
+        **{
+            "prompt": "",
+            "input": "input: {path: batch.jsonl, format: openai}",
+            "output": "output: {path: out/new}",
+        }
+    )
+    copy.rows(*(_request(n) for n in range(20)), name="batch.jsonl")
+    run, out = command(capsys, monkeypatch, FAKE), copy.folder / "out.jsonl"
+    assert run("run", job, "-q", "--to-openai", out).code == 0
+    lines = out.read_bytes()
+    part = next((copy.folder / "out/new").glob("*.parquet"))
+    flip(part, part.stat().st_size // 2)
+    assert run("run", job, "-q", "--to-openai", out).code == 0
+    assert out.read_bytes() == lines
+
+
+def _request(number: int) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": f"Say word {number}"}], "max_tokens": 8}
+    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_errors_are_counted_from_a_result_that_is_whole(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What "already published" says of error rows is read from the result."""
+    place.rows(*({"id": f"r{i}", "text": f"word {i}"} for i in range(19)), {"id": "bad"})
+    job = place.job("on_error: {max_error_rate: 0.5}")
+    run = command(capsys, monkeypatch, FAKE)
+    first = json.loads(run("run", job, "--json").out)
+    part = next(place.results.glob("*.parquet"))
+    for at in range(50, part.stat().st_size, part.stat().st_size // 2):
+        flip(part, at)
+        told = json.loads(run("run", job, "--json").out)
+        assert (told["exit_status"], told["error_codes"]) == ("published", first["error_codes"])
+
+
+def test_the_library_raises_74(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = pipeline.RunOptions
+    monkeypatch.setattr(
+        pipeline, "RunOptions", lambda *given, **more: options(*given, **more, engine=NO_ENGINE)
+    )
+    result = library.run(copy.folder / "job.yaml")
+    part = result.files()[1]
+    flip(part, 300)
+    with pytest.raises(BatchInferError, match=f"{part.name}: its sha256") as caught:
+        result.to_arrow()
+    assert caught.value.exit_code == 74
