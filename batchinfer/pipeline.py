@@ -57,6 +57,7 @@ from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkerSpec
 from batchinfer.launch.places import worker_specs
 from batchinfer.launch.replica_pool import ReplicaPool
+from batchinfer.longest_step import longest_step_s
 from batchinfer.models.stored import StoredModel
 from batchinfer.openai_file import openai_file
 from batchinfer.operators_build import OperatorsBuild, operators_built
@@ -377,7 +378,7 @@ class _Run:
         with (
             self.interrupts.deferred(),
             self.report.timed("close_s"),
-            self._engines(specs, plan.to_run, index) as host,
+            self._engines(specs, plan.to_run, index, plan.longest) as host,
         ):
             try:
                 self._wait_until_ready(host)
@@ -404,7 +405,7 @@ class _Run:
             f"interrupted; {len(store)} answers are stored and the same command continues from there"
         )
 
-    def _engines(self, specs: Sequence[WorkerSpec], rows: int, index: Index) -> ReplicaPool:
+    def _engines(self, specs: Sequence[WorkerSpec], rows: int, index: Index, longest: int) -> ReplicaPool:
         def named(keys: Sequence[bytes]) -> str:
             try:
                 return name_rows(index.index_parts, keys, self.state.staging / "names")
@@ -413,7 +414,8 @@ class _Run:
                 return f"{len(keys)} requests, whose rows cannot be looked up: {error}"
 
         load = partial(self.report.timed, "load_s")
-        return ReplicaPool(specs, rows, self.interrupts, named, self.notice, load)
+        step_s = partial(longest_step_s, self.setting, self.setting.model_cost(self.checkpoint), longest)
+        return ReplicaPool(specs, rows, self.interrupts, named, self.notice, load, step_s)
 
     def _wait_until_ready(self, host: ReplicaPool) -> None:
         while host.info is None and self.interrupts.pending is None:

@@ -10,12 +10,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from batchinfer.engine.config import EngineConfig, EngineInfo
+from batchinfer.engine.config import EngineConfig, EngineInfo, Untimed
 from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.request import (
@@ -96,8 +97,8 @@ def _die() -> None:
 class FakeEngine:
     """Steps through what it was given, `BATCH` requests at a time. Faults are asked for by environment variables."""
 
-    def __init__(self) -> None:
-        mortal = _may_die()
+    def __init__(self, untimed: Untimed = nullcontext) -> None:
+        self._untimed, mortal = untimed, _may_die()
         _wait_for_others()
         if not mortal:  # the start that takes the place of one that died
             time.sleep(float(os.environ.get("FAKE_ENGINE_RELOAD_S", "0")))
@@ -111,6 +112,9 @@ class FakeEngine:
             "FAKE_ENGINE_COUNTS_TIME" in os.environ
         )  # a step takes its delay to the bit, and no time
         self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1")) if mortal else -1
+        # does nothing any more, at that step of a start that may die; or with any prompt of more tokens, in every start
+        self._hang_at = int(os.environ.get("FAKE_ENGINE_HANGS_AT_STEP", "-1")) if mortal else -1
+        self._hangs_of = int(os.environ.get("FAKE_ENGINE_HANGS_OF_MORE_TOKENS", "1000000"))
         # once the log has so many requests: of a job's rows, in whichever start
         self._dies_after = int(os.environ.get("FAKE_ENGINE_DIES_AFTER_ROWS", "-1"))
         # of any prompt of more tokens, in every start
@@ -146,6 +150,8 @@ class FakeEngine:
     def step(self) -> FakeOutput:
         if self._is_spent():
             _die()
+        if self._steps == self._hang_at or any(len(r.prompt) > self._hangs_of for r, _ in self._waiting):
+            self._hang()
         if self._steps == self._die_at:
             if self._raises:
                 raise getattr(builtins, self._raises)("the fake engine was asked to raise it")
@@ -170,6 +176,12 @@ class FakeEngine:
         sample = _step(self._steps, (began, ended), (tokens, decodes, sampled), len(self._waiting))
         self._steps += 1
         return FakeOutput(completions, requests, sample)
+
+    def _hang(self) -> None:
+        """Do nothing for so long, which by default is for ever; FAKE_ENGINE_HANG_UNTIMED: and say that it may."""
+        seconds = float(os.environ.get("FAKE_ENGINE_HANG_S", "3600"))
+        with self._untimed() if "FAKE_ENGINE_HANG_UNTIMED" in os.environ else nullcontext():
+            time.sleep(seconds)
 
     def _delay(self) -> None:
         self._counted_s += self._delay_s
@@ -217,8 +229,11 @@ def _step(step: int, times: tuple[float, float], tokens: tuple[int, int, int], w
 
 
 def build(
-    config: EngineConfig, stop_streams: StopStreams | None = None, constraints: ConstraintsFor | None = None
+    config: EngineConfig,
+    stop_streams: StopStreams | None = None,
+    constraints: ConstraintsFor | None = None,
+    untimed: Untimed = nullcontext,
 ) -> BuiltFake:
     """Takes the place of `batchinfer.engine.build.build_engine`."""
     info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0, 0.0)
-    return BuiltFake(FakeEngine(), info)
+    return BuiltFake(FakeEngine(untimed), info)

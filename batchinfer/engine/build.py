@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from batchinfer.cpus import usable_cpus
 from batchinfer.engine.budget import captured_tokens, refill_costs, scheduler_config
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
-from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig, EngineInfo
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig, EngineInfo, Untimed
 from batchinfer.engine.constraints import Constraints, ConstraintsFor
 from batchinfer.engine.decode_graphs import GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
@@ -79,16 +80,21 @@ def build_engine(
     config: EngineConfig,
     stop_streams: StopStreams | None = None,
     constraints: ConstraintsFor | None = None,
+    untimed: Untimed = nullcontext,
 ) -> BuiltEngine:
     """Load the checkpoint that `config.model` names and wire the rooms together; raises as `load_model` does."""
-    loaded = load_model(config, constraints=constraints)
+    loaded = load_model(config, constraints=constraints, untimed=untimed)
     return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read)
 
 
 def load_model(
-    config: EngineConfig, source: Source | None = None, constraints: ConstraintsFor | None = None
+    config: EngineConfig,
+    source: Source | None = None,
+    constraints: ConstraintsFor | None = None,
+    untimed: Untimed = nullcontext,
 ) -> LoadedModel:
-    """Load the weights and size the KV cache; `source` takes the place of the checkpoint at `config.model`.
+    """Load the weights and size the KV cache; `source` takes the place of the checkpoint at `config.model`, and what
+    takes as long as it takes, also in mid-job, is done inside of `untimed`.
 
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
     """
@@ -121,7 +127,7 @@ def load_model(
     mask = None if followed is None else ConstraintMask(followed)
     runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask, device.type == "cpu"), cost, device)
     counters = model.expert_loads if source.can_be_captured else None
-    fitted = _fit(runner, limits, room, counters, config)
+    fitted = _fit(runner, limits, room, counters, config, untimed)
     limits, blocks = fitted.limits, fitted.blocks
     whose, linear = source.computed_by(ops)
     info = EngineInfo(
@@ -152,12 +158,13 @@ def _fit(
     room: CacheRoom,
     loads: ExpertLoads | None,
     config: EngineConfig,
+    untimed: Untimed,
 ) -> Fitted:
     """Give the runner its cache. On a GPU steps are measured first, and then captured; `loads` are the counters of a
     model that can be captured, None one that cannot."""
     if isinstance(runner.ops, GraphOps):
         mixed = captured_tokens(runner.cost, config.peaks, limits.max_num_batched_tokens)
-        capture = None if loads is None else _Uncounted(GpuRecorder(), loads)
+        capture = None if loads is None else _Uncounted(GpuRecorder(), loads, untimed)
         found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
         return found if found.captures_pieces else _by_operators(found, config)
     blocks = room.blocks(0)
@@ -173,15 +180,15 @@ def _by_operators(found: Fitted, config: EngineConfig) -> Fitted:
 class _Uncounted(GraphRecorder):
     """A step that is captured runs for nobody, and is replayed afterwards."""
 
-    def __init__(self, inner: GraphRecorder, loads: ExpertLoads) -> None:
-        self._inner, self._loads = inner, loads
+    def __init__(self, inner: GraphRecorder, loads: ExpertLoads, untimed: Untimed) -> None:
+        self._inner, self._loads, self._untimed = inner, loads, untimed
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        with self._loads.paused():
+        with self._loads.paused(), self._untimed():  # kernels may be compiled
             self._inner.warm_up(run)
 
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        with self._loads.paused():
+        with self._loads.paused(), self._untimed():
             return self._inner.record(run)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,9 @@ WINDOW = 512  # requests that are handed to an engine at once
 _QUEUED = (
     3  # times max_num_seqs: enough that the engine never waits for requests, little enough to stay bounded
 )
+
+# What is done inside takes as long as it takes, and whoever watches the engine does not take it for a hang.
+Untimed = Callable[[], AbstractContextManager[object]]
 
 
 def most_queued(max_num_seqs: int) -> int:

@@ -19,7 +19,7 @@ from batchinfer.errors import (
     SecurityRefusal,
     Unavailable,
 )
-from batchinfer.launch.messages import Add, Failed, Finish, Left, Ready, WorkDone, WorkerSpec
+from batchinfer.launch.messages import Add, Failed, Finish, Left, Pulse, Ready, WorkDone, WorkerSpec
 from batchinfer.request import ExpertTokens, Request
 from batchinfer.spawning import Child, receiving
 
@@ -35,12 +35,14 @@ _AT_WORK = (BatchInferError.exit_code, OutOfMemory.exit_code)
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """An end of the worker that need not happen again: it was killed, or failed at work."""
+    """An end of the worker that need not happen again: it was killed, or failed at work. `silent`: it was killed by
+    this process, because it had said nothing for too long."""
 
     kind: type[BatchInferError]
     what: str
     advice: str
     detail: str = ""  # a traceback
+    silent: bool = False
 
     def error(self, *more: str) -> BatchInferError:
         """For a user; `more` stands between what happened and what helps."""
@@ -64,6 +66,8 @@ class EngineHost:
         )
         self.expert_tokens: ExpertTokens = {}  # known then, too
         self.info: EngineInfo | None = None  # known once it is ready
+        self.untimed = False  # what it does until its next message takes as long as it takes
+        self._silent_s: float | None = None  # for so long, when it was given up
         self.crash: Crash | None = None  # what `receive` raised, if it is one
 
     def __enter__(self) -> EngineHost:
@@ -109,6 +113,7 @@ class EngineHost:
             if not isinstance(message, WorkDone):
                 self._note(message)
                 break
+            self.untimed = False
             heard.append(message)
         if self._failed is not None and not heard:
             self._raise_death()
@@ -119,6 +124,11 @@ class EngineHost:
         """Nothing more is read of its connection; `receive` still raises what ended it."""
         return self._left or self._failed is not None
 
+    def give_up(self, silent_s: float) -> None:
+        """End a worker that has said nothing for so many seconds; the next `receive` tells."""
+        self._silent_s = silent_s
+        self._child.kill()
+
     def close(self) -> None:
         """End the worker, gently when it has left already."""
         if self._left:
@@ -128,6 +138,8 @@ class EngineHost:
     def _note(self, message: object) -> None:
         if isinstance(message, Ready):
             self.info = message.info
+        elif isinstance(message, Pulse):
+            self.untimed = message.untimed
         elif isinstance(message, Left):
             self._left, self.peak_rss = True, message.peak_rss
             self.other_cores, self.expert_tokens = message.other_cores, message.expert_tokens
@@ -149,6 +161,9 @@ class EngineHost:
 
     def _crash(self) -> Crash:
         """Of a worker that could not say why."""
+        if self._silent_s is not None:
+            what = f"the engine's process was ended: it had done nothing for {self._silent_s:.0f} s"
+            return Crash(Unavailable, what, CONTINUES, silent=True)
         ended = self._child.wait(LEAVE_S)
         what = f"the engine's process {'closed its connection' if ended is None else ended}"
         if ended is not None and ended.out_of_memory:

@@ -62,6 +62,13 @@ class WorkDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Pulse:
+    """From the worker: it is at work. `untimed`: what it does until its next message takes as long as it takes."""
+
+    untimed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """From the worker: it cannot go on. `exit_code` is that of the exception tree; `detail` holds the traceback."""
 

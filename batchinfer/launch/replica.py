@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from batchinfer.launch.messages import WorkDone, WorkerSpec
 from batchinfer.launch.suspects import Group
 from batchinfer.plan.backlog import tokens_of
 from batchinfer.request import Completion, Request, RowError
+from batchinfer.waiting import Waited
 
 # Deaths in a row with next to nothing done in between, after which an engine is not started again: rows that ran by
 # themselves have died one after the other by then, so that it is no row that kills it.
@@ -21,6 +22,9 @@ FRUITLESS_LOADING = 2  # of an engine that has not come to work again: no row ha
 # From so many on, it first runs a row that was answered before; where none was, rows under suspicion run one by one.
 DOUBTED = 2
 CODE = "engine_died"
+# An engine that has work and says nothing for so long is taken to hang: so many times the longest step that it was
+# forecast to have, or had, and at least so many seconds. A worker sends something after each step.
+SILENT_STEPS, SILENT_S = 10, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Replica:
         self.gone = False  # nothing more is to be heard or expected
         self.load = 0  # tokens of what is unfinished, prompts and answers as long as they may be
         self._running = self._waiting = 0  # rows, after its last step
+        self._longest_step_s = 0.0
+        self._silence = Waited()
         self.host = EngineHost(spec)
 
     @property
@@ -83,6 +89,7 @@ class Replica:
     def receive(self) -> list[WorkDone]:
         """What has come. Raises what ended the process."""
         heard = self.host.receive(0)
+        self._silence.again()
         for done in heard:
             done.engine, done.replica = self._engine, self.number
             for completion in done.completions:
@@ -93,9 +100,22 @@ class Replica:
             self._finished += len(done.completions)
             if self.apart is not None and self.apart.is_proof:  # its steps count, its answer is nobody's
                 done.completions, done.requests = [], []
+            self._longest_step_s = max([self._longest_step_s, *(step.duration_s for step in done.steps)])
             if done.steps:
                 self._running, self._waiting = done.steps[-1].running, done.steps[-1].waiting
         return heard
+
+    def listen(self, longest_step_s: Callable[[], float]) -> None:
+        """It has said nothing, once more. Ends a process that has work, and has said nothing for too long while this
+        process ran: a step is forecast to take `longest_step_s` at the most."""
+        if not self.unfinished or self.host.untimed:
+            self._silence.again()
+            return
+        if self._silence.look() <= SILENT_S:
+            return
+        limit_s = max(SILENT_S, SILENT_STEPS * max(longest_step_s(), self._longest_step_s))
+        if self._silence.seconds > limit_s:
+            self.host.give_up(limit_s)
 
     def run_apart(self, group: Group) -> None:
         """Queue rows that are to run with no others; nothing else is unfinished."""
@@ -152,6 +172,7 @@ class Replica:
         self._engine = engine
         self.host.close()
         self.host = EngineHost(self._spec)
+        self._silence.again()
 
     def close(self) -> None:
         """End the process."""

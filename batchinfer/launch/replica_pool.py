@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import wait
 from types import TracebackType
 
@@ -37,7 +39,8 @@ class ReplicaPool:
     end, by themselves, until those that kill are found. These become error rows. After a signal no process is started.
 
     `rows`: how many there are in the plan. `name_rows` says in words which rows some keys stand for, `notice` tells a
-    user of a death, and the time inside `loading` is that in which no engine can work yet.
+    user of a death, and the time inside `loading` is that in which no engine can work yet. `longest_step_s` forecasts
+    the longest step of an engine: one that is silent for far longer is ended and replaced.
     """
 
     def __init__(
@@ -48,7 +51,10 @@ class ReplicaPool:
         name_rows: Callable[[Sequence[bytes]], str],
         notice: Callable[[str], None],
         loading: Callable[[], AbstractContextManager[None]],
+        longest_step_s: Callable[[EngineInfo], float] = lambda _: 0.0,
     ) -> None:
+        self._longest_step_s = longest_step_s
+        self._silent: set[bytes] = set()  # rows that were in work when an engine fell silent
         self._interrupts, self._notice, self._loading = interrupts, notice, loading
         self._name_rows, self._backlog, self._suspects = name_rows, Backlog(), Suspects()
         self._left = rows  # that no engine has been given
@@ -234,8 +240,11 @@ class ReplicaPool:
         if failed:
             yield from failed
             return
-        for connection in wait(list(heard), timeout_s):
-            yield heard[connection]  # type: ignore[index]  # of what it was given
+        spoke = [heard[connection] for connection in wait(list(heard), timeout_s)]  # type: ignore[index]
+        for replica in heard.values():
+            if replica not in spoke and replica.info is not None:
+                replica.listen(partial(self._longest_step_s, replica.info))
+        yield from spoke
 
     def _from(self, replica: Replica) -> list[WorkDone]:
         try:
@@ -279,8 +288,24 @@ class ReplicaPool:
         if crash is not None and not again and not others:
             raise crash.error(self._told(death)) from error
         what = str(error) if crash is None else f"{crash.what}; {self._told(death)}"
-        self._take_back(replica, death, blamed=crash is not None)
+        if crash is not None and crash.silent:
+            self._take_back_silent(replica, death)
+        else:
+            self._take_back(replica, death, blamed=crash is not None)
         self._go_on(replica, what, again)
+
+    def _take_back_silent(self, replica: Replica, death: Death) -> None:
+        """What an engine was given that fell silent: rows in work are not blamed for the first time."""
+        again = [request for request in death.in_work if request.key in self._silent]
+        first = [request for request in death.in_work if request.key not in self._silent]
+        self._silent.update(request.key for request in first)
+        if death.apart is None:
+            rest = replace(death, in_work=again, waiting=[*first, *death.waiting])
+            self._take_back(replica, rest, blamed=True)
+        elif again or death.apart.is_proof:
+            self._take_back(replica, death, blamed=True)
+        else:
+            self._suspects.add(first)
 
     def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
         """What it was given: rows that waited are the first to be handed out again, those in work are `blamed`."""

@@ -8,6 +8,8 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,14 +18,26 @@ from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.garbage import loaded_for_good
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
-from batchinfer.launch.messages import Add, EnginePlace, Failed, Finish, Left, Ready, WorkDone, WorkerSpec
+from batchinfer.launch.messages import (
+    Add,
+    EnginePlace,
+    Failed,
+    Finish,
+    Left,
+    Pulse,
+    Ready,
+    WorkDone,
+    WorkerSpec,
+)
 from batchinfer.launch.shared_cores import SharedCores
 from batchinfer.memory import peak_memory
+from batchinfer.request import Request
 from batchinfer.spawning import receiving
 
 # A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
 SEND_EVERY_S = 0.05
 SEND_AT = 256  # completions
+PULSE_S = 5.0  # while requests are taken in, whose constraints are compiled
 
 
 def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
@@ -95,7 +109,7 @@ class _Worker:
         self._connection = connection
         module, _, name = spec.factory.partition(":")
         make = getattr(importlib.import_module(module), name)
-        built = make(spec.config, *_beside(spec))
+        built = make(spec.config, *_beside(spec), self._untimed)
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()
@@ -142,12 +156,32 @@ class _Worker:
 
     def _handle(self, message: object) -> None:
         if isinstance(message, Add):
-            self._engine.add(message.requests)
+            self._add(message.requests)
         elif isinstance(message, Finish):
             self._engine.forget_waiting()
             self._leave_at = time.monotonic() + message.within_s
         else:
             raise EOFError("the parent closed the connection")
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Constraints are compiled as they come: the parent hears in between that this goes on."""
+        if all(request.params.constraint is None for request in requests):
+            self._engine.add(requests)
+            return
+        for request in requests:
+            self._engine.add([request])
+            if time.monotonic() - self._sent_at >= PULSE_S:
+                self._connection.send(Pulse())
+                self._sent_at = time.monotonic()
+
+    @contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """What is done inside takes as long as it takes: the parent is not to take that for a hang."""
+        self._connection.send(Pulse(untimed=True))
+        try:
+            yield
+        finally:
+            self._connection.send(Pulse())
 
     def _collect(self, output: Any) -> None:
         self._done.completions += output.completions

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, Untimed
 from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.sequence import StopStreams
 
@@ -39,7 +40,10 @@ class Mortal:
 
 
 def build(
-    config: EngineConfig, stop_streams: StopStreams | None = None, constraints: ConstraintsFor | None = None
+    config: EngineConfig,
+    stop_streams: StopStreams | None = None,
+    constraints: ConstraintsFor | None = None,
+    untimed: Untimed = nullcontext,
 ) -> BuiltEngine:
     """As batchinfer.engine.build.build_engine. DIES_AFTER: how many rows; DIED: a file, there
     from the first start on."""
@@ -49,6 +53,6 @@ def build(
     died.touch()
     from batchinfer.engine import build as building  # torch: a process that is killed at once needs none
 
-    built = building.build_engine(config, stop_streams, constraints)
+    built = building.build_engine(config, stop_streams, constraints, untimed)
     mortal: Any = Mortal(built.engine, int(os.environ["DIES_AFTER"]))
     return building.BuiltEngine(mortal, built.info, built.read_loads)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 from batchinfer.engine.build import BuiltEngine
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, Untimed
 from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.sequence import StopStreams
 from tests import fake_engine
 
 
 def build(
-    config: EngineConfig, stop_streams: StopStreams | None = None, constraints: ConstraintsFor | None = None
+    config: EngineConfig,
+    stop_streams: StopStreams | None = None,
+    constraints: ConstraintsFor | None = None,
+    untimed: Untimed = nullcontext,
 ) -> BuiltEngine:
     """As the fake engine's; MEDDLE_WITH names the file."""
     with open(os.environ["MEDDLE_WITH"], "ab") as file:
         file.write(b'{"id": "late", "text": "late"}\n')
-    return fake_engine.build(config, stop_streams)
+    return fake_engine.build(config, stop_streams, constraints, untimed)

@@ -100,6 +100,60 @@ def test_a_worker_that_dies_once_is_replaced(job: Path, monkeypatch: pytest.Monk
     assert sum(spent) == pytest.approx(outcome.row["wall_s"], rel=0.01)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may be silent for one and a half seconds. The fake engine's model is forecast to be fast."""
+    monkeypatch.setattr("batchinfer.launch.replica.SILENT_S", 1.5)
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("step", [0, 3])
+def test_an_engine_that_falls_silent_is_replaced_and_accuses_no_row(
+    job: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Its rows run again as if nothing had been, with others."""
+    dies(monkeypatch, 1, HANGS_AT_STEP=step)
+    ran = Ran(job)
+    outcome = ran()
+    assert (outcome.exit_code, ran.starts, outcome.row["worker_restarts"]) == (0, 2, 1)
+    assert {row["status"] for row in table(job)} == {"ok"}
+    assert set(ran.computed.values()) == {1}
+    (told,) = (notice for notice in ran.notices if "a new one is started" in notice)
+    assert "the engine's process was ended: it had done nothing for 2 s" in told
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_engine_that_says_it_may_take_long_is_waited_for(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It captures, or compiles."""
+    dies(monkeypatch, 1, HANGS_AT_STEP=3, HANG_S=3, HANG_UNTIMED=1)
+    ran = Ran(job)
+    assert ran().exit_code == 0
+    assert ran.starts == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
+def test_a_row_that_hangs_engines_is_found(
+    tmp_path: Path, model: Path, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it was in work for the second time when an engine fell silent, its group runs by itself."""
+    monkeypatch.setattr("batchinfer.launch.replica.SILENT_S", 0.8)
+    monkeypatch.setenv("FAKE_ENGINE_HANGS_OF_MORE_TOKENS", "100")
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    rows = people(ROWS)
+    rows[7] |= {"text": "person " * 20}
+    on_error = {"max_error_rate": 0.05}
+    job = write_job(tmp_path, model, rows, input={"path": "in.jsonl", "id": "id"}, on_error=on_error)
+    ran = Ran(job)
+    assert ran().exit_code == 0
+    assert {row["custom_id"]: row["error_code"] for row in table(job) if row["status"] != "ok"} == {
+        "p7": "engine_died"
+    }
+
+
 def test_a_worker_that_is_killed_while_it_sends_is_replaced(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

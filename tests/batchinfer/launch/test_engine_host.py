@@ -32,7 +32,7 @@ class FailsInItsSecondStep(fake_engine.FakeEngine):
 
 
 def failing(
-    config: EngineConfig, stop_streams: object = None, constraints: object = None
+    config: EngineConfig, stop_streams: object = None, constraints: object = None, untimed: object = None
 ) -> fake_engine.BuiltFake:
     return fake_engine.BuiltFake(FailsInItsSecondStep(), fake_engine.build(config).info)
 
