@@ -16,7 +16,7 @@ from batchinfer.clean import clean_after_run
 from batchinfer.collect import Collector
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import INGEST_FORMAT, IngestOptions, IngestProgress, ingest
-from batchinfer.data.index.row_names import name_rows
+from batchinfer.data.index.row_names import named_if_found
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.tokenizer import Tokenizer
@@ -44,7 +44,6 @@ from batchinfer.errors import (
     DamagedResult,
     ErrorBudgetExceeded,
     InputCorrupt,
-    OutOfMemory,
     OutputConflict,
     StorageError,
     known,
@@ -407,11 +406,7 @@ class _Run:
 
     def _engines(self, specs: Sequence[WorkerSpec], rows: int, index: Index, longest: int) -> ReplicaPool:
         def named(keys: Sequence[bytes]) -> str:
-            try:
-                return name_rows(index.index_parts, keys, self.state.staging / "names")
-            except (OSError, StorageError, OutOfMemory) as error:
-                # what ended the worker must be told all the same
-                return f"{len(keys)} requests, whose rows cannot be looked up: {error}"
+            return named_if_found(index.index_parts, keys, self.state.staging / "names")
 
         load = partial(self.report.timed, "load_s")
         step_s = partial(longest_step_s, self.setting, self.setting.model_cost(self.checkpoint), longest)

@@ -98,10 +98,7 @@ def load_model(
 
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
     """
-    device, dtype = _device(config), getattr(torch, config.dtype)
-    threads = _set_threads(config)
-    if config.device == "cuda":
-        keep_partial_sums()
+    device, dtype, threads = _settled(config)
     source = source or checkpoint_source(config.model, config.kv_cache, config.quantization == "stored")
     how = (config.quantization, config.deterministic, config.tiles, config.kv_cache)
     arithmetic = Arithmetic(dtype, device, *how)
@@ -150,6 +147,14 @@ def load_model(
     model.expert_loads.restart()  # what was measured and compiled with is nobody's work
     engine_limits = EngineLimits(longest, eos, model.long_from)
     return LoadedModel(fitted.runner, limits, engine_limits, info, model.expert_loads, followed)
+
+
+def _settled(config: EngineConfig) -> tuple[torch.device, torch.dtype, int]:
+    """The device, the dtype and the number of threads, of which this process takes notice. Raises Unavailable."""
+    device, threads = _device(config), _set_threads(config)
+    if config.device == "cuda":
+        keep_partial_sums()
+    return device, getattr(torch, config.dtype), threads
 
 
 def _fit(

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
+from batchinfer.errors import OutOfMemory, StorageError
 
 NAMED = 8  # rows named one by one; of the rest the number
 
@@ -27,6 +28,14 @@ def name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, m
     more = found[0][3] - len(found) if found else 0
     rest = f" and {more:,} more row{'s' * (more != 1)}" if more else ""
     return ", ".join(names) + rest
+
+
+def named_if_found(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path) -> str:
+    """As `name_rows`; where that fails, why it did: what ended the engine must be told all the same."""
+    try:
+        return name_rows(index_parts, keys, spill)
+    except (OSError, StorageError, OutOfMemory) as error:
+        return f"{len(keys)} requests, whose rows cannot be looked up: {error}"
 
 
 def _name(file: str, row_index: int, custom_id: Any) -> str:
