@@ -36,7 +36,8 @@ def declared_schema(schema: pa.Schema) -> pa.Schema:
 
 def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     """A dictionary where both have one, else its values. The columns must be the same: `check_same_schema`."""
-    fields = [f if f.type == other.field(f.name).type else pa.field(f.name, _plain(f.type)) for f in one]
+    kinds = {field.name: field.type for field in other}
+    fields = [f if f.type == kinds[f.name] else pa.field(f.name, _plain(f.type)) for f in one]
     return pa.schema(fields)
 
 
@@ -45,9 +46,9 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
 
     Order does not matter, nor whether values are in a dictionary.
     """
-    for name in dict.fromkeys([*schema.names, *found.names]):
-        want = _plain(schema.field(name).type) if name in schema.names else "no such column"
-        have = _plain(found.field(name).type) if name in found.names else "no such column"
+    wanted, had = ({field.name: _plain(field.type) for field in one} for one in (schema, found))
+    for name in wanted | had:
+        want, have = wanted.get(name, "no such column"), had.get(name, "no such column")
         if want != have:
             raise InputCorrupt(
                 f"{other.path}: column {name!r}: {have}, but {want} in {first.path}; "

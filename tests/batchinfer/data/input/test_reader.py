@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.json_text import parse_row
+from batchinfer.data.input.protocol import TextOptions
 from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.input.sql import materialise
@@ -31,7 +32,7 @@ GOOD = b'{"a": 1}'
 def read(path: Path | str, cap: int = 1 << 24, form: str = "auto") -> list[Any]:
     """All rows of a path, an error as its code."""
     files = list_inputs(str(path), Path("/"), form)
-    batches = Reader.open(files, cap).batches()
+    batches = Reader.open(files, TextOptions(cap)).batches()
     return [row.code if isinstance(row, RowError) else row for batch in batches for row in batch.rows]
 
 
