@@ -105,7 +105,9 @@ def job_files(job: Job, scratch: Path) -> list[InputFile]:
         return input_files(job)
     memory = None if job.input.sql_memory == "auto" else job.input.sql_memory
     queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet", memory)
-    return [replace(queried, mtime_ns=0)]  # when the query ran says nothing about its rows
+    return [
+        replace(queried, mtime_ns=0, ctime_ns=0, inode=0)
+    ]  # when the query ran says nothing about its rows
 
 
 def over_files(job: Job, files: Sequence[InputFile]) -> Job:
@@ -195,7 +197,7 @@ class _Ingest:
         kept = self._layout.folder / "sql.parquet"
         with storage(kept, "keep the rows of the query"):
             self._ops.rename(Path(self._files[0].path), kept)
-        return [replace(self._files[0], path=str(kept), mtime_ns=kept.stat().st_mtime_ns)]
+        return [InputFile.of(str(kept), self._files[0].name, self._files[0].format, kept.stat())]
 
     def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
         names = self._job.output.columns

@@ -50,7 +50,7 @@ class CsvReader:
             if table is not None:
                 yield from self._grouped(table)
                 self.sha256 = "" if table.head.cut else table.hashing.hexdigest()
-        self._file.check_unchanged()
+        self._file.check_unchanged(self.sha256 or None)
 
     @contextmanager
     def _opened(self) -> Iterator[_OpenTable | None]:

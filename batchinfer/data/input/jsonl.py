@@ -44,7 +44,7 @@ class JsonlReader:
                 self.sha256 = "" if head.cut else hashing.hexdigest()
         except OSError as error:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
-        self._file.check_unchanged()
+        self._file.check_unchanged(self.sha256 or None)
 
     def _grouped(self, lines: Iterator[tuple[int, bytes | int]], hashing: HashingFile) -> Iterator[RowBatch]:
         rows: list[Values | RowError] = []
