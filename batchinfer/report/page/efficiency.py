@@ -74,7 +74,7 @@ def _buckets(run: ReportedRun) -> PageSection:
     options = {"category": "bucket", "bars": ["engine_s"], "unit": "s"}
     chart = Chart("bars", "Bars of the time that requests took, by length of prompt", options)
     text = (
-        "The engine's time by the length of the requests' prompts. In the device's time, a shared prefix is split among "
-        "all requests that share it."
+        "The engine's time by the length of the requests' prompts. In the device's time, a shared prefix is split "
+        "among all requests that share it."
     )
     return PageSection("buckets", title, text, chart, Figures(_BUCKETS, rows))

@@ -47,7 +47,8 @@ def expensive(run: ReportedRun) -> PageSection:
     chart = Chart("bars", "Bars of the requests that took the device longest", options)
     text = (
         "The requests that took the device longest, with the first row that each answers. The time of a shared prefix "
-        f"is split among all who share it. The most expensive hundredth of all requests took {percent(share)} of the time."
+        f"is split among all who share it. The most expensive hundredth of all requests took {percent(share)} of the "
+        "time."
     )
     return PageSection("expensive", title, text, chart, Figures(_COLUMNS, rows))
 

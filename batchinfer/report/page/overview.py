@@ -15,7 +15,6 @@ from batchinfer.report.tables import RunRow
 from batchinfer.report.units import count, percent, seconds, short
 from batchinfer.sizes import size
 
-
 _SHORT_FACT = 40  # characters that fit a line of a phone
 
 
