@@ -24,6 +24,7 @@ BATCH_ROWS = 1000  # held at a time; a table is laid out by its first so many ro
 _GAP = "  "
 _ROW = "batchinfer_answer_row"
 _NUMBERS = ("INT", "DECIMAL", "DOUBLE", "FLOAT", "HUGEINT", "BIGINT")
+_NESTED = ("STRUCT", "MAP", "UNION")  # and what ends in brackets: lists and arrays
 _LEAST_WIDTH = 20  # of a block's values, however narrow the terminal
 Cells = Sequence[str | None]
 
@@ -53,10 +54,10 @@ def shown(answer: duckdb.DuckDBPyRelation, form: str, width: int | None) -> Iter
     if form in JSON_FORMATS:
         yield from _json_lines(answer)
         return
-    texts = _Texts.of(answer)
     if form == "csv":
-        yield from _csv_lines(texts)
+        yield from _csv_lines(_Texts.of(answer, nested="json"))
         return
+    texts = _Texts.of(answer)
     first = next(texts.batches, [])
     rows = chain(first, chain.from_iterable(texts.batches))
     layout = _Table.of(texts, first)
@@ -75,15 +76,27 @@ class _Texts:
     batches: Iterator[list[Cells]]
 
     @classmethod
-    def of(cls, answer: duckdb.DuckDBPyRelation) -> _Texts:
-        numeric = [str(kind).startswith(_NUMBERS) or str(kind).endswith("INT") for kind in answer.types]
-        texts = answer.project("CAST(COLUMNS(*) AS VARCHAR)")
-        return cls(list(answer.columns), numeric, _batches(texts))
+    def of(cls, answer: duckdb.DuckDBPyRelation, nested: Literal["duckdb", "json"] = "duckdb") -> _Texts:
+        """`nested`: how structs, lists and maps are written."""
+        kinds = [str(kind) for kind in answer.types]
+        numeric = [kind.startswith(_NUMBERS) or kind.endswith("INT") for kind in kinds]
+        as_json = [kind.startswith(_NESTED) or kind.endswith("]") for kind in kinds]
+        if nested == "duckdb" or not any(as_json):
+            texts = answer.project("CAST(COLUMNS(*) AS VARCHAR)")
+            return cls(list(answer.columns), numeric, _batches(texts, ()))
+        columns = [f"to_json(#{at})" if json else f"#{at}" for at, json in enumerate(as_json, 1)]
+        texts = answer.project(", ".join(f"CAST({column} AS VARCHAR)" for column in columns))
+        return cls(
+            list(answer.columns), numeric, _batches(texts, [at for at, json in enumerate(as_json) if json])
+        )
 
 
-def _batches(texts: duckdb.DuckDBPyRelation) -> Iterator[list[Cells]]:
+def _batches(texts: duckdb.DuckDBPyRelation, json_columns: Sequence[int]) -> Iterator[list[Cells]]:
     for batch in texts.to_arrow_reader(BATCH_ROWS):
-        yield list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
+        columns = [column.to_pylist() for column in batch.columns]
+        for at in json_columns:
+            columns[at] = [None if text is None else _strict(text) for text in columns[at]]
+        yield list(zip(*columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,5 +34,8 @@ def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> st
     """More rows are errors than the budget allows: how many, why, and what to do."""
     allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
     again = f"; --retry-errors runs {counts.retryable} of them again" if counts.retryable else ""
-    text = f"{counts.errors} of {counts.rows} rows are errors and {allowed}; correct them, or raise the rate{again}"
+    are = "is an error" if counts.errors == 1 else "are errors"
+    text = (
+        f"{counts.errors} of {counts.rows} rows {are} and {allowed}; correct them, or raise the rate{again}"
+    )
     return "\n".join(filter(None, [text, errors.text()]))

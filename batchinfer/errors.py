@@ -21,6 +21,7 @@ What goes wrong with a single row is no exception: it is a `RowError` (request.p
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,6 +170,8 @@ def known(error: BaseException) -> BatchInferError:
     if isinstance(error, MemoryError):
         return OutOfMemory("out of memory; lower engine.kv_memory, or run on a machine with more")
     if isinstance(error, OSError):
-        return StorageError(f"{error}; the same command continues once that is put right")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        right = "there is room on that disk" if full else "that is put right"
+        return StorageError(f"{error}; the same command continues once {right}")
     detail = "".join(traceback.format_exception(error))
     return BatchInferError(f"a bug in batchinfer {__version__}, please report it:\n{detail}")

@@ -17,6 +17,7 @@ from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import RowProblem, Values
 from batchinfer.data.results.inferred_schema import InferredSchema, NoJson
 from batchinfer.errors import InputCorrupt, UsageError
+from batchinfer.report.units import counted
 from batchinfer.request import RowError
 
 NAMED = 20  # columns that a message lists
@@ -41,7 +42,7 @@ class Inferred:
         rows = f"all {self.rows:,} rows" if self.complete else f"the first {self.rows:,} rows"
         lines = [f"looked at {rows}; {self.examples:,} of them have an example"]
         if self.bad:
-            lines.append(f"passed over {self.bad:,} rows, of which the first: {self.first_bad}")
+            lines.append(f"passed over {counted(self.bad, 'row')}, of which the first: {self.first_bad}")
         return "\n".join([*lines, *self.notes])
 
 

@@ -29,7 +29,7 @@ from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published
 from batchinfer.data.results.openai import LINE_BYTES, asked, write_openai
 from batchinfer.data.results.output_file import OutputFile
 from batchinfer.data.results.partial import PARTIAL
-from batchinfer.data.results.published import intact, published
+from batchinfer.data.results.published import intact, published, published_or_told
 from batchinfer.data.results.published_inputs import identities, published_inputs, remember_inputs
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.results.uses import User, uses_of, write_uses
@@ -41,7 +41,6 @@ from batchinfer.engine.config import NUMERICS_VERSION
 from batchinfer.engine_forecast import EngineForecast
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import (
-    DamagedResult,
     ErrorBudgetExceeded,
     InputCorrupt,
     OutputConflict,
@@ -270,11 +269,7 @@ class _Run:
     def _done(self, context: bytes) -> Manifest | None:
         """The manifest of this very result, if it is published whole and no input file has changed since. SQL always
         runs again."""
-        try:
-            found = published(self.state.results, fresh=self.options.verify)
-        except DamagedResult as error:
-            self.notice(f"{error.place}: {error.problem}; the result is published again")
-            return None
+        found = published_or_told(self.state.results, self.notice, fresh=self.options.verify)
         if found is None or self.job.input.sql or self.options.retry_errors or self._lost_answers():
             return None
         inputs = published_inputs(self.state.published, self._files())
@@ -340,6 +335,11 @@ class _Run:
         self.progress.phase("planning")
         with self.report.timed("plan_s"):
             where, again = index.folder / "plan", self.options.retry_errors
+            if (
+                again
+                and not count_errors(index.index_parts, store.parts(), self.state.staging / "count").retryable
+            ):
+                self.notice("--retry-errors: no row has an error that is marked retryable; none is run again")
             plan = plan_job(index.index_dir, index.tokens, store.parts(), where, retry_errors=again)
             seen = forecast_run(self.job, self.setup, plan, index.tokens)
         self.report.planned(plan, seen.engine)

@@ -24,6 +24,7 @@ from batchinfer.data.results.published import published
 from batchinfer.data.storage.duck import Watched, interruptible, literal, parquet
 from batchinfer.data.storage.durable import FileOps, refuse_existing, write_new
 from batchinfer.data.storage.remembered import read_strings
+from batchinfer.data.storage.state import StateFolder
 from batchinfer.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
 from batchinfer.history import add_report_view
 from batchinfer.report.columns import ROWS, RUN, SCHEMAS
@@ -34,6 +35,10 @@ RESULTS = "results"
 FIRST_ROWS = "FROM results LIMIT 20"
 RUNS = "FROM run ORDER BY run_id DESC LIMIT 20"
 _NAMED = 5  # results that a message lists
+_BEGINNING = (
+    "its run is still reading the input: --partial has rows once it computes, and `batchinfer status {folder}` says "
+    "how far it is"
+)
 _EXPLAIN = re.compile(r"\s*EXPLAIN\s+(ANALYZE\s+)?(\([^)]*\)\s*)?", re.IGNORECASE)
 _PIVOT = re.compile(r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE)  # to DuckDB, PIVOT is several statements
 
@@ -73,17 +78,24 @@ def _reported(report: Path) -> Path | None:
 
 def no_result(folder: Path) -> str:
     """Why a folder holds no result, and where one may be."""
+    state = find_state(folder)
+    if any(state.scratch.glob(f"*/{MARKER}")):
+        return f"{folder}: no published result there yet; --partial reads what its run has finished so far"
+    if _is_running(state):
+        return f"{folder}: no published result there yet; {_BEGINNING.format(folder=folder)}"
     if not folder.exists():
         return f"{folder}: there is no such folder; a result lies where `output.path` of its job file says"
     if not folder.is_dir():
         return f"{folder}: is a file; name the result folder, which is `output.path` of the job file"
-    if any(find_state(folder).scratch.glob(f"*/{MARKER}")):
-        return f"{folder}: no published result there yet; --partial reads what its run has finished so far"
     found = [path.parent for path in sorted(folder.glob("*/_manifest.json"))]
     if found:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         return f"{folder}: no result there, but below it: {', '.join(map(str, found[:_NAMED]))}{more}"
     return f"{folder}: no published result there; `batchinfer run` publishes it, --partial reads an unfinished run"
+
+
+def _is_running(state: StateFolder) -> bool:
+    return state.path.is_dir() and state.is_running(state.path)
 
 
 class OpenResult:
@@ -216,6 +228,8 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
     """
     state = find_state(results)
     indexes = sorted(state.scratch.glob(f"*/{MARKER}"), key=lambda p: p.stat().st_mtime)
+    if not indexes and _is_running(state):
+        raise InputMissing(f"{results}: nothing is finished yet; {_BEGINNING.format(folder=results)}")
     if not indexes:
         raise InputMissing(
             f"{results}: no unfinished run there; without --partial the published result is read"

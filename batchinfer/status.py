@@ -71,8 +71,9 @@ class RunStatus:
             return f"{head}; the same command continues where it stopped"
         if self.exit_status is None or self.running:
             return head
-        code = f", exit code {self.exit_code}" if self.exit_code else ""
-        return f"{head} ({self.exit_status}{code})"
+        told = [] if self.exit_status == self.state else [self.exit_status]
+        told += [f"exit code {self.exit_code}"] if self.exit_code else []
+        return f"{head} ({', '.join(told)})" if told else head
 
     def _phase(self) -> str:
         share = "" if self.share is None else f", {percent(self.share)} of it done"

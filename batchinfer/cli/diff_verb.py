@@ -11,7 +11,7 @@ import typer
 
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import painted, say_json, say_verbatim
-from batchinfer.report.units import count
+from batchinfer.report.units import count, counted
 
 if TYPE_CHECKING:
     from batchinfer.data.results.diff import Difference, DifferingRows, ResultDiff
@@ -56,7 +56,7 @@ def diff(
 
 def _lines(found: ResultDiff) -> Iterator[str]:
     yield (
-        f"A has {count(found.rows_a)} rows, B {count(found.rows_b)}; {count(found.matched)} matched by "
+        f"A has {counted(found.rows_a, 'row')}, B {count(found.rows_b)}; {count(found.matched)} matched by "
         f"{found.matched_by}"
     )
     if found.note is not None:
@@ -90,7 +90,7 @@ def _group_lines(group: DifferingRows, matched_by: str) -> Iterator[str]:
         if shown or not group.examples
         else f"  ({matched_by} {', '.join(e.id for e in group.examples)}{more})"
     )
-    yield f"  {what}: {count(group.rows)} rows{ids}"
+    yield f"  {what}: {counted(group.rows, 'row')}{ids}"
     for example in shown:
         yield from _sides(example, matched_by)
 

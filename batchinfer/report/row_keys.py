@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.report.columns import ROW_SCHEMA, ROWS
 from batchinfer.report.folder import table_path
-from batchinfer.report.spool import TEMPORARY, sync_and_rename
+from batchinfer.report.spool import TEMPORARY, naming, sync_and_rename
 
 BATCH_ROWS = 65_536  # 4 MiB of keys as text
 KEY_BYTES = 32
@@ -26,11 +26,14 @@ def write_rows(folder: Path, run_id: str, parts: Sequence[Path]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = table_path(folder, ROWS, run_id)
     temporary = path.with_name(path.name + TEMPORARY)
-    writer = pq.ParquetWriter(temporary, ROW_SCHEMA, compression="zstd", use_dictionary=["run_id"])
     try:
+        with naming(path):
+            writer = pq.ParquetWriter(temporary, ROW_SCHEMA, compression="zstd", use_dictionary=["run_id"])
         for batch in _batches(parts):
-            writer.write_batch(_row_batch(run_id, batch))
-        writer.close()
+            with naming(path):
+                writer.write_batch(_row_batch(run_id, batch))
+        with naming(path):
+            writer.close()
         sync_and_rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +32,10 @@ class Spool:
         self._schema = schema
         self._limit = buffer_rows
         self._buffer: list[tuple[Any, ...]] = []
-        self._writer: pq.ParquetWriter | None = pq.ParquetWriter(self._temporary, schema, compression="zstd")
+        with naming(path):
+            self._writer: pq.ParquetWriter | None = pq.ParquetWriter(
+                self._temporary, schema, compression="zstd"
+            )
 
     def __enter__(self) -> Spool:
         return self
@@ -51,7 +55,8 @@ class Spool:
     def write(self, table: pa.Table) -> None:
         """Take many rows at once, whose columns are the schema's."""
         self._flush()
-        self._open_writer().write_table(table)
+        with naming(self.path):
+            self._open_writer().write_table(table)
         self.rows += table.num_rows
 
     def finish(self) -> Path:
@@ -62,7 +67,8 @@ class Spool:
     def close(self) -> Path:
         """Write what is left; returns the file's temporary name, which stays. Raises OSError when the disk fails."""
         self._flush()
-        self._open_writer().close()
+        with naming(self.path):
+            self._open_writer().close()
         self._writer = None
         return self._temporary
 
@@ -89,7 +95,8 @@ class Spool:
             for values, kind in zip(zip(*self._buffer, strict=True), self._schema.types, strict=True)
         ]
         self._buffer = []
-        self._writer.write_table(pa.Table.from_arrays(columns, schema=self._schema))
+        with naming(self.path):
+            self._writer.write_table(pa.Table.from_arrays(columns, schema=self._schema))
 
 
 def write_row(path: Path, schema: pa.Schema, row: Mapping[str, Any]) -> Path:
@@ -108,9 +115,22 @@ def _cell(value: Any) -> Any:
 
 def sync_and_rename(temporary: Path, final: Path) -> None:
     """Make a written file durable under its final name: fsync, rename, fsync of the folder."""
-    _sync(temporary, os.O_RDWR)
-    os.replace(temporary, final)
-    _sync(final.parent, os.O_RDONLY)
+    with naming(final):
+        _sync(temporary, os.O_RDWR)
+        os.replace(temporary, final)
+        _sync(final.parent, os.O_RDONLY)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError name the file that was to be written: those of pyarrow and of an fsync name none."""
+    try:
+        yield
+    except OSError as error:
+        if str(path) in str(error):
+            raise
+        told = " ".join(str(error).split()) if error.errno is None else os.strerror(error.errno)
+        raise OSError(error.errno or 0, f"cannot be written: {told}", str(path)) from error
 
 
 def _sync(path: Path, flags: int) -> None:

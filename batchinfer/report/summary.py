@@ -10,7 +10,7 @@ from typing import Any
 from batchinfer.report.exit_status import is_published
 from batchinfer.report.hardware import arithmetic_text
 from batchinfer.report.launches import launch_text
-from batchinfer.report.units import UNKNOWN, about, count, percent, seconds, short
+from batchinfer.report.units import UNKNOWN, about, count, counted, percent, seconds, short
 from batchinfer.sizes import size
 
 _TOP_CODES = 3  # error codes named in the summary; the table has them all
@@ -65,7 +65,7 @@ def _rows(row: Row) -> str:
     if row["rows"] is None:
         return ""
     errors = row["rows_error"]
-    text = f"{count(row['rows_ok'])} ok, {count(errors)} error rows"
+    text = f"{count(row['rows_ok'])} ok, {counted(errors, 'error row')}"
     if errors:
         text += f" ({percent(errors / row['rows'])})  {_codes(row['error_codes'] or {})}"
     missing = row["rows"] - (row["rows_ok"] or 0) - (errors or 0)
@@ -198,7 +198,7 @@ def _deadline(row: Row) -> str:
     if row["deadline_rows"] is None:
         return f"{when}, {missed}"
     speed = "" if row["goodput_tokens_per_s"] is None else f", {short(row['goodput_tokens_per_s'])} tok/s"
-    return f"{when}, {missed}; by then {count(row['deadline_rows'])} rows were answered{speed}"
+    return f"{when}, {missed}; by then {counted(row['deadline_rows'], 'row')} answered{speed}"
 
 
 def _memory(row: Row) -> str:

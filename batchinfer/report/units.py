@@ -13,6 +13,11 @@ def count(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:,.0f}"
 
 
+def counted(number: float | None, noun: str) -> str:
+    """A count with what is counted, whose plural ends in s: 1 error row, 2,388 error rows."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def short(value: float | None) -> str:
     """Three digits and a suffix: 950, 12.3k, 1.20M."""
     if value is None:

@@ -182,9 +182,9 @@ def test_the_verb(two: tuple[Path, Path, Command]) -> None:
     ended = run("diff", a, b)
     assert ended.code == 0
     assert "A has 20 rows, B 20; 19 matched by custom_id" in ended.out
-    assert "only in A: 1 rows  (custom_id r1)" in ended.out
-    assert "only in B: 1 rows  (custom_id r77)" in ended.out
-    assert "column differs: text: 1 rows  (custom_id r0)" in ended.out
+    assert "only in A: 1 row  (custom_id r1)" in ended.out
+    assert "only in B: 1 row  (custom_id r77)" in ended.out
+    assert "column differs: text: 1 row  (custom_id r0)" in ended.out
     assert SECRET not in ended.out
     assert f"B: {SECRET}" in run("diff", a, b, "--show").out
     told = json.loads(run("diff", a, b, "--json").out)

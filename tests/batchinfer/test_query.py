@@ -98,7 +98,7 @@ def test_wide_characters_take_two_columns() -> None:
 
 def test_values_that_python_does_not_have() -> None:
     sql = "select date '290000-01-01' as d, 1 as a, 2 as a, '\\xff'::blob as b, 'nan'::double as x, [1, null] as l"
-    assert list(shown(answer(sql), "csv", None))[1] == '290000-01-01,1,2,\\xFF,nan,"[1, NULL]"'
+    assert list(shown(answer(sql), "csv", None))[1] == '290000-01-01,1,2,\\xFF,nan,"[1,null]"'
     (line,) = shown(answer(sql), "jsonl", None)
     assert json.loads(line, parse_constant=pytest.fail) == {
         "d": "290000-01-01", "a": 1, "a_1": 2, "b": "\\xFF", "x": None, "l": [1, None],
@@ -111,6 +111,20 @@ def test_csv_can_be_read_again() -> None:
     )
     rows = list(csv.reader(io.StringIO("\n".join(lines))))
     assert rows == [["x,y", "e", "n", "t"], ['a,"b"', "", "", "one\ntwo"]]
+
+
+def test_csv_has_structs_and_lists_as_json() -> None:
+    sql = """select {'a': 'x,"y"', 'b': [1, null]} as s, [{'c': date '2024-01-02'}] as l, map {'k': 'nan'::double} as m,
+        [1, 2]::int[2] as f, null::int[] as n, 7 as s"""
+    (row,) = csv.reader(io.StringIO(list(shown(answer(sql), "csv", None))[1]))
+    assert [json.loads(cell) if cell else None for cell in row] == [
+        {"a": 'x,"y"', "b": [1, None]},
+        [{"c": "2024-01-02"}],
+        {"k": None},
+        [1, 2],
+        None,
+        7,
+    ]
 
 
 def test_an_answer_without_rows_has_its_columns() -> None:

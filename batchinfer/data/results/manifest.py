@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -156,7 +157,8 @@ class Older:
 
 
 def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bool = False) -> Older | None:
-    """Whether a job may publish into `folder`; the older result there, if any.
+    """Whether a job may publish into `folder`; the older result there, if any. What would fail only after all is
+    computed is refused here.
 
     `ours`: this job has published there, so that files of a result without a manifest that says whose they are may be
     replaced. Raises OutputConflict for a file, a folder with anything in it that we did not write (`replace` or not),
@@ -165,6 +167,16 @@ def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bo
     for parent in folder.parents:
         if parent.exists() and not parent.is_dir():
             raise OutputConflict(f"{parent}: is a file; output.path ({folder}) needs a folder there")
+    if folder.is_symlink():
+        raise OutputConflict(
+            f"{folder}: is a symbolic link, and a result is put in its place by renaming folders; name the folder "
+            f"itself: output.path: {os.path.realpath(folder)}"
+        )
+    if os.path.ismount(folder):
+        raise OutputConflict(
+            f"{folder}: is where a disk is mounted, and a result is put in its place by renaming folders; name a "
+            f"folder on that disk: output.path: {folder / 'results'}"
+        )
     if not folder.exists():
         return None
     if not folder.is_dir():

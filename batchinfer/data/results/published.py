@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,17 @@ def published(folder: Path, *, fresh: bool = False) -> Published | None:
     for problem in file_problems(folder, manifest, fresh=fresh):
         raise damaged(problem.path, problem.message)
     return Published(manifest, tuple(folder / file.name for file in manifest.files))
+
+
+def published_or_told(
+    folder: Path, notice: Callable[[str], None], *, fresh: bool = False
+) -> Published | None:
+    """The result in a folder; of a damaged one, which its job publishes again, `notice` hears."""
+    try:
+        return published(folder, fresh=fresh)
+    except DamagedResult as error:
+        notice(f"{error.place}: {error.problem}; the result is published again")
+        return None
 
 
 def intact(folder: Path) -> Published | None:

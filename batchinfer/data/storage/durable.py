@@ -106,7 +106,7 @@ def storage(path: Path, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot {doing}: {describe(error)}") from error
+        raise StorageError(f"{path}: cannot {doing}: {describe(error)}{way_out(error)}") from error
 
 
 def describe(error: OSError) -> str:
@@ -114,6 +114,15 @@ def describe(error: OSError) -> str:
     if error.errno is None:
         return str(error)
     return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
+
+
+def way_out(error: OSError) -> str:
+    """The next step for an error that has one, as the end of a sentence."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            "; make room on that disk, then run the same command again: it continues where this one stopped"
+        )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ class StateFolder:
 
     def check_writable(self) -> None:
         """Raises StorageError when the state or the store cannot be written where they are to be."""
-        for folder in (self.path, self.completions):
+        for folder in (self.path, self.completions, self.results):
             place = next(one for one in (folder, *folder.parents) if one.exists())
             if not place.is_dir():
                 raise StorageError(f"{place}: is a file; {folder} is to be a folder there")

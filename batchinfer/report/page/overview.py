@@ -12,7 +12,7 @@ from batchinfer.report.page.figures import Amount, Figure, Figures, html_text, s
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables import RunRow
-from batchinfer.report.units import count, percent, seconds, short
+from batchinfer.report.units import count, counted, percent, seconds, short
 from batchinfer.sizes import size
 
 _SHORT_FACT = 40  # characters that fit a line of a phone
@@ -93,7 +93,7 @@ def _tiles(row: RunRow) -> Iterator[Tile]:
 
 def _row_tile(row: RunRow) -> Tile:
     rows, errors = row["rows"], row["rows_error"]
-    bad = "" if not errors else f"{count(errors)} error rows ({percent(_share(errors, rows))})"
+    bad = "" if not errors else f"{counted(errors, 'error row')} ({percent(_share(errors, rows))})"
     if row["rows_ok"] is None:
         return Tile("rows of the input", count(rows), bad)
     return Tile("rows answered", count(row["rows_ok"]), ", ".join(filter(None, [f"of {count(rows)}", bad])))
@@ -203,6 +203,6 @@ def work(run: ReportedRun) -> PageSection:
     chart = Chart("bars", "Stacked bars of tokens that were run and saved", options)
     text = (
         f"{count(row['computed_requests'])} requests were computed, {count(row['reused_requests'])} were stored "
-        f"already, and {count(row['duplicate_rows'])} rows shared another row's answer."
+        f"already, and {counted(row['duplicate_rows'], 'row')} shared another row's answer."
     )
     return PageSection("work", title, text, chart, Figures(_WORK, rows))

@@ -1,0 +1,122 @@
+"""What commands say where there is little to say, and what they refuse before anything is computed."""
+
+from __future__ import annotations
+
+import errno
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.data.storage.durable import FileOps, write_bytes
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.errors import StorageError, known
+from batchinfer.report.row_keys import write_rows
+from batchinfer.report.spool import TEMPORARY, write_row
+from batchinfer.report.units import counted
+from batchinfer.status import RunStatus, Standing
+from tests.batchinfer.wrong_jobs import NO_ENGINE, Command, Place, command, run_once
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    return command(capsys, monkeypatch, NO_ENGINE)
+
+
+# --- output.path at which no rename can put a folder
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_as_output_path_is_refused_before_anything_runs(
+    place: Place, run: Command, there: bool
+) -> None:
+    """Also one that leads nowhere yet."""
+    real = place.folder / "elsewhere"
+    if there:
+        real.mkdir()
+    place.results.parent.mkdir()
+    place.results.symlink_to(real)
+    for verb in ("validate", "run"):
+        ended = run(verb, place.folder / "job.yaml")
+        assert (ended.code, f"output.path: {real}" in ended.err) == (73, True), ended.err
+
+
+def test_a_mounted_disk_as_output_path_is_refused_before_anything_runs(
+    place: Place, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.results.mkdir(parents=True)
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == place.results)
+    ended = run("run", place.folder / "job.yaml")
+    assert (ended.code, f"output.path: {place.results}/results" in ended.err) == (73, True), ended.err
+
+
+# --- a full disk
+
+
+def full(folder: Path, name: str) -> None:
+    """Whatever writes this file of a report finds no room."""
+    (folder / f"{name}{TEMPORARY}").symlink_to("/dev/full")
+
+
+def test_a_full_disk_names_the_file_of_the_report(tmp_path: Path) -> None:
+    full(tmp_path, "run-x.parquet")
+    with pytest.raises(OSError, match=r"run-x\.parquet") as caught:
+        write_row(tmp_path / "run-x.parquet", pa.schema([("n", pa.int64())]), {"n": 1})
+    told = str(known(caught.value))
+    assert "No space left on device" in told
+    assert "continues once there is room on that disk" in told
+
+
+def test_a_full_disk_names_the_table_of_rows(tmp_path: Path) -> None:
+    full(tmp_path, "rows-x.parquet")
+    with pytest.raises(OSError, match=r"rows-x\.parquet"):
+        write_rows(tmp_path, "x", [])
+
+
+def test_a_full_disk_has_a_next_step(tmp_path: Path) -> None:
+    class Full(FileOps):
+        def write(self, fd: int, data: memoryview) -> int:
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(
+        StorageError, match=r"ENOSPC.*make room on that disk, then run the same command again"
+    ):
+        write_bytes(tmp_path / "x", b"x", Full())
+
+
+# --- what is so
+
+
+def test_a_run_that_still_reads_has_nothing_to_query_yet(place: Place, run: Command) -> None:
+    with StateFolder(place.results).lock():
+        for more in ((), ("--partial",)):
+            ended = run("query", place.results, *more)
+            assert (ended.code, "still reading the input" in ended.err) == (66, True), ended.err
+            assert f"batchinfer status {place.results}" in ended.err
+    assert "there is no such folder" in run("query", place.results).err
+
+
+def test_retry_errors_says_where_there_is_nothing_to_retry(place: Place, run: Command) -> None:
+    run_once(place)
+    ended = run("run", place.folder / "job.yaml", "--retry-errors")
+    assert (ended.code, "no row has an error that is marked retryable" in ended.err) == (0, True), ended.err
+
+
+def test_one_thing_is_no_plural() -> None:
+    assert [counted(number, "error row") for number in (0, 1, 1200)] == [
+        "0 error rows",
+        "1 error row",
+        "1,200 error rows",
+    ]
+
+
+def test_how_a_run_ended_is_said_once() -> None:
+    def head(exit_status: str, exit_code: int, state: Standing) -> str:
+        return RunStatus(state, "out", "job", exit_code=exit_code, exit_status=exit_status).lines(
+            datetime.now(UTC)
+        )[0]
+
+    assert head("interrupted", 130, "interrupted") == "job: interrupted (exit code 130)"
+    assert head("published", 0, "finished") == "job: finished (published)"
+    assert head("storage error", 74, "failed") == "job: failed (storage error, exit code 74)"
