@@ -20,11 +20,7 @@ UNKNOWN: Spread = (None, None, None)
 def opened() -> Iterator[Any]:
     """The database that finds percentiles: one for all columns, because opening one takes longer than a short run's
     percentiles."""
-    config: dict[str, str | bool | int | float | list[str]] = {
-        "threads": 2,
-        "temp_directory": "",
-        "python_enable_replacements": False,
-    }
+    config: dict[str, str | bool | int | float | list[str]] = {"threads": 2, "temp_directory": ""}
     with duckdb.connect(":memory:", config=config) as database:
         yield database
 

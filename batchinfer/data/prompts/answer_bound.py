@@ -14,7 +14,7 @@ from typing import Any
 
 from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema
 from batchinfer.data.prompts.narrow_values import BadSchema
-from batchinfer.data.prompts.pattern_width import IN_JSON, PLAIN, NoWidth, pattern_width
+from batchinfer.data.prompts.patterns.width import NoWidth, in_json, pattern_width, plain
 from batchinfer.data.prompts.schema_references import References, UnknownReference
 from batchinfer.request import INT32_MAX, SamplingParams
 
@@ -48,7 +48,7 @@ def _of_choice(texts: Sequence[str]) -> int:
 
 def _of_regex(pattern: str) -> int:
     try:
-        return pattern_width(pattern, PLAIN, searched=False)
+        return pattern_width(pattern, plain, searched=False)
     except NoWidth as error:
         raise Unbounded(f"the regex has no bound: {error}") from None
 
@@ -217,7 +217,7 @@ def _of_string(schema: dict[str, Any], place: str) -> int:
         widths.append(most * (1 if isinstance(form, str) and form in _UNESCAPED else _ESCAPED))
     if isinstance(pattern, str):
         try:
-            widths.append(pattern_width(pattern, IN_JSON, searched=True))
+            widths.append(pattern_width(pattern, in_json, searched=True))
         except NoWidth as error:
             why = f"give maxLength, or bound its pattern: {error}"
     if not widths:

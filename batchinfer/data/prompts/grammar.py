@@ -16,8 +16,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from batchinfer.data.prompts.constraint_wording import faulty_place, shown
-from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema
+from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema, subschemas
 from batchinfer.data.prompts.narrow_values import BadSchema
+from batchinfer.data.prompts.patterns.engine_syntax import engine_pattern
+from batchinfer.data.prompts.patterns.schemas import translate_patterns
 from batchinfer.request import SamplingParams
 
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -143,6 +145,7 @@ def _of_schema(text: str) -> str:
     if schema is False:
         raise BadSchema("the schema is false, which no answer can follow; write what answers look like")
     schema = {} if schema is True else generated_schema(schema)
+    translate_patterns(subschemas(schema))
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WRITTEN)
 
 
@@ -152,7 +155,7 @@ def _of_object(_: bool) -> str:
 
 def _of_regex(pattern: str) -> str:
     _check_size(pattern)
-    return LLMatcher.grammar_from_regex(pattern)
+    return LLMatcher.grammar_from_regex(engine_pattern(pattern))
 
 
 def _of_choice(texts: tuple[str, ...]) -> str:

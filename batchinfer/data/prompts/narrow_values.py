@@ -1,14 +1,12 @@
-"""Numbers and texts of a JSON Schema, held to what llguidance 1.9 follows exactly.
+"""Numbers and times of a JSON Schema, held to what llguidance 1.9 follows exactly.
 
-It reads numbers as 64-bit floats, lets an exclusive bound itself through where both bounds share their whole part,
-lets quotes and backslashes through where a class of characters leaves them out and holds control characters, and may
-name an unnamed property twice. tests/batchinfer/test_schema_shapes.py has the cases.
+It reads numbers as 64-bit floats, lets an exclusive bound itself through where both bounds share their whole part, and
+may name an unnamed property twice. tests/batchinfer/test_schema_shapes.py has the cases.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -20,8 +18,6 @@ _LOWS, _HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _SECONDS = r"[0-5][0-9](\.[0-9]{1,6})?([Zz]|[+-].*)$"
 _PATTERNS: Mapping[str, str] = {"time": f"^.{{6}}{_SECONDS}", "date-time": f"^.{{17}}{_SECONDS}"}
 _LONGEST = {"date-time": 32, "time": 21}  # 2026-11-22T14:31:03.123456+00:00
-_CONTROLS = "".join(map(chr, [*range(8), 11, *range(14, 32)]))  # those that JSON has no short escape for
-_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
 
 
 class BadSchema(ValueError):
@@ -34,13 +30,9 @@ def narrow_value(schema: dict[str, Any]) -> None:
     _check_least(schema)
     _bound(schema)
     _include_bounds(schema)
-    if isinstance(schema.get("pattern"), str):
-        schema["pattern"] = _safe(schema["pattern"])
     if isinstance(form := schema.get("format"), str) and form in _PATTERNS:
         schema.setdefault("pattern", _PATTERNS[form])
         _shorten(schema, _LONGEST[form])
-    if isinstance(named := schema.get("patternProperties"), dict):
-        schema["patternProperties"] = {_safe(name): one for name, one in named.items()}
 
 
 def _shorten(schema: dict[str, Any], most: int) -> None:
@@ -130,26 +122,6 @@ def _bounds(schema: dict[str, Any]) -> tuple[float, float]:
     lows = [schema[name] for name in _LOWS if _is_number(schema.get(name))]
     highs = [schema[name] for name in _HIGHS if _is_number(schema.get(name))]
     return max(lows, default=-math.inf), min(highs, default=math.inf)
-
-
-def _safe(pattern: str) -> str:
-    return _CLASS.sub(lambda found: _safe_class(found[0]), pattern)
-
-
-def _safe_class(found: str) -> str:
-    """A class of characters; one that leaves out quotes or backslashes loses its control characters."""
-    if not (found.startswith("[") and found.endswith("]")):
-        return found  # an escape, or a class without an end: llguidance says so
-    try:
-        holds = re.compile(found).fullmatch
-    except re.error:  # Python does not know each of its parts, such as \p{L}
-        return _without_controls(found)
-    loses = not (holds('"') and holds("\\")) and any(map(holds, _CONTROLS))
-    return _without_controls(found) if loses else found
-
-
-def _without_controls(found: str) -> str:
-    return rf"[^\x00-\x1f{found[2:]}" if found.startswith("[^") else rf"[{found}&&[^\x00-\x1f]]"
 
 
 def _is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from batchinfer.data.prompts.answer_bound import Unbounded, most_tokens
 from batchinfer.data.prompts.grammar import grammar_of
-from batchinfer.data.prompts.pattern_width import IN_JSON, PLAIN, NoWidth, pattern_width
+from batchinfer.data.prompts.patterns.width import NoWidth, in_json, pattern_width, plain
 from batchinfer.request import INT32_MAX, SamplingParams
 
 Case = tuple[dict[str, Any], st.SearchStrategy[Any]]  # a bounded schema, and values that are valid under it
@@ -165,7 +165,10 @@ def test_the_bound_is_reached(schema: Any, longest: str) -> None:
         ({}, "the answer: give its type"),
         ({"type": "array", "items": {"type": "null"}}, "the answer: give maxItems"),
         ({"type": "object"}, "the answer: name its properties"),
-        ({"type": "string", "pattern": "^a+$"}, "the answer: give maxLength, or bound its pattern: '\\+'"),
+        (
+            {"type": "string", "pattern": "^a+$"},
+            "the answer: give maxLength, or bound its pattern: a repetition has no end",
+        ),
         (
             {
                 "type": "object",
@@ -208,7 +211,7 @@ def test_shared_parts_are_bounded_once() -> None:
 
 def test_the_other_constraints() -> None:
     assert most_tokens(SamplingParams(choice=("a", "zwölf", "no"))) == 7
-    assert most_tokens(SamplingParams(regex="(yes|no), \\d{2}")) == 3 + 2 + 2 * 4 + 1
+    assert most_tokens(SamplingParams(regex="(yes|no), \\d{2}")) == 3 + 2 + 2 + 1
     for params in (
         SamplingParams(),
         SamplingParams(json_object=True),
@@ -239,12 +242,11 @@ PATTERNS = st.recursive(
 @given(st.data())
 def test_no_text_that_a_pattern_matches_is_wider(data: st.DataObject) -> None:
     pattern = data.draw(PATTERNS)
-    text = data.draw(st.from_regex(re.compile(pattern), fullmatch=True))
-    assert len(text.encode("utf-8", "replace")) <= pattern_width(pattern, PLAIN, searched=False)
-    # in a schema \d and \w are of ASCII
-    text = data.draw(st.from_regex(re.compile(pattern.replace("ä", "a"), re.ASCII), fullmatch=True))
+    # \d and \w are of ASCII
+    text = data.draw(st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True))
+    assert len(text.encode("utf-8", "replace")) <= pattern_width(pattern, plain, searched=False)
     inside = json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")
-    assert len(inside) - 2 <= pattern_width(f"^{pattern}$", IN_JSON, searched=True)
+    assert len(inside) - 2 <= pattern_width(f"^{pattern}$", in_json, searched=True)
 
 
 @pytest.mark.parametrize(
@@ -256,23 +258,21 @@ def test_no_text_that_a_pattern_matches_is_wider(data: st.DataObject) -> None:
         "(?i)a",
         "(?=a)",
         "a\\b",
-        "\\p{L}",
         "(a",
         "a)",
         "[a",
         "[[a]]",
         "[a&&b]",
         "a{,3}",
-        "^^a",
         "a$b",
     ],
 )
 def test_what_is_not_understood_has_no_width(pattern: str) -> None:
     with pytest.raises(NoWidth):
-        pattern_width(pattern, PLAIN, searched=False)
+        pattern_width(pattern, plain, searched=False)
 
 
 @pytest.mark.parametrize("pattern", ["a", "^a", "a$", "^a|b$", "^a$|b"])
 def test_a_pattern_that_is_searched_for_has_anchors(pattern: str) -> None:
     with pytest.raises(NoWidth, match="at its"):
-        pattern_width(pattern, IN_JSON, searched=True)
+        pattern_width(pattern, in_json, searched=True)

@@ -1,0 +1,100 @@
+"""Sets of characters, as ranges of code points and as properties of Unicode that the engine knows the members of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Range = tuple[int, int]  # the first and the last code point, both in the set
+
+LAST = 0x10FFFF
+_SURROGATES: Range = (0xD800, 0xDFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """The characters of `ranges` (ascending, apart) and of `properties` (in the engine's syntax), or, if `negated`, all
+    others. Without properties nothing is negated. No text of ours holds surrogates, so no set does."""
+
+    ranges: tuple[Range, ...]
+    properties: tuple[str, ...] = ()
+    negated: bool = False
+
+    @classmethod
+    def of(cls, ranges: Iterable[Range], properties: Iterable[str] = (), negated: bool = False) -> Chars:
+        """Of any ranges, in any order."""
+        named = tuple(dict.fromkeys(properties))
+        inside = _joined(ranges)
+        if negated and not named:
+            return cls(_others(inside))
+        return cls(_others(_others(inside)), named, negated)
+
+    @property
+    def known(self) -> bool:
+        """Whether its ranges alone say what is in it."""
+        return not self.properties
+
+    @property
+    def empty(self) -> bool:
+        return self.known and not self.ranges
+
+    def holds(self, char: str) -> bool:
+        """Whether a character is in its ranges."""
+        return any(first <= ord(char) <= last for first, last in self.ranges)
+
+    def without(self, char: str) -> Chars:
+        """The set without one character, if its ranges alone say what is in it."""
+        code = ord(char)
+        return Chars.of([*_others(self.ranges), (code, code)], negated=True)
+
+
+def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Ranges in ascending order that neither overlap nor touch."""
+    found: list[Range] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def _others(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    """The characters that are in none of the ranges."""
+    found, begin = [], 0
+    for first, last in _joined([*ranges, _SURROGATES]):
+        if first > begin:
+            found.append((begin, first - 1))
+        begin = last + 1
+    if begin <= LAST:
+        found.append((begin, LAST))
+    return tuple(found)
+
+
+def one(code: int) -> Chars:
+    """The set of one character, which is no surrogate."""
+    return Chars(((code, code),))
+
+
+DIGITS: tuple[Range, ...] = ((0x30, 0x39),)
+WORD: tuple[Range, ...] = (*DIGITS, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+# WhiteSpace and LineTerminator of ECMA-262: U+0085 is neither, U+FEFF is
+SPACES: tuple[Range, ...] = (
+    (0x09, 0x0D),
+    (0x20, 0x20),
+    (0xA0, 0xA0),
+    (0x1680, 0x1680),
+    (0x2000, 0x200A),
+    (0x2028, 0x2029),
+    (0x202F, 0x202F),
+    (0x205F, 0x205F),
+    (0x3000, 0x3000),
+    (0xFEFF, 0xFEFF),
+)
+# What `.` matches: all but LineTerminator
+DOT = Chars.of([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)], negated=True)
+CLASSES: dict[str, Chars] = {
+    letter: Chars.of(ranges, negated=letter.isupper())
+    for small, ranges in (("d", DIGITS), ("w", WORD), ("s", SPACES))
+    for letter in (small, small.upper())
+}
