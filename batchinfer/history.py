@@ -73,7 +73,7 @@ def _report_of(folder: Path) -> Path:
 
 
 def _read(folder: Path, files: list[Path]) -> tuple[PastRun, ...]:
-    with duckdb.connect() as database:
+    with duckdb.connect(config={"python_enable_replacements": False}) as database:
         try:
             add_report_view(database, RUN, files)
             rows = database.sql(history_sql(RUN)).to_arrow_table().to_pylist()

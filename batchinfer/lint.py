@@ -13,7 +13,7 @@ from typing import Any
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestOptions, ingest, over_files
-from batchinfer.data.input.reader import Reader
+from batchinfer.data.input.job_input import open_input
 from batchinfer.data.prompts.template_parts import TemplatePart, in_order, template_parts
 from batchinfer.engine_forecast import forecast_engine
 from batchinfer.errors import OutOfMemory
@@ -110,7 +110,7 @@ class Linter:
         return [fields[number] for number in field_order(values, [size / max(1, rows) for size in lengths])]
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        reader = Reader.open(self.index.inputs, self.job.input.max_line_bytes)
+        reader = open_input(self.job, self.index.inputs)
         for batch in reader.batches(limit=self._looked_at):
             yield from (row for row in batch.rows if not isinstance(row, RowError))
 

@@ -17,8 +17,8 @@ from batchinfer.collect import Collector
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import INGEST_FORMAT, IngestOptions, IngestProgress, ingest
 from batchinfer.data.index.row_names import named_if_found
-from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.answer_check import AnswerCheck
 from batchinfer.data.results.completion_store import CompletionStore
@@ -287,7 +287,7 @@ class _Run:
         return Budget(rows, self.job.on_error.max_error_rate, self.job.on_error.publish)
 
     def _files(self) -> list[InputFile]:
-        return list_inputs(self.job.input.path or "", self.job.source.parent, self.job.input.format)
+        return input_files(self.job)
 
     def _note_command(self) -> None:
         note_made_by(self.state, MadeBy.of(self.job, self.options.limit))
@@ -452,7 +452,7 @@ class _Run:
         """The results are published by now: what fails here must not sound as if they were not."""
         if self.openai is None:
             return
-        rows = asked(files, self.job.input.max_line_bytes, self.job.input.limit)
+        rows = asked(open_input(self.job, files), self.job.input.limit)
         created = int(self.now.timestamp()) if self.options.openai_timestamps else 0
         try:
             name, tokens = short_name(self.job.model.path), self.tokenizer.single

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from batchinfer.data.index.index import MARKER, Index
 from batchinfer.data.index.ingest import IngestOptions, ingest
-from batchinfer.data.input.files import list_inputs
+from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.sql import query_columns
 from batchinfer.data.prompts.answer_bound import Unbounded, most_tokens
@@ -163,12 +163,12 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
         schema = pa.schema([(name, pa.null()) for name in names])
         mode = choose_mode(job, setup.tokenizer, lambda: "table")
         return InputFacts(0, 0, tuple(_warnings(job, choose_columns(job, mode, schema))))
-    files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
+    files = input_files(job)
     size = sum(file.size for file in files)
     indexed = any(state.scratch.glob(f"*/{MARKER}"))  # then the tokens of an unfinished run are there already
     if not indexed:
         state.check_space(SPACE_PER_INPUT_BYTE * size)
-    reader = Reader.open(files, job.input.max_line_bytes)
+    reader = open_input(job, files)
     mode = choose_mode(job, setup.tokenizer, reader.shape)
     columns = choose_columns(job, mode, reader.schema())
     _look_for(columns, reader, job.input.limit)

@@ -160,6 +160,7 @@ def _database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Path]]:
         config: dict[str, Any] = {
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
+            "python_enable_replacements": "false",  # a table's name is never a variable of this program
             "temp_directory": f"{spill}/sorting",  # and not a folder where the user stands
         }
         with duckdb.connect(config=config) as connection:

@@ -281,3 +281,4 @@ class StepSample:
     metering_s: float = 0.0  # what counting all this took the engine
     launch: LaunchMode | None = None  # None: on a CPU, for which nothing is captured
     capture_s: float | None = None  # capturing graphs for it; None: likewise
+    graph_bytes: int | None = None  # of the GPU's memory, that these graphs took; None: likewise

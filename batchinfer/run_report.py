@@ -137,8 +137,7 @@ class RunReport:
         if infos:
             linear = {"linear": infos[0].linear} if infos[0].linear else {}
             self.note(ops={"decoder": infos[0].ops} | linear, threads=sum(info.threads for info in infos))
-            captured = [info.capture_s for info in infos if info.capture_s is not None]
-            self.note(load_capture_s=max(captured, default=None))
+            self.note(**_captured(infos))
 
     def done(self, status: str, exit_code: int = 0) -> RunRow:
         """The run table's row, complete."""
@@ -222,3 +221,15 @@ def told_by(notice: Callable[[str], None]) -> Iterator[None]:
         yield
     except (OSError, BatchInferError, duckdb.Error, MemoryError, ArithmeticError, ValueError) as error:
         notice(f"the report of this run could not be written: {error}")
+
+
+def _captured(infos: Sequence[EngineInfo]) -> dict[str, float | None]:
+    """What capturing graphs took while the engines were loaded."""
+    seconds = [info.capture_s for info in infos if info.capture_s is not None]
+    taken = [info.graph_bytes for info in infos if info.graph_bytes is not None]
+    free = [info.free_bytes for info in infos if info.free_bytes is not None]
+    return {
+        "load_capture_s": max(seconds, default=None),
+        "load_graph_bytes": max(taken, default=None),
+        "load_free_bytes": min(free, default=None),
+    }

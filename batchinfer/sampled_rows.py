@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.data.input.files import list_inputs
-from batchinfer.data.input.reader import Reader, Strata
+from batchinfer.data.input.job_input import input_files, open_input
+from batchinfer.data.input.reader import Strata
 from batchinfer.job import Job
 from batchinfer.plan.plan import Plan
 from batchinfer.plan.prefixes import PlannedPrefix
@@ -52,8 +52,7 @@ class SampledRows:
 def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
     """How to draw about so many of the rows of a job's files, and how many there are; None where these are no more. The
     whole input is read for it."""
-    files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
-    found = Reader.open(files, job.input.max_line_bytes).count(job.input.limit)
+    found = open_input(job, input_files(job)).count(job.input.limit)
     if found <= rows:
         return None
     run = min(RUN_ROWS, rows)

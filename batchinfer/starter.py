@@ -12,9 +12,7 @@ from batchinfer.hub import CONFIG, ModelName, find_snapshot, missing_files
 from batchinfer.job.template import ORDERS, QUESTIONS, init_files
 from batchinfer.schema_starter import SchemaFile
 
-_PACKAGE = Path(__file__).parent
-# where the quickstart's model lies: in an installed package, and in a clone
-_SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstart" / "model")
+_SHIPPED = Path(__file__).parent / "quickstart_model"  # a copy of the quickstart's model; in a clone, a link to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def _is_cached(name: ModelName) -> bool:
 
 
 def _shipped_model() -> Path | None:
-    return next((folder for folder in _SHIPPED if (folder / CONFIG).is_file()), None)
+    return _SHIPPED if (_SHIPPED / CONFIG).is_file() else None
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> tuple[Path, ...]:

@@ -125,28 +125,37 @@ def load_model(
     runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask, device.type == "cpu"), cost, device)
     counters = model.expert_loads if source.can_be_captured else None
     fitted = _fit(runner, limits, room, counters, config, untimed)
-    limits, blocks = fitted.limits, fitted.blocks
-    whose, linear = source.computed_by(ops)
-    info = EngineInfo(
+    info = _info(config, source, fitted, (block_size, bytes_of_a_block), threads)
+    model.expert_loads.restart()  # what was measured and compiled with is nobody's work
+    engine_limits = EngineLimits(longest, eos, model.long_from)
+    return LoadedModel(fitted.runner, fitted.limits, engine_limits, info, model.expert_loads, followed)
+
+
+def _info(
+    config: EngineConfig, source: Source, fitted: Fitted, block: tuple[int, int], threads: int
+) -> EngineInfo:
+    """`block`: its tokens and its bytes."""
+    runner, limits = fitted.runner, fitted.limits
+    whose, linear = source.computed_by(runner.ops)
+    return EngineInfo(
         ops=whose,
-        device=_device_name(device),
+        device=_device_name(runner.device),
         dtype=config.dtype,
         threads=threads,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        block_size=block_size,
-        blocks=blocks,
-        kv_bytes=blocks * bytes_of_a_block,
-        weight_bytes=source.weight_bytes(cost),
+        block_size=block[0],
+        blocks=fitted.blocks,
+        kv_bytes=fitted.blocks * block[1],
+        weight_bytes=source.weight_bytes(runner.cost),
         quantization=config.quantization,
         deterministic=config.deterministic,
         linear=linear,
-        gpu=_gpu(device),
-        capture_s=fitted.runner.capture_s,
+        gpu=_gpu(runner.device),
+        capture_s=runner.capture_s,
+        graph_bytes=runner.graph_bytes,
+        free_bytes=fitted.free_bytes,
     )
-    model.expert_loads.restart()  # what was measured and compiled with is nobody's work
-    engine_limits = EngineLimits(longest, eos, model.long_from)
-    return LoadedModel(fitted.runner, limits, engine_limits, info, model.expert_loads, followed)
 
 
 def _settled(config: EngineConfig) -> tuple[torch.device, torch.dtype, int]:
@@ -187,6 +196,10 @@ class _Uncounted(GraphRecorder):
 
     def __init__(self, inner: GraphRecorder, loads: ExpertLoads, untimed: Untimed) -> None:
         self._inner, self._loads, self._untimed = inner, loads, untimed
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._inner.taken_bytes
 
     def warm_up(self, run: Callable[[], object]) -> None:
         with self._loads.paused(), self._untimed():  # kernels may be compiled

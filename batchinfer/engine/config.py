@@ -76,6 +76,10 @@ class EngineInfo:
     linear: str = ""  # how the linear layers are computed, for the report
     gpu: str = ""  # the GPU's identifier, as its driver knows it; empty without one
     capture_s: float | None = None  # capturing graphs, once the weights were loaded; None on a CPU
+    graph_bytes: int | None = None  # of the GPU's memory, that these graphs took; None on a CPU
+    free_bytes: int | None = (
+        None  # of the GPU's memory, that are left once the engine is ready; None on a CPU
+    )
 
 
 # Part of every work key. Raise it when a change of operators may change a token, so that answers stored by the old

@@ -21,6 +21,7 @@ from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.errors import OutOfMemory
 from batchinfer.models.stop import StepRoom
 from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.sizes import size
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Fitted:
     runner: ModelRunner
     limits: SchedulerConfig
     blocks: int
+    free_bytes: int | None = None  # of the device's memory, with all that was captured; None on a CPU
 
     @property
     def captures_pieces(self) -> bool:
@@ -91,14 +93,21 @@ def fit(
     needed += (1 if capture is None else 2) * runner.ops.spare_bytes(rows, room.longest, runner.device)
     tables = _graph_tables(runner, _largest(runner, limits, room)) if capture is not None else None
     blocks, caches = _cache(room, room.blocks(needed))
-    fitted = replace(_with_cache(runner, caches), pieces=pieces)
+    recorder = capture if isinstance(capture, GraphRecorder) else None
+    fitted = replace(_with_cache(runner, caches), pieces=pieces, recorder=recorder)
     if capture is not None and tables is not None:
         largest = _largest(runner, limits, room, blocks)
         fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture))
     if between is not None and isinstance(capture, GraphRecorder):
         fitted = replace(fitted, mixed=_piecewise(fitted, between, blocks, capture))
+    before = meter.free()
     Rehearsal(fitted, limits, room.longest, blocks, logprobs).warm_up()
-    return Fitted(fitted, limits, blocks)
+    free = meter.free()
+    _log.info(
+        "the warm-up took %s of the device's memory, %s of it for graphs; %s are free",
+        *map(size, (max(0, before - free), fitted.graph_bytes, free)),
+    )
+    return Fitted(fitted, limits, blocks, free)
 
 
 def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:

@@ -17,6 +17,7 @@ from batchinfer.engine.batch import HostBatch, host_batch
 from batchinfer.engine.decode_graphs import DecodeGraphs
 from batchinfer.engine.device_memory import lack_of_memory
 from batchinfer.engine.device_tables import DeviceTables
+from batchinfer.engine.graph_capture import GraphRecorder
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.pending import Pending
 from batchinfer.engine.pieces import Pieces
@@ -77,6 +78,7 @@ class DeviceRunner(ModelRunner):
 
     graphs: DecodeGraphs | None = None
     mixed: PiecewiseGraphs | None = None  # of steps that no decode graph covers
+    recorder: GraphRecorder | None = None  # has captured the graphs
     pieces: Pieces = field(default_factory=Pieces)
     pending: Pending = field(default_factory=Pending)
     tables: DeviceTables = field(default_factory=DeviceTables)
@@ -94,10 +96,14 @@ class DeviceRunner(ModelRunner):
         """Seconds that capturing graphs has taken so far."""
         return sum(graphs.capture_s for graphs in (self.graphs, self.mixed) if graphs is not None)
 
+    @property
+    def graph_bytes(self) -> int:
+        return 0 if self.recorder is None else self.recorder.taken_bytes
+
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token."""
-        captured_s = self.capture_s
+        captured_s, graph_bytes = self.capture_s, self.graph_bytes
         starts = {copy.sequence: copy.sequence.computed for copy in copies}
         sampled: list[Sampled] = []
         sampling: list[Sequence] = []
@@ -124,7 +130,8 @@ class DeviceRunner(ModelRunner):
             sampling += host.sampling
             padded += padding
             modes.append(mode)
-        launch = StepLaunch(max(modes, key=LAUNCH_MODES.index), self.capture_s - captured_s)
+        captured = (self.capture_s - captured_s, self.graph_bytes - graph_bytes)
+        launch = StepLaunch(max(modes, key=LAUNCH_MODES.index), *captured)
         return self._launched(sampling, sampled, padded, launch)
 
     def _launched(

@@ -420,6 +420,7 @@ class Engine:
             copied_tokens=shape.copied,
             launch=launch.mode if launch else None,
             capture_s=launch.capture_s if launch else None,
+            graph_bytes=launch.graph_bytes if launch else None,
             metering_s=(time.perf_counter_ns() - metering) / 1e9,
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,6 +32,11 @@ Capture = Callable[[Callable[[], Tensor]], Captured]
 
 class GraphRecorder(ABC):
     """Captures functions, whole or one after the other where a later one reads what an earlier one has made."""
+
+    @property
+    @abstractmethod
+    def taken_bytes(self) -> int:
+        """How much of the device's memory captures have taken so far: the graphs, and what their tensors lie in."""
 
     @abstractmethod
     def warm_up(self, run: Callable[[], object]) -> None:
@@ -60,12 +66,26 @@ class GpuRecorder(GraphRecorder):
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._taken = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._taken
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Counts what the device has less of afterwards. Another program on the same device may disturb that."""
+        before, _ = torch.cuda.mem_get_info()
+        try:
+            yield
+        finally:
+            self._taken += before - torch.cuda.mem_get_info()[0]
 
     def warm_up(self, run: Callable[[], object]) -> None:
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
         try:
-            with lack_of_memory(), torch.cuda.stream(self._side):
+            with self._measured(), lack_of_memory(), torch.cuda.stream(self._side):
                 run()
         finally:
             current.wait_stream(self._side)
@@ -75,7 +95,7 @@ class GpuRecorder(GraphRecorder):
         expected, and not in mid-job."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # `torch.cuda.graph` stays in its stream where the end of a capture fails
-        with lack_of_memory(), not_collecting(), torch.cuda.stream(current):
+        with self._measured(), lack_of_memory(), not_collecting(), torch.cuda.stream(current):
             with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
                 made = run()
             graph.replay()

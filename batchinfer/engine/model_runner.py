@@ -88,13 +88,18 @@ class ModelRunner:
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens that fit a step, known after one ran out of memory; None: all steps fitted so far."""
+        """See Runner."""
         return None
 
     @property
     def capture_s(self) -> float | None:
         """Seconds that capturing graphs has taken so far; None on a CPU, where nothing is captured."""
         return None if self.device.type == "cpu" else 0.0
+
+    @property
+    def graph_bytes(self) -> int | None:
+        """What captured graphs take of the device's memory; None on a CPU."""
+        return None if self.device.type == "cpu" else 0
 
     @property
     def _launch(self) -> StepLaunch | None:

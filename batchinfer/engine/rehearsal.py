@@ -33,6 +33,9 @@ class MemoryMeter(Protocol):
     def peak(self) -> int:
         """The most bytes that were in use at once since `restart`."""
 
+    def free(self) -> int:
+        """The bytes that are left."""
+
 
 class GpuMeter:
     """Reads what torch's allocator took from the GPU, which is no less than what its tensors use."""
@@ -51,6 +54,10 @@ class GpuMeter:
         """See MemoryMeter."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - self._before
+
+    def free(self) -> int:
+        """See MemoryMeter."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def sizes_between(rows: int, tokens: int) -> list[int]:

@@ -19,6 +19,7 @@ class StepLaunch(NamedTuple):
 
     mode: LaunchMode
     capture_s: float | None = None  # capturing graphs for it; None: not known
+    graph_bytes: int | None = None  # of the device's memory, that these graphs took; None: not known
 
 
 class Launched(Protocol):

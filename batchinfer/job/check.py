@@ -39,6 +39,8 @@ RESULT_COLUMNS = (
     "retryable",
 )
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
+LINE_FORMATS = ("jsonl", "openai", "csv")
+CSV_OPTIONS = ("delimiter", "quote")
 PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
 _SOURCES_TEXT = "user, messages, text and token_ids"
 _OPENAI_KEYS = {"custom_id", "method", "url", "body"}
@@ -81,6 +83,7 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
         yield Finding(
             ("input", "sql_memory"), "belongs to a query (sql); files (path) need none", "take it out"
         )
+    yield from _written(section)
     openai = section.get("format") == "openai"
     if openai and section.get("id") is not None:
         message = "is not for OpenAI batch files: their custom_id is the id"
@@ -88,6 +91,28 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
     if section.get("unique_ids") is True and not openai and section.get("id") is None:
         yield Finding(
             ("input", "unique_ids"), "is true, but no input.id says which column to look at", "give id"
+        )
+
+
+def _written(section: Mapping[str, Any]) -> Iterator[Finding]:
+    """How files of lines are written is said of files of lines."""
+    form = section.get("format", "auto")
+    for names, formats, readers in (
+        (("encoding",), LINE_FORMATS, "JSONL and CSV"),
+        (CSV_OPTIONS, ("csv",), "CSV"),
+    ):
+        for name in _given(section, *names):
+            if section.get("path") is None and section.get("sql") is not None:
+                message = (
+                    f"belongs to files of {readers} (path); in a query (sql), read_csv is told such things"
+                )
+                yield Finding(("input", name), message, "take it out")
+            elif isinstance(form, str) and form not in ("auto", *formats):
+                yield Finding(("input", name), f"belongs to {readers}; input.format is {form}", "take it out")
+    delimiter, quote = section.get("delimiter"), section.get("quote", '"')
+    if delimiter is not None and delimiter == quote:
+        yield Finding(
+            ("input", "quote"), f"is {shorten(quote)}, and so is delimiter", "give them different ones"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import re
@@ -24,6 +25,32 @@ from batchinfer.request import BOUNDS, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, Sam
 MAX_BYTES = 2**50
 MIN_SQL_BYTES = 2**26  # less lets DuckDB run no query worth the name
 MIN_KV_BYTES = 2**20  # less holds no block of any real model: a number without its unit
+
+# Those whose text Python's incremental decoders read and which people's files have, by Python's names for them
+_PAGES = (
+    "437",
+    "850",
+    "852",
+    "855",
+    "857",
+    "862",
+    "866",
+    "874",
+    "932",
+    "949",
+    "950",
+    *map(str, range(1250, 1259)),
+)
+ENCODINGS = frozenset({
+    "utf-8", "utf-16", "utf-16-le", "utf-16-be", "ascii", "big5", "gbk", "gb2312", "gb18030", "shift_jis", "euc_jp",
+    "euc_kr", "koi8-r", "koi8-u", "mac-roman", "hp-roman8", "tis-620",
+    *(f"iso8859-{part}" for part in range(1, 17) if part != 12), *(f"cp{page}" for page in _PAGES),
+})  # fmt: skip
+ENCODING_NAMES = (
+    "utf-8", "utf-16", "latin-1", "cp1252", "shift_jis", "gb18030", "euc-kr", "koi8-r", "windows-1252", "iso-8859-15",
+    "big5", "euc-jp", "mac-roman", "ascii", *(f"iso-8859-{part}" for part in range(1, 17) if part != 12),
+    *(f"cp{page}" for page in _PAGES),
+)  # fmt: skip
 
 SAMPLING_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 
@@ -137,6 +164,40 @@ def _sql_memory(value: object) -> object:
     return size if size == "auto" or number else ()
 
 
+def _encoding(value: object) -> object:
+    """Any name of an encoding → the one that Python calls it by: latin-1 → iso8859-1."""
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        name = codecs.lookup(value).name
+    except (LookupError, ValueError):
+        name = ""
+    if name not in ENCODINGS:
+        near = difflib.get_close_matches(value.lower(), ENCODING_NAMES, 1)
+        hint = (
+            f"did you mean {near[0]}?" if near else f"known are, for example, {', '.join(ENCODING_NAMES[:8])}"
+        )
+        raise ValueError(f"found {found(value)}, which is no encoding that can be read; {hint}")
+    return name
+
+
+def _delimiter(value: object) -> object:
+    return _character(
+        {"tab": "\t", "auto": "auto"}.get(value, value) if isinstance(value, str) else value, "auto"
+    )
+
+
+def _quote(value: object) -> object:
+    return _character(value, "none")
+
+
+def _character(value: object, word: str) -> object:
+    """() fits no type, so that the field's own words answer."""
+    if not isinstance(value, str) or value == word:
+        return value
+    return value if len(value) == 1 and value.isascii() and value not in "\0\r\n" else ()
+
+
 def _schema_text(value: object) -> object:
     """A mapping, or JSON text of one → compact JSON text."""
     if value is None:
@@ -240,6 +301,21 @@ Bytes = Annotated[
     Field(ge=1, le=MAX_BYTES),
     BeforeValidator(_size, json_schema_input_type=Text | Annotated[int, Field(ge=1, le=MAX_BYTES)]),
     Right("a size such as 16MiB"),
+]
+Encoding = Annotated[
+    Text,
+    BeforeValidator(_encoding),
+    Right("the name of an encoding, such as utf-8, latin-1 or cp1252"),
+]
+Delimiter = Annotated[
+    Text,
+    BeforeValidator(_delimiter),
+    Right("auto, tab, or one ASCII character that ends no line, such as ; or |"),
+]
+Quote = Annotated[
+    Text,
+    BeforeValidator(_quote),
+    Right("none, or one ASCII character that ends no line, such as \" or '"),
 ]
 _NAMES = {"enum": list(SAMPLING_PARAMETERS)}
 _Parameters = tuple[Annotated[str, Field(json_schema_extra={**_NAMES})], ...]

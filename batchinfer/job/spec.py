@@ -23,6 +23,8 @@ from batchinfer.job.field_types import (
     Bytes,
     Column,
     DeadlineText,
+    Delimiter,
+    Encoding,
     JsonSchema,
     KvMemory,
     MaxLength,
@@ -30,6 +32,7 @@ from batchinfer.job.field_types import (
     Name,
     OneOrMorePaths,
     PathField,
+    Quote,
     SqlMemory,
     Text,
     Whole,
@@ -91,6 +94,18 @@ class InputSection(Section):
     format: Literal["auto", "jsonl", "parquet", "csv", "arrow", "openai"] = Field(
         default="auto",
         description="Format of the files. auto: by their names. openai: lines of custom_id, method, url, body.",
+    )
+    encoding: Encoding = Field(
+        default="utf-8",
+        description="Encoding of files of lines (JSONL, CSV), such as latin-1, cp1252, utf-16 or shift_jis.",
+    )
+    delimiter: Delimiter = Field(
+        default="auto",
+        description="Character between the fields of CSV. auto: a comma, a semicolon or a tab, as the header has it.",
+    )
+    quote: Quote = Field(
+        default='"',
+        description="Character around fields of CSV, doubled within them. none: no character has this meaning.",
     )
     id: Column | None = Field(
         default=None,

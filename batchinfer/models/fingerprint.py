@@ -15,10 +15,10 @@ Progress = Callable[[int], None]  # gets the number of bytes done since it was l
 
 
 def file_identity(path: Path) -> str:
-    """Path, size, mtime and inode as one string: what must be unchanged for a cached hash to hold."""
+    """Path, size, mtime, ctime and inode as one string: what must be unchanged for a cached hash to hold."""
     real = path.resolve()
     status = real.stat()
-    return f"{real}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
+    return f"{real}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
 
 
 def file_sha256(path: Path, cache: MutableMapping[str, str], progress: Progress) -> str:

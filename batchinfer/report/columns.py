@@ -176,6 +176,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _count("steps", "steps", "engine steps"),
     *_launches(),
     _seconds("capture_s", "of `engine_wall_s`: capturing graphs; null on a CPU"),
+    _count("graph_bytes", "bytes", "GPU memory that graphs captured between steps took; null on a CPU"),
     _seconds(
         "startup_s",
         "starting the command: imports, job file, checkpoint and its fingerprint, the state's lock",
@@ -192,6 +193,10 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "load_capture_s",
         "of `load_s`: capturing graphs; of the `replicas` that took longest; null on a CPU",
     ),
+    _count(
+        "load_graph_bytes", "bytes", "GPU memory that these graphs took, at most in a replica; null on a CPU"
+    ),
+    _count("load_free_bytes", "bytes", "GPU memory free once loaded, at least in a replica; null on a CPU"),
     _seconds("engine_s", "computing, as the parent process saw it"),
     _seconds("publish_s", "counting errors, joining and publishing the results"),
     _seconds("close_s", "storing the last answers, ending the worker, writing these tables"),
@@ -351,6 +356,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "between them; `eager`: launched an operator at a time; null on a CPU",
     ),
     _seconds("capture_s", "capturing graphs for it; null on a CPU"),
+    _count("graph_bytes", "bytes", "GPU memory that these graphs took; null on a CPU"),
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (

@@ -38,6 +38,7 @@ class Totals:
     compile_s: float = 0.0
     launches: LaunchCounts = field(default_factory=LaunchCounts)
     capture_s: float | None = None  # None: no step says
+    graph_bytes: int | None = None  # None: no step says
     flops: int = 0
     bytes_moved: int = 0
     step_s: float = 0.0
@@ -80,6 +81,8 @@ class Totals:
         self.launches.add(sample.launch, sample.prefill_tokens + sample.decode_tokens)
         if sample.capture_s is not None:
             self.capture_s = (self.capture_s or 0.0) + sample.capture_s
+        if sample.graph_bytes is not None:
+            self.graph_bytes = (self.graph_bytes or 0) + sample.graph_bytes
         self._add_cost(sample, peaks)
         self.step_s += sample.duration_s
         self.model_s += sample.model_s
@@ -273,7 +276,7 @@ def _step_row(
     counts = (s.pairs, s.kv_tokens, s.metering_s, s.copied_tokens)
     more = (_phase(s), s.scheduled_s, s.started_s + s.duration_s, *counts)
     cost = (s.flops, s.bytes, s.roofline_s)
-    launch = (s.launch, s.capture_s)
+    launch = (s.launch, s.capture_s, s.graph_bytes)
     return (run_id, *engine, s.step, *times, *tokens, *state, *cost, *constraints, *more, *launch)
 
 

@@ -20,7 +20,11 @@ UNKNOWN: Spread = (None, None, None)
 def opened() -> Iterator[Any]:
     """The database that finds percentiles: one for all columns, because opening one takes longer than a short run's
     percentiles."""
-    config: dict[str, str | bool | int | float | list[str]] = {"threads": 2, "temp_directory": ""}
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "threads": 2,
+        "temp_directory": "",
+        "python_enable_replacements": False,
+    }
     with duckdb.connect(":memory:", config=config) as database:
         yield database
 

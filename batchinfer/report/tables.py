@@ -69,6 +69,8 @@ class RunFacts:
     operators_build_s: float | None = None
     operators_wait_s: float | None = None
     load_capture_s: float | None = None
+    load_graph_bytes: int | None = None
+    load_free_bytes: int | None = None
     engine_s: float | None = None
     publish_s: float | None = None
     close_s: float | None = None
@@ -211,6 +213,7 @@ def _token_columns(totals: Totals) -> RunRow:
         "steps": totals.steps,
         **totals.launches.columns(),
         "capture_s": totals.capture_s,
+        "graph_bytes": totals.graph_bytes,
     }
 
 

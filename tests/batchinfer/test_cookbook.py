@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchinfer import run
 from batchinfer.query import opened_result
 from tests.batchinfer.wrong_jobs import Place
 
@@ -55,3 +57,21 @@ def test_the_shared_beginning_paid_most(measured: Place) -> None:
     assert best["device_s_saved"] > 0
     (sql,) = (one for one in QUERIES if "first_row" in one)
     assert all(row["first_row"] is not None for row in answer(measured, sql))
+
+
+def test_several_answers_to_each_row(tmp_path: Path, model: Path) -> None:
+    """The job of the page: each repetition is a request of its own, sampled differently, and the prompt runs once."""
+    questions = "".join(json.dumps({"question_id": i, "question": f"Why {i}?"}) + "\n" for i in range(3))
+    (tmp_path / "questions.jsonl").write_text(questions)
+    (job_file := tmp_path / "job.yaml").write_text(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])
+    settings = {"model.path": model, "sampling.max_tokens": 12, "engine.device": "cpu"}
+    result = run(job_file, {**settings, "output.path": "out"})
+    assert (result.rows_ok, result.computed) == (12, 12)
+    assert result.row["prefix_saved_tokens"] > 0
+    (sql,) = re.findall(r"`(SELECT question_id, list[^`]+)`", " ".join(PAGE.split()))
+    with opened_result(result.results, False) as opened, opened.answer(sql) as found:
+        rows = found.to_arrow_table().to_pylist()
+    assert sorted(row["question_id"] for row in rows) == [0, 1, 2]
+    assert all(len(set(row["answers"])) == len(row["answers"]) == 4 for row in rows)
+    fewer = run(job_file, {**settings, "output.path": "out", "input.limit": 2})
+    assert fewer.to_arrow().to_pylist() == result.to_arrow().slice(0, 2).to_pylist()

@@ -100,6 +100,7 @@ def test_codes_and_deterministic_from_the_file_to_the_report(tmp_path: Path, mod
     assert dict(row["ops"]) == {"decoder": "triton", "linear": "int8"}
     assert sum(row[f"{mode}_steps"] for mode in LAUNCH_MODES) == row["steps"] > row["eager_steps"]
     assert row["load_capture_s"] > 0 <= row["capture_s"]
+    assert (row["load_graph_bytes"] > 0, row["graph_bytes"] >= 0, row["load_free_bytes"] > 0) == (True,) * 3
     assert (row["rows_ok"], row["decode_tokens_run"] > 0) == (3, True)
     assert run(slowly).exit_code == 0
     assert published(at_once) == published(slowly)

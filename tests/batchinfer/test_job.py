@@ -386,6 +386,9 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
             "unique_ids": False,
             "limit": None,
             "max_line_bytes": 2**24,
+            "encoding": "utf-8",
+            "delimiter": "auto",
+            "quote": '"',
         },
         {
             "system": None,

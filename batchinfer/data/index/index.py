@@ -114,8 +114,9 @@ class Index:
             raise StorageError(
                 f"{folder}: index format {value['format']}, this version knows up to {INDEX_FORMAT}; remove the folder"
             )
-        names = ("path", "name", "format", "size", "mtime_ns")
-        inputs = tuple(InputFile(**{n: entry[n] for n in names}) for entry in value["inputs"])
+        inputs = tuple(
+            InputFile(**{n: one for n, one in e.items() if n != "sha256"}) for e in value["inputs"]
+        )
         digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
         return cls(
@@ -174,7 +175,7 @@ class Index:
     def inputs_unchanged(self) -> None:
         """Raises InputCorrupt when an input file changed since it was read, InputMissing when it is gone."""
         for file in self.inputs:
-            file.check_unchanged()
+            file.check_unchanged(self.sha256.get(file.path))
 
 
 def _answers(value: dict[str, Any]) -> AnswerSchema | None:

@@ -23,8 +23,8 @@ from batchinfer.data.index.index import AnswerSchema, Index, Layout
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter
-from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, openai_defaults
 from batchinfer.data.input.reader import Reader, SampleSize, Strata
 from batchinfer.data.input.rows import RowBatch, Values
@@ -102,10 +102,12 @@ def job_files(job: Job, scratch: Path) -> list[InputFile]:
     A query runs anew at every start: an interrupted job must not publish yesterday's rows as today's.
     """
     if job.input.sql is None:
-        return list_inputs(job.input.path or "", job.source.parent, job.input.format)
+        return input_files(job)
     memory = None if job.input.sql_memory == "auto" else job.input.sql_memory
     queried = materialise(job.input.sql, job.source, scratch / "query" / "rows.parquet", memory)
-    return [replace(queried, mtime_ns=0)]  # when the query ran says nothing about its rows
+    return [
+        replace(queried, mtime_ns=0, ctime_ns=0, inode=0)
+    ]  # when the query ran says nothing about its rows
 
 
 def over_files(job: Job, files: Sequence[InputFile]) -> Job:
@@ -159,9 +161,7 @@ class _Ingest:
 
     def run(self, progress: Callable[[IngestProgress], None]) -> Index:
         self._start_over()
-        reader = Reader.open(
-            self._inputs(), self._job.input.max_line_bytes, self._options.sample, self._options.strata
-        )
+        reader = open_input(self._job, self._inputs(), self._options.sample, self._options.strata)
         schema = reader.schema()
         mode = choose_mode(self._job, self._tokenizer, reader.shape)
         columns = choose_columns(self._job, mode, schema)
@@ -197,7 +197,7 @@ class _Ingest:
         kept = self._layout.folder / "sql.parquet"
         with storage(kept, "keep the rows of the query"):
             self._ops.rename(Path(self._files[0].path), kept)
-        return [replace(self._files[0], path=str(kept), mtime_ns=kept.stat().st_mtime_ns)]
+        return [InputFile.of(str(kept), self._files[0].name, self._files[0].format, kept.stat())]
 
     def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
         names = self._job.output.columns

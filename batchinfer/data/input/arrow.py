@@ -45,11 +45,11 @@ class ArrowReader:
     def schema(self) -> pa.Schema:
         """Names and types, dictionaries unpacked. Raises InputCorrupt for what is not Arrow."""
         with self._opened() as (raw, _), self._stream(raw) as stream:
-            return declared_schema(stream.schema)
+            return declared_schema(self._file.path, stream.schema)
 
     def batches(self) -> Iterator[RowBatch]:
         """Rows in file order. Raises InputCorrupt when the file is damaged or changes, OutOfMemory."""
-        first = 0
+        first, before = 0, self._file.opened()
         with self._opened() as (raw, expected):
             self._check_sizes(raw)
             with self._stream(raw) as stream:
@@ -59,7 +59,7 @@ class ArrowReader:
                         yield row_batch(self._file.name, part, first, raw.tell())
                         first += part.num_rows
         self.sha256 = sha256_of(Path(self._file.path))
-        self._file.check_unchanged()
+        before.check_unchanged()
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[BinaryIO, int | None]]:

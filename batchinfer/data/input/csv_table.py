@@ -6,35 +6,27 @@ else a semicolon, else a tab, whichever it holds first in this order; names that
 
 from __future__ import annotations
 
-import csv
-import re
-import sys
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from batchinfer.data.input.csv_dialect import CsvDialect, detected_delimiter
+from batchinfer.data.input.csv_records import CsvRecords, Found
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.lines import (
-    BATCH_BYTES,
-    HashingFile,
-    WholeLines,
-    split_lines,
-    unpacked_chunks,
-    unpacked_name,
-)
+from batchinfer.data.input.line_buffer import LineBuffer
+from batchinfer.data.input.lines import BATCH_BYTES, HashingFile, WholeLines, unpacked_chunks, unpacked_name
 from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
-from batchinfer.data.input.rows import RowBatch, RowProblem, Values, row_error
+from batchinfer.data.input.rows import RowBatch, RowProblem, Values, first_repeated, row_error
+from batchinfer.data.input.text_encoding import decoded
 from batchinfer.errors import InputCorrupt, StorageError
 from batchinfer.request import RowError
 
 _TABS = (".tsv", ".tab")
-_QUOTED = re.compile(r'"(?:[^"]|"")*"')
-_OTHERWISE = "input.sql with read_csv reads files without a header and other dialects"
-
-_UNFINISHED = "unexpected end of data"  # what csv says of a quote that is open where the lines end
+_OTHERWISE = "input.sql with read_csv reads files without a header"
+MAX_COLUMNS = 100_000  # a row of so many takes 10 MB
+_SPARE = 1000  # a record with more fields than these beyond the header's is counted, and its fields not kept
 
 Fields = list[str]
 
@@ -44,7 +36,7 @@ class CsvReader:
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
-        self._options = options
+        self._options, self._text = options, options.text
         self.sha256 = ""
 
     def schema(self) -> pa.Schema | None:
@@ -58,7 +50,7 @@ class CsvReader:
             if table is not None:
                 yield from self._grouped(table)
                 self.sha256 = "" if table.head.cut else table.hashing.hexdigest()
-        self._file.check_unchanged()
+        self._file.check_unchanged(self.sha256 or None)
 
     @contextmanager
     def _opened(self) -> Iterator[_OpenTable | None]:
@@ -66,31 +58,53 @@ class CsvReader:
         try:
             with open(self._file.path, "rb") as raw:
                 hashing = HashingFile(raw)
-                head = WholeLines(unpacked_chunks(self._file.path, raw, hashing), self._options.sample_bytes)
-                cap = self._options.max_line_bytes
-                lines = _RereadLines(split_lines(head, cap), cap)
-                if lines.skip_blank():
-                    records = _Records(self._file, lines, self._delimiter(lines), head)
-                    yield _OpenTable(_names(self._file, records.header()), records, head, hashing)
+                chunks = unpacked_chunks(self._file.path, raw, hashing, self._text.encoding)
+                head = WholeLines(chunks, self._options.sample_bytes)
+                lines = LineBuffer(iter(head))
+                if _skip_blank(lines, self._text.max_line_bytes + 1):
+                    dialect = self._dialect(lines)
+                    records = CsvRecords(lines, dialect, self._text.max_line_bytes, lambda: head.cut)
+                    found = iter(records)
+                    yield _OpenTable(self._header(next(found, None), dialect), found, dialect, head, hashing)
                 else:
                     self.sha256 = "" if head.cut else hashing.hexdigest()
                     yield None
         except OSError as error:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
 
-    def _delimiter(self, lines: _RereadLines) -> str:
-        if unpacked_name(self._file.path).endswith(_TABS):
-            return "\t"
-        head = _QUOTED.sub("", lines.peek())
-        return next((mark for mark in (",", ";", "\t") if mark in head), ",")
+    def _dialect(self, lines: LineBuffer) -> CsvDialect:
+        """As the job says, else by the name, else by the header."""
+        quote, delimiter = self._text.quote, self._text.delimiter
+        if delimiter is None and unpacked_name(self._file.path).endswith(_TABS):
+            delimiter = "\t"
+        end = lines.line_end(self._text.max_line_bytes + 1)
+        header = b"" if end is None or end < 0 else lines.peek(end)
+        return CsvDialect(delimiter or detected_delimiter(header, quote), quote)
+
+    def _header(self, found: Found | None, dialect: CsvDialect) -> Fields:
+        """The first record's fields. Raises InputCorrupt when it cannot be read."""
+        number, record, _ = found or (1, b"", 0)
+        try:
+            if isinstance(record, RowProblem):
+                raise record
+            text = decoded(record, self._text.encoding, number)
+        except RowProblem as problem:
+            raise InputCorrupt(
+                f"{self._file.path}: the header in line {number}: {problem.error.message}"
+            ) from None
+        if (count := dialect.count(text)) > MAX_COLUMNS:
+            raise InputCorrupt(
+                f"{self._file.path}: the header names {count:,} columns; at most {MAX_COLUMNS:,} are read"
+            )
+        return _names(self._file, dialect.split(text))
 
     def _grouped(self, table: _OpenTable) -> Iterator[RowBatch]:
-        wanted = self._options.columns
+        wanted = None if self._options.columns is None else set(self._options.columns)
         kept = [(at, name) for at, name in enumerate(table.names) if wanted is None or name in wanted]
         rows: list[Values | RowError] = []
         first = held = 0
-        for number, fields, size in table.records:
-            rows.append(self._row(number, fields, len(table.names), kept))
+        for number, record, size in table.records:
+            rows.append(self._row(number, record, table, kept))
             held += size
             if len(rows) >= BATCH_ROWS or held >= BATCH_BYTES:
                 yield self._batch(rows, first, kept, table.hashing)
@@ -99,15 +113,14 @@ class CsvReader:
             yield self._batch(rows, first, kept, table.hashing)
 
     def _row(
-        self, number: int, fields: Fields | RowProblem, count: int, kept: list[tuple[int, str]]
+        self, number: int, record: bytes | RowProblem, table: _OpenTable, kept: list[tuple[int, str]]
     ) -> Values | RowError:
-        if isinstance(fields, RowProblem):
-            return self._error(number, fields.error.code, fields.error.message)
-        if len(fields) != count:
-            plural = "" if len(fields) == 1 else "s"
-            return self._error(
-                number, "bad_csv", f"{len(fields)} field{plural}, where the header has {count}"
-            )
+        try:
+            if isinstance(record, RowProblem):
+                raise record
+            fields = _fields(decoded(record, self._text.encoding, number), table.dialect, len(table.names))
+        except RowProblem as problem:
+            return self._error(number, problem.error.code, problem.error.message)
         return {name: fields[at] or None for at, name in kept}
 
     def _error(self, number: int, code: str, message: str) -> RowError:
@@ -125,143 +138,33 @@ class CsvReader:
 
 @dataclass(frozen=True, slots=True)
 class _OpenTable:
-    """An open file: its header and what reads the records below it."""
+    """An open file: its columns, the records below its header, and how these are written."""
 
     names: Fields
-    records: _Records
+    records: Iterator[Found]
+    dialect: CsvDialect
     head: WholeLines
     hashing: HashingFile
 
 
-class _TooLong(Exception):
-    """Raised out of csv's own loop: a line or a quoted field is over the limit."""
+def _skip_blank(lines: LineBuffer, most: int) -> bool:
+    """Whether a line with content follows; blank ones before it are passed over."""
+    while (end := lines.line_end(most)) is not None:
+        if end < 0 or lines.peek(end).strip():
+            return True
+        lines.take(lines.at, end + 1)
+    return False
 
 
-class _RereadLines:
-    """Feeds the parser line by line and can go back: what was taken for a broken record is read again."""
-
-    def __init__(self, numbered: Iterator[tuple[int, bytes | int]], cap: int) -> None:
-        self._numbered = numbered
-        self._cap = cap
-        self._again: deque[tuple[int, bytes | int]] = deque()
-        self._taken: list[tuple[int, bytes | int]] = []
-        self._fresh = self._repeated = 0
-        self.first = self.size = 0  # of the record at work: its line number and its bytes so far
-        self.utf8 = True
-
-    def __iter__(self) -> _RereadLines:
-        return self
-
-    def __next__(self) -> str:
-        number, line = self._next()
-        if not self._taken:
-            self.first = number
-        self._taken.append((number, line))
-        if isinstance(line, int):
-            raise _TooLong(f"the line has {line} bytes; the limit is {self._cap}")
-        self.size += len(line) + 1
-        if self.size > self._cap + 2:
-            raise _TooLong(f"a quote is not closed within the limit of {self._cap} bytes")
-        return self._text(line) + "\n"
-
-    def _next(self) -> tuple[int, bytes | int]:
-        if self._again:
-            return self._again.popleft()
-        number, line = next(self._numbered)
-        self._fresh += line if isinstance(line, int) else len(line) + 1
-        return number, line
-
-    def _text(self, line: bytes) -> str:
-        try:
-            return line.decode("utf-8")
-        except UnicodeDecodeError:
-            self.utf8 = False
-            return line.decode("utf-8", "surrogateescape")
-
-    def begin(self) -> None:
-        """The next line begins a record."""
-        self._taken, self.size, self.utf8 = [], 0, True
-
-    def back(self) -> bool:
-        """Go back to the line after the broken record's first; False when that is done too much.
-
-        As much as was read anew may be read twice, so that quotes that never close cannot take for ever.
-        """
-        self._again.extendleft(reversed(self._taken[1:]))
-        self._repeated += sum(len(line) for _, line in self._taken[1:] if isinstance(line, bytes))
-        return self._repeated <= self._fresh + 4 * self._cap
-
-    def skip_blank(self) -> bool:
-        """Whether a line with content follows; blank ones before it are passed over."""
-        for number, line in self._numbered:
-            if isinstance(line, int) or line.strip():
-                self._again.append((number, line))
-                return True
-        return False
-
-    def peek(self) -> str:
-        """The next line, which stays the next."""
-        line = self._again[0][1] if self._again else b""
-        return "" if isinstance(line, int) else self._text(line)
-
-
-class _Records:
-    """(line number, fields or what is wrong with them, bytes) of each record; blank lines are skipped."""
-
-    def __init__(self, file: InputFile, lines: _RereadLines, delimiter: str, head: WholeLines) -> None:
-        csv.field_size_limit(
-            sys.maxsize
-        )  # the limit is ours, on a whole record; csv knows only one for all readers
-        self._file = file
-        self._lines = lines
-        self._head = head
-        self._parser = csv.reader(lines, delimiter=delimiter, strict=True)
-
-    def header(self) -> Fields:
-        """The first record. Raises InputCorrupt when it cannot be read."""
-        _, fields, _ = next(iter(self), (1, [], 0))
-        if isinstance(fields, RowProblem):
-            problem = fields.error.message
-            raise InputCorrupt(f"{self._file.path}: the header in line {self._lines.first}: {problem}")
-        return fields
-
-    def __iter__(self) -> Iterator[tuple[int, Fields | RowProblem, int]]:
-        while True:
-            self._lines.begin()
-            try:
-                fields: Fields | RowProblem = next(self._parser)
-            except StopIteration:
-                return
-            except (_TooLong, csv.Error) as error:
-                if self._head.cut and _UNFINISHED in str(error):
-                    return  # the rest of this record lies behind the cut
-                fields = self._broken(error)
-            if fields == []:
-                continue
-            if not isinstance(fields, RowProblem) and not self._lines.utf8:
-                fields = RowProblem("bad_utf8", "a byte of this record is not UTF-8")
-            yield self._lines.first, fields, self._lines.size
-
-    def _broken(self, error: Exception) -> RowProblem:
-        if not self._lines.back():
-            raise InputCorrupt(
-                f"{self._file.path}: line {self._lines.first}: too many quotes that nothing closes; "
-                f"quotes within quotes are doubled in CSV ({_OTHERWISE})"
-            )
-        if isinstance(error, _TooLong):
-            return RowProblem("line_too_long", str(error))
-        return RowProblem("bad_csv", _said(str(error)))
-
-
-def _said(error: str) -> str:
-    """What csv complains of, for people."""
-    if _UNFINISHED in error:
-        return "a quote is opened that nothing closes"
-    if "expected after" in error:
-        return "a quoted field goes on after its closing quote; quotes within quotes are doubled"
-    if "new-line character" in error:
-        return "a carriage return stands alone outside of quotes"
-    return error
+def _fields(record: str, dialect: CsvDialect, columns: int) -> Fields:
+    """Raises RowProblem where there are not as many as columns."""
+    surely_more = record.count(dialect.delimiter) > columns + _SPARE  # or it has long values
+    fields = [] if surely_more and dialect.count(record) != columns else dialect.split(record)
+    if len(fields) != columns:
+        count = len(fields) or dialect.count(record)
+        plural = "" if count == 1 else "s"
+        raise RowProblem("bad_csv", f"{count} field{plural}, where the header has {columns}")
+    return fields
 
 
 def _names(file: InputFile, header: Fields) -> Fields:
@@ -269,7 +172,7 @@ def _names(file: InputFile, header: Fields) -> Fields:
     if any("\r" in name for name in header):
         raise InputCorrupt(f"{file.path}: lines end with a carriage return alone; write it with newlines")
     names = [name or f"column{at}" for at, name in enumerate(header)]
-    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    twice = first_repeated(names)
     if twice is not None:
         raise InputCorrupt(
             f"{file.path}: the header names the column {twice[:100]!r} twice; the first line must name the "

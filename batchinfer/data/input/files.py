@@ -96,7 +96,7 @@ def _describe(path: str, base: Path, named_format: str) -> InputFile:
         raise InputMissing(f"{path}: there is no such file") from None
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from None
-    return InputFile(path, _shown_name(path, base), form, found.st_size, found.st_mtime_ns)
+    return InputFile.of(path, _shown_name(path, base), form, found)
 
 
 def _shown_name(path: str, base: Path) -> str:

@@ -8,16 +8,17 @@ from decimal import Decimal
 from typing import Any, NoReturn
 
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
+from batchinfer.data.input.text_encoding import UTF8, decoded
 
 MAX_NESTING = 64
 
 
-def parse_row(line: bytes) -> Values:
-    """The object on one line. Raises RowProblem for anything else, and nothing else whatever the bytes are."""
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RowProblem("bad_utf8", f"byte {error.start + 1} of the line is not UTF-8") from None
+def parse_row(line: bytes, encoding: str = UTF8) -> Values:
+    """The object on one line. Raises RowProblem for anything else, and nothing else whatever the bytes are.
+
+    `encoding` is what the line was written in before it was made UTF-8.
+    """
+    text = decoded(line, encoding)
     _check_nesting(text)
     value = _parse(text)
     if not isinstance(value, dict):

@@ -27,7 +27,7 @@ class JsonlReader:
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
-        self._options = options
+        self._options, self._text = options, options.text
         self.sha256 = ""
 
     def schema(self) -> None:
@@ -38,12 +38,13 @@ class JsonlReader:
         try:
             with open(self._file.path, "rb") as raw:
                 hashing = HashingFile(raw)
-                head = WholeLines(unpacked_chunks(self._file.path, raw, hashing), self._options.sample_bytes)
-                yield from self._grouped(split_lines(head, self._options.max_line_bytes), hashing)
+                chunks = unpacked_chunks(self._file.path, raw, hashing, self._text.encoding)
+                head = WholeLines(chunks, self._options.sample_bytes)
+                yield from self._grouped(split_lines(head, self._text.max_line_bytes), hashing)
                 self.sha256 = "" if head.cut else hashing.hexdigest()
         except OSError as error:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
-        self._file.check_unchanged()
+        self._file.check_unchanged(self.sha256 or None)
 
     def _grouped(self, lines: Iterator[tuple[int, bytes | int]], hashing: HashingFile) -> Iterator[RowBatch]:
         rows: list[Values | RowError] = []
@@ -64,9 +65,9 @@ class JsonlReader:
     def _row(self, number: int, line: bytes | int) -> Values | RowError:
         try:
             if isinstance(line, int):
-                most = self._options.max_line_bytes
+                most = self._text.max_line_bytes
                 raise RowProblem("line_too_long", f"the line has {line} bytes; the limit is {most}")
-            return parse_row(line)
+            return parse_row(line, self._text.encoding)
         except RowProblem as problem:
             error = problem.error
             return row_error(error.code, f"{self._file.name} line {number}: {error.message}")

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
+from batchinfer.data.input.text_encoding import UTF8, UTF16, as_utf8
 from batchinfer.errors import InputCorrupt
 
 _CHUNK = 1 << 18
@@ -48,14 +49,22 @@ class HashingFile(io.RawIOBase):
         return self._digest.hexdigest()
 
 
-def unpacked_chunks(path: str, raw: BinaryIO, hashing: HashingFile) -> Iterator[bytes]:
-    """Decompressed bytes without a byte order mark, 256 KiB at a time."""
+def unpacked_chunks(path: str, raw: BinaryIO, hashing: HashingFile, encoding: str = UTF8) -> Iterator[bytes]:
+    """Decompressed text in UTF-8 without a byte order mark, 256 KiB of the file at a time."""
+    chunks = as_utf8(path, _unpacked(path, raw, hashing, encoding), encoding)
+    head = next(chunks, b"")
+    yield head[len(_BOM) :] if head.startswith(_BOM) else head
+    yield from chunks
+
+
+def _unpacked(path: str, raw: BinaryIO, hashing: HashingFile, encoding: str) -> Iterator[bytes]:
     codec = _codec(path, raw.read(4))
     raw.seek(0)
     reader = hashing.read if codec is None else _Decompressing(path, hashing, codec)
     head = reader(_CHUNK) or b""
-    _refuse_utf16(path, head)
-    yield head[len(_BOM) :] if head.startswith(_BOM) else head
+    if encoding not in UTF16:
+        _refuse_utf16(path, head)
+    yield head
     while chunk := reader(_CHUNK):
         yield chunk
 
@@ -98,7 +107,8 @@ def _refuse_utf16(path: str, head: bytes) -> None:
     unmarked = len(start) >= 2 and (start[0] == 0) != (start[1] == 0)
     if marked or unmarked:
         raise InputCorrupt(
-            f"{path}: the text is UTF-16 or UTF-32; write it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+            f"{path}: the text is UTF-16 or UTF-32; name it (input.encoding: utf-16), or write it as UTF-8 "
+            "(iconv -f UTF-16 -t UTF-8)"
         )
 
 
@@ -135,19 +145,21 @@ class WholeLines:
 
 def split_lines(chunks: Iterable[bytes], cap: int) -> Iterator[tuple[int, bytes | int]]:
     """(line number, line without its newline); a line over the cap is only measured: (number, its length)."""
-    number, tail, dropped = 1, b"", 0
+    number, length = 1, 0
+    parts: list[bytes] = []  # of the line that has begun; none are kept once it is over the cap
     for chunk in chunks:
-        pieces = chunk.split(b"\n")
-        for piece in pieces[:-1]:
-            if dropped or len(tail) + len(piece) > cap + 1:  # one more, for a carriage return
-                yield number, dropped + len(tail) + len(piece)
-            else:
-                yield number, tail + piece
-            number, tail, dropped = number + 1, b"", 0
-        tail += pieces[-1]
-        if len(tail) > cap + 1:
-            tail, dropped = b"", dropped + len(tail)
-    if dropped:
-        yield number, dropped + len(tail)
-    elif tail:
-        yield number, tail
+        *ended, last = chunk.split(b"\n")
+        for piece in ended:
+            yield number, _line([*parts, piece], length + len(piece), cap)
+            number, length, parts = number + 1, 0, []
+        length += len(last)
+        if length > cap + 1:
+            parts = []
+        else:
+            parts.append(last)
+    if length:
+        yield number, _line(parts, length, cap)
+
+
+def _line(parts: list[bytes], length: int, cap: int) -> bytes | int:
+    return length if length > cap + 1 else b"".join(parts)  # one more, for a carriage return

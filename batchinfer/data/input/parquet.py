@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
 from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.input.typed_rows import declared_schema, refuse_bomb, row_batch, sliced
+from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, refuse_bomb, row_batch, sliced
 from batchinfer.data.storage.durable import sha256_of
 from batchinfer.errors import InputCorrupt, StorageError
 
@@ -30,10 +30,11 @@ class ParquetReader:
     def schema(self) -> pa.Schema:
         """Names and types, dictionaries unpacked. Raises InputCorrupt for what is not Parquet."""
         with self._open() as parquet:
-            return declared_schema(parquet.schema_arrow)
+            return declared_schema(self._file.path, parquet.schema_arrow)
 
     def batches(self) -> Iterator[RowBatch]:
         """Rows in file order. Raises InputCorrupt when a page is damaged or the file changes."""
+        before = self._file.opened()
         with self._open() as probe:
             self._check_sizes(probe.metadata)
             wide = _wide_dictionaries(probe)
@@ -46,16 +47,17 @@ class ParquetReader:
                     yield row_batch(self._file.name, part, first, self._file.size * done // max(rows, 1))
                     first = done
         self.sha256 = sha256_of(Path(self._file.path))
-        self._file.check_unchanged()
+        before.check_unchanged()
 
     def _open(self, dictionaries: list[str] | None = None) -> pq.ParquetFile:
         try:
-            return pq.ParquetFile(
-                self._file.path,
-                page_checksum_verification=True,
-                read_dictionary=dictionaries,
-                pre_buffer=False,
-            )
+            with names_in_utf8(self._file.path):
+                return pq.ParquetFile(
+                    self._file.path,
+                    page_checksum_verification=True,
+                    read_dictionary=dictionaries,
+                    pre_buffer=False,
+                )
         except (pa.ArrowException, EOFError) as error:
             raise InputCorrupt(f"{self._file.path}: not a Parquet file, or cut short: {error}") from None
         except OSError as error:

@@ -31,13 +31,26 @@ class FormatReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How files of lines are written. `delimiter` None: the file's name or its header tells; `quote` None: none."""
+
+    max_line_bytes: int = 16 << 20
+    encoding: str = "utf-8"
+    delimiter: str | None = None
+    quote: str | None = '"'
+
+
+DEFAULT_TEXT = TextOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class ReadOptions:
     """How to read: `columns` are those that are wanted (None: all), where a format can leave out the others.
 
     `sample_bytes` ends the reading early: about so many unpacked bytes of a format of lines are looked at.
     """
 
-    max_line_bytes: int = 16 << 20
+    text: TextOptions = DEFAULT_TEXT
     columns: Sequence[str] | None = None
     sample_bytes: int | None = None
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import looks_like_openai
-from batchinfer.data.input.protocol import FormatReader, ReadOptions
+from batchinfer.data.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions
 from batchinfer.data.input.registry import by_name
 from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.input.typed_rows import check_same_schema, common_schema
@@ -52,7 +52,7 @@ class Reader:
     """
 
     files: tuple[InputFile, ...]
-    max_line_bytes: int
+    text: TextOptions
     sha256: dict[str, str]
     sample: SampleSize | None = None
     complete: bool = False
@@ -62,12 +62,12 @@ class Reader:
     def open(
         cls,
         files: Sequence[InputFile],
-        max_line_bytes: int = 16 << 20,
+        text: TextOptions = DEFAULT_TEXT,
         sample: SampleSize | None = None,
         strata: Strata | None = None,
     ) -> Reader:
         """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
-        reader = cls(tuple(files), max_line_bytes, {}, sample, strata=strata)
+        reader = cls(tuple(files), text, {}, sample, strata=strata)
         reader.schema()
         return reader
 
@@ -143,7 +143,7 @@ class Reader:
 
     def _one(self, file: InputFile, columns: Sequence[str] | None) -> FormatReader:
         most = None if self.sample is None else self.sample.bytes
-        return by_name(file.format).open(file, ReadOptions(self.max_line_bytes, columns, most))
+        return by_name(file.format).open(file, ReadOptions(self.text, columns, most))
 
     def shape(self) -> Shape:
         """Whether the first readable row is an OpenAI batch request, also where it is longer than a sample."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,16 @@ def row_error(code: str, message: str, error_class: ErrorClass = "input") -> Row
     if len(data) > MESSAGE_BYTES:
         message = data[: MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "…"
     return RowError(code, error_class, message)
+
+
+def first_repeated(names: Iterable[str]) -> str | None:
+    """The first name that stands a second time."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def kind_of(value: object) -> str:

@@ -8,6 +8,7 @@ import duckdb
 
 from batchinfer.cpus import usable_cpus
 from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.rows import first_repeated
 from batchinfer.data.storage.duck import interruptible
 from batchinfer.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, StorageError
 from batchinfer.memory import available_memory
@@ -31,10 +32,10 @@ def query_columns(sql: str, job: Path) -> list[str]:
     }
     with duckdb.connect(config=config) as connection:
         try:
-            _check_single_query(connection, sql, job)
-            return [name for name, *_ in connection.execute(f"DESCRIBE {_bare(sql)}").fetchall()]
+            described = _described(connection, _single_query(connection, sql, job))
         except duckdb.Error as error:
             raise _failure(error, job, job, default_memory()) from None
+    return list(_distinct(described, job))
 
 
 def materialise(sql: str, job: Path, target: Path, memory: int | None = None) -> InputFile:
@@ -49,12 +50,12 @@ def materialise(sql: str, job: Path, target: Path, memory: int | None = None) ->
     allowed = memory or default_memory()
     with duckdb.connect(config=_config(job, spill, allowed)) as connection, interruptible(connection):
         try:
-            _check_single_query(connection, sql, job)
-            connection.execute(f"COPY ({_exact(connection, _bare(sql))}) TO {_quoted(target)} ({_PARQUET})")
+            query = _single_query(connection, sql, job)
+            columns = _distinct(_described(connection, query), job)
+            connection.execute(f"COPY ({_exact(query, columns)}) TO {_quoted(target)} ({_PARQUET})")
         except duckdb.Error as error:
             raise _failure(error, job, spill, allowed) from None
-    found = target.stat()
-    return InputFile(str(target), "sql", "parquet", found.st_size, found.st_mtime_ns)
+    return InputFile.of(str(target), "sql", "parquet", target.stat())
 
 
 _PARQUET = "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 20480"
@@ -91,29 +92,49 @@ def _config(job: Path, spill: Path, memory: int) -> dict[str, str | bool | int |
         "temp_directory": str(spill),
         "memory_limit": f"{memory}B",
         "threads": usable_cpus(),
+        "python_enable_replacements": False,  # a table's name is never a variable of this program
         "preserve_insertion_order": True,
     }
 
 
-def _check_single_query(connection: duckdb.DuckDBPyConnection, sql: str, job: Path) -> None:
+def _single_query(connection: duckdb.DuckDBPyConnection, sql: str, job: Path) -> str:
+    """The one SELECT that the text holds, without what follows it: a semicolon, comments."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise _mistake(job, f"one SELECT is needed; found {len(statements)} statement(s), or something else")
+    text = statements[0].query.encode()
+    end = len(text)
+    for at, kind in reversed(duckdb.tokenize(text.decode())):  # places count bytes
+        if kind != duckdb.token_type.comment and text[at : at + 1] != b";":
+            break
+        end = at
+    return text[:end].decode() + "\n"  # which ends a comment within
 
 
-def _exact(connection: duckdb.DuckDBPyConnection, query: str) -> str:
+def _described(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[str, str]]:
+    """Names and types of a query's columns."""
+    return [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {query}").fetchall()]
+
+
+def _distinct(columns: list[tuple[str, str]], job: Path) -> dict[str, str]:
+    """Types by name. DuckDB does not tell names apart by case, and would rename the second of two that are alike."""
+    twice = first_repeated(name.lower() for name, _ in columns)
+    if twice is not None:
+        alike = [name for name, _ in columns if name.lower() == twice]
+        raise _mistake(
+            job,
+            f"two columns have one name: {alike[0]!r} and {alike[1]!r}; give each its own: select … as other_name",
+        )
+    return dict(columns)
+
+
+def _exact(query: str, columns: dict[str, str]) -> str:
     """Parquet has no 128-bit integer and DuckDB would write it as a float."""
-    described = connection.execute(f"DESCRIBE {query}").fetchall()
-    wide = [name for name, kind, *_ in described if kind in _WIDE]
+    wide = [name for name, kind in columns.items() if kind in _WIDE]
     if not wide:
         return query
     casts = ", ".join(f"CAST({_name(n)} AS DECIMAL(38, 0)) AS {_name(n)}" for n in wide)
     return f"SELECT * REPLACE ({casts}) FROM ({query})"
-
-
-def _bare(sql: str) -> str:
-    # The newline ends a trailing comment.
-    return sql.strip().rstrip(";") + "\n"
 
 
 def _name(column: str) -> str:

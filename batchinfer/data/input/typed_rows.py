@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.rows import RowBatch, Values, row_error
+from batchinfer.data.input.rows import RowBatch, Values, first_repeated, row_error
 from batchinfer.errors import InputCorrupt
 from batchinfer.request import RowError
 
@@ -27,16 +28,45 @@ def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
         )
 
 
-def declared_schema(schema: pa.Schema) -> pa.Schema:
+def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
     """The columns as results can have them, without metadata: views have the type of what they show, dictionaries of
     texts 32-bit indices and no order, as Parquet reads them back; other dictionaries have the type of their values.
+
+    Raises InputCorrupt where two columns, or two fields of one struct, have one name, or one that is not UTF-8.
     """
+    with names_in_utf8(path):
+        _check_names(path, "columns", list(schema))
     return pa.schema([(f.name, _declared(f.type)) for f in schema])
+
+
+@contextmanager
+def names_in_utf8(path: str) -> Iterator[None]:
+    """Raises InputCorrupt for a column's name that cannot be read inside."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InputCorrupt(
+            f"{path}: the name of a column is not UTF-8 ({error.object[:100]!r}); write the file with names in UTF-8"
+        ) from None
+
+
+def _check_names(path: str, what: str, fields: list[pa.Field]) -> None:
+    twice = first_repeated(field.name for field in fields)
+    if twice is not None:
+        raise InputCorrupt(
+            f"{path}: two {what} have the name {twice[:100]!r}; give each its own (DuckDB calls the second one "
+            f"{twice[:100] + '_1'!r}: input.sql can rename it)"
+        )
+    for field in fields:
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        below = [kind.field(at) for at in range(kind.num_fields)]
+        _check_names(path, f"fields of {field.name[:100]!r}", below)
 
 
 def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     """A dictionary where both have one, else its values. The columns must be the same: `check_same_schema`."""
-    fields = [f if f.type == other.field(f.name).type else pa.field(f.name, _plain(f.type)) for f in one]
+    kinds = {field.name: field.type for field in other}
+    fields = [f if f.type == kinds[f.name] else pa.field(f.name, _plain(f.type)) for f in one]
     return pa.schema(fields)
 
 
@@ -45,9 +75,9 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
 
     Order does not matter, nor whether values are in a dictionary.
     """
-    for name in dict.fromkeys([*schema.names, *found.names]):
-        want = _plain(schema.field(name).type) if name in schema.names else "no such column"
-        have = _plain(found.field(name).type) if name in found.names else "no such column"
+    wanted, had = ({field.name: _plain(field.type) for field in one} for one in (schema, found))
+    for name in wanted | had:
+        want, have = wanted.get(name, "no such column"), had.get(name, "no such column")
         if want != have:
             raise InputCorrupt(
                 f"{other.path}: column {name!r}: {have}, but {want} in {first.path}; "

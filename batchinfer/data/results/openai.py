@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import CHAT_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
@@ -54,9 +53,9 @@ class Asked:
     model: str | None
 
 
-def asked(files: Sequence[InputFile], max_line_bytes: int, limit: int | None = None) -> Iterator[Asked]:
+def asked(reader: Reader, limit: int | None = None) -> Iterator[Asked]:
     """What every row of the input asks, in order. Raises InputCorrupt when a file has changed."""
-    for batch in Reader.open(files, max_line_bytes).batches(limit=limit):
+    for batch in reader.batches(limit=limit):
         yield from (_asked(row) for row in batch.rows)
 
 

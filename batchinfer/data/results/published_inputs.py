@@ -22,12 +22,16 @@ def identities(index: Index) -> list[dict[str, Any]]:
 
 
 def _identity(file: InputFile, digest: str | None) -> dict[str, Any]:
-    whole = {"sha256": digest} if digest else {"mtime_ns": file.mtime_ns}  # a limit left the file unread
-    return {"name": file.name, "bytes": file.size, **whole}
+    state = {"mtime_ns": file.mtime_ns, "ctime_ns": file.ctime_ns, "inode": file.inode}
+    return {
+        "name": file.name,
+        "bytes": file.size,
+        **({"sha256": digest} if digest else state),
+    }  # a limit, no digest
 
 
 def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
-    """What identified these files when they were published, if size and time of none has changed since."""
+    """What identified these files when they were published, if size, times and inode of none have changed since."""
     value = read_json(path)
     if not isinstance(value, list):
         return None

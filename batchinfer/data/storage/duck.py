@@ -49,6 +49,7 @@ def connection(
         "temp_directory": str(spill),
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
+        "python_enable_replacements": "false",
     }
     with storage(spill.parent, "create"):
         spill.parent.mkdir(parents=True, exist_ok=True)  # DuckDB makes and removes the last one itself

@@ -9,8 +9,8 @@ from importlib.resources import files
 
 from batchinfer.core.version import __version__
 from batchinfer.report.page.all_columns import all_columns
-from batchinfer.report.page.dearest import dearest
 from batchinfer.report.page.efficiency import efficiency
+from batchinfer.report.page.expensive import expensive
 from batchinfer.report.page.experts import experts
 from batchinfer.report.page.failures import failures
 from batchinfer.report.page.figures import html_prose, html_text
@@ -80,7 +80,7 @@ def _computed(run: ReportedRun) -> Iterator[PageSection]:
     yield prefix_tree(run)
     yield from lengths(run)
     yield from experts(run)
-    yield dearest(run)
+    yield expensive(run)
     yield latency(run)
 
 

@@ -18,20 +18,20 @@ _PHASES = (
     Figure("phase", "steps of"),
     Figure("steps", "steps", "steps"),
     Figure("prompt_tokens", "prompt tokens", "tokens"),
-    Figure("decode_tokens", "output tokens", "tokens"),
+    Figure("decode_tokens", "tokens decoded", "tokens"),
     Figure("engine_s", "time of the engine", "s"),
-    Figure("device_s", "of the device", "s"),
+    Figure("device_s", "time of the device", "s"),
     *_SHARES,
 )
 _BUCKETS = (
-    Figure("bucket", "prompt tokens, at most"),
+    Figure("bucket", "prompt tokens"),
     Figure("requests", "requests", "requests"),
     Figure("rows", "rows", "rows"),
     Figure("prompt_tokens", "prompt tokens", "tokens"),
-    Figure("cached_tokens", "of them shared", "tokens"),
+    Figure("cached_tokens", "shared", "tokens"),
     Figure("completion_tokens", "output tokens", "tokens"),
     Figure("engine_s", "time of the engine", "s"),
-    Figure("device_s", "of the device, shared prefixes split", "s"),
+    Figure("device_s", "time of the device", "s"),
     *_SHARES,
     Figure("latency_p50_s", "latency p50", "s"),
     Figure("latency_p99_s", "latency p99", "s"),
@@ -56,8 +56,9 @@ def _phases(run: ReportedRun) -> PageSection:
     options = {"category": "phase", "bars": ["roofline", "mfu", "mbu"], "unit": "0…1", "horizontal": True}
     chart = Chart("bars", "Bars of the use of the hardware by kind of step", options)
     text = (
-        "How well steps used the hardware: those that ran prompts only, those that only continued answers, and those "
-        "that did both."
+        "How well the hardware was used by steps that only ran prompts (prefill), by steps that only continued answers "
+        "(decode), and by steps that did both (mixed). The first token of an answer comes from a step that runs its "
+        "prompt, so there are fewer tokens decoded than output tokens."
     )
     return PageSection("phases", title, text, chart, Figures(_PHASES, rows))
 
@@ -72,5 +73,8 @@ def _buckets(run: ReportedRun) -> PageSection:
     )
     options = {"category": "bucket", "bars": ["engine_s"], "unit": "s"}
     chart = Chart("bars", "Bars of the time that requests took, by length of prompt", options)
-    text = "Which requests the time of the engine went to, by the length of their prompts."
+    text = (
+        "The engine's time by the length of the requests' prompts. In the device's time, a shared prefix is split "
+        "among all requests that share it."
+    )
     return PageSection("buckets", title, text, chart, Figures(_BUCKETS, rows))

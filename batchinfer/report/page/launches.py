@@ -11,6 +11,7 @@ from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables import RunRow
 from batchinfer.report.units import seconds
 from batchinfer.request import LAUNCH_MODES, LaunchMode
+from batchinfer.sizes import size
 
 _COLUMNS = (
     Figure("mode", "launched as"),
@@ -51,6 +52,14 @@ def _figures(row: RunRow, mode: LaunchMode) -> tuple[Any, ...]:
 
 
 def _captures(row: RunRow) -> str:
-    parts = [("while loading", row["load_capture_s"]), ("between steps", row["capture_s"])]
-    known = [f"{seconds(took)} {when}" for when, took in parts if took is not None]
+    parts = [
+        ("while loading", row["load_capture_s"], row["load_graph_bytes"]),
+        ("between steps", row["capture_s"], row["graph_bytes"]),
+    ]
+    known = [f"{_spent(took, taken)} {when}" for when, took, taken in parts if took is not None]
     return f"Capturing graphs took {' and '.join(known)}." if known else ""
+
+
+def _spent(took: float, taken: int | None) -> str:
+    """`taken`: bytes; None in older reports."""
+    return seconds(took) if taken is None else f"{seconds(took)} and {size(taken)} of GPU memory"

@@ -15,6 +15,8 @@ from batchinfer.report.tables import RunRow
 from batchinfer.report.units import count, counted, percent, seconds, short
 from batchinfer.sizes import size
 
+_SHORT_FACT = 40  # characters that fit a line of a phone
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -45,8 +47,13 @@ def heading(row: RunRow) -> str:
         f'<p class="kind">Report of a run</p><h1>{html_text(str(row["job"]))}</h1>'
         f'<p><mark class="{"good" if good else "bad"}">{html_text(status + code)}</mark> '
         f"{html_text(shown(row['started_at']))} · {html_text(str(row['run_id']))}</p>"
-        f'<p class="facts">{" · ".join(html_text(str(fact)) for fact in facts if fact)}</p>'
+        f'<p class="facts">{" · ".join(_fact(str(fact)) for fact in facts if fact)}</p>'
     )
+
+
+def _fact(text: str) -> str:
+    """A short one stays on one line: `--limit` was broken behind its hyphens."""
+    return f"<span>{html_text(text)}</span>" if len(text) <= _SHORT_FACT else html_text(text)
 
 
 def _device(row: RunRow) -> str | None:
@@ -188,8 +195,8 @@ def work(run: ReportedRun) -> PageSection:
     rows = [
         ("prompt tokens", row["prompt_tokens_run"], row["prefix_saved_tokens"], row["duplicate_saved_tokens"], None,
          None),
-        ("output tokens", row["decode_tokens_run"], None, row["duplicate_saved_output_tokens"], None, None),
-        ("for nothing", None, None, None, row["recomputed_tokens"], row["padded_tokens"]),
+        ("output tokens", row["output_tokens"], None, row["duplicate_saved_output_tokens"], None, None),
+        ("wasted", None, None, None, row["recomputed_tokens"], row["padded_tokens"]),
     ]  # fmt: skip
     names = [column.name for column in _WORK[1:]]
     options = {"category": "what", "bars": names, "unit": "tokens", "horizontal": True, "stacked": True}

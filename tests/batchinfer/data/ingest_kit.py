@@ -99,6 +99,9 @@ _INPUT = {
     "unique_ids": False,
     "limit": None,
     "max_line_bytes": 1 << 24,
+    "encoding": "utf-8",
+    "delimiter": "auto",
+    "quote": '"',
 }
 
 

@@ -30,6 +30,11 @@ class Taped(GraphRecorder):
         self.launches: list[int] = []
         self.replays = 0
 
+    @property
+    def taken_bytes(self) -> int:
+        """As if each recording took a MiB."""
+        return len(self.launches) << 20
+
     def warm_up(self, run: Callable[[], object]) -> None:
         run()
 

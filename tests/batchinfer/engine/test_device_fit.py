@@ -96,6 +96,10 @@ class Device:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
+    def free(self) -> int:
+        """A step for each token that was run leaves less."""
+        return (64 << 30) - sum(self.steps)
+
     def restart(self) -> None:
         self._from = len(self.steps)
 
@@ -142,10 +146,13 @@ class AsOnAGpu(TorchOps):
         return Replayed(self.plan_attention(inputs, size, windows).groups, len(inputs.query_lens))
 
 
-def test_the_largest_step_that_is_captured_in_pieces_is_measured_too():
+def test_the_largest_step_that_is_captured_in_pieces_is_measured_too(caplog):
+    caplog.set_level("INFO")
     device = Device(ops=AsOnAGpu())
-    fitted = device.fit(capture=Taped(), mixed=90)
-    graphs = 2 * (len(SPEC.layers) + 1)
+    fitted, graphs = device.fit(capture=Taped(), mixed=90), 2 * (len(SPEC.layers) + 1)
+    assert fitted.runner.graph_bytes >= graphs << 20, "those of decode steps, too"
+    assert fitted.free_bytes == device.free()
+    assert "of it for graphs; 64.0 GiB are free" in caplog.text
     assert device.needed == 1000 * (250 + 6 + 90) + graphs * GRAPH_BYTES
     assert fitted.runner.mixed is not None
     assert (fitted.runner.mixed.sizes, fitted.runner.mixed.captured) == ([64, 90], graphs)

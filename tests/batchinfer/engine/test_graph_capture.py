@@ -33,9 +33,13 @@ class Cuda:
     def __init__(self) -> None:
         self.main = self.stream_now = Stream(MAIN)
         self.called_elsewhere = False
+        self.free_bytes = 10 << 30
         self.ends_with: Exception | None = None
         self.starts_with: Exception | None = None
         self.launched_in: list[str] = []
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return self.free_bytes, 80 << 30
 
     def graph_pool_handle(self) -> object:
         return object()
@@ -81,6 +85,7 @@ class Graph:
     def replay(self) -> None:
         if self._cuda.starts_with is not None:
             raise self._cuda.starts_with
+        self._cuda.free_bytes -= 5 * (not self._cuda.launched_in)  # a graph's own, with its first launch
         self._cuda.launched_in.append(self._cuda.stream_now.name)
 
 
@@ -111,6 +116,23 @@ def test_what_other_threads_do_breaks_no_capture(cuda):
     """Some steps are captured in mid-job, while others of the process may allocate or copy."""
     GpuRecorder().record(cuda.call_elsewhere)
     assert cuda.launched_in == [MAIN]
+
+
+def test_what_captures_take_is_counted(cuda):
+    """The library's work space, what the graph's tensors lie in, and the graph itself; what a failed one took, too."""
+
+    def allocate() -> None:
+        cuda.free_bytes -= 100
+
+    recorder = GpuRecorder()
+    recorder.warm_up(allocate)
+    recorder.record(allocate)
+    assert recorder.taken_bytes == 205
+    cuda.free_bytes -= 1000  # by others, between captures
+    cuda.ends_with = torch.OutOfMemoryError("none left")
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.record(allocate)
+    assert recorder.taken_bytes == 305
 
 
 def test_nothing_is_collected_inside_a_capture(cuda):

@@ -49,6 +49,9 @@ def cpu_runner(limits: Limits, quantization: Quantization = "none") -> ModelRunn
 class NoMeter:
     """A CPU's memory is not measured."""
 
+    def free(self) -> int:
+        return 1 << 30
+
     def restart(self) -> None:
         """Nothing is counted."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import pairwise
@@ -19,7 +20,7 @@ from batchinfer.report.columns import EXPERT_SCHEMA, ROW_SCHEMA
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.figures import Figure, Figures, html_prose, shown
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
-from batchinfer.report.page.overview import heading, tiles
+from batchinfer.report.page.overview import heading, tiles, work
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
@@ -67,6 +68,15 @@ def test_charts_name_tables_and_columns_that_are_there(parsed: ParsedPage) -> No
         named += [name for line in chart.get("lines", []) for name in (line["y"], *line.get("band", []))]
         assert set(named) <= columns
         assert parsed.tables[table].rows
+
+
+def test_output_tokens_are_the_same_number_in_every_table(folder: Path, parsed: ParsedPage) -> None:
+    """Decode steps run fewer, because the first token of an answer comes with its prompt: they were shown as these."""
+    run = read_run(folder)
+    figures = work(replace(run, row=run.row | {"output_tokens": 13_458, "decode_tokens_run": 11_215})).figures
+    assert figures is not None
+    assert [line[1] for line in figures.rows if line[0] == "output tokens"] == [13_458]
+    assert "work-table" in parsed.tables
 
 
 def test_links_lead_to_sections(parsed: ParsedPage) -> None:
@@ -203,7 +213,7 @@ def test_prefixes_beyond_the_most_that_are_shown_are_one_row(tmp_path: Path) -> 
     assert sum(table.column("cached_tokens")) == saved
 
 
-def test_the_dearest_requests_are_named_by_their_rows(folder: Path, tmp_path: Path) -> None:
+def test_the_most_expensive_requests_are_named_by_their_rows(folder: Path, tmp_path: Path) -> None:
     for file in folder.glob("*.parquet"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     run = read_run(tmp_path)
@@ -214,7 +224,7 @@ def test_the_dearest_requests_are_named_by_their_rows(folder: Path, tmp_path: Pa
         (None, ["row 0", "row 1"]),
         (error_rows({"bad_json": ["a", None]}), ["a", "row 1"]),
     ):
-        table = ParsedPage(page(read_run(tmp_path, results))).tables["dearest-table"]
+        table = ParsedPage(page(read_run(tmp_path, results))).tables["expensive-table"]
         assert table.column("row")[:3] == [*first, f"key {found[2][0][:12]}"]
         assert table.column("device_s") == [seconds for _, seconds in found]
 
@@ -374,7 +384,12 @@ def test_weights_in_codes_are_named_as_elsewhere(tmp_path: Path) -> None:
         assert text.rstrip().endswith(f"· {told}")
 
 
-GPU_FACTS = {"load_capture_s": 4.0, "forecast_eager_steps": 21, "forecast_eager_tokens": 900}
+GPU_FACTS = {
+    "load_capture_s": 4.0,
+    "load_graph_bytes": 300 << 20,
+    "forecast_eager_steps": 21,
+    "forecast_eager_tokens": 900,
+}
 
 
 def test_launches_have_a_section_where_they_are_known(tmp_path: Path) -> None:
@@ -386,7 +401,7 @@ def test_launches_have_a_section_where_they_are_known(tmp_path: Path) -> None:
     assert sum(table.column("steps")) == row["steps"]
     assert sum(table.column("tokens_share")) == pytest.approx(1)
     assert table.rows[2][-2:] == [21, 900]
-    assert "Capturing graphs took 4 s while loading and" in page(run)
+    assert "Capturing graphs took 4 s and 300 MiB of GPU memory while loading and" in page(run)
     compared = ParsedPage(page(run)).tables["forecast-table"]
     assert ["steps launched by operators", 21, row["eager_steps"]] in [line[:3] for line in compared.rows]
 
@@ -398,7 +413,8 @@ def test_launches_have_no_section_on_a_cpu_and_in_older_reports(tmp_path: Path) 
     for name in ("run", "steps"):
         (file,) = tmp_path.glob(f"{name}-*.parquet")
         table = pq.read_table(file)
-        newer = [c for c in table.column_names if c.endswith("capture_s") or c == "launch" or "_graph_" in c]
+        newer = [c for c in table.column_names if c.endswith("capture_s") or c == "launch"]
+        newer += [c for c in table.column_names if "graph_" in c]
         newer += [c for c in table.column_names if "eager" in c]
         pq.write_table(table.drop_columns(newer), file)
     parsed = ParsedPage(page(read_run(tmp_path)))

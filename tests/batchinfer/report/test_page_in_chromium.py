@@ -72,6 +72,16 @@ def test_all_is_drawn_without_an_error_and_without_a_network(
     assert browser.evaluate("document.title").startswith('"><img src=x')  # and no other script has changed it
 
 
+@pytest.mark.parametrize("width", [1280, 900])
+def test_no_table_is_cut_off(browser: Chromium, file: Path, width: int) -> None:
+    browser.open(file, width=width)
+    wide = """[...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth)
+        .map((one) => one.querySelector("table").id)"""
+    assert browser.evaluate(wide) == []
+    broken = """[...document.querySelectorAll(".facts span")].filter((one) => one.getClientRects().length > 1).length"""
+    assert browser.evaluate(broken) == 0
+
+
 def test_charts_show_the_numbers_of_their_tables(browser: Chromium, file: Path) -> None:
     browser.open(file)
     drawn, cells = browser.evaluate(DRAWN), browser.evaluate(CELLS)

@@ -22,6 +22,7 @@ from batchinfer.report.tables import RunFacts, run_row, versions, write_run
 from batchinfer.request import LAUNCH_MODES, LaunchMode
 from batchinfer_kernels.cost import Peaks
 
+CAPTURED = ("capture_s", "graph_bytes", "load_free_bytes")  # columns that only a GPU has, beside launches
 START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
 
 
@@ -98,21 +99,24 @@ def test_steps_are_counted_by_the_way_they_were_launched(
     modes: list[LaunchMode | None] = ["full_graph", "full_graph", "piecewise_graph", "full_graph", "eager"]
     with Meter(tmp_path, "r", Machine(None, None)) as meter:
         for number, mode in enumerate(modes):
-            meter.step(step(number, launch=mode, capture_s=0.125 * (number == 2)))
-        row = run_row(replace(facts, load_capture_s=3.0), machine, meter.finish())
+            meter.step(step(number, launch=mode, capture_s=0.125 * (number == 2), graph_bytes=7 * number))
+        loaded = replace(facts, load_capture_s=3.0, load_graph_bytes=900, load_free_bytes=4000)
+        row = run_row(loaded, machine, meter.finish())
     assert [row[f"{mode}_steps"] for mode in LAUNCH_MODES] == [3, 1, 1]
     assert [row[f"{mode}_tokens"] for mode in LAUNCH_MODES] == [42, 14, 14]
     for unit in ("steps", "tokens"):
         shares = [row[f"{mode}_{unit}_share"] for mode in LAUNCH_MODES]
         assert shares == pytest.approx([0.6, 0.2, 0.2])
     assert (row["capture_s"], row["load_capture_s"]) == (0.125, 3.0)
+    assert (row["graph_bytes"], row["load_graph_bytes"], row["load_free_bytes"]) == (70, 900, 4000)
     table = pq.read_table(tmp_path / "steps-r.parquet")
     assert table["launch"].to_pylist() == modes
+    assert table["graph_bytes"].to_pylist() == [0, 7, 14, 21, 28]
     with Meter(tmp_path, "c", Machine(None, None)) as meter:
         meter.step(step(0))
         row = run_row(facts, machine, meter.finish())
-    names = [name for name in row if name.endswith("capture_s") or name.startswith(LAUNCH_MODES)]
-    assert len(names) == 14
+    names = [name for name in row if name.endswith(CAPTURED) or name.startswith(LAUNCH_MODES)]
+    assert len(names) == 17
     assert {row[name] for name in names} == {None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,9 +21,11 @@ from hypothesis import strategies as st
 
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.json_text import parse_row
+from batchinfer.data.input.protocol import TextOptions
 from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.rows import RowProblem
-from batchinfer.data.input.sql import materialise
+from batchinfer.data.input.sql import materialise, query_columns
+from batchinfer.data.storage import duck
 from batchinfer.errors import BatchInferError, InputCorrupt, InputMissing, JobFileError
 from batchinfer.request import RowError
 
@@ -31,7 +35,7 @@ GOOD = b'{"a": 1}'
 def read(path: Path | str, cap: int = 1 << 24, form: str = "auto") -> list[Any]:
     """All rows of a path, an error as its code."""
     files = list_inputs(str(path), Path("/"), form)
-    batches = Reader.open(files, cap).batches()
+    batches = Reader.open(files, TextOptions(cap)).batches()
     return [row.code if isinstance(row, RowError) else row for batch in batches for row in batch.rows]
 
 
@@ -162,6 +166,66 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
         list(batches)
 
 
+FORMS = ("jsonl", "csv", "parquet", "arrow")
+
+
+def form_bytes(form: str, letter: str) -> bytes:
+    """2,000 rows; of the same size for every letter."""
+    table = pa.table({"a": [letter * 9] * 2000, "n": list(range(2000))})
+    if form == "parquet":
+        return parquet_bytes(table)
+    if form == "csv":
+        return b"a,n\n" + b"".join(b"%b,%d\n" % (letter.encode() * 9, n) for n in range(2000))
+    if form == "jsonl":
+        return b"".join(json.dumps({"a": letter * 9, "n": n}).encode() + b"\n" for n in range(2000))
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=500)
+    return sink.getvalue()
+
+
+def edited(path: Path, data: bytes) -> None:
+    """Written again with its old time."""
+    before = path.stat()
+    assert len(data) == before.st_size
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_edit_with_the_old_size_and_time_is_noticed(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path / f"x.{form}", form_bytes(form, "a"))
+    reader = Reader.open(list_inputs(str(path), tmp_path))
+    batches = reader.batches()
+    next(batches)
+    edited(path, form_bytes(form, "b"))
+    with pytest.raises(InputCorrupt, match=r"changed while it was read, with the same size|damaged"):
+        list(batches)
+    read_whole = Reader.open(list_inputs(str(path), tmp_path))
+    list(read_whole.batches())
+    (file,) = read_whole.files
+    edited(path, form_bytes(form, "c"))
+    with pytest.raises(InputCorrupt, match="changed"):
+        file.check_unchanged(read_whole.sha256[str(path)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_content_is_the_same_file(tmp_path: Path, form: str) -> None:
+    """A folder that is copied or restored, a mode, a link: another inode or ctime alone changes nothing."""
+    data = form_bytes(form, "a")
+    path = write(tmp_path / f"x.{form}", data)
+    reader = Reader.open(list_inputs(str(path), tmp_path))
+    assert sum(len(batch.rows) for batch in reader.batches()) == 2000
+    (file,) = reader.files
+    path.chmod(0o600)
+    file.check_unchanged(reader.sha256[str(path)])
+    path.rename(tmp_path / "old")
+    write(path, data)
+    file.check_unchanged(reader.sha256[str(path)])
+    with pytest.raises(InputCorrupt, match="changed"):
+        file.check_unchanged()  # nothing tells what was read
+
+
 def test_schemas_must_agree(tmp_path: Path) -> None:
     write(tmp_path / "d" / "a.parquet", parquet_bytes(TABLE))
     write(tmp_path / "d" / "b.parquet", parquet_bytes(TABLE.select(["t", "a"])))
@@ -249,6 +313,94 @@ def test_sql_runs_beside_the_job_file(tmp_path: Path) -> None:
     rows = [row for batch in reader.batches() for row in batch.rows]
     assert [r["a"] for r in rows] == list(range(999, -1, -1))  # type: ignore[call-overload,index]
     assert file.name == "sql"
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select 1 as a; -- all of it",
+        "select 1 as a ; /* ; */ ; -- x",
+        "-- ;\nselect 1 as a -- ;",
+        "select 1 as a /* ü; */;;",
+        "from (values (1)) t(a);\n\n-- end",
+    ],
+)
+def test_what_follows_a_query_is_no_part_of_it(tmp_path: Path, sql: str) -> None:
+    file = materialise(sql, tmp_path / "job.yaml", tmp_path / "scratch" / "sql.parquet")
+    assert [row for batch in Reader.open([file]).batches() for row in batch.rows] == [{"a": 1}]
+    assert query_columns(sql, tmp_path / "job.yaml") == ["a"]
+
+
+def test_a_semicolon_within_a_query_stays(tmp_path: Path) -> None:
+    sql = "select ';--' as \"ü;\", $$a;b$$ as b; -- ;"
+    file = materialise(sql, tmp_path / "job.yaml", tmp_path / "scratch" / "sql.parquet")
+    assert [row for batch in Reader.open([file]).batches() for row in batch.rows] == [
+        {"ü;": ";--", "b": "a;b"}
+    ]
+
+
+SECRETS = pa.table({"secret": [1]})
+
+
+@pytest.mark.parametrize("name", ["SECRETS", "GOOD", "described", "columns", "statements"])
+def test_variables_of_this_program_are_no_tables(tmp_path: Path, name: str) -> None:
+    local = SECRETS
+    for used in (name, "local"):
+        with pytest.raises(JobFileError, match="does not exist"):
+            materialise(f"select * from {used}", tmp_path / "job.yaml", tmp_path / "scratch" / "sql.parquet")
+        with pytest.raises(JobFileError, match="does not exist"):
+            query_columns(f"select * from {used}", tmp_path / "job.yaml")
+    with duck.connection(tmp_path / "state" / "spill") as database, pytest.raises(duckdb.CatalogException):
+        database.execute("select * from SECRETS")
+    assert local is SECRETS
+
+
+@pytest.mark.parametrize(
+    "sql", ["select 1 as a, 2 as a", "select 1 as a, 2 as A", "select *, 1 as a from (select 2 as a)"]
+)
+def test_two_columns_of_one_name_in_a_query(tmp_path: Path, sql: str) -> None:
+    for ask in (query_columns, lambda sql, job: materialise(sql, job, tmp_path / "scratch" / "sql.parquet")):
+        with pytest.raises(
+            JobFileError, match=r"input\.sql: two columns have one name: 'a' and '[aA]'; give each"
+        ):
+            ask(sql, tmp_path / "job.yaml")
+
+
+def doubled(kind: str) -> pa.Table:
+    values = [pa.array([1]), pa.array([2])]
+    if kind == "columns":
+        return pa.Table.from_arrays(values, names=["a", "a"])
+    struct = pa.StructArray.from_arrays(values, names=["a", "a"])
+    return pa.table({"s": struct if kind == "struct" else pa.ListArray.from_arrays([0, 1], struct)})
+
+
+@pytest.mark.parametrize("kind", ["columns", "struct", "list of structs"])
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_two_columns_of_one_name(tmp_path: Path, kind: str, form: str) -> None:
+    path = tmp_path / f"x.{form}"
+    table = doubled(kind)
+    if form == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(InputCorrupt, match=rf"x\.{form}: two .* have the name 'a'; give each its own"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", [b"column", b"inside"])
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_names_that_are_not_utf8(tmp_path: Path, name: bytes, form: str) -> None:
+    table = pa.table({"column": [1], "s": [{"inside": 1}]})
+    path = tmp_path / f"x.{form}"
+    if form == "parquet":
+        pq.write_table(table, path, store_schema=False)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    path.write_bytes(path.read_bytes().replace(name, b"\xff" + name[1:]))
+    with pytest.raises(InputCorrupt, match=rf"x\.{form}: the name of a column is not UTF-8"):
+        read(path)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from batchinfer.data.input.files import list_inputs
+from batchinfer.data.input.reader import Reader
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.data.results.openai import LINE_BYTES, Asked, asked, write_openai
@@ -105,10 +106,10 @@ def test_what_was_asked_is_read_from_the_input(tmp_path: Path) -> None:
     ]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{no json\n")
-    files = list_inputs(str(path), tmp_path, "openai")
+    reader = Reader.open(list_inputs(str(path), tmp_path, "openai"))
     wanted = [Asked("/v1/chat/completions", "m"), UNREADABLE, UNREADABLE]
-    assert list(asked(files, 1 << 20)) == wanted
-    assert list(asked(files, 1 << 20, limit=1)) == wanted[:1]
+    assert list(asked(reader)) == wanted
+    assert list(asked(reader, limit=1)) == wanted[:1]
 
 
 def test_a_file_that_cannot_be_completed_does_not_appear(tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ from batchinfer.report.units import percent
 
 MOST_REQUESTS = 12
 
-_DEAREST = """
-WITH dearest AS (
+_EXPENSIVE = """
+WITH expensive AS (
     SELECT key, rows, prompt_tokens, completion_tokens, cached_tokens, device_s, latency_s FROM {requests}
     WHERE device_s IS NOT NULL ORDER BY device_s DESC, key LIMIT {most}
 ), first_rows AS (
-    SELECT key, min(row_id) AS row_id FROM {rows} WHERE key IN (SELECT key FROM dearest) GROUP BY key
+    SELECT key, min(row_id) AS row_id FROM {rows} WHERE key IN (SELECT key FROM expensive) GROUP BY key
 )
 SELECT {name}, d.rows, prompt_tokens, completion_tokens, cached_tokens, device_s, latency_s
-FROM dearest AS d LEFT JOIN first_rows USING (key) {names} ORDER BY device_s DESC, key
+FROM expensive AS d LEFT JOIN first_rows USING (key) {names} ORDER BY device_s DESC, key
 """
 _SHARE = """
 SELECT sum(device_s) FILTER (place <= greatest(1, whole / 100)) / sum(device_s)
@@ -36,20 +36,21 @@ _COLUMNS = (
 )
 
 
-def dearest(run: ReportedRun) -> PageSection:
+def expensive(run: ReportedRun) -> PageSection:
     """One bar for each of a few requests."""
-    title = "The dearest requests"
+    title = "Most expensive requests"
     ((share,),) = run.fetch(_SHARE.format(requests=run.own(REQUESTS)))
     if share is None:
-        return PageSection("dearest", title, run.lacks("requests` with `device_s"))
+        return PageSection("expensive", title, run.lacks("requests` with `device_s"))
     rows = run.fetch(_query(run))
     options = {"category": "row", "bars": ["device_s"], "unit": "s", "horizontal": True}
     chart = Chart("bars", "Bars of the requests that took the device longest", options)
     text = (
         "The requests that took the device longest, with the first row that each answers. The time of a shared prefix "
-        f"is split among all who share it. The dearest hundredth of all requests took {percent(share)} of the time."
+        f"is split among all who share it. The most expensive hundredth of all requests took {percent(share)} of the "
+        "time."
     )
-    return PageSection("dearest", title, text, chart, Figures(_COLUMNS, rows))
+    return PageSection("expensive", title, text, chart, Figures(_COLUMNS, rows))
 
 
 def _query(run: ReportedRun) -> str:
@@ -58,6 +59,6 @@ def _query(run: ReportedRun) -> str:
     if run.results:
         name = f"coalesce(custom_id, {name})"
         names = "LEFT JOIN (SELECT row_id, custom_id FROM results) USING (row_id)"
-    return _DEAREST.format(
+    return _EXPENSIVE.format(
         requests=run.own(REQUESTS), rows=run.own(ROWS), most=MOST_REQUESTS, name=name, names=names
     )
