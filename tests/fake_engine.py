@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchinfer.engine.config import EngineConfig, EngineInfo, Untimed
+from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed, alone
 from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.sequence import StopStreams
 from batchinfer.request import (
@@ -233,6 +233,7 @@ def build(
     stop_streams: StopStreams | None = None,
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
+    agreed: Agreed = alone,
 ) -> BuiltFake:
     """Takes the place of `batchinfer.engine.build.build_engine`."""
     info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0, 0.0)

@@ -14,7 +14,7 @@ from batchinfer.cpus import usable_cpus
 from batchinfer.engine.budget import captured_tokens, refill_costs, scheduler_config
 from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
-from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig, EngineInfo, Untimed
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, Agreed, EngineConfig, EngineInfo, Untimed, alone
 from batchinfer.engine.constraints import Constraints, ConstraintsFor
 from batchinfer.engine.decode_graphs import GraphOps
 from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
@@ -81,9 +81,10 @@ def build_engine(
     stop_streams: StopStreams | None = None,
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
+    agreed: Agreed = alone,
 ) -> BuiltEngine:
     """Load the checkpoint that `config.model` names and wire the rooms together; raises as `load_model` does."""
-    loaded = load_model(config, constraints=constraints, untimed=untimed)
+    loaded = load_model(config, constraints=constraints, untimed=untimed, agreed=agreed)
     return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read)
 
 
@@ -92,9 +93,10 @@ def load_model(
     source: Source | None = None,
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
+    agreed: Agreed = alone,
 ) -> LoadedModel:
     """Load the weights and size the KV cache; `source` takes the place of the checkpoint at `config.model`, and what
-    takes as long as it takes, also in mid-job, is done inside of `untimed`.
+    takes as long as it takes, also in mid-job, is done inside of `untimed`. A choice by time is made through `agreed`.
 
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
     """
@@ -107,7 +109,7 @@ def load_model(
     cost, block_size = source.cost(arithmetic), config.block_size or DEFAULT_BLOCK_SIZE
     limits = scheduler_config(config, cost, source.can_be_captured)
     sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
-    ops = fastest_prefill(source.choose_ops(arithmetic), sizes, device, source.plain_attention)
+    ops = fastest_prefill(source.choose_ops(arithmetic), sizes, device, source.plain_attention, agreed)
     model = source.load(ops, arithmetic, longest)
     eos, caches = frozenset(source.eos_token_ids), source.caches
     layout = cache_layout(caches, block_size, longest)

@@ -23,6 +23,14 @@ _QUEUED = (
 # What is done inside takes as long as it takes, and whoever watches the engine does not take it for a hang.
 Untimed = Callable[[], AbstractContextManager[object]]
 
+# Makes a choice that all engines of a run share: calls the function in one of them, and returns what it chose in all.
+Agreed = Callable[[Callable[[], str]], str]
+
+
+def alone(choose: Callable[[], str]) -> str:
+    """For an engine that shares its choices with no other."""
+    return choose()
+
 
 def most_queued(max_num_seqs: int) -> int:
     """How many unfinished requests an engine has at a time, while there are more."""

@@ -19,7 +19,19 @@ from batchinfer.errors import (
     SecurityRefusal,
     Unavailable,
 )
-from batchinfer.launch.messages import Add, Failed, Finish, Left, Pulse, Ready, WorkDone, WorkerSpec
+from batchinfer.launch.messages import (
+    Add,
+    Answer,
+    Ask,
+    Chosen,
+    Failed,
+    Finish,
+    Left,
+    Pulse,
+    Ready,
+    WorkDone,
+    WorkerSpec,
+)
 from batchinfer.request import ExpertTokens, Request
 from batchinfer.spawning import Child, receiving
 
@@ -66,6 +78,8 @@ class EngineHost:
         )
         self.expert_tokens: ExpertTokens = {}  # known then, too
         self.info: EngineInfo | None = None  # known once it is ready
+        self.asks = self.decides = False  # see Chooser
+        self.chosen: str | None = None  # see Chooser
         self.untimed = False  # what it does until its next message takes as long as it takes
         self._silent_s: float | None = None  # for so long, when it was given up
         self.crash: Crash | None = None  # what `receive` raised, if it is one
@@ -86,7 +100,12 @@ class EngineHost:
         """Tell the worker to drop what waits, finish what runs within `within_s` seconds, and leave."""
         self._send(Finish(within_s))
 
-    def _send(self, message: Add | Finish) -> None:
+    def answer(self, chosen: str | None) -> None:
+        """See Chooser."""
+        self.asks, self.decides = False, chosen is None
+        self._send(Answer(chosen))
+
+    def _send(self, message: Add | Finish | Answer) -> None:
         """Raises nothing when nobody reads it: what the worker said before it ended is still to be received."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
@@ -138,6 +157,10 @@ class EngineHost:
     def _note(self, message: object) -> None:
         if isinstance(message, Ready):
             self.info = message.info
+        elif isinstance(message, Ask):
+            self.asks = True
+        elif isinstance(message, Chosen):
+            self.decides, self.chosen = False, message.chosen
         elif isinstance(message, Pulse):
             self.untimed = message.untimed
         elif isinstance(message, Left):

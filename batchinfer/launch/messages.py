@@ -43,6 +43,25 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """From the worker, while it loads: which choice do the engines of this run share? It waits for `Answer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To the worker: what another engine chose; None: it is to choose, and to say what."""
+
+    chosen: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """From the worker: what it chose for all engines."""
+
+    chosen: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """From the worker: the model is loaded."""
 

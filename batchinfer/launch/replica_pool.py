@@ -13,6 +13,7 @@ from types import TracebackType
 
 from batchinfer.engine.config import EngineInfo, most_queued
 from batchinfer.errors import BatchInferError, OutOfMemory, Unavailable
+from batchinfer.launch.agreement import Agreement
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.launch.messages import WorkDone, WorkerSpec
 from batchinfer.launch.replica import CODE, Death, Replica
@@ -62,6 +63,7 @@ class ReplicaPool:
         self._deaths_apart = 0  # of engines that ran rows under suspicion, since a row was found to kill
         self._ready_at: tuple[float, float] | None = None  # seconds: of the clock, and of this process's work
         self.restarts = 0
+        self._agreement = Agreement()
         self._replicas: list[Replica] = []
         try:
             with self._loading():
@@ -121,6 +123,7 @@ class ReplicaPool:
         """What has come, waiting for at most `timeout_s` when there is nothing. Raises what ended the last engine."""
         with self._loading() if self.info is None else nullcontext():
             heard = [done for replica in self._speaking(timeout_s) for done in self._from(replica)]
+        self._agreement.settle(replica.host for replica in self._live)
         heard += self._verdicts()
         if self._ready_at is None and self.info is not None:
             self._ready_at = time.monotonic(), time.process_time()

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +20,9 @@ from batchinfer.engine.sequence import StopStreams
 from batchinfer.errors import BatchInferError, OutOfMemory
 from batchinfer.launch.messages import (
     Add,
+    Answer,
+    Ask,
+    Chosen,
     EnginePlace,
     Failed,
     Finish,
@@ -109,7 +112,7 @@ class _Worker:
         self._connection = connection
         module, _, name = spec.factory.partition(":")
         make = getattr(importlib.import_module(module), name)
-        built = make(spec.config, *_beside(spec), self._untimed)
+        built = make(spec.config, *_beside(spec), self._untimed, self._agreed)
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()
@@ -173,6 +176,20 @@ class _Worker:
             if time.monotonic() - self._sent_at >= PULSE_S:
                 self._connection.send(Pulse())
                 self._sent_at = time.monotonic()
+
+    def _agreed(self, choose: Callable[[], str]) -> str:
+        """What all engines of this run choose: this one, if it is the first that asks. It loads as yet, so that nothing
+        but the answer is received. Raises EOFError when the parent is gone."""
+        self._connection.send(Ask())
+        with receiving():
+            answer = self._connection.recv()
+        if not isinstance(answer, Answer):
+            raise EOFError("the parent did not answer")
+        if answer.chosen is not None:
+            return answer.chosen
+        chosen = choose()
+        self._connection.send(Chosen(chosen))
+        return chosen
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:

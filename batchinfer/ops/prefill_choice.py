@@ -66,17 +66,27 @@ class PromptSizes:
     block_size: int
 
 
+OURS, THEIRS = "batchinfer's kernel", "FlashInfer"
+# What an installed FlashInfer may raise that is broken, or not as batchinfer knows it
+BROKEN = (
+    *(ImportError, AttributeError, TypeError, ValueError, AssertionError),
+    *(RuntimeError, OSError, CalledProcessError),
+)
+
+
 def fastest_prefill(
     ops: Ops,
     sizes: PromptSizes,
     device: torch.device,
     plain: bool,
+    agreed: Callable[[Callable[[], str]], str],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Ops:
     """The operators with prompts read by FlashInfer, if it is installed, can do it, and is faster; else as they are.
 
-    `plain`: whether a layer has attention without a window, soft cap and sinks. What keeps an installed FlashInfer from
-    being used is logged: as a warning where it is broken, or not as batchinfer knows it.
+    `plain`: whether a layer has attention without a window, soft cap and sinks. `agreed`: makes a choice by time that
+    all engines of a run share, as both round differently. What keeps an installed FlashInfer from being used is logged:
+    as a warning where it is broken, or not as batchinfer knows it.
     """
     if not isinstance(ops, PromptOps) or not flashinfer_prefill.is_installed():
         return ops
@@ -86,30 +96,69 @@ def fastest_prefill(
     if reason is not None:
         _log.info("FlashInfer is installed and not used: %s", reason)
         return ops
-    try:
-        prefill = FlashInferPrefill(ops.shape, sizes.block_size, device)
-        theirs = ops.with_prefill(prefill)
-        steps = [_Trial.random(ops, sizes, part, device) for part in PARTS]
-        took = _timed(ops, theirs, steps, device, clock)
-    except (
-        *(ImportError, AttributeError, TypeError, ValueError, AssertionError),
-        *(RuntimeError, OSError, CalledProcessError),
-    ) as error:
-        version = _version()
-        _log.warning(
-            "FlashInfer %s is installed and cannot be used (%s: %s); batchinfer's own kernel reads prompts; install "
-            "a version that batchinfer[flashinfer] names, or uninstall it",
-            *(version, type(error).__name__, str(error).strip().partition("\n")[0]),
+    contest = _Contest(ops, sizes, device, clock)
+    return contest.winner(agreed(contest.decide))
+
+
+class _Contest:
+    """Our kernel against FlashInfer."""
+
+    def __init__(
+        self, ops: PromptOps, sizes: PromptSizes, device: torch.device, clock: Callable[[], float]
+    ) -> None:
+        assert isinstance(ops, Ops)
+        self._ops: Ops = ops
+        self._prompts: PromptOps = ops
+        self._sizes, self._device, self._clock = sizes, device, clock
+        self._theirs: Ops | None = None  # once it has shown that it computes the same
+        self._decided = False
+
+    def decide(self) -> str:
+        """Who is faster here."""
+        self._decided = True
+        try:
+            prefill, theirs, steps = self._tried()
+            took = _timed(self._ops, theirs, steps, self._device, self._clock)
+        except BROKEN as error:
+            _warn(error)
+            return OURS
+        self._theirs = theirs
+        chosen = THEIRS if took[1] < MARGIN * took[0] else OURS
+        _log.info(
+            "prompts are read by %s: of steps of %d tokens FlashInfer %s takes %.2f ms a layer, "
+            "batchinfer's kernel %.2f ms",
+            *(chosen, self._sizes.tokens, prefill.version, 1e3 * took[1], 1e3 * took[0]),
         )
-        return ops
-    faster = took[1] < MARGIN * took[0]
-    _log.info(
-        "prompts are read by %s: of steps of %d tokens FlashInfer %s takes %.2f ms a layer, "
-        "batchinfer's kernel %.2f ms",
-        "FlashInfer" if faster else "batchinfer's kernel",
-        *(sizes.tokens, prefill.version, 1e3 * took[1], 1e3 * took[0]),
+        return chosen
+
+    def winner(self, chosen: str) -> Ops:
+        """The operators of what was chosen, here or in another engine."""
+        if not self._decided:
+            _log.info("prompts are read by %s, which another engine of this run has timed", chosen)
+        if chosen == OURS:
+            return self._ops
+        try:
+            return self._theirs or self._tried()[1]
+        except BROKEN as error:
+            _warn(error)
+            return self._ops
+
+    def _tried(self) -> tuple[FlashInferPrefill, Ops, list[_Trial]]:
+        """FlashInfer, which has computed the same as our kernel on these steps. Raises what is BROKEN."""
+        prefill = FlashInferPrefill(self._prompts.shape, self._sizes.block_size, self._device)
+        theirs = self._prompts.with_prefill(prefill)
+        steps = [_Trial.random(self._prompts, self._sizes, part, self._device) for part in PARTS]
+        for step in steps:
+            _check(step.run(self._ops), step.run(theirs))
+        return prefill, theirs, steps
+
+
+def _warn(error: BaseException) -> None:
+    _log.warning(
+        "FlashInfer %s is installed and cannot be used (%s: %s); batchinfer's own kernel reads prompts; install "
+        "a version that batchinfer[flashinfer] names, or uninstall it",
+        *(_version(), type(error).__name__, str(error).strip().partition("\n")[0]),
     )
-    return theirs if faster else ops
 
 
 def _version() -> str:
@@ -160,9 +209,7 @@ class _Trial:
 def _timed(
     ours: Ops, theirs: Ops, steps: list[_Trial], device: torch.device, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds a layer of all steps, of ours and of theirs. Raises ValueError where results differ."""
-    for step in steps:
-        _check(step.run(ours), step.run(theirs))
+    """Seconds a layer of all steps, of ours and of theirs."""
     began, took = clock(), ([], [])  # type: tuple[float, tuple[list[float], list[float]]]
     for _ in range(ROUNDS):
         for ops, times in zip((ours, theirs), took, strict=True):

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.engine.config import EngineConfig, Untimed
+from batchinfer.engine.config import Agreed, EngineConfig, Untimed, alone
 from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.sequence import StopStreams
 
@@ -44,6 +44,7 @@ def build(
     stop_streams: StopStreams | None = None,
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
+    agreed: Agreed = alone,
 ) -> BuiltEngine:
     """As batchinfer.engine.build.build_engine. DIES_AFTER: how many rows; DIED: a file, there
     from the first start on."""
@@ -53,6 +54,6 @@ def build(
     died.touch()
     from batchinfer.engine import build as building  # torch: a process that is killed at once needs none
 
-    built = building.build_engine(config, stop_streams, constraints, untimed)
+    built = building.build_engine(config, stop_streams, constraints, untimed, agreed)
     mortal: Any = Mortal(built.engine, int(os.environ["DIES_AFTER"]))
     return building.BuiltEngine(mortal, built.info, built.read_loads)

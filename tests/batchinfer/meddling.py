@@ -6,7 +6,7 @@ import os
 from contextlib import nullcontext
 
 from batchinfer.engine.build import BuiltEngine
-from batchinfer.engine.config import EngineConfig, Untimed
+from batchinfer.engine.config import Agreed, EngineConfig, Untimed, alone
 from batchinfer.engine.constraints import ConstraintsFor
 from batchinfer.engine.sequence import StopStreams
 from tests import fake_engine
@@ -17,8 +17,9 @@ def build(
     stop_streams: StopStreams | None = None,
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
+    agreed: Agreed = alone,
 ) -> BuiltEngine:
     """As the fake engine's; MEDDLE_WITH names the file."""
     with open(os.environ["MEDDLE_WITH"], "ab") as file:
         file.write(b'{"id": "late", "text": "late"}\n')
-    return fake_engine.build(config, stop_streams, constraints, untimed)
+    return fake_engine.build(config, stop_streams, constraints, untimed, agreed)

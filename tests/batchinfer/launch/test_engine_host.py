@@ -31,9 +31,7 @@ class FailsInItsSecondStep(fake_engine.FakeEngine):
         return super().step()
 
 
-def failing(
-    config: EngineConfig, stop_streams: object = None, constraints: object = None, untimed: object = None
-) -> fake_engine.BuiltFake:
+def failing(config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
     return fake_engine.BuiltFake(FailsInItsSecondStep(), fake_engine.build(config).info)
 
 

@@ -63,7 +63,8 @@ class Started:
         self.fate = fate
         self.info: EngineInfo | None = None
         self.crash: Crash | None = None
-        self.left = self.ended = self.closed = self.untimed = False
+        self.left = self.ended = self.closed = self.untimed = self.asks = self.decides = False
+        self.chosen: str | None = None
         self.peak_rss, self.other_cores, self.expert_tokens = 10, 0.5, {0: [1, 2]}
         self.connection, self._other = Pipe()
         self._other.send("there is something to receive")

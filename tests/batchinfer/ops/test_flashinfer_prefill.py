@@ -8,6 +8,7 @@ import logging
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ if importlib.util.find_spec("triton") is None:
 import torch
 import triton
 
+from batchinfer.engine.config import Agreed, alone
 from batchinfer.models.spec import CacheSpec
 from batchinfer.ops import flashinfer_prefill, prefill_choice
 from batchinfer.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
@@ -86,9 +88,11 @@ def timed(ours_s: float, theirs_s: float) -> Iterator[float]:
         yield now
 
 
-def chosen(ours_s: float, theirs_s: float, ops: Ops | None = None, plain: bool = True) -> Ops:
+def chosen(
+    ours_s: float, theirs_s: float, ops: Ops | None = None, plain: bool = True, agreed: Agreed = alone
+) -> Ops:
     clock = timed(ours_s, theirs_s)
-    return fastest_prefill(ops or TritonOps(SHAPE), SIZES, DEVICE, plain, lambda: next(clock))
+    return fastest_prefill(ops or TritonOps(SHAPE), SIZES, DEVICE, plain, agreed, lambda: next(clock))
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,23 @@ def test_the_faster_one_is_chosen(package, caplog):
     assert "FlashInfer 0.7.2 takes 1.00 ms a layer, batchinfer's kernel 2.00 ms" in caplog.text
     assert chosen(0.004, 0.008).name == "triton"
     assert chosen(0.0100, 0.0099).name == "triton", "not for a difference that may be noise"
+
+
+def test_what_another_engine_chose_is_taken_without_timing(package, caplog):
+    """Both round differently: a row would get other bits from one engine of a run than from another."""
+    caplog.set_level(logging.INFO)
+    assert chosen(0.004, 0.008, agreed=lambda _: "FlashInfer").name == "triton+flashinfer"
+    assert "read by FlashInfer, which another engine of this run has timed" in caplog.text
+    assert chosen(0.008, 0.004, agreed=lambda _: "batchinfer's kernel").name == "triton"
+    assert "takes" not in caplog.text, "nothing was timed"
+
+
+def test_nothing_is_chosen_by_time_where_rows_must_not_depend_on_it(package):
+    def asked(_: object) -> str:
+        raise AssertionError("a choice was made by time")
+
+    shape = replace(SHAPE, deterministic=True)
+    assert chosen(0.008, 0.004, TritonOps(shape), agreed=asked).name == "triton"
 
 
 def test_timing_ends_when_its_time_is_over(package, monkeypatch):

@@ -1,0 +1,34 @@
+"""One choice for all engines of a run: what is timed in one process may come out otherwise in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Chooser(Protocol):
+    """The parent's end of an engine that may ask for the choice; an EngineHost is one."""
+
+    asks: bool  # waits for an answer
+    decides: bool  # was told to choose, and has not said yet what
+    chosen: str | None  # what it chose
+
+    def answer(self, chosen: str | None) -> None:
+        """Tell it what was chosen; None: it is to choose."""
+
+
+class Agreement:
+    """The first engine that asks chooses. The others get its choice, and so does each one that is started later. Should
+    it die before it has chosen, the next one does."""
+
+    def __init__(self) -> None:
+        self.chosen: str | None = None
+
+    def settle(self, engines: Iterable[Chooser]) -> None:
+        """Note what was chosen, and answer those that wait. `engines`: those that are alive."""
+        engines = list(engines)
+        if self.chosen is None:
+            self.chosen = next((one.chosen for one in engines if one.chosen is not None), None)
+        for one in engines:
+            if one.asks and (self.chosen is not None or not any(other.decides for other in engines)):
+                one.answer(self.chosen)
