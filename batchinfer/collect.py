@@ -14,6 +14,7 @@ from batchinfer.plan.plan import Window
 from batchinfer.report.meter import Meter
 from batchinfer.report.progress import Progress
 from batchinfer.request import Completion, Request
+from batchinfer.revised_forecast import RevisedForecast
 
 
 class _Expected(NamedTuple):
@@ -35,8 +36,9 @@ class Collector:
         budget: Budget,
         check: AnswerCheck | None = None,
         deadline: DeadlineWatch | None = None,
+        revised: RevisedForecast | None = None,
     ) -> None:
-        self._deadline = deadline
+        self._deadline, self._revised = deadline, revised
         self._check = check
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
         self._in_flight: dict[bytes, _Expected] = {}
@@ -57,12 +59,13 @@ class Collector:
         self._store.append(completions)
         for step in done.steps:
             self._meter.step(step, done.engine, done.replica)
-            self._progress.step(step)
+            self._progress.step(step, done.engine)
         for request in done.requests:
             rows = self._in_flight[request.key].users
             self._meter.request(request, rows, done.engine, done.replica)
+        cut = {request.key for request in done.requests if request.cut}
         for completion in completions:
-            self._count(completion)
+            self._count(completion, completion.key in cut, done.engine)
         self._store.maybe_commit()
 
     def enough(self) -> bool:
@@ -75,8 +78,10 @@ class Collector:
         self._progress.tick()
         if self._deadline is not None:
             self._deadline.look(self._progress.left_s())
+        if self._revised is not None:
+            self._revised.look(self._progress)
 
-    def _count(self, completion: Completion) -> None:
+    def _count(self, completion: Completion, cut: bool, engine: int) -> None:
         known, tokens = self._in_flight.pop(completion.key), len(completion.token_ids)
         if completion.error is not None:
             self._errors += known.users
@@ -90,4 +95,6 @@ class Collector:
             completion_tokens=tokens,
             rows=known.users,
             error=None if completion.error is None else completion.error.code,
+            cut=cut,
+            engine=engine,
         )

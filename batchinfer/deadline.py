@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from batchinfer.engine_forecast import EngineForecast
 from batchinfer.job import Job
 from batchinfer.job.deadline import deadline_after
 from batchinfer.report.units import about
@@ -28,14 +29,22 @@ class Deadline:
     at: datetime
     left_s: float  # from now on
     engine_s: float | None  # what the engine is forecast to take; None: not known
+    upper_bound: bool = False  # the engine may take less: the forecast does not know how long answers become
 
     @classmethod
-    def of(cls, job: Job, started: datetime, engine_s: float | None, clock: Clock = now) -> Deadline | None:
+    def of(
+        cls, job: Job, started: datetime, forecast: EngineForecast | None, clock: Clock = now
+    ) -> Deadline | None:
         """The first one after a run `started`, which may be past by now; None: the job has none."""
         if job.deadline is None:
             return None
         at = deadline_after(job.deadline, started)
-        return cls(at, (at - clock()).total_seconds(), engine_s)
+        left_s = (at - clock()).total_seconds()
+        return (
+            cls(at, left_s, None)
+            if forecast is None
+            else cls(at, left_s, forecast.seconds, forecast.upper_bound)
+        )
 
     @property
     def spare_s(self) -> float | None:
@@ -48,14 +57,22 @@ class Deadline:
         when = f"{self.at:%Y-%m-%d %H:%M}"
         when += f", in {about(self.left_s)}" if self.left_s > 0 else f", {about(-self.left_s)} ago"
         if self.spare_s is None:
-            return (
-                f"{when}: whether it will be met is not known, as no forecast says how long the engine takes"
-            )
-        if self.spare_s < 0:
-            return f"{when}: will be missed by {about(-self.spare_s)}, by the forecast of the engine's time"
+            return f"{when}: without a forecast of the engine's time nobody knows whether it will be met"
+        least = "at least " if self.upper_bound else ""
+        if self.spare_s >= 0:
+            return f"{when}: the engine is forecast to finish {least}{about(self.spare_s)} before it"
+        late = f"the engine is forecast to finish {about(-self.spare_s)} after it"
+        if not self.upper_bound:
+            return f"{when}: {late}"
         return (
-            f"{when}: will be met with {about(self.spare_s)} to spare, by the forecast of the engine's time"
+            f"{when}: {late} if every answer becomes as long as its max_tokens; the run tells more once its first "
+            "answers are there"
         )
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the forecast says for sure that it will be missed."""
+        return self.spare_s is not None and self.spare_s < 0 and not self.upper_bound
 
 
 class DeadlineWatch:
@@ -64,7 +81,7 @@ class DeadlineWatch:
     def __init__(self, deadline: Deadline, notice: Callable[[str], None], clock: Clock = now) -> None:
         self._at, self._notice, self._clock = deadline.at, notice, clock
         self._began = clock()
-        self._told = deadline.spare_s is not None and deadline.spare_s < 0  # the forecast has said so already
+        self._told = deadline.is_missed  # the forecast has said so already
         self.rows = self.output_tokens = 0
 
     @property
@@ -83,7 +100,7 @@ class DeadlineWatch:
             self.output_tokens += output_tokens
 
     def look(self, left_s: float | None) -> None:
-        """`left_s`: what the engine still takes, at its present rate; None: not known."""
+        """`left_s`: seconds that the engine still takes, at its present rate; None: not known."""
         if self._told:
             return
         moment = self._clock()
@@ -92,6 +109,6 @@ class DeadlineWatch:
         if late_s > 0 and (known or moment > self._at):
             self._told = True
             self._notice(
-                f"the deadline ({self._at:%Y-%m-%d %H:%M}) will be missed, by about {about(late_s)} at the present "
-                "rate; what is answered is kept, and the same command carries on"
+                f"the deadline ({self._at:%Y-%m-%d %H:%M}) will be missed by about {about(late_s)} at the present "
+                "rate; finished answers are kept, and the same command continues from them"
             )

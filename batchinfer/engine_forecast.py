@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from batchinfer.engine.budget import captured_tokens, scheduler_config
 from batchinfer.engine.cache_layout import CacheLayout, cache_layout
@@ -29,6 +31,7 @@ from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
 from batchinfer.step_times import StepTimes, alike, step_times
 from batchinfer_kernels.cost import ModelCost, StepShape, roofline_seconds
 
+T = TypeVar("T")
 # What a simulation takes: the bench's mixed, decode and shared-prefix with 2,000 and 4,000 rows took 0.13 ms a row and
 # 4 to 5 microseconds an output token on a Zen 4 server core.
 ROW_S, OUTPUT_TOKEN_S = 150e-6, 5e-6
@@ -48,6 +51,7 @@ class EngineForecast:
     run: Simulated  # scaled from the rows that were simulated to all of them
     simulated: float  # 0…1, the share of the rows that were simulated
     answers_from: int  # earlier runs whose answers say how long these will be; 0: as long as they may be
+    upper_bound: bool  # some answers may be shorter than the max_tokens with which they were simulated
     times: StepTimes  # what steps take, and how that is known
     seconds: float | None
     mfu: float | None
@@ -91,17 +95,19 @@ class ForecastEngine:
         """Simulate the plan, or of a large one as many windows as take about `budget_s` to simulate."""
         lengths, answers_from = self.lengths()
         windows = self._windows(prompts, self.every(budget_s))
+        guessed = any(not request.params.has_known_length for window in windows for request in window)
+        known = (answers_from, guessed and not answers_from, self.times)
         whole = self._whole(windows, lengths)
         share = sum(map(len, windows)) / (self.plan.to_run * self.multiple)
         peaks = self.setup.setting.peaks
         if peaks is None or not whole.seconds:
-            return EngineForecast(whole, share, answers_from, self.times, None, None, None, None)
+            return EngineForecast(whole, share, *known, None, None, None, None)
         spent_s = whole.seconds * self.setup.setting.replicas
         mfu = whole.flops / spent_s / peaks.fastest
         mbu = whole.bytes / spent_s / peaks.bytes_per_s
         watts = earlier_power(report_folder(self.job.results_root), alike(self.job, self.setup.setting))
         energy_j = None if watts is None else watts * whole.seconds
-        return EngineForecast(whole, share, answers_from, self.times, whole.seconds, mfu, mbu, energy_j)
+        return EngineForecast(whole, share, *known, whole.seconds, mfu, mbu, energy_j)
 
     def _whole(self, windows: list[list[Request]], lengths: AnswerLengths) -> Simulated:
         """The run of all windows, from those that are there and a half of them. Of several engines one is simulated."""
@@ -111,14 +117,14 @@ class ForecastEngine:
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
         if self.multiple == 1 and sum(map(len, windows)) == self.plan.to_run:
             return all_of_them.run if engines == 1 else all_of_them.run.counted(whole / all_of_them.size)
-        half = _half(requests)
+        half = half_of(requests)
         smaller = (
             self._simulated(half, lengths) if len(half) < len(requests) else SimulatedPart(0, Simulated())
         )
         return extrapolated(smaller, all_of_them, round(whole / engines)).counted(engines)
 
     def _simulated(self, requests: list[Request], lengths: AnswerLengths) -> SimulatedPart:
-        outputs = {request.key: lengths.of_request(request) for request in requests}
+        outputs = lengths.of_requests(requests)
         size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
         return SimulatedPart(size, simulate(self.machine, requests, outputs))
 
@@ -127,7 +133,8 @@ class ForecastEngine:
         earlier = earlier_lengths(report_folder(self.job.results_root))
         if earlier is None:
             return AnswerLengths.unknown(), 0
-        return AnswerLengths.of(earlier.prompts, earlier.answers), earlier.runs
+        found = AnswerLengths.of(earlier.prompts, earlier.answers, earlier.cut)
+        return found, earlier.runs if found.are_known else 0
 
     def every(self, budget_s: float) -> int:
         """Which windows are simulated: every so many."""
@@ -143,10 +150,10 @@ class ForecastEngine:
         return [requests for _, requests in planned_requests(self.plan, prompts, WINDOW, every)]
 
 
-def _half(requests: list[Request]) -> list[Request]:
+def half_of(requests: Sequence[T]) -> list[T]:
     """Every other stretch of them, short enough that the half has as much of what comes first as of what comes last;
     long enough that rows which share a prefix mostly stay together."""
-    stretch = max(LEAST_STRETCH, min(WINDOW, len(requests) // STRETCHES))
+    stretch = max(1, min(WINDOW, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2))
     return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
 
 

@@ -120,7 +120,7 @@ def forecast_job(
         weights, blocks = setup.checkpoint.weight_bytes * engines, machine.blocks * engines
         memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
         forecast = settled_forecast(engine, index.tokens, PLAN_MOST_S)
-        deadline = Deadline.of(job, now(), forecast.seconds)
+        deadline = Deadline.of(job, now(), forecast)
         # of a sample they would count the sample's tokens
         findings = () if drawn is not None else tuple(Linter(job, setup, index, Path(scratch)).findings())
         return replace(found, memory=memory, forecast=forecast, deadline=deadline, findings=findings)

@@ -53,11 +53,19 @@ FORECAST_SCHEMA = pa.schema(
             pa.struct(
                 [
                     pa.field("engine_s", _REAL),
-                    *_struct(_INT, "steps", "prefill_tokens", "cached_tokens", "decode_tokens"),
+                    *_struct(
+                        _INT,
+                        "steps",
+                        "prompt_tokens_run",
+                        "recomputed_tokens",
+                        "cached_tokens",
+                        "decode_tokens",
+                    ),
                     *_struct(_INT, "output_tokens", "preemptions"),
                     pa.field("launches", pa.struct([pa.field(mode, _LAUNCHED) for mode in LAUNCH_MODES])),
                     *_struct(_REAL, "mfu", "mbu", "simulated_share"),
                     pa.field("answers_from_runs", _INT),
+                    pa.field("upper_bound", pa.bool_()),
                     pa.field("times_from", _TEXT),
                     pa.field("times_from_runs", _INT),
                     *_struct(_REAL, "energy_j", "cost"),

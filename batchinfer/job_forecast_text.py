@@ -21,6 +21,7 @@ from batchinfer.step_times import DECLARED_EFFICIENCY
 
 NAME = 10  # characters of a line's name
 MOST_CODES = 3
+UPPER_BOUND = "(upper bound: no earlier run to learn lengths from)"
 
 
 def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str]:
@@ -31,10 +32,11 @@ def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str
 
 def plan_line(plan: Plan) -> str:
     """The plan in one line, before it runs."""
-    rows = f"plan: {plan.rows:,} rows, {plan.error_rows:,} of them bad, {plan.duplicates:,} duplicates"
+    duplicates = _plural(plan.duplicates, "duplicate")
+    rows = f"plan: {_plural(plan.rows, 'row')}, {plan.error_rows:,} of them bad, {duplicates}"
     if not plan.to_run:
         return f"{rows}; every answer is stored already"
-    present = f", {plan.present:,} answers stored already" if plan.present else ""
+    present = f", {_plural(plan.present, 'answer')} stored already" if plan.present else ""
     tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
     return (
         f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens"
@@ -44,7 +46,8 @@ def plan_line(plan: Plan) -> str:
 def engine_text(forecast: EngineForecast) -> str:
     """Seconds, which are known, and how they are."""
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
-    return f"{seconds(forecast.seconds)}, {count(forecast.run.steps)} steps, {which}; {_known(forecast)}"
+    bound = f" {UPPER_BOUND}" if forecast.upper_bound else ""
+    return f"{seconds(forecast.seconds)}{bound}, {_plural(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
 
 
 def order_line(order: OrderChoice | None) -> tuple[str, ...]:
@@ -102,7 +105,7 @@ def _order_text(order: OrderChoice) -> str:
     others = sorted(order.seconds.items(), key=lambda one: one[1])
     told = ", ".join(f"{policy} {seconds(takes)}" for policy, takes in others)
     part = f" of {percent(order.share)} of the rows" if 0 < order.share < 1 else ""
-    return f"{order.policy}, {order.why}{part}{': ' if told else ''}{told}"
+    return f"{order.policy} ({order.why}{part}){': ' if told else ''}{told}"
 
 
 def _order_json(order: OrderChoice) -> dict[str, Any]:
@@ -119,7 +122,8 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
     return {
         "engine_s": forecast.seconds,
         "steps": run.steps,
-        "prefill_tokens": run.prefill_tokens,
+        "prompt_tokens_run": run.prompt_tokens,
+        "recomputed_tokens": run.recomputed_tokens,
         "cached_tokens": run.cached_tokens,
         "decode_tokens": run.decode_tokens,
         "output_tokens": run.sampled_tokens,
@@ -134,6 +138,7 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "mbu": forecast.mbu,
         "simulated_share": forecast.simulated,
         "answers_from_runs": forecast.answers_from,
+        "upper_bound": forecast.upper_bound,
         "times_from": forecast.times.known,
         "times_from_runs": forecast.times.runs,
         "energy_j": forecast.energy_j,
@@ -150,14 +155,14 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "sample", _sample_text(found.sample)
     if found.rows_over:
         longer = _plural(found.rows_over, "row")
-        yield "context", f"{longer} longer than {count(found.context)} tokens, the most that there may be"
+        yield "context", f"{longer} longer than {count(found.context)} tokens, the model's most"
     if found.lengths is None:
         return
     shared = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
     yield (
         "prompts",
-        f"{short(plan.prompt_tokens)} tokens, {short(plan.shared_prefix_tokens)} of them ({shared}) a prefix that "
-        "another row has, too",
+        f"{short(plan.prompt_tokens)} tokens, {short(plan.shared_prefix_tokens)} of them ({shared}) in prefixes "
+        "that an earlier row shares",
     )
     yield from _tree(found.prefixes)
     yield "lengths", _spread(found.lengths)
@@ -192,19 +197,19 @@ def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
 
 def _sample_text(sample: SampledRows) -> str:
     far = (
-        "how far they are off is not known"
+        "too few to say how far token counts may be off"
         if sample.error is None
-        else f"tokens within {percent(sample.error)}"
+        else f"19 times of 20, token counts are off by at most {percent(sample.error)}"
     )
     return (
-        f"{count(sample.rows)} of {count(sample.of_rows)} rows were looked at, and counts are scaled to all: {far} "
-        "(19 times of 20); duplicates and shared prefixes are at least these"
+        f"counts are scaled from {count(sample.rows)} of {count(sample.of_rows)} rows: {far}; there may be more "
+        "duplicates and shared prefixes, because a row whose twin is outside the sample looks unique"
     )
 
 
 def _bad(found: JobForecast) -> str:
     if not found.plan.error_rows:
-        return "none of them bad"
+        return "none bad" if found.sample is None else "none bad among those sampled"
     codes = sorted(found.error_codes.items(), key=lambda one: -one[1])
     told = ", ".join(f"{code} {number}" for code, number in codes[:MOST_CODES])
     more = ", …" if len(codes) > MOST_CODES else ""
@@ -220,7 +225,9 @@ def _answers(forecast: EngineForecast, most: int) -> str:
     if forecast.answers_from:
         runs = _plural(forecast.answers_from, "earlier run")
         return f"{short(forecast.run.sampled_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"
-    return f"{short(most)} tokens at most, which is what is reckoned with: no earlier run tells how long they become"
+    return (
+        f"{short(most)} tokens {UPPER_BOUND if forecast.upper_bound else '(every answer has a fixed length)'}"
+    )
 
 
 def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
@@ -229,14 +236,14 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
     if forecast.seconds is None:
         yield (
             "engine",
-            f"{steps}; how long they take is not known: `batchinfer doctor --measure` finds this machine's peaks",
+            f"{steps}; how long they take is not known: run `batchinfer doctor --measure` once on this machine",
         )
         return
     yield "engine", engine_text(forecast)
     if (launched := launch_text(run.launches or {})) is not None:
         yield "", launched
     if forecast.simulated < 1:
-        yield "", f"simulated for {percent(forecast.simulated)} of the rows"
+        yield "", f"extrapolated from simulating {percent(forecast.simulated)} of the rows"
     if forecast.order is not None:
         yield "order", _order_text(forecast.order)
     if forecast.energy_j is not None:
@@ -254,11 +261,8 @@ def _known(forecast: EngineForecast) -> str:
         return "steps as fast as `batchinfer doctor --measure` found this machine"
     if forecast.times.known == "declared":
         share = percent(DECLARED_EFFICIENCY)
-        return f"steps at {share} of the hardware's limit: a declared share, which nothing here has measured"
-    return (
-        "at the least: steps at this machine's limit, as no earlier run tells more; `batchinfer doctor --measure` "
-        "finds out what they take here"
-    )
+        return f"steps at {share} of the hardware's peaks: an assumption, until a run on this machine measures it"
+    return "steps at the hardware's peaks; they will take longer: `batchinfer doctor --measure` finds out how much"
 
 
 def _cost(forecast: EngineForecast, price_per_hour: float | None) -> float | None:
@@ -268,4 +272,4 @@ def _cost(forecast: EngineForecast, price_per_hour: float | None) -> float | Non
 
 
 def _plural(number: int, word: str) -> str:
-    return f"{count(number)} {word}{'s' * (number != 1)}"
+    return f"{number:,} {word}{'s' * (number != 1)}"

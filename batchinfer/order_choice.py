@@ -15,6 +15,7 @@ from batchinfer.engine_forecast import (
     TWO_PARTS,
     EngineForecast,
     ForecastEngine,
+    half_of,
 )
 from batchinfer.errors import OutOfMemory, StorageError
 from batchinfer.plan.block_hashes import block_hashes, shared_blocks
@@ -25,7 +26,7 @@ from batchinfer.plan.requests import Prompts, planned_requests
 from batchinfer.request import Request, common_prefix
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.extrapolation import SimulatedPart, extrapolated
-from batchinfer.simulation.simulator import SimulatedEngine, simulate
+from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
 
 # What comparing orders may take: so many seconds, or a share of what the run takes at the least
 COMPARE_LEAST_S, COMPARE_SHARE = 1.0, 0.02
@@ -46,8 +47,10 @@ class PlanSample:
 
     @property
     def half(self) -> PlanSample:
-        """Every other window."""
-        return PlanSample(self.windows[::2], self.arrivals[::2], self.whole)
+        """Every other stretch of their requests."""
+        requests = half_of([request for window in self.windows for request in window])
+        arrivals = half_of([place for window in self.arrivals for place in window])
+        return PlanSample([requests], [arrivals], self.whole)
 
     def ordered(self, policy: OrderPolicy, capacity: Capacity) -> list[Request]:
         """Their requests as a plan of them alone has them under a policy."""
@@ -68,9 +71,18 @@ class PlanSample:
 
 
 def settled_forecast(engine: ForecastEngine, prompts: Prompts, budget_s: float) -> EngineForecast:
-    """Settle the order of the engine's plan, then forecast it."""
+    """Settle the order of the engine's plan, then forecast it.
+
+    Orders were compared over fewer rows than the forecast simulates: their seconds are scaled, so that the chosen one
+    takes what the forecast says.
+    """
     order = settle_order(engine, prompts)
-    return replace(engine.forecast(prompts, budget_s), order=order)
+    found = engine.forecast(prompts, budget_s)
+    compared_s = order.seconds.get(order.policy)
+    if found.seconds is not None and compared_s:
+        scaled = {policy: found.seconds * (takes / compared_s) for policy, takes in order.seconds.items()}
+        order = replace(order, seconds=scaled)
+    return replace(found, order=order)
 
 
 def settle_order(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
@@ -114,21 +126,26 @@ def best(seconds: Mapping[OrderPolicy, float], all_rows: bool) -> OrderPolicy:
 def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     least_s, plan = engine.least_s(), engine.plan
     if least_s is None:
-        return OrderChoice(BY_DEFAULT, "without this machine's peaks no order can be compared")
+        return OrderChoice(
+            BY_DEFAULT, "the usual order: to compare others, this machine's peaks have to be known"
+        )
     budget_s = max(COMPARE_LEAST_S, COMPARE_SHARE * least_s) / len(POLICIES)
     every = engine.every(budget_s)
     if simulation_s(engine, every) > budget_s:
-        return OrderChoice(BY_DEFAULT, "the job is too short to gain what comparing orders takes")
+        return OrderChoice(
+            BY_DEFAULT,
+            "the usual order: in so short a job, comparing others takes longer than they could save",
+        )
     read = list(planned_requests(plan, prompts, WINDOW, every))
     arrivals = [window.numbers("token_offset").tolist() for window, _ in read]
-    whole = None if every == 1 else plan.prompt_tokens + plan.expected_tokens
+    all_rows = every == 1 and engine.multiple == 1
+    whole = None if all_rows else round((plan.prompt_tokens + plan.expected_tokens) * engine.multiple)
     sampled = PlanSample([requests for _, requests in read], arrivals, whole)
-    took = compared(engine.machine, sampled, engine.lengths()[0])
-    seconds = {policy: one * engine.multiple for policy, one in took.items()}
+    seconds = compared(engine.machine, sampled, engine.lengths()[0])
     share = sum(map(len, sampled.windows)) / (plan.to_run * engine.multiple)
-    policy = best(seconds, whole is None and engine.multiple == 1)
+    policy = best(seconds, all_rows)
     why = (
-        "no other order is faster in the simulation"
+        "the usual order: no other is faster in the simulation"
         if policy is BY_DEFAULT
         else "the fastest in the simulation"
     )
@@ -147,7 +164,10 @@ def _seconds(
     found = _part(machine, sampled, policy, lengths)
     if sampled.whole is None:
         return found.run.seconds
-    return extrapolated(_part(machine, sampled.half, policy, lengths), found, sampled.whole).seconds
+    half = _part(machine, sampled.half, policy, lengths)
+    if half.size == found.size:  # a single request
+        half = SimulatedPart(0, Simulated())
+    return extrapolated(half, found, sampled.whole).seconds
 
 
 def _part(
@@ -155,7 +175,7 @@ def _part(
 ) -> SimulatedPart:
     requests = sampled.ordered(policy, capacity_of(machine))
     size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
-    outputs = {request.key: lengths.of_request(request) for request in requests}
+    outputs = lengths.of_requests(requests)
     return SimulatedPart(size, simulate(machine, requests, outputs))
 
 

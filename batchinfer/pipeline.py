@@ -68,6 +68,7 @@ from batchinfer.report.folder import writing
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.resolve import Setting
+from batchinfer.revised_forecast import RevisedForecast
 from batchinfer.run_forecast import forecast_run
 from batchinfer.run_report import Outcome, RunReport, told_by
 
@@ -129,6 +130,7 @@ class _Run:
     message: str | None = None  # why the exit code is not 0
     now: datetime = field(init=False)  # one for the whole run: it may pass midnight
     deadline: DeadlineWatch | None = field(init=False, default=None)
+    revised: RevisedForecast = field(init=False)
 
     def __post_init__(self) -> None:
         self.report = RunReport(self.job, self.setting, self.watch)
@@ -346,6 +348,7 @@ class _Run:
         self.progress.close()
         for line in (plan_line(plan), *seen.lines):
             self.notice(line)
+        self.revised = RevisedForecast(seen.engine is None or seen.engine.upper_bound, self.notice)
         self.deadline = self._deadline(plan, seen.engine)
         self.report.note(**({} if self.deadline is None else self.deadline.facts))
         if self.job.sampling.from_columns:
@@ -354,7 +357,7 @@ class _Run:
 
     def _deadline(self, plan: Plan, seen: EngineForecast | None) -> DeadlineWatch | None:
         """Of a job with a deadline; says whether it will be met."""
-        found = Deadline.of(self.job, self.now, None if seen is None else seen.seconds)
+        found = Deadline.of(self.job, self.now, seen)
         if found is not None and plan.to_run:
             self.notice(f"deadline: {found.text}")
         return None if found is None else DeadlineWatch(found, self.notice)
@@ -369,7 +372,7 @@ class _Run:
             self.progress.failed(dict(summarise_errors(index.index_parts).codes))
         columns, budget = self.setup.columns, budget.starting_at(index.error_rows)
         check = None if columns is None else AnswerCheck(columns, self.tokenizer)
-        collector = Collector(store, meter, self.progress, budget, check, self.deadline)
+        collector = Collector(store, meter, self.progress, budget, check, self.deadline, self.revised)
         for line in self.checkpoint.notices:
             self.notice(line)
         self.progress.phase("loading model")
@@ -396,10 +399,10 @@ class _Run:
                     worker_restarts=host.restarts,
                     duplicate_saved_tokens=collector.saved_tokens,
                     duplicate_saved_output_tokens=collector.saved_output_tokens,
+                    **self.revised.facts,
                     **self.operators.facts,
                 )
-                if self.deadline is not None:
-                    self.report.note(**self.deadline.facts)
+                self.report.note(**({} if self.deadline is None else self.deadline.facts))
         self.interrupts.raise_pending(
             f"interrupted; {len(store)} answers are stored and the same command continues from there"
         )

@@ -74,6 +74,11 @@ class SamplingParams:
         return next((name for name in CONSTRAINTS if getattr(self, name)), None)
 
     @property
+    def has_known_length(self) -> bool:
+        """Whether nothing but max_tokens, or the model's context, can end an answer."""
+        return self.ignore_eos and not (self.stop or self.stop_token_ids or self.constraint)
+
+    @property
     def constraint_digest(self) -> bytes:
         """What a constraint is remembered by: itself it may take a megabyte."""
         name = self.constraint
@@ -240,6 +245,8 @@ class RequestSample:
     forced_tokens: int = (
         0  # of the completion, those that its constraint left no choice of: they were not sampled
     )
+    unrun_tokens: int = 1  # of the completion, those that the model never ran: its end
+    cut: bool = False  # max_tokens or the model's context ended it, so that it might have become longer
 
     def __reduce__(self) -> Pickled:
         """As Request's."""

@@ -36,7 +36,7 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunFor
         return RunForecast()
     try:
         return _forecast(forecast_engine(job, setup, plan), prompts)
-    except OutOfMemory:  # reckoned from here; the engine's own process knows better, and says so
+    except OutOfMemory:  # estimated from here; the engine's own process knows better, and says so
         return RunForecast()
     except MemoryError:
         return RunForecast(None, ("no forecast: too little memory to simulate the job",))

@@ -92,7 +92,8 @@ class RunReport:
             self.note(
                 forecast_s=seen.seconds,
                 forecast_steps=seen.run.steps,
-                forecast_prompt_tokens=seen.run.prefill_tokens,
+                forecast_prompt_tokens=seen.run.prompt_tokens,
+                forecast_recomputed_tokens=seen.run.recomputed_tokens,
                 forecast_output_tokens=seen.run.sampled_tokens,
                 forecast_mfu=seen.mfu,
                 forecast_mbu=seen.mbu,

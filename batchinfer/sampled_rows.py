@@ -36,8 +36,8 @@ class SampledRows:
         return self.of_rows / self.rows
 
     def whole_plan(self, plan: Plan) -> Plan:
-        """The counts of a plan of the sample, for all rows. Duplicates and shared tokens are at least so many: a row
-        whose equal is not in the sample looks like the only one."""
+        """The counts of a plan of the sample, scaled to all rows. There may be more duplicates and shared tokens: a row
+        whose twin is outside the sample looks unique."""
         counts = ("error_rows", "distinct", "duplicates", "present", "to_run")
         tokens = ("prompt_tokens", "expected_tokens", "shared_prefix_tokens")
         scaled = {name: round(getattr(plan, name) * self.times) for name in (*counts, *tokens)}

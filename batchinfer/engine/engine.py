@@ -127,7 +127,7 @@ class Engine:
             return End("error", error=failed.error)
         sequence.barrier = self._draft is not None or self._runner.needs_tokens(sequence)
         if end is not None:
-            self._early.requests.append(_request_sample(sequence, self._now()))
+            self._early.requests.append(_request_sample(sequence, end, self._now()))
             return end
         try:
             self._scheduler.add(sequence)
@@ -342,7 +342,7 @@ class Engine:
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
         output.completions.append(_completion(sequence, end))
-        output.requests.append(_request_sample(sequence, now))
+        output.requests.append(_request_sample(sequence, end, now))
 
     def _let_go(self, sequence: Sequence) -> None:
         """Remove a finished sequence. If the in-flight step runs it, its blocks are freed when that step has ended."""
@@ -462,10 +462,11 @@ def _constrained_end(
         return None
     cut = "max_tokens or the model's context ended" if reason == "length" else "a stop string or token ended"
     text = f"{cut} the answer before it was whole under its constraint"
-    return End("error", kept, RowError("incomplete_output", "policy", text))
+    return End("error", kept, RowError("incomplete_output", "policy", text), cut=reason == "length")
 
 
-def _request_sample(sequence: Sequence, now: float) -> RequestSample:
+def _request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
+    ran = max(0, min(sequence.computed, len(sequence) - 1) - sequence.prompt_length)
     return RequestSample(
         key=sequence.request.key,
         prompt_tokens=sequence.prompt_length,
@@ -479,4 +480,6 @@ def _request_sample(sequence: Sequence, now: float) -> RequestSample:
         constrained=sequence.constraint is not None,
         steered=sequence.steered,
         forced_tokens=sequence.forced,
+        unrun_tokens=sequence.output_length - ran,
+        cut=end.for_length,
     )

@@ -19,6 +19,12 @@ class End(NamedTuple):
     reason: FinishReason
     text_length: int | None = None
     error: RowError | None = None
+    cut: bool = False  # an error, because the answer had no room to become whole
+
+    @property
+    def for_length(self) -> bool:
+        """Whether max_tokens or the model's context ended it."""
+        return self.cut or self.reason == "length"
 
 
 @dataclass(slots=True, eq=False)

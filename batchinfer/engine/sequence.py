@@ -101,9 +101,7 @@ class Sequence:
     @property
     def exact(self) -> bool:
         """Whether nothing but max_length can end it."""
-        params = self.request.params
-        free = not params.stop and not params.stop_token_ids and params.constraint is None
-        return params.ignore_eos and free
+        return self.request.params.has_known_length
 
     @property
     def remaining(self) -> int:

@@ -162,8 +162,10 @@ def ran_tokens(requests: Columns) -> Floats:
 
 
 def answered_tokens(requests: Columns) -> Floats:
-    """Output tokens that each request ran: all but the last, which is sampled and not run."""
-    return np.where(ran_tokens(requests) > 0, np.maximum(requests["completion_tokens"] - 1, 0), 0.0)
+    """Output tokens that each request ran: all but its end. The last one is never run, nor are those before it that a
+    constraint forced together with it."""
+    answered = requests["completion_tokens"] - requests["unrun_tokens"]
+    return np.where(ran_tokens(requests) > 0, np.maximum(answered, 0), 0.0)
 
 
 def _before(values: Floats) -> Floats:

@@ -278,7 +278,9 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _count("forecast_steps", "steps", "the forecast of `steps`"),
     *_forecast_launches(),
     _count("forecast_prompt_tokens", "tokens", "the forecast of `prompt_tokens_run`"),
+    _count("forecast_recomputed_tokens", "tokens", "the forecast of `recomputed_tokens`"),
     _count("forecast_output_tokens", "tokens", "the forecast of `output_tokens`"),
+    _seconds("forecast_revised_s", "the same as `forecast_s`, guessed during the run from its first answers"),
     _ratio("forecast_mfu", "the forecast of `mfu`"),
     _ratio("forecast_mbu", "the forecast of `mbu`"),
     _text(
@@ -289,7 +291,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _count(
         "forecast_answers_from",
         "runs",
-        "earlier runs whose answers said how long these would be; 0: taken to be as long as they may be",
+        "earlier runs whose answers said how long these would be; 0: forecast at their `max_tokens`",
     ),
     Column("deadline", _TIME, "", "when the results were wanted; null: the job has no `deadline`"),
     Column("deadline_met", pa.bool_(), "", "whether they were published by then"),
@@ -373,6 +375,8 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     _count("cached_tokens", "tokens", "prompt tokens served from a shared prefix"),
     _count("preemptions", "times", "how often it lost its blocks"),
     _count("forced_tokens", "tokens", "of the completion: its constraint left no choice of them"),
+    _count("unrun_tokens", "tokens", "of the completion: its end, which the model never ran"),
+    Column("cut", pa.bool_(), "", "whether `max_tokens` or the model's context ended the completion"),
     _seconds("queued_s", "when the engine got it, since the engine started"),
     _seconds("scheduled_s", "when its first step began"),
     _seconds("first_token_s", "when its first token was sampled"),
@@ -441,7 +445,7 @@ PREFIX_COLUMNS: tuple[Column, ...] = (
     _count("tokens", "tokens", "of these, beyond its parent"),
     _count("users", "requests", "requests that begin with it, those of longer prefixes included"),
     _count("saved_tokens", "tokens", "`tokens` × (`users` − 1): what sharing it may save"),
-    _count("cached_tokens", "tokens", "what sharing it saved: of `tokens`, not run by its users"),
+    _count("cached_tokens", "tokens", "what sharing it did save: `saved_tokens` at most"),
     _seconds("device_s", "what running `tokens` took its users together"),
     _text("first_key", "key of its first user, as in `requests`"),
 )

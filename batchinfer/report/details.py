@@ -35,8 +35,8 @@ _STEPS = (
     "sampled_tokens", "padded_tokens", "pairs", "kv_tokens", "copied_tokens", "bytes", "roofline_s",
 )  # fmt: skip
 _REQUESTS = (
-    "engine", "prompt_tokens", "completion_tokens", "cached_tokens", "forced_tokens", "scheduled_s",
-    "first_token_s", "finished_s", "prefix",
+    "engine", "prompt_tokens", "completion_tokens", "cached_tokens", "forced_tokens", "unrun_tokens",
+    "scheduled_s", "first_token_s", "finished_s", "prefix",
 )  # fmt: skip
 
 

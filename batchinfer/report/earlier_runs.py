@@ -32,11 +32,13 @@ STEP_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class EarlierLengths:
-    """Prompts and answers of requests that finished in `runs` earlier runs, in tokens."""
+    """Prompts and answers of requests that finished in `runs` earlier runs, in tokens. `cut`: whether an answer had no
+    room to become longer."""
 
     runs: int
     prompts: NDArray[np.int64]
     answers: NDArray[np.int64]
+    cut: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,10 @@ class EarlierSteps:
 
 
 def earlier_lengths(folder: Path) -> EarlierLengths | None:
-    """Of the newest runs that finished any request; None: there are none. A file that cannot be read is left out."""
+    """Of the newest runs that finished any request; None: there are none. A file that cannot be read is ignored."""
     found = []
     for path in reversed(tables(folder, REQUESTS)):
-        read = _columns(path, ("prompt_tokens", "completion_tokens"), MOST_REQUESTS)
+        read = _columns(path, ("prompt_tokens", "completion_tokens", "cut"), MOST_REQUESTS)
         if read is not None and len(read["prompt_tokens"]):
             found.append(read)
         if len(found) == NEWEST:
@@ -59,7 +61,7 @@ def earlier_lengths(folder: Path) -> EarlierLengths | None:
     if not found:
         return None
     joined = _joined(found)
-    return EarlierLengths(len(found), joined["prompt_tokens"], joined["completion_tokens"])
+    return EarlierLengths(len(found), joined["prompt_tokens"], joined["completion_tokens"], joined["cut"])
 
 
 def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:

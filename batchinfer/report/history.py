@@ -200,7 +200,10 @@ def trends(runs: Sequence[PastRun], limit: int) -> list[tuple[PastRun, float | N
 def verdict(found: Comparison) -> Iterator[str]:
     """What a comparison says, a line at a time."""
     if found.run_id is None:
-        yield f"nothing to compare: no run computed for {seconds(LEAST_S)} or longer"
+        yield (
+            f"speeds are not compared: no finished run computed for {seconds(LEAST_S)} or longer, and those of shorter "
+            "ones say little (forecasts learn from them all the same)"
+        )
     elif found.change is None:
         yield (
             f"{found.run_id} is not compared: {found.before} comparable run{'' if found.before == 1 else 's'} "
@@ -214,7 +217,7 @@ def verdict(found: Comparison) -> Iterator[str]:
         )
     if found.left_out:
         reasons = sorted(found.left_out.items(), key=lambda item: (-item[1], item[0]))
-        yield "left out: " + ", ".join(f"{count(number)} ({reason})" for reason, number in reasons)
+        yield "not used for this: " + ", ".join(f"{count(number)} ({reason})" for reason, number in reasons)
 
 
 def _changed(change: float) -> str:

@@ -290,10 +290,11 @@ def _request_row(
     run_id: str, engine: tuple[int, int], s: RequestSample, rows: int, prefix: int | None
 ) -> tuple[object, ...]:
     counts = (s.prompt_tokens, s.completion_tokens, s.cached_tokens, s.preemptions, s.forced_tokens)
+    ended = s.unrun_tokens, s.cut
     times = (s.queued_s, s.scheduled_s, s.first_token_s, s.finished_s)
     waits = (s.scheduled_s - s.queued_s, s.first_token_s - s.queued_s)
     known = (tpot(s), s.finished_s - s.queued_s, rows, prefix)
-    return (run_id, s.key.hex(), *engine, *counts, *times, *waits, *known, *_NOT_YET)
+    return (run_id, s.key.hex(), *engine, *counts, *ended, *times, *waits, *known, *_NOT_YET)
 
 
 _NOT_YET = (None,) * 6  # what `Details` adds

@@ -141,7 +141,8 @@ class PrefixNodes:
             "tokens": tokens[kept],
             "users": self._users[kept],
             "saved_tokens": (tokens * (self._users - 1))[kept],
-            "cached_tokens": self._cached[kept].astype(np.int64),
+            # a first user that took it from a request further up the order saved something, but not by these sharing it
+            "cached_tokens": np.minimum(self._cached, tokens * (self._users - 1))[kept].astype(np.int64),
             "device_s": self._seconds[kept],
             "first_key": hexadecimal(_fixed(self._keys[kept])),
         }

@@ -16,6 +16,7 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
+from batchinfer.report.expected_output import ExpectedOutput
 from batchinfer.report.units import about, count, short
 from batchinfer.request import StepSample
 from batchinfer.sizes import size
@@ -35,7 +36,6 @@ RATE_WINDOW_S = (
 )
 RATE_SAMPLE_S = 1.0
 RECORD_EVERY_S = 2.0  # for who looks from outside; a record is a small file
-FINISHED_BEFORE_TRUST = 16  # completions before their mean length corrects the expected total
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
@@ -79,11 +79,8 @@ class _Work:
     bytes: int = 0  # of the input files, or of a download
     total_bytes: int | None = None
     prompt_tokens: int | None = None  # None: not a phase of tokens
-    expected_tokens: int = 0  # upper bound of the output
     ran_tokens: int = 0
-    finished: int = 0
-    finished_expected: int = 0
-    finished_actual: int = 0
+    output: ExpectedOutput = field(default_factory=ExpectedOutput)
     marks: deque[tuple[float, int]] = field(default_factory=deque)  # (time, done) within the rate's window
 
     @property
@@ -94,15 +91,12 @@ class _Work:
 
     @property
     def total(self) -> int | None:
-        """What the phase comes to; shrinks as outputs end before the most they may have."""
+        """What the phase comes to. Of answers it is a guess, from those that have ended."""
         if self.phase == "downloading":
             return self.total_bytes
         if self.prompt_tokens is None:
             return self.total_rows
-        left = self.expected_tokens - self.finished_expected
-        if self.finished >= FINISHED_BEFORE_TRUST and self.finished_expected > 0:
-            left = round(left * self.finished_actual / self.finished_expected)
-        return max(self.done, self.prompt_tokens + self.finished_actual + left)
+        return max(self.done, self.prompt_tokens + self.output.total)
 
     @property
     def share(self) -> float | None:
@@ -195,9 +189,8 @@ class Progress:
 
     def running(self, *, rows: int, prompt_tokens: int, expected_tokens: int) -> None:
         """Begin the phase of tokens. `expected_tokens` is the upper bound of the output."""
-        self._begin(
-            _Work("running", total_rows=rows, prompt_tokens=prompt_tokens, expected_tokens=expected_tokens)
-        )
+        output = ExpectedOutput(expected_tokens)
+        self._begin(_Work("running", total_rows=rows, prompt_tokens=prompt_tokens, output=output))
 
     def downloading(self, received: int, total: int) -> None:
         """Begin the phase of a download, of which so many bytes are there already."""
@@ -219,10 +212,12 @@ class Progress:
         work.rows, work.bytes, work.total_bytes = rows, bytes_read, bytes_total
         self.tick()
 
-    def step(self, sample: StepSample) -> None:
-        """An engine step ran. Tokens that a prefix saved count as done, recomputed and padded ones do not."""
-        prompt = sample.prefill_tokens - sample.recomputed_tokens + sample.cached_tokens
-        self._current().ran_tokens += prompt + sample.sampled_tokens
+    def step(self, sample: StepSample, engine: int = 0) -> None:
+        """The `engine`-th engine of the run ran a step. Tokens that a prefix saved count as done, recomputed and padded
+        ones do not."""
+        work, said = self._current(), sample.sampled_tokens + sample.forced_tokens
+        work.ran_tokens += sample.prefill_tokens - sample.recomputed_tokens + sample.cached_tokens + said
+        work.output.step(said, sample.running, engine)
         self.tick()
 
     def recorded_by(self, recorder: Recorder | None) -> None:
@@ -239,16 +234,22 @@ class Progress:
         self._errors.update(codes)
 
     def finished(
-        self, *, expected_tokens: int, completion_tokens: int, rows: int = 1, error: str | None = None
+        self,
+        *,
+        expected_tokens: int,
+        completion_tokens: int,
+        rows: int = 1,
+        error: str | None = None,
+        cut: bool = False,
+        engine: int = 0,
     ) -> None:
-        """A request is done that was expected to have up to `expected_tokens`, and serves `rows` rows."""
+        """A request is done that was expected to have up to `expected_tokens`, and serves `rows` rows. `cut`: it had no
+        room for a longer answer."""
         work = self._current()
         if error is not None:
             self._errors[error] += rows
         work.rows += rows
-        work.finished += 1
-        work.finished_expected += expected_tokens
-        work.finished_actual += completion_tokens
+        work.output.finished(expected_tokens, completion_tokens, cut, engine)
         self.tick()
 
     def tick(self) -> None:
@@ -269,6 +270,16 @@ class Progress:
     def left_s(self) -> float | None:
         """Seconds to the end of the phase at its present rate; None: not known."""
         return None if self._work is None else self._work.left_s(self._clock())
+
+    @property
+    def share(self) -> float | None:
+        """How much of the phase is done, 0 … 1; None: not known."""
+        return None if self._work is None else self._work.share
+
+    @property
+    def output(self) -> ExpectedOutput | None:
+        """What is known of the answers' lengths; None where no phase of tokens is under way."""
+        return None if self._work is None or self._work.prompt_tokens is None else self._work.output
 
     def note(self, text: str) -> None:
         """Lines of their own, above the bar; also where progress itself is quiet."""

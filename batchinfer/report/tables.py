@@ -82,7 +82,9 @@ class RunFacts:
     forecast_s: float | None = None
     forecast_steps: int | None = None
     forecast_prompt_tokens: int | None = None
+    forecast_recomputed_tokens: int | None = None
     forecast_output_tokens: int | None = None
+    forecast_revised_s: float | None = None
     forecast_mfu: float | None = None
     forecast_mbu: float | None = None
     forecast_full_graph_steps: int | None = None

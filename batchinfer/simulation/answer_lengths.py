@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.request import Request
+from batchinfer.simulation.survival import Survival
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerLengths:
-    """Answers are as long as those of earlier prompts of about the same length; without any, as long as they may be.
+    """Answers become as long as those of earlier prompts of about the same length; without any, as long as they may.
 
-    A request takes the length of one of the earlier ones whose
-    prompts have as many bits, chosen by its key: so a job's forecast is the same each time, and as widely
-    spread as its answers were.
+    The requests of a job get lengths that are spread as those of the earlier answers were, evenly and in the order of
+    their keys: a job's forecast is the same each time, and in whichever order the job runs.
     """
 
-    _by_size: dict[int, NDArray[np.int64]]  # answers' tokens, by the bits of their prompts' length
+    _by_size: Mapping[int, Survival]  # by the bits of the prompts' length
 
     @classmethod
-    def of(cls, prompts: NDArray[np.int64], answers: NDArray[np.int64]) -> AnswerLengths:
-        """From the tokens of earlier requests' prompts and answers."""
+    def of(
+        cls, prompts: NDArray[np.int64], answers: NDArray[np.int64], cut: NDArray[np.bool_]
+    ) -> AnswerLengths:
+        """From the tokens of earlier requests' prompts and answers, and whether the answers were cut."""
         sizes = np.array([int(prompt).bit_length() for prompt in prompts], np.int64)
-        return cls({int(size): answers[sizes == size] for size in np.unique(sizes)})
+        found = {
+            int(size): Survival.of(answers[sizes == size], cut[sizes == size]) for size in np.unique(sizes)
+        }
+        return cls({size: survival for size, survival in found.items() if survival is not None})
 
     @classmethod
     def unknown(cls) -> AnswerLengths:
         """Every answer is as long as it may be."""
         return cls({})
 
-    def of_request(self, request: Request) -> int:
-        """Tokens of its answer, the one that ends it included; at most its max_tokens."""
-        most = request.params.max_tokens
-        known = request.params.ignore_eos and not (request.params.stop or request.params.stop_token_ids)
-        if known or not self._by_size:
-            return most
-        size = len(request.prompt).bit_length()
-        nearest = min(self._by_size, key=lambda other: abs(other - size))
-        alike = self._by_size[nearest]
-        chosen = int(alike[int.from_bytes(request.key[:8], "little") % len(alike)])
-        return min(most, max(1, chosen))
+    @property
+    def are_known(self) -> bool:
+        """Whether any earlier answer tells."""
+        return bool(self._by_size)
+
+    def of_requests(self, requests: Iterable[Request]) -> dict[bytes, int]:
+        """By key, the tokens of the answer, the one that ends it included; at most the request's max_tokens."""
+        found: dict[bytes, int] = {}
+        guessed: dict[int, list[Request]] = {}
+        for request in requests:
+            if request.params.has_known_length or not self._by_size:
+                found[request.key] = request.params.max_tokens
+            else:
+                guessed.setdefault(self._nearest(len(request.prompt)), []).append(request)
+        for size, alike in guessed.items():
+            survival, number = self._by_size[size], len(alike)
+            for place, request in enumerate(sorted(alike, key=lambda one: one.key)):
+                share = (place + 0.5) / number
+                found[request.key] = max(1, survival.length(share, request.params.max_tokens))
+        return found
+
+    def _nearest(self, prompt: int) -> int:
+        """Which of the sizes that are known is nearest to that of a prompt of so many tokens."""
+        size = prompt.bit_length()
+        return min(self._by_size, key=lambda other: abs(other - size))

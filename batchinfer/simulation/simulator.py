@@ -57,6 +57,11 @@ class Simulated:
     eager_tokens: int = 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that the model runs, each once: without those that it runs again after a preemption."""
+        return self.prefill_tokens - self.recomputed_tokens
+
+    @property
     def tokens(self) -> int:
         """All that the model runs."""
         return self.prefill_tokens + self.decode_tokens
@@ -133,8 +138,8 @@ def simulated_steps(
 def _counted(request: Request) -> Request:
     """The request with what decides how long its answer may be, and whether that is known, and nothing else."""
     params = request.params
-    known = params.ignore_eos and not (params.stop or params.stop_token_ids or params.constraint)
-    return replace(request, params=SamplingParams(max_tokens=params.max_tokens, ignore_eos=known))
+    counted = SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.has_known_length)
+    return replace(request, params=counted)
 
 
 def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:

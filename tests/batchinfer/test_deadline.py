@@ -82,7 +82,7 @@ def test_it_is_said_once_that_it_will_be_missed() -> None:
     found.look(1570.0)
     found.look(2000.0)
     assert [line.split("; ")[0] for line in said] == [
-        "the deadline (2026-06-01 12:17) will be missed, by about 10 min at the present rate"
+        "the deadline (2026-06-01 12:17) will be missed by about 10 min at the present rate"
     ]
 
 
@@ -92,6 +92,19 @@ def test_what_the_forecast_has_said_is_not_said_again() -> None:
     clock.go(200)
     found.look(600.0)
     assert not said
+
+
+def test_an_upper_bound_is_no_last_word() -> None:
+    """Answers may become shorter than the forecast took them to be: only the run then says that it is too late."""
+    clock, said = Clock(), list[str]()
+    deadline = Deadline(NOON + timedelta(seconds=100), 100.0, 800.0, upper_bound=True)
+    assert "12 min after it if every answer becomes as long as its max_tokens" in deadline.text
+    found = DeadlineWatch(deadline, said.append, clock)
+    clock.go(FIRST_LOOK_S)
+    found.look(50.0)
+    assert not said
+    found.look(80.0)
+    assert len(said) == 1
 
 
 def test_answers_count_until_then() -> None:
@@ -118,7 +131,7 @@ def moment(seconds: float) -> str:
 
 
 def test_plan_says_whether_it_will_be_met(tmp_path: Path, model: Path, slow_machine: None) -> None:
-    for wanted, words in ((1e6, "will be met with"), (1.0, "will be missed by")):
+    for wanted, words in ((1e6, "forecast to finish at least"), (1.0, "its max_tokens; the run tells")):
         job = load_job(write_job(tmp_path, model, people(30), deadline=moment(wanted)))
         found = forecast_job(job, lambda at: None, lambda line: None)
         assert found.forecast is not None

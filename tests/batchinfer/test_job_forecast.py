@@ -89,7 +89,7 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
         "bad_json 1",
         "1 duplicate",
         "0 answers stored already, 37 to run",
-        "at the least",
+        "steps at the hardware's peaks",
     ):
         assert words in said
     assert not (tmp_path / "out").exists(), "nothing was run or written"
@@ -233,7 +233,7 @@ def test_of_a_large_job_a_part_is_simulated(
     assert part is not None
     assert part.seconds is not None
     assert 0 < part.simulated < 0.6
-    assert "simulated for" in text(found)
+    assert "extrapolated from simulating" in text(found)
     assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.02)
     assert part.run.flops == pytest.approx(whole.run.flops, rel=0.05)
     assert part.seconds == pytest.approx(whole.seconds, rel=0.05)
@@ -249,7 +249,7 @@ def test_a_run_has_the_forecast_that_plan_showed(tmp_path: Path, model: Path, kn
     facts = {
         "forecast_s": before.seconds,
         "forecast_steps": before.run.steps,
-        "forecast_prompt_tokens": before.run.prefill_tokens,
+        "forecast_prompt_tokens": before.run.prompt_tokens,
         "forecast_output_tokens": before.run.sampled_tokens,
         "forecast_mfu": before.mfu,
         "forecast_mbu": before.mbu,
@@ -321,16 +321,19 @@ def request(key: int, prompt: int, **params: Any) -> Request:
     return Request(key.to_bytes(32, "little"), np.zeros(prompt, np.int32), SamplingParams(**params))
 
 
-def test_lengths_are_drawn_from_prompts_of_about_the_same_length() -> None:
+def test_lengths_are_spread_as_those_of_prompts_of_about_the_same_length() -> None:
     prompts = np.array([10, 11, 12, 100, 101, 102])
     answers = np.array([1, 2, 3, 50, 60, 70])
-    known = AnswerLengths.of(prompts, answers)
-    short = {known.of_request(request(key, 9, max_tokens=100)) for key in range(30)}
-    long = {known.of_request(request(key, 3000, max_tokens=100)) for key in range(30)}
-    assert (short, long) == ({1, 2, 3}, {50, 60, 70})
-    assert known.of_request(request(1, 100, max_tokens=20)) == 20
-    assert known.of_request(request(1, 9, max_tokens=20, ignore_eos=True)) == 20
-    assert AnswerLengths.unknown().of_request(request(1, 9, max_tokens=20)) == 20
+    known = AnswerLengths.of(prompts, answers, np.zeros(6, bool))
+
+    def lengths(prompt: int, **params: Any) -> list[int]:
+        return sorted(known.of_requests(request(key, prompt, **params) for key in range(30)).values())
+
+    assert lengths(9, max_tokens=100) == [1] * 10 + [2] * 10 + [3] * 10
+    assert lengths(3000, max_tokens=100) == [50] * 10 + [60] * 10 + [70] * 10
+    assert set(lengths(100, max_tokens=20)) == {20}
+    assert set(lengths(9, max_tokens=20, ignore_eos=True)) == {20}
+    assert set(AnswerLengths.unknown().of_requests([request(1, 9, max_tokens=20)]).values()) == {20}
 
 
 @pytest.mark.parametrize("cores", [2, None])
@@ -395,7 +398,7 @@ def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> N
         pa.table({"prompt_tokens": [5]}), table_path(tmp_path, REQUESTS, "20261111T000000Z-0000000")
     )
     assert earlier_lengths(tmp_path) is None
-    whole = pa.table({"prompt_tokens": [5], "completion_tokens": [9]})
+    whole = pa.table({"prompt_tokens": [5], "completion_tokens": [9], "cut": [False]})
     pq.write_table(whole, table_path(tmp_path, REQUESTS, "20261109T000000Z-0000000"))
     found = earlier_lengths(tmp_path)
     assert found is not None

@@ -53,5 +53,5 @@ def test_an_order_that_cannot_be_written_leaves_the_usual_one(monkeypatch: pytes
     chosen = order_choice.settle_order(SimpleNamespace(plan=None, machine=h100(SEQS)), None)
     assert chosen.policy is OrderPolicy.DEPTH_FIRST
     assert "blended" in chosen.why
-    assert order_line(chosen) == (f"order: depth-first, {chosen.why}: blended 1 s",)
+    assert order_line(chosen) == (f"order: depth-first ({chosen.why}): blended 1 s",)
     assert "no space left" in chosen.why

@@ -166,7 +166,9 @@ def _known_from(row: RunRow) -> str:
         return ""
     runs = row["forecast_answers_from"]
     lengths = (
-        f"those of {count(runs)} earlier run{'s' if runs > 1 else ''}" if runs else "as long as they may be"
+        f"those of {count(runs)} earlier run{'s' if runs > 1 else ''}"
+        if runs
+        else "as long as their max_tokens"
     )
     basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
     return f" The times of steps were known from {basis}; answers were taken to be {'like ' if runs else ''}{lengths}."

@@ -34,7 +34,12 @@ def past_runs(run: ReportedRun) -> PageSection:
     title = "Beside earlier runs"
     rows = run.fetch(_RUNS, [run.row["run_id"]])[::-1]
     if len(rows) < 2:
-        return PageSection("runs", title, "Nothing to show: no earlier run of this job computed anything.")
+        return PageSection(
+            "runs",
+            title,
+            "Nothing to show: fewer than two runs of the whole job have computed anything so far. Trials (`--limit`) "
+            "are not shown here; forecasts learn from them all the same.",
+        )
     options = {"category": "started", "lines": [{"y": "tokens_per_s"}], "unit": "tokens/s", "zero": True}
     chart = Chart("curves", "A line of tokens a second over the runs of the job", options)
     text = (

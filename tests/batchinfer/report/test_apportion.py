@@ -160,6 +160,7 @@ def test_a_request_that_ran_nothing_gets_nothing_however_much_ran_before() -> No
         "cached_tokens": np.array([0.0, 5.0]),
         "completion_tokens": np.array([3.0, 0.0]),
         "forced_tokens": np.zeros(2),
+        "unrun_tokens": np.ones(2),
         "scheduled_s": np.array([0.0, 1.5]),
         "first_token_s": np.array([1.0, 1.5]),
         "finished_s": np.array([3.0, 1.5]),

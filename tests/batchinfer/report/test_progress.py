@@ -8,11 +8,13 @@ import re
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.report.progress import FINISHED_BEFORE_TRUST, Progress
+from batchinfer.report.expected_output import FEWEST
+from batchinfer.report.progress import Progress
 from tests.batchinfer.screen import lines_on
 
 
@@ -87,7 +89,7 @@ def test_the_total_shrinks_as_outputs_end_early(clock: Clock, step: Any) -> None
     stream = io.StringIO()
     progress = Progress(stream, clock=clock)
     progress.running(rows=100, prompt_tokens=1000, expected_tokens=100 * 50)
-    for _ in range(FINISHED_BEFORE_TRUST):
+    for _ in range(FEWEST):
         progress.finished(expected_tokens=50, completion_tokens=10)
     clock.now += 6
     progress.step(step(prefill_tokens=500, recomputed_tokens=0, cached_tokens=0, sampled_tokens=0))
@@ -267,3 +269,32 @@ def test_an_empty_job_divides_by_nothing(clock: Clock) -> None:
 def test_counting_before_a_phase_is_refused(clock: Clock) -> None:
     with pytest.raises(ValueError, match="no phase"):
         Progress(io.StringIO(), clock=clock).rows(1)
+
+
+@pytest.mark.parametrize("kind", ["constant", "geometric"])
+def test_the_first_answers_tell_of_all(clock: Clock, step: Any, kind: str) -> None:
+    """2,000 answers that may have 96 tokens have 30; 64 at a time are in work. As soon as 64 have ended the total is
+    guessed, though those that end first are the shortest: 64 of a geometric distribution are off by an eighth."""
+    rng = np.random.default_rng(2)
+    lengths = {"constant": np.full(2000, 30), "geometric": np.minimum(96, rng.geometric(1 / 30, 2000))}[
+        kind
+    ].tolist()
+    progress = Progress(None, clock=clock)
+    progress.running(rows=2000, prompt_tokens=1, expected_tokens=2000 * 96)
+    waiting, running, first = list(lengths), list[list[int]](), None
+    while (waiting or running) and first is None:
+        clock.now += 0.1
+        while waiting and len(running) < 64:
+            running.append([waiting.pop(), 0])
+        for row in running:
+            row[1] += 1
+        ended = [row for row in running if row[0] == row[1]]
+        running = [row for row in running if row[0] > row[1]]
+        progress.step(step(sampled_tokens=len(ended) + len(running), running=len(running)))
+        for length, _ in ended:
+            progress.finished(expected_tokens=96, completion_tokens=length, cut=length == 96)
+        output = progress.output
+        assert output is not None
+        if output.ended >= 64:
+            first = output.total
+    assert first == pytest.approx(sum(lengths), rel=0.01 if kind == "constant" else 0.25)

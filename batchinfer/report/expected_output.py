@@ -1,0 +1,100 @@
+"""How many output tokens a run comes to, guessed from the answers that have ended so far."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchinfer.simulation.survival import Survival
+
+FEWEST = 16  # answers that ended by themselves: fewer say too little
+AGAIN = 1.05  # the guess is made anew when so many times as many answers have ended
+
+
+@dataclass(slots=True)
+class _InWork:
+    """When the rows that one engine has in work began, in steps: an answer gets about a token a step."""
+
+    steps: int = 0
+    began: list[int] = field(default_factory=list)  # ascending
+
+    def step(self, running: int) -> None:
+        self.steps += 1
+        self.began += [self.steps] * (running - len(self.began))
+
+    def finished(self, tokens: int) -> None:
+        """Remove a row whose answer has so many tokens: the one that began about so many steps ago."""
+        if self.began:
+            del self.began[min(bisect_left(self.began, self.steps - tokens), len(self.began) - 1)]
+
+
+class ExpectedOutput:
+    """Counts a run's answers, and estimates what they come to.
+
+    The first answers to end are the short ones. The guess therefore counts those that still run, too, as at least as
+    long as they are by now; see Survival.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        """`most`: tokens of all answers, at most."""
+        self.ended = 0  # answers that ended by themselves
+        self._most, self._most_of_finished = most, 0
+        self._said = self._finished = 0  # tokens of all answers, and of those that have finished
+        self._lengths: Counter[int] = Counter()  # of the answers that ended by themselves
+        self._cut: Counter[int] = Counter()
+        self._bounds: Counter[int] = Counter()  # the most tokens of each answer that has finished
+        self._in_work: dict[int, _InWork] = {}  # of each engine
+        self._share, self._seen = (
+            1.0,
+            0,
+        )  # what answers have of their most; how many had ended when that was guessed
+
+    def step(self, tokens: int, running: int, engine: int) -> None:
+        """So many tokens were given to answers, by an engine that has so many rows in work."""
+        self._said += tokens
+        self._in_work.setdefault(engine, _InWork()).step(running)
+
+    def finished(self, most: int, tokens: int, cut: bool, engine: int) -> None:
+        """An engine has finished an answer that may have had `most` tokens."""
+        if engine in self._in_work:
+            self._in_work[engine].finished(tokens)
+        (self._cut if cut else self._lengths)[tokens] += 1
+        self._bounds[most] += 1
+        self.ended += not cut
+        self._finished += tokens
+        self._most_of_finished += most
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether enough answers have ended to guess from."""
+        return self.ended >= FEWEST
+
+    @property
+    def total(self) -> int:
+        """Tokens of all answers; at most, as long as too few have ended."""
+        left = self._most - self._most_of_finished
+        if self.is_guess and self.ended >= AGAIN * self._seen:
+            self._share, self._seen = self._guessed(), self.ended
+        return self._finished + round(left * self._share)
+
+    def _guessed(self) -> float:
+        cut = self._cut + self._unfinished()
+        survival = Survival.of_counts(*_ascending(self._lengths), *_ascending(cut))
+        if survival is None:
+            return 1.0
+        most = sum(bound * times for bound, times in self._bounds.items())
+        return sum(survival.mean(bound) * times for bound, times in self._bounds.items()) / max(1, most)
+
+    def _unfinished(self) -> Counter[int]:
+        """The tokens that answers in work have by now, as far as steps tell; their sum is known."""
+        ages = [one.steps - began for one in self._in_work.values() for began in one.began]
+        times = max(0, self._said - self._finished) / max(1, sum(ages))
+        return Counter(round(age * times) for age in ages)
+
+
+def _ascending(counts: Counter[int]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
+    lengths = np.array(sorted(counts), np.int64)
+    return lengths, np.array([counts[length] for length in lengths.tolist()], np.int64)
