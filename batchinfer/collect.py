@@ -13,7 +13,7 @@ from batchinfer.launch.messages import WorkDone
 from batchinfer.plan.plan import Window
 from batchinfer.report.meter import Meter
 from batchinfer.report.progress import Progress
-from batchinfer.request import Completion, Request
+from batchinfer.request import JSON_CONSTRAINTS, Completion, Request
 from batchinfer.revised_forecast import RevisedForecast
 
 
@@ -34,7 +34,7 @@ class Collector:
         meter: Meter,
         progress: Progress,
         budget: Budget,
-        check: AnswerCheck | None = None,
+        check: AnswerCheck,
         deadline: DeadlineWatch | None = None,
         revised: RevisedForecast | None = None,
     ) -> None:
@@ -42,6 +42,7 @@ class Collector:
         self._check = check
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
         self._in_flight: dict[bytes, _Expected] = {}
+        self._of_json: set[bytes] = set()  # requests in flight whose answers are JSON
         self._errors = budget.already
         self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
 
@@ -49,13 +50,14 @@ class Collector:
         """These requests go to the engine now."""
         self._meter.planned(requests)
         columns = (window.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
+        self._of_json.update(one.key for one in requests if one.params.constraint in JSON_CONSTRAINTS)
         self._in_flight.update(
             zip(window.keys, map(_Expected._make, zip(*columns, strict=True)), strict=True)
         )
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""
-        completions = self._check.checked(done.completions) if self._check else done.completions
+        completions = self._checked(done.completions)
         self._store.append(completions)
         for step in done.steps:
             self._meter.step(step, done.engine, done.replica)
@@ -67,6 +69,13 @@ class Collector:
         for completion in completions:
             self._count(completion, completion.key in cut, done.engine)
         self._store.maybe_commit()
+
+    def _checked(self, completions: Sequence[Completion]) -> list[Completion]:
+        """The completions, those that are JSON checked."""
+        of_json = [one for one in completions if one.key in self._of_json]
+        checked = {one.key: one for one in self._check.checked(of_json)} if of_json else {}
+        self._of_json.difference_update(checked)
+        return [checked.get(one.key, one) for one in completions]
 
     def enough(self) -> bool:
         """No result can come of it any more, and none was asked for."""

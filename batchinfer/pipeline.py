@@ -371,7 +371,7 @@ class _Run:
         if index.error_rows:
             self.progress.failed(dict(summarise_errors(index.index_parts).codes))
         columns, budget = self.setup.columns, budget.starting_at(index.error_rows)
-        check = None if columns is None else AnswerCheck(columns, self.tokenizer)
+        check = AnswerCheck(columns, self.tokenizer)
         collector = Collector(store, meter, self.progress, budget, check, self.deadline, self.revised)
         for line in self.checkpoint.notices:
             self.notice(line)

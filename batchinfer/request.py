@@ -146,7 +146,8 @@ MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
-CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
+JSON_CONSTRAINTS = ("json_schema", "json_object")
+CONSTRAINTS = (*JSON_CONSTRAINTS, "regex", "choice", "grammar")
 # What the numbers of SamplingParams may be, wherever they come from: job file, column, OpenAI request
 BOUNDS: Mapping[str, Bounds] = {
     "max_tokens": Bounds(1, INT32_MAX),

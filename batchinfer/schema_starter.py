@@ -11,7 +11,7 @@ from typing import Any
 from batchinfer.data.prompts.answer_bound import Unbounded, most_tokens
 from batchinfer.data.prompts.constraint_check import constraint_problem
 from batchinfer.data.prompts.generated_schema import parsed_schema
-from batchinfer.data.prompts.narrow_values import BadSchema
+from batchinfer.data.prompts.schema_problem import BadSchema
 from batchinfer.data.prompts.schema_references import References, UnknownReference
 from batchinfer.data.results.schema_columns import NoColumns, schema_columns
 from batchinfer.errors import InputCorrupt, InputMissing

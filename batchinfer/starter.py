@@ -12,7 +12,9 @@ from batchinfer.hub import CONFIG, ModelName, find_snapshot, missing_files
 from batchinfer.job.template import ORDERS, QUESTIONS, init_files
 from batchinfer.schema_starter import SchemaFile
 
-_SHIPPED = Path(__file__).parent / "quickstart_model"  # a copy of the quickstart's model; in a clone, a link to it
+_SHIPPED = (
+    Path(__file__).parent / "quickstart_model"
+)  # a copy of the quickstart's model; in a clone, a link to it
 
 
 @dataclass(frozen=True, slots=True)

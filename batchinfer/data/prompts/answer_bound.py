@@ -13,8 +13,8 @@ from decimal import Decimal
 from typing import Any
 
 from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema
-from batchinfer.data.prompts.narrow_values import BadSchema
 from batchinfer.data.prompts.patterns.width import NoWidth, in_json, pattern_width, plain
+from batchinfer.data.prompts.schema_problem import BadSchema
 from batchinfer.data.prompts.schema_references import References, UnknownReference
 from batchinfer.request import INT32_MAX, SamplingParams
 

@@ -15,11 +15,13 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from batchinfer.data.input.json_text import written
 from batchinfer.data.prompts.constraint_wording import faulty_place, shown
 from batchinfer.data.prompts.generated_schema import generated_schema, parsed_schema, subschemas
-from batchinfer.data.prompts.narrow_values import BadSchema
 from batchinfer.data.prompts.patterns.engine_syntax import engine_pattern
 from batchinfer.data.prompts.patterns.schemas import translate_patterns
+from batchinfer.data.prompts.schema_closing import has_further_names
+from batchinfer.data.prompts.schema_problem import BadSchema
 from batchinfer.request import SamplingParams
 
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -40,7 +42,13 @@ _AMBIGUOUS = LLParserLimits(
 CHECK_STACK_BYTES = 4 << 20
 STACK_BYTES = 4 * CHECK_STACK_BYTES
 # JSON as Python's json.dumps writes it, which models have seen most
-_WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_WRITTEN: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+# Without \\u each character has one spelling, and a name that is taken cannot come again in another one
+_ONE_SPELLING: Any = {**_WRITTEN, "json_allowed_escapes": 'nrbtf\\"'}
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -122,7 +130,7 @@ def _place(params: SamplingParams) -> str:
 
 
 def _of_part(schema: Any) -> str | None:
-    return _problem(SamplingParams(json_schema=json.dumps(schema)))
+    return _problem(SamplingParams(json_schema=written(schema)))
 
 
 def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:
@@ -146,7 +154,8 @@ def _of_schema(text: str) -> str:
         raise BadSchema("the schema is false, which no answer can follow; write what answers look like")
     schema = {} if schema is True else generated_schema(schema)
     translate_patterns(subschemas(schema))
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WRITTEN)
+    overrides = _ONE_SPELLING if any(map(has_further_names, subschemas(schema))) else _WRITTEN
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
 
 
 def _of_object(_: bool) -> str:

@@ -11,7 +11,7 @@ from batchinfer.request import CONSTRAINTS, TokenIds
 # The version of how constraints are read: generated_schema.py and what it imports, and grammar.py. Raise it with a
 # change after which an answer that was stored before may not follow its constraint, or not be what the documentation
 # says. A release of llguidance alone is no such change: answers that it let through follow the constraint, and stay.
-CONSTRAINT_RULES = 1
+CONSTRAINT_RULES = 2
 # As a parameter's name stands in JSON; within a text its quotes would be escaped
 _CONSTRAINED = tuple(f'"{name}":' for name in CONSTRAINTS)
 

@@ -13,7 +13,7 @@ from typing import Any
 from batchinfer.data.input.json_text import written
 from batchinfer.data.input.rows import RowProblem, kind_of
 from batchinfer.data.prompts.generated_schema import parsed_schema
-from batchinfer.data.prompts.narrow_values import BadSchema
+from batchinfer.data.prompts.schema_problem import BadSchema
 from batchinfer.request import (
     BOUNDS,
     CONSTRAINTS,
@@ -225,9 +225,10 @@ def _text(name: str, value: Any) -> str:
 
 
 def _choice(name: str, value: Any) -> tuple[str, ...]:
-    """None of them: no constraint."""
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
         raise _bad(name, "must be a list of texts, none of them empty")
+    if not value:
+        raise _bad(name, "is an empty list, so that no answer can follow it; list its texts, or write null")
     return tuple(value)
 
 

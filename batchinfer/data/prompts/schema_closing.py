@@ -8,19 +8,10 @@ from typing import Any
 from batchinfer.data.prompts.schema_references import References, UnknownReference
 
 _LISTS = ("allOf", "anyOf", "oneOf")
-_SINGLE = ("not", "if", "then", "else")  # with a schema beside them that they are about
 _OF_OBJECTS = frozenset(
     ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
 )
-_OPENS = frozenset(
-    (
-        "additionalProperties",
-        "patternProperties",
-        "minProperties",
-        "unevaluatedProperties",
-        "dependentSchemas",
-    )
-) | {*_LISTS, *_SINGLE, "$ref"}
+_OPENS = frozenset(("additionalProperties", "patternProperties", "minProperties", *_LISTS, "$ref"))
 _MOST_BRANCHES = 100  # of a oneOf that are compared each with each
 _MOST_TURNS = 8  # of the search for branches that stay open because others do
 _TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
@@ -36,13 +27,19 @@ def closable(schema: dict[str, Any]) -> bool:
     return isinstance(required, list) and all(isinstance(n, str) and n in properties for n in required)
 
 
+def has_further_names(schema: dict[str, Any]) -> bool:
+    """Whether it names properties, and an object under it may have others."""
+    named = any(schema.get(keyword) for keyword in ("properties", "patternProperties", "required"))
+    return named and schema.get("additionalProperties") is not False
+
+
 def in_company(schemas: Iterable[dict[str, Any]], references: References) -> set[int]:
     """The ids of the schemas that an object has to follow together with another one."""
     pending: list[Any] = []
     for one in schemas:
-        combined = [keyword for keyword in (*_LISTS, *_SINGLE, "$ref", "dependentSchemas") if keyword in one]
+        combined = [keyword for keyword in (*_LISTS, "$ref") if keyword in one]
         several = len(combined) > 1 or bool(combined and _OF_OBJECTS & one.keys())
-        if several or {*_SINGLE, "dependentSchemas"} & one.keys() or _count(one.get("allOf")) > 1:
+        if several or _count(one.get("allOf")) > 1:
             pending += _in_place(one, references)
     return _reached(pending, lambda one: _in_place(one, references))
 
@@ -79,9 +76,6 @@ def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
     """The schemas that apply to the same value."""
     for keyword in _LISTS:
         yield from found if isinstance(found := schema.get(keyword), list) else ()
-    for keyword in _SINGLE:
-        yield schema.get(keyword)
-    yield from found.values() if isinstance(found := schema.get("dependentSchemas"), dict) else ()
     if "$ref" in schema:
         yield _target(schema, references)
 

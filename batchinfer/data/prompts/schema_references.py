@@ -23,9 +23,9 @@ class References:
             raise UnknownReference(f"its $ref {str(reference)[:100]!r} names another document")
         pointer = unquote(reference[1:])
         if pointer and not pointer.startswith("/"):
-            if pointer in self._anchors:
-                return self._anchors[pointer]
-            raise _nothing(reference)
+            if (named := self._anchors.get(pointer)) is None:
+                raise _nothing(reference)
+            return named
         found = self._root
         for part in pointer.split("/")[1:]:
             found = _step(found, part.replace("~1", "/").replace("~0", "~"), reference)
@@ -33,14 +33,14 @@ class References:
 
     @cached_property
     def _anchors(self) -> dict[str, Any]:
-        """Read once: a schema may have thousands of them."""
+        """Read once: a schema may have thousands of them. None for a name that stands twice."""
         found: dict[str, Any] = {}
         pending = [self._root]
         while pending:
             schema = pending.pop()
             if isinstance(schema, dict):
                 if isinstance(name := schema.get("$anchor"), str):
-                    found.setdefault(name, schema)
+                    found[name] = None if name in found else schema
                 pending.extend(schema.values())
             elif isinstance(schema, list):
                 pending.extend(schema)

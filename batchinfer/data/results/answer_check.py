@@ -1,9 +1,9 @@
-"""Checks that answers fit their columns, as they arrive: so the errors count while the job runs."""
+"""Checks of JSON answers as they arrive, so that errors count while the job runs: no name twice, a fit for columns."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -17,9 +17,12 @@ from batchinfer.request import Completion, RowError
 CHECK_VERSION = 1
 
 
-def parsed_answer(text: str) -> Any:
-    """The JSON value of an answer, its numbers with all their digits. Raises ValueError, RecursionError."""
-    return json.loads(text, parse_float=_decimal, parse_int=_integer)
+def parsed_answer(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The JSON value of an answer, its numbers with all their digits; `objects` makes one of names and values.
+
+    Raises ValueError, RecursionError.
+    """
+    return json.loads(text, parse_float=_decimal, parse_int=_integer, object_pairs_hook=objects)
 
 
 def _decimal(digits: str) -> Decimal:
@@ -36,11 +39,27 @@ def _integer(digits: str) -> int:
         raise Unfit(f"the answer holds a whole number of {len(digits)} digits") from None
 
 
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object that is read alike by everyone. Which of two equal names counts differs between readers, and a schema
+    cannot keep a grammar from writing an unnamed property twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(place for place, (name, _) in enumerate(pairs) if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise Unfit(
+            f"the answer names property {twice + 1} of an object as one before it; a name may stand once"
+        )
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
-    """Turns answers that their columns cannot hold into errors."""
+    """Turns answers that are no JSON of the one meaning, or that their columns cannot hold, into errors.
 
-    columns: SchemaColumns
+    `columns`: None where answers have none.
+    """
+
+    columns: SchemaColumns | None
     detokenizer: Detokenizer
 
     def checked(self, completions: Sequence[Completion]) -> list[Completion]:
@@ -52,7 +71,9 @@ class AnswerCheck:
         if completion.error is not None:
             return completion
         try:
-            self.columns.check(parsed_answer(text[: completion.text_length]))
+            answer = parsed_answer(text[: completion.text_length], _named_once)
+            if self.columns is not None:
+                self.columns.check(answer)
         except Unfit as error:
             problem = str(error)
         except (ValueError, RecursionError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from batchinfer.data.prompts.narrow_values import BadSchema
 from batchinfer.data.prompts.patterns.engine_syntax import engine_pattern_in_json
 from batchinfer.data.prompts.patterns.source import BadPattern
+from batchinfer.data.prompts.schema_problem import BadSchema
 
 
 def translate_patterns(schemas: Iterable[dict[str, Any]]) -> None:

@@ -36,11 +36,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"json_schema": of(a={"$ref": "#/$defs/no"})},
-        "properties.a: its $ref names #/$defs/no, and there is no such",
+        "properties.a: its $ref '#/$defs/no' names nothing in the schema; correct it",
     ),
     (
         {"json_schema": of(a={"$ref": "http://a/b"})},
-        "properties.a: its $ref names another document, http://a/b",
+        "properties.a: its $ref 'http://a/b",
     ),
     (
         {"json_schema": of(a={"uniqueItems": True})},

@@ -42,7 +42,8 @@ def test_a_malformed_schema_is_refused(schema: Any) -> None:
 def test_integers_have_bounds_that_a_column_holds(kinds: Any) -> None:
     """What pydantic writes for an optional integer, too."""
     narrow = generated_schema({"type": kinds})
-    assert (narrow["minimum"], narrow["maximum"]) == (1 - 10**DIGITS, 10**DIGITS - 1)
+    assert 10 ** (DIGITS - 1) < narrow["maximum"] == int(float(narrow["maximum"])) < 10**DIGITS
+    assert narrow["minimum"] == -narrow["maximum"]
 
 
 def test_numbers_have_no_bounds() -> None:
@@ -71,7 +72,7 @@ ALIKE: list[Any] = [
         "$defs": {"x": {"properties": {"a": {"enum": [1]}}}},
     },
 ]
-RULES = {1: "19c343edbd7075b3ed2df50b35bbfdc577338c97a70e8cdd3c4f904a6787e5aa"}
+RULES = {2: "f262d9ba0bc29b9a12ce96482455f5b82efb4ed5646deb31be019ffae3ac488f"}
 
 
 def test_a_change_of_the_rules_has_a_version() -> None:

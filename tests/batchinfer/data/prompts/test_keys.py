@@ -52,18 +52,18 @@ ROWS: list[tuple[dict[str, Any], str]] = [
 ]
 # These may change with CONSTRAINT_RULES, and only with them.
 CONSTRAINED: list[tuple[dict[str, Any], str]] = [
-    ({"regex": "[0-9]{3}"}, "f231023e18c48ccd00f657c1ad64609a0d6e9ff82df000d2e64f1d9e6e9a443e"),
-    ({"choice": ["yes", "no"]}, "c26f517e3b4ca78cca784b32d54a63ec1e84e9adecb3e0edf34cd6da5fb5e355"),
-    ({"choice": ["no", "yes", "no"]}, "c26f517e3b4ca78cca784b32d54a63ec1e84e9adecb3e0edf34cd6da5fb5e355"),
-    ({"json_object": True}, "2f3e2a3d8a2784d4f49ccc1cd5b0ba3e9241d07f28789178f227e42c13ed46de"),
-    ({"grammar": 'start: "a"'}, "1fed9dc11aa68ce79bdfa254e3a672845ef08b8b4d508bde726f6bbbc82334e3"),
+    ({"regex": "[0-9]{3}"}, "17ee2e6dafe7685b71285881bed5e45f73c94bd235d2945476d7e26edfc366f4"),
+    ({"choice": ["yes", "no"]}, "5e56451b4f92be0ffd32bf445a6f4996881871e78644e3451b881da7bf1b8429"),
+    ({"choice": ["no", "yes", "no"]}, "5e56451b4f92be0ffd32bf445a6f4996881871e78644e3451b881da7bf1b8429"),
+    ({"json_object": True}, "99533851fa7751c4b6d949de0027c44ebe9a4e1acb9af9bc1f203d0f22df4347"),
+    ({"grammar": 'start: "a"'}, "5f6eb6d93e99e57f48c07afe6c0d6852e0112596ea9689b67d522371fb520a5a"),
     (
         {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-        "38ba265c0149af456579f7ebe3f25073444e9c64ca55d1e8e07834024993b1c9",
+        "a1ae6a0fe9ad2c026eb09738ae91486f00fff6f88900d7cc9ce0d69caaa4739a",
     ),
     (
         {"json_schema": '{ "type": "object", "properties": {"a": {"type": "integer"}} }'},
-        "38ba265c0149af456579f7ebe3f25073444e9c64ca55d1e8e07834024993b1c9",
+        "a1ae6a0fe9ad2c026eb09738ae91486f00fff6f88900d7cc9ce0d69caaa4739a",
     ),
 ]
 REQUESTS: list[tuple[dict[str, Any], str]] = [

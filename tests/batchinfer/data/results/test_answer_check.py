@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from batchinfer.data.results.answer_check import AnswerCheck
-from batchinfer.data.results.schema_columns import schema_columns
+from batchinfer.data.results.schema_columns import SchemaColumns, schema_columns
 from batchinfer.request import Completion, RowError
 
 NUMBER = schema_columns({"type": "object", "properties": {"n": {"type": "number"}, "rest": {}}})
@@ -52,3 +52,16 @@ def test_others_stay_as_they_are() -> None:
     failed = RowError("incomplete_output", "policy", "cut")
     given = [answered('{"n": 1.5, "rest": 1e999}'), answered('{"n"', failed), answered("{}")]
     assert AnswerCheck(NUMBER, Utf8()).checked(given) == given
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "\\u0061": 1}}]', '{"": 1, "x": 2, "": 1}']
+)
+@pytest.mark.parametrize("columns", [NUMBER, None])
+def test_a_name_that_stands_twice_in_an_object_is_an_error(text: str, columns: SchemaColumns | None) -> None:
+    """Readers of JSON differ in which of them counts."""
+    (found,) = AnswerCheck(columns, Utf8()).checked([answered(text)])
+    assert found.error is not None
+    assert "a name may stand once" in found.error.message
+    apart = answered('[{"a": 1}, {"a": {"a": 1e9999}}]')
+    assert AnswerCheck(None, Utf8()).checked([apart]) == [apart]

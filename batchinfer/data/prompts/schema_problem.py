@@ -1,0 +1,7 @@
+"""What is raised for a JSON Schema that cannot be used."""
+
+from __future__ import annotations
+
+
+class BadSchema(ValueError):
+    """A schema that cannot be used; the message says why and quotes nothing of it but keywords."""
