@@ -74,9 +74,9 @@ _WORDS = {
     "only in A": "only in A",
     "only in B": "only in B",
     "answer": "answers changed",
-    "error came": "errors that came",
-    "error went": "errors that went",
-    "error changed": "errors that changed",
+    "error came": "new errors",
+    "error went": "errors gone",
+    "error changed": "different errors",
     "column": "column differs",
 }
 

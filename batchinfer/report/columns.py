@@ -78,7 +78,7 @@ _LAUNCHED = {
 def _launches() -> Iterator[Column]:
     """Steps and tokens by the way they were launched, in numbers and shares."""
     for mode, how in _LAUNCHED.items():
-        yield _count(f"{mode}_steps", "steps", f"of `steps`: {how}; null on a CPU")
+        yield _count(f"{mode}_steps", "steps", f"how many of `steps` were {how}; null on a CPU")
         yield _ratio(f"{mode}_steps_share", "their share of `steps`")
     for mode in _LAUNCHED:
         yield _count(f"{mode}_tokens", "tokens", f"run in `{mode}_steps`, recomputed ones included")
@@ -113,9 +113,12 @@ RUN_COLUMNS: tuple[Column, ...] = (
     ),
     _text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: codes of these"),
     Column(
-        "deterministic", pa.bool_(), "", "whether answers were to be the same to the bit whatever else ran"
+        "deterministic",
+        pa.bool_(),
+        "",
+        "whether `engine.deterministic` made answers independent of what else ran",
     ),
-    Column("ops", _TEXTS, "", "implementation that was chosen: `decoder`, and its `linear` layers"),
+    Column("ops", _TEXTS, "", "operators that were chosen, for the `decoder` and for its `linear` layers"),
     _count("replicas", "engines", "engines that shared the work; times of the run are the mean of theirs"),
     _count("threads", "threads", "CPU threads of the operators, of all engines together"),
     Column(
@@ -134,18 +137,18 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "memory bandwidth that MBU is measured against, of all devices used",
     ),
     _text("peak_source", "`measured` on this machine, `datasheet`, or `unknown`"),
-    Column("datasheet_flops_per_s", _REAL, "FLOP/s", "what the maker states, dense, for linear layers"),
+    Column(
+        "datasheet_flops_per_s", _REAL, "FLOP/s", "the maker's figure for linear layers, without sparsity"
+    ),
     Column("datasheet_bytes_per_s", _REAL, "bytes/s", "what the maker states"),
     _count("rows", "rows", "input rows of the job"),
     _count("rows_ok", "rows", "rows with an answer, whichever run computed it"),
     _count("rows_error", "rows", "error rows"),
     Column("error_codes", _COUNTS, "rows", "error rows by `error_code`"),
-    _count(
-        "distinct_requests", "requests", "different pieces of work behind the rows that are no input errors"
-    ),
-    _count("duplicate_rows", "rows", "rows that another row's answer served"),
-    _count("reused_requests", "requests", "pieces of work that were already in the completion store"),
-    _count("computed_requests", "requests", "pieces of work that finished in this run"),
+    _count("distinct_requests", "requests", "distinct requests of the rows without an input error"),
+    _count("duplicate_rows", "rows", "rows that were given the answer of an equal row"),
+    _count("reused_requests", "requests", "requests whose answer was already in the completion store"),
+    _count("computed_requests", "requests", "requests that finished in this run"),
     _count("prompt_tokens_run", "tokens", "prompt tokens run, each once: without recomputation and padding"),
     _count("prefix_saved_tokens", "tokens", "prompt tokens not run because the cache held their prefix"),
     _count(
@@ -161,21 +164,27 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _count(
         "padded_tokens",
         "tokens",
-        "query positions computed for nothing: padding, steps of rows that had ended, rejected drafts",
+        "query positions computed without use: padding, steps of rows that had ended, rejected drafts",
     ),
     _ratio("padding_share", "padded ÷ (prefill + decode + padded) positions"),
     _ratio("recomputed_share", "recomputed ÷ (prefill + decode) tokens"),
     _count("preemptions", "times", "sequences that lost their blocks and were queued again"),
-    _count("constrained_requests", "requests", "of the computed ones: with a constraint, such as a schema"),
-    _count("steered_requests", "requests", "of these: kept from their most likely token at least once"),
+    _count("constrained_requests", "requests", "computed requests that had a constraint, such as a schema"),
     _count(
-        "forced_tokens", "tokens", "output tokens that constraints left no choice of: appended, not sampled"
+        "steered_requests",
+        "requests",
+        "constrained requests whose most likely token was not allowed at least once",
     ),
-    _seconds("mask_s", "of `model_s`: finding out which tokens constraints allow"),
+    _count(
+        "forced_tokens",
+        "tokens",
+        "output tokens that were the only ones a constraint allowed: appended, not sampled",
+    ),
+    _seconds("mask_s", "part of `model_s`: computing which tokens constraints allow"),
     _seconds("compile_s", "compiling constraints"),
     _count("steps", "steps", "engine steps"),
     *_launches(),
-    _seconds("capture_s", "of `engine_wall_s`: capturing graphs; null on a CPU"),
+    _seconds("capture_s", "part of `engine_wall_s`: capturing graphs; null on a CPU"),
     _count("graph_bytes", "bytes", "GPU memory that graphs captured between steps took; null on a CPU"),
     _seconds(
         "startup_s",
@@ -188,43 +197,49 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "operators_build_s",
         "compiling the CPU operators, beside everything until the model is loaded; null where they were there",
     ),
-    _seconds("operators_wait_s", "of `load_s`: while the operators were still being compiled"),
+    _seconds("operators_wait_s", "part of `load_s`: while the operators were still being compiled"),
     _seconds(
         "load_capture_s",
-        "of `load_s`: capturing graphs; of the `replicas` that took longest; null on a CPU",
+        "part of `load_s`: capturing graphs; of the replica that took longest; null on a CPU",
     ),
     _count(
-        "load_graph_bytes", "bytes", "GPU memory that these graphs took, at most in a replica; null on a CPU"
+        "load_graph_bytes", "bytes", "GPU memory of these graphs, in the replica with the most; null on a CPU"
     ),
-    _count("load_free_bytes", "bytes", "GPU memory free once loaded, at least in a replica; null on a CPU"),
+    _count(
+        "load_free_bytes",
+        "bytes",
+        "GPU memory free after loading, in the replica with the least; null on a CPU",
+    ),
     _seconds("engine_s", "computing, as the parent process saw it"),
     _seconds("publish_s", "counting errors, joining and publishing the results"),
     _seconds("close_s", "storing the last answers, ending the worker, writing these tables"),
-    _seconds("other_s", "of `wall_s`: in none of the phases above"),
+    _seconds("other_s", "part of `wall_s`: time time in none of the phases above"),
     _seconds(
         "engine_wall_s",
-        "start of the first step to end of the last, idle time included; of the `replicas` that took longest",
+        "start of the first step to end of the last, idle time included; of the replica that took longest",
     ),
-    _seconds("model_s", "of `engine_wall_s`: inside the model and the sampler"),
-    _seconds("overhead_s", "of `engine_wall_s`: inside a step, outside of model and sampler"),
+    _seconds("model_s", "part of `engine_wall_s`: inside the model and the sampler"),
+    _seconds("overhead_s", "part of `engine_wall_s`: inside a step, outside of model and sampler"),
     _seconds(
         "idle_s",
-        "of `engine_wall_s`: between steps of the same engine, and what a replica had less to do than the longest",
+        "part of `engine_wall_s`: between steps of the same engine, and while other replicas still ran",
     ),
-    _seconds("metering_s", "what measuring all this took: in the engine, for each step, and in the command"),
-    _seconds("wall_load_s", "of `wall_s`: `startup_s` and `load_s`"),
+    _seconds(
+        "metering_s", "time that measuring all this took: in the engine, for each step, and in the command"
+    ),
+    _seconds("wall_load_s", "part of `wall_s`: `startup_s` and `load_s`"),
     _seconds(
         "wall_input_s",
-        "of `wall_s`: `ingest_s`, `plan_s`, and the part of `idle_s` in which the engine had no rows",
+        "part of `wall_s`: `ingest_s`, `plan_s`, and the part of `idle_s` in which the engine had no rows",
     ),
-    _seconds("wall_device_s", "of `wall_s`: `model_s`"),
-    _seconds("wall_host_s", "of `wall_s`: the rest of `engine_s`, and `other_s`"),
-    _seconds("wall_output_s", "of `wall_s`: `publish_s` and `close_s`"),
-    _seconds("device_roofline_s", "of `wall_device_s`: `roofline_s`"),
-    _seconds("device_padding_s", "of `wall_device_s`: padded positions"),
-    _seconds("device_recomputation_s", "of `wall_device_s`: tokens run again after a preemption"),
+    _seconds("wall_device_s", "part of `wall_s`: `model_s`"),
+    _seconds("wall_host_s", "part of `wall_s`: the rest of `engine_s`, and `other_s`"),
+    _seconds("wall_output_s", "part of `wall_s`: `publish_s` and `close_s`"),
+    _seconds("device_roofline_s", "part of `wall_device_s`: `roofline_s`"),
+    _seconds("device_padding_s", "part of `wall_device_s`: padded positions"),
+    _seconds("device_recomputation_s", "part of `wall_device_s`: tokens run again after a preemption"),
     *(
-        _seconds(f"device_{kind}_loss_s", f"of `wall_device_s`: {what}, beyond the roofline")
+        _seconds(f"device_{kind}_loss_s", f"part of `wall_device_s`: {what}, beyond the roofline")
         for kind, what in (
             ("linear", "linear layers and experts"),
             ("attention", "attention"),
@@ -232,7 +247,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
             ("elementwise", "norms, activations and all other operators"),
         )
     ),
-    _seconds("device_other_loss_s", "of `wall_device_s`: what a step takes whatever it runs; the rest"),
+    _seconds("device_other_loss_s", "part of `wall_device_s`: the fixed time of each step, and the rest"),
     _count("flops", "FLOP", "useful floating-point operations by the operators' declared costs"),
     _count("bytes_moved", "bytes", "bytes that had to move by the operators' declared costs"),
     _ratio("mfu", "`flops` ÷ (`engine_wall_s` × `peak_flops_per_s`)"),
@@ -244,23 +259,31 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column("prompt_tokens_per_s", _REAL, "tokens/s", "`prompt_tokens_run` ÷ `engine_wall_s`"),
     Column("output_tokens_per_s", _REAL, "tokens/s", "`output_tokens` ÷ `engine_wall_s`"),
     Column("total_tokens_per_s", _REAL, "tokens/s", "sum of the two above"),
-    *_spread("queue", "engine got the request to its first step's start"),
-    *_spread("ttft", "engine got the request to its first token (offline, mostly waiting)"),
+    *_spread("queue", "from when the engine got the request to the start of its first step"),
+    *_spread(
+        "ttft",
+        "from when the from when the engine got the request to its first token (offline, mostly waiting)",
+    ),
     *_spread("tpot", "seconds per output token after the first, one value a request"),
     *_spread("itl", "gap between two tokens of a sequence, one value a decoded token"),
-    *_spread("latency", "engine got the request to its last token"),
-    Column("energy_j", _REAL, "J", "what the machine took while the engine ran: the sum of the next two"),
+    *_spread("latency", "from when the from when the engine got the request to its last token"),
+    Column(
+        "energy_j", _REAL, "J", "energy that the machine used while the engine ran: the sum of the next two"
+    ),
     Column(
         "cpu_energy_j",
         _REAL,
         "J",
-        "by the counters of its CPUs (RAPL); null: there are none, or root alone may read",
+        "by the counters of its CPUs (RAPL); null where there are none, or only root may read them",
     ),
     Column(
-        "gpu_energy_j", _REAL, "J", "by the GPU's counter (NVML); null: none, or no package `nvidia-ml-py`"
+        "gpu_energy_j",
+        _REAL,
+        "J",
+        "by the GPU's counter (NVML); null where there is none, or no package `nvidia-ml-py`",
     ),
     Column("energy_j_per_token", _REAL, "J/token", "`energy_j` ÷ (`prompt_tokens_run` + `output_tokens`)"),
-    Column("price_per_hour", _REAL, "money/h", "what the machine costs, as the command was told"),
+    Column("price_per_hour", _REAL, "money/h", "price of the machine, as given by `--price-per-hour`"),
     Column("cost", _REAL, "money", "`wall_s` at this price"),
     Column("engine_cost", _REAL, "money", "`engine_wall_s` at this price"),
     Column("forecast_engine_cost", _REAL, "money", "the forecast of `engine_cost`"),
@@ -319,7 +342,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     _seconds("started_s", "start, since the engine started"),
     _seconds("duration_s", "length of the step"),
     _seconds("interval_s", "end of the step before to end of this one; null in an engine's first step"),
-    _seconds("model_s", "of `duration_s`: inside the model and the sampler"),
+    _seconds("model_s", "part of `duration_s`: inside the model and the sampler"),
     _count("prefill_tokens", "tokens", "prompt tokens run, and all tokens run again after a preemption"),
     _count("decode_tokens", "tokens", "output tokens run for the first time, to get the next one"),
     _count("recomputed_tokens", "tokens", "of the prefill tokens: run before, lost to a preemption"),
@@ -328,7 +351,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     _count(
         "padded_tokens",
         "tokens",
-        "query positions computed for nothing: padding, steps of rows that had ended, rejected drafts",
+        "query positions computed without use: padding, steps of rows that had ended, rejected drafts",
     ),
     _count("running", "sequences", "running after scheduling"),
     _count("waiting", "sequences", "waiting after scheduling"),
@@ -341,7 +364,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     _count(
         "forced_tokens", "tokens", "appended behind the step's tokens, because a constraint left no choice"
     ),
-    _seconds("mask_s", "of `model_s`: finding out which tokens constraints allow"),
+    _seconds("mask_s", "part of `model_s`: computing which tokens constraints allow"),
     _seconds("compile_s", "compiling constraints, since the step before"),
     _text("phase", "`prefill`: it ran prompts only; `decode`: no prompts; `mixed`: both"),
     _seconds("scheduled_s", "when its scheduling began: before `started_s` where steps overlap"),
