@@ -76,7 +76,9 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
     if not given:
         yield Finding(("input",), "says neither path nor sql", "give one of the two")
     if len(given) == 2:
-        yield Finding(("input", "sql"), "stands beside path; right would be one of the two", "take one out")
+        yield Finding(
+            ("input", "sql"), "is given together with path; give exactly one of the two", "remove one"
+        )
     if "sql" in given and section.get("format") not in (None, "auto"):
         yield Finding(("input", "format"), "belongs to files (path); a query (sql) has none", "take it out")
     if given == ["path"] and section.get("sql_memory") is not None:
@@ -147,10 +149,10 @@ def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:
 def _prompt_source(section: Mapping[str, Any]) -> Iterator[Finding]:
     given = _given(section, *PROMPT_SOURCES)
     if not given:
-        yield Finding(("prompt",), f"has none of {_SOURCES_TEXT}; right would be exactly one of them")
+        yield Finding(("prompt",), f"has none of {_SOURCES_TEXT}; give exactly one of them")
     for extra in given[1:]:
-        message = f"stands beside {given[0]}; right would be exactly one of {_SOURCES_TEXT}"
-        yield Finding(("prompt", extra), message, "take one out")
+        message = f"is given together with {given[0]}; give exactly one of {_SOURCES_TEXT}"
+        yield Finding(("prompt", extra), message, "remove one")
     if section.get("system") is not None and given and not {"user", "messages"} & set(given):
         message = (
             f"is given, but {given[0]} takes the prompt as it is; a system message goes with user or messages"
@@ -226,7 +228,7 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
     given = [*schemas, *(("sampling", name) for name in CONSTRAINTS if sampling.get(name))]
     for loc in given[1:]:
         first = ".".join(given[0])
-        yield Finding(loc, f"stands beside {first}; right would be one of them", "take one out")
+        yield Finding(loc, f"is given together with {first}; give only one of them", "remove one")
     if not schemas and output.get("column") is not None:
         message = "names the column of answers that output.schema describes, and there is no schema"
         yield Finding(("output", "column"), message, "give output.schema, or take it out")

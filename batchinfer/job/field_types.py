@@ -103,7 +103,7 @@ def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
-        raise ValueError(f"found the text {shorten(text)}; right would be a size such as 512MiB or 4GiB")
+        raise ValueError(f"found the text {shorten(text)}; it must be a size such as 512MiB or 4GiB")
     return size
 
 
@@ -138,7 +138,7 @@ def _pairs(value: object) -> object:
     for at, (parameter, column) in enumerate(given):
         _check_pair(parameter, column)
         if parameter in [name for name, _ in given[:at]]:
-            raise ValueError(f"names {parameter} twice; right would be one column for each parameter")
+            raise ValueError(f"names {parameter} twice; give one column for each parameter")
     return tuple((parameter, column) for parameter, column in given)
 
 
@@ -220,7 +220,7 @@ def _deadline(text: str) -> str:
         deadline_after(text, datetime.now().astimezone())
     except (ValueError, OverflowError):
         raise ValueError(
-            f"found the text {shorten(text)}; right would be a time of day such as 06:00, or a timestamp such as "
+            f"found the text {shorten(text)}; it must be a time of day such as 06:00, or a timestamp such as "
             "2027-01-31T06:00"
         ) from None
     return text

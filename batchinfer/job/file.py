@@ -161,7 +161,7 @@ class _Values:
         loc = tuple(UNUSABLE.sub("\ufffd", key).split("."))
         node, findings = read_yaml(text)
         if not all(loc):
-            message = "names no option; right would be SECTION.KEY=VALUE, as in engine.max_num_seqs=64"
+            message = "names no option; write SECTION.KEY=VALUE, as in engine.max_num_seqs=64"
             findings.append(Finding((), message))
         elif not findings:
             findings += self._lay(loc, node)

@@ -62,7 +62,7 @@ class Variables:
             return "$"
         name, dash, default = inner.partition(":-")
         if not match["end"] or not _NAME.fullmatch(name):
-            message = f"{shorten(match[0])} is no variable; right would be ${{NAME}} or ${{NAME:-default}}"
+            message = f"{shorten(match[0])} is not a variable; write ${{NAME}} or ${{NAME:-default}}"
             return Unexpanded(match.start(), message, "write $$ for a plain dollar sign")
         if name == "date":
             return self.date

@@ -330,7 +330,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     # between fields
     "two inputs": (
         instead("input", "input:", "  path: a.jsonl", "  sql: select 1", "  format: jsonl"),
-        [(5, "input.sql", ("beside path",)), (6, "input.format", ("a query (sql) has none",))],
+        [(5, "input.sql", ("together with path",)), (6, "input.format", ("a query (sql) has none",))],
     ),
     "input values": (
         instead(
@@ -355,7 +355,10 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "three prompt sources": (
         instead("prompt", "prompt:", "  user: a", "  messages: b", "  text: c"),
-        [(6, "prompt.messages", ("beside user",)), (7, "prompt.text", ("beside user", "exactly one"))],
+        [
+            (6, "prompt.messages", ("together with user",)),
+            (7, "prompt.text", ("together with user", "exactly one")),
+        ],
     ),
     "system with a plain text": (
         instead("prompt", "prompt:", "  system: hi", "  token_ids: ids"),
@@ -449,7 +452,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "no variables": (
         instead("name", 'name: "${"', "cache:", '  path: "${a b} ${1x} $${SET}/${SET"'),
         [
-            (1, "name", ("no variable", "$$")),
+            (1, "name", ("is not a variable", "$$")),
             (3, "cache.path", ('"${a b}"', "$$")),
             (3, "cache.path", ('"${1x}"',)),
             (3, "cache.path", ('"${SET"', "$$")),

@@ -202,7 +202,7 @@ MISTAKES = [
     ({"schema_file": "true.json"}, "output.schema_file", "true.json: found true"),
     ({"schema_file": "none.json"}, "output.schema_file", "No such file"),
     ({"schema_file": "rows.jsonl"}, "output.schema_file", "no JSON file"),
-    ({"schema": {}, "schema_file": "rows.jsonl"}, "output.schema_file", "stands beside output.schema"),
+    ({"schema": {}, "schema_file": "rows.jsonl"}, "output.schema_file", "together with output.schema"),
     ({"column": "answer"}, "output.column", "there is no schema"),
 ]
 

@@ -105,7 +105,7 @@ def _unconstrained(params: SamplingParams, given: Mapping[str, Any]) -> Sampling
     """`params` without their constraint where `given` has one. Raises RowProblem for several."""
     named = [name for name in CONSTRAINTS if given.get(name)]
     if len(named) > 1:
-        raise _bad(named[1], f"stands beside {named[0]}; an answer has one constraint")
+        raise _bad(named[1], f"is given together with {named[0]}; an answer can have only one constraint")
     return replace(params, **_NO_CONSTRAINT) if named else params
 
 
