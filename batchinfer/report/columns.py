@@ -6,9 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import pyarrow as pa
+
+from batchinfer.report.column import COUNTS as _COUNTS
+from batchinfer.report.column import REAL as _REAL
+from batchinfer.report.column import TEXTS as _TEXTS
+from batchinfer.report.column import TIME as _TIME
+from batchinfer.report.column import Column
+from batchinfer.report.column import count as _count
+from batchinfer.report.column import ratio as _ratio
+from batchinfer.report.column import seconds as _seconds
+from batchinfer.report.column import spread as _spread
+from batchinfer.report.column import text as _text
 
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched
@@ -23,49 +33,10 @@ BUCKETS = "buckets"
 PREFIXES = "prefixes"
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column. `unit` is empty for names, texts and timestamps."""
-
-    name: str
-    type: pa.DataType
-    unit: str
-    meaning: str
-
-
 def schema_of(columns: Sequence[Column], table: str) -> pa.Schema:
     """The Arrow schema of a table, with the format version in its metadata."""
     metadata = {"batchinfer.table": table, "batchinfer.format": str(TABLE_FORMAT)}
     return pa.schema([pa.field(c.name, c.type) for c in columns], metadata=metadata)
-
-
-_TEXT = pa.string()
-_INT = pa.int64()
-_REAL = pa.float64()
-_TIME = pa.timestamp("us", tz="UTC")
-_TEXTS = pa.map_(pa.string(), pa.string())
-_COUNTS = pa.map_(pa.string(), pa.int64())
-
-
-def _text(name: str, meaning: str) -> Column:
-    return Column(name, _TEXT, "", meaning)
-
-
-def _count(name: str, unit: str, meaning: str) -> Column:
-    return Column(name, _INT, unit, meaning)
-
-
-def _seconds(name: str, meaning: str) -> Column:
-    return Column(name, _REAL, "s", meaning)
-
-
-def _ratio(name: str, meaning: str) -> Column:
-    return Column(name, _REAL, "0…1", meaning)
-
-
-def _spread(stem: str, meaning: str) -> list[Column]:
-    """The three percentile columns of one latency."""
-    return [_seconds(f"{stem}_p{p}_s", f"{meaning}, {p}th percentile") for p in (50, 90, 99)]
 
 
 _LAUNCHED = {
