@@ -33,6 +33,7 @@ SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 
 # Bytes of stack that pass: what ptxas uses for its calls (10.x has some), and up to four values that it puts aside from
 # the beginning of a kernel to its end in order to stay within a count of registers
 STACK_LIMIT = 16
+LOSS = "Potential Performance Loss"  # of ptxas' warnings, whatever it warns of
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ class Compiled:
     shared: int  # bytes a block
     ptx: str  # the assembly on AMD
     sass: str  # empty on AMD
+    losses: tuple[str, ...] = ()  # of speed, that the assembler warns of
 
-    def check(self) -> None:
-        """Nothing spilled, and shared memory within the limit, which the compiler does not check."""
+    def check(self, may_wait: bool = False) -> None:
+        """Nothing spilled, and shared memory within the limit, which the compiler does not check. No product waits for
+        the one before, unless it `may_wait`."""
+        assert may_wait or not self.losses, f"{self.summary()}: {self.losses}"
         assert max(self.stack - STACK_LIMIT, self.local, self.spills) <= 0, self.summary()
         assert self.shared <= SHARED_LIMIT[self.target], self.summary()
 
@@ -114,7 +118,7 @@ class _Worker:
         answer = json.loads(self._process.stdout.readline())
         if "error" in answer:
             raise RuntimeError(answer["error"])
-        return [Compiled(**found) for found in answer["compiled"]]
+        return [Compiled(**{**found, "losses": tuple(found["losses"])}) for found in answer["compiled"]]
 
     def close(self) -> None:
         self._process.kill()
@@ -218,6 +222,31 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
+def _losses(kernel: Any, target: str) -> tuple[str, ...]:
+    """What ptxas says of products that it serialises (C7510 and the like). Triton throws that away, and keeps compiled
+    kernels, so that it is asked again, once a kernel: the answer is kept beside what Triton keeps."""
+    from triton.runtime.cache import get_cache_manager
+
+    if "wgmma.mma_async" not in kernel.asm["ptx"]:
+        return ()
+    kept, name = get_cache_manager(kernel.hash), f"{kernel.metadata.name}.ptxas"
+    path = kept.get_file(name)
+    if path is None:
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(kernel.asm["ptx"])
+            file.flush()
+            said = _ptxas("-v", f"--gpu-name={target}a", file.name, "-o", os.devnull)
+        path = kept.put(said, name, binary=False)
+    return tuple(line for line in Path(path).read_text().splitlines() if LOSS in line)
+
+
+def _ptxas(*arguments: str) -> str:
+    import triton.backends.nvidia as nvidia
+
+    path = Path(nvidia.__file__).parent / "bin" / "ptxas"
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stderr
+
+
 def _described(kernel: Any, target: str) -> Compiled:
     name, shared = kernel.metadata.name, kernel.metadata.shared
     if "cubin" not in kernel.asm:
@@ -231,7 +260,7 @@ def _described(kernel: Any, target: str) -> Compiled:
         sass = _tool("cuobjdump", "--dump-sass", file.name)
     sizes = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", used)}
     memory = (sizes["STACK"], sizes["LOCAL"], 0, shared)
-    return Compiled(name, target, sizes["REG"], *memory, kernel.asm["ptx"], sass)
+    return Compiled(name, target, sizes["REG"], *memory, kernel.asm["ptx"], sass, _losses(kernel, target))
 
 
 def _answer(request: dict[str, Any]) -> list[Compiled]:

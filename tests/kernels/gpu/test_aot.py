@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tests.kernels.gpu.aot import TARGETS, compile_for, compile_launch
+from tests.kernels.gpu.crowded import crowded_product_kernel
 from tests.kernels.gpu.interpreter import fused, to_float8
 from tests.kernels.gpu.pairs import every_pair
 
@@ -81,3 +82,15 @@ def test_a_thinned_sweep_has_each_pair_and_few_cases() -> None:
     assert 12 <= len(cases) <= 14  # of 48
     with pytest.raises(ValueError, match="two axes"):
         every_pair([1, 2])
+
+
+def test_products_that_the_assembler_serialises_are_seen() -> None:
+    """Tensor cores then wait for each product before the next one begins."""
+    types = {"a_ptr": "*bf16:16", "b_ptr": "*bf16:16", "out_ptr": "*fp32:16", "k": "i32:16"}
+    sizes = {"M": 128, "N": 256, "K": 64}
+    for _ in range(2):  # compiled, and found in the cache
+        crowded = compile_for(crowded_product_kernel, types, sizes, "sm_90", num_warps=4, num_stages=3)
+        assert "serialized" in " ".join(crowded.losses)
+        with pytest.raises(AssertionError, match="serialized"):
+            crowded.check()
+    compile_for(crowded_product_kernel, types, {**sizes, "N": 64}, "sm_90", num_warps=4, num_stages=3).check()

@@ -14,6 +14,7 @@ LAUNCH = "tests.kernels.gpu.matmul_cases:launch_way"
 PROCESSORS = 132
 WAYS = ("plain", "int8_weight", "int4_32", "int4_64_zeros", "int4_128", "fp8", "block_fp8", "int8")
 FLOAT8 = ("fp8", "block_fp8")
+WIDENED = ("int8_weight", "int4_32", "int4_64", "int4_64_zeros", "int4_128")
 FEW, MANY = 8, 600
 ALL_ROWS = (FEW, 32, 64, 256, MANY)
 # Outputs, inputs. ODD: no whole tiles, nothing at multiples of 16 bytes. DEEP: of several segments
@@ -27,6 +28,12 @@ MULTIPLIES = {
     "sm_100": (r"\btcgen05\.mma\S*kind::f16", r"\btcgen05\.mma\S*kind::f8f6f4", r"\bmma\.sync\S*\.s8"),
     "gfx942": (r"\bv_mfma_f32\S*_b?f16", None, r"\bv_mfma_i32\S*_i8"),
 }
+
+
+def may_wait(way: str, rows: int) -> bool:
+    """Whether products on compute capability 9.0 are known to run one after the other: of codes that are widened in
+    registers, which no job uses, and of float8 in tiles of few rows, whose time is that of reading the weights."""
+    return way in WIDENED or (way == "fp8" and rows <= 32)
 
 
 def can(target: str, way: str) -> bool:
@@ -48,7 +55,7 @@ def compiled(
     arguments = (way, dtype, rows, *sizes, deterministic, activation, processors)
     found = compile_launch(LAUNCH, arguments, target)
     for kernel in found:
-        kernel.check()
+        kernel.check(may_wait(way, rows))
     (matmul,) = [kernel for kernel in found if kernel.kernel.removeprefix("_coded_") == "matmul_kernel"]
     if dtype != "float32":
         assert_multiplies(matmul, target, way)
@@ -83,6 +90,12 @@ def test_few_and_many_rows(target: str, way: str, rows: int) -> None:
     else:
         with pytest.raises(RuntimeError, match="float8_e4m3fn"):
             compiled(target, way, rows)
+
+
+def test_what_may_wait_does() -> None:
+    """Else the exception has outlived its reason."""
+    for way in ("fp8", "int4_64_zeros"):
+        assert compiled("sm_90", way, FEW).losses
 
 
 @pytest.mark.parametrize("way", ["plain", "int4_64"])
