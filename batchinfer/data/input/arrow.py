@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.ipc_sizes import BadMessage, batch_sizes
 from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
 from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.input.typed_rows import declared_schema, refuse_bomb, row_batch, sliced
+from batchinfer.data.input.typed_rows import declared_schema, row_batch, sliced
+from batchinfer.data.input.unpacked import BombGuard, refuse_bomb
 from batchinfer.data.storage.durable import sha256_of
 from batchinfer.errors import InputCorrupt, OutOfMemory, StorageError
 from batchinfer.memory import available_memory
@@ -40,6 +42,7 @@ class ArrowReader:
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
         self._columns = options.columns
+        self._valid: dict[tuple[int | None, ...], pa.Array] = {}
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
@@ -52,10 +55,11 @@ class ArrowReader:
         first, before = 0, self._file.opened()
         with self._opened() as (raw, expected):
             self._check_sizes(raw)
+            self._measure(raw)
             with self._stream(raw) as stream:
                 names = self._names(stream.schema)
                 for batch in self._decoded(stream, expected):
-                    for part in self._parts(batch.select(names)):
+                    for part in self._small_parts(batch.select(names)):
                         yield row_batch(self._file.name, part, first, raw.tell())
                         first += part.num_rows
         self.sha256 = sha256_of(Path(self._file.path))
@@ -93,10 +97,24 @@ class ArrowReader:
 
     def _check_sizes(self, raw: BinaryIO) -> None:
         """Looks at every record batch's size without reading it, and goes back to where it began."""
-        start, allowed = raw.tell(), available_memory() // _SHARE
+        start, allowed, in_all = raw.tell(), available_memory() // _SHARE, 0
         with self._named_damage("not an Arrow file or stream, or cut short"):
             for number, (packed, unpacked) in enumerate(batch_sizes(raw)):
                 self._check_size(number, packed, unpacked, allowed)
+                in_all += unpacked
+        refuse_bomb(self._file.path, self._file.size, in_all)
+        raw.seek(start)
+
+    def _measure(self, raw: BinaryIO) -> None:
+        """Where values may stand in many rows: what all batches unpack to, before the first row is handed on."""
+        start = raw.tell()
+        with self._stream(raw) as stream:
+            shared = [name for name in self._names(stream.schema) if _shares(stream.schema.field(name).type)]
+            guard = BombGuard(self._file.path, self._file.size)
+            if shared:
+                for batch in self._decoded(stream, None):
+                    for part in self._parts(batch.select(shared)):
+                        guard.add(part)
         raw.seek(start)
 
     def _check_size(self, number: int, packed: int, unpacked: int, allowed: int) -> None:
@@ -133,20 +151,51 @@ class ArrowReader:
         if expected is not None and count != expected:
             raise InputCorrupt(f"{self._file.path}: {count} record batches, its footer counts {expected}")
 
+    def _small_parts(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        for part in self._parts(batch):
+            yield from sliced(part)
+
     def _parts(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         for start in range(0, batch.num_rows, BATCH_ROWS):
             part = batch.slice(start, BATCH_ROWS)
             with self._named_damage(f"record batch with damaged rows from {start} on"):
-                _validate(part)
-            yield from sliced(part)
+                self._validate(part)
+            yield part
+
+    def _validate(self, part: pa.RecordBatch) -> None:
+        """Offsets, lengths and indices must lie within their buffers. That text is UTF-8 is looked at row by row.
+
+        A dictionary that many parts share is looked at once.
+        """
+        for column in part.columns:
+            if pa.types.is_dictionary(column.type):
+                place = tuple(buffer and buffer.address for buffer in column.dictionary.buffers())
+                if place not in self._valid:
+                    _validate(column.dictionary)
+                    self._valid = {place: column.dictionary}  # kept, so that its place stays its own
+                _check_indices(column)
+            else:
+                _validate(column)
 
 
-def _validate(part: pa.RecordBatch) -> None:
-    """Offsets, lengths and indices must lie within their buffers. That text is UTF-8 is looked at row by row."""
-    for column in part.columns:
-        if column.type in (pa.string(), pa.large_string()):
-            column = column.view(pa.binary() if column.type == pa.string() else pa.large_binary())
-        column.validate(full=True)
+def _check_indices(column: pa.Array) -> None:
+    column.indices.validate(full=True)
+    found = pc.min_max(column.indices).as_py()
+    if found["min"] is not None and not 0 <= found["min"] <= found["max"] < len(column.dictionary):
+        raise pa.ArrowInvalid(f"index {found['max']} in a dictionary of {len(column.dictionary)} values")
+
+
+def _shares(kind: pa.DataType) -> bool:
+    """Whether one stored value may stand in many rows."""
+    if pa.types.is_dictionary(kind) or kind in (pa.string_view(), pa.binary_view()):
+        return True
+    return any(_shares(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _validate(column: pa.Array) -> None:
+    if column.type in (pa.string(), pa.large_string()):
+        column = column.view(pa.binary() if column.type == pa.string() else pa.large_binary())
+    column.validate(full=True)
 
 
 def _holds_unreadable(kind: pa.DataType) -> bool:

@@ -10,6 +10,8 @@ from typing import Any, Self
 from batchinfer.data.storage.durable import sha256_of
 from batchinfer.errors import InputCorrupt, InputMissing
 
+QUERY = "sql"  # the name of the rows of a query, which the job itself made
+
 
 @dataclass(frozen=True, slots=True)
 class InputFile:

@@ -16,6 +16,8 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from batchinfer.data.input.unpacked import ROW_BYTES
+
 _CONTINUED = 0xFFFFFFFF
 _DICTIONARY, _RECORDS = 2, 3  # of header_type
 _MOST_HEADER = 64 << 20  # 24 bytes a buffer: no honest table has as many columns
@@ -78,12 +80,13 @@ def _sizes(raw: BinaryIO, header: _Flat, message: int, holds: int) -> tuple[int,
     if holds == _DICTIONARY:
         batch = header.table(batch, 1)
     compressed = header.place(batch, 3) is not None
+    rows = header.number(batch, 0, "<q")
     start, packed, unpacked = raw.tell(), 0, 0
     for offset, length in header.pairs(batch, 2):
         packed += length
         unpacked += _declared(raw, start + offset, length) if compressed and length else length
     raw.seek(start)
-    return packed, unpacked
+    return packed, max(unpacked, rows * ROW_BYTES)
 
 
 def _declared(raw: BinaryIO, at: int, length: int) -> int:

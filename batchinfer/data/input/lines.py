@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import pyarrow as pa
 
 from batchinfer.data.input.text_encoding import UTF8, UTF16, as_utf8
+from batchinfer.data.input.unpacked import is_bomb, refuse_bomb
 from batchinfer.errors import InputCorrupt
 
 _CHUNK = 1 << 18
@@ -75,6 +77,7 @@ class _Decompressing:
     def __init__(self, path: str, hashing: HashingFile, codec: str) -> None:
         self._path = path
         self._codec = codec
+        self._packed = os.stat(path).st_size
         self._produced = 0
         self._stream = pa.CompressedInputStream(pa.PythonFile(hashing, mode="r"), codec)
 
@@ -87,6 +90,8 @@ class _Decompressing:
                 "the file is truncated or was changed in transfer"
             ) from None
         self._produced += len(data)
+        if is_bomb(self._packed, self._produced):
+            refuse_bomb(self._path, self._packed, self._produced)
         return data
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import duckdb
 
 from batchinfer.cpus import usable_cpus
-from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.input_file import QUERY, InputFile
 from batchinfer.data.input.rows import first_repeated
 from batchinfer.data.storage.duck import interruptible
 from batchinfer.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, StorageError
@@ -55,7 +55,7 @@ def materialise(sql: str, job: Path, target: Path, memory: int | None = None) ->
             connection.execute(f"COPY ({_exact(query, columns)}) TO {_quoted(target)} ({_PARQUET})")
         except duckdb.Error as error:
             raise _failure(error, job, spill, allowed) from None
-    return InputFile.of(str(target), "sql", "parquet", target.stat())
+    return InputFile.of(str(target), QUERY, "parquet", target.stat())
 
 
 _PARQUET = "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 20480"

@@ -6,26 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.rows import RowBatch, Values, first_repeated, row_error
+from batchinfer.data.input.unpacked import unpacked_size
 from batchinfer.errors import InputCorrupt
 from batchinfer.request import RowError
 
 _SLICE_BYTES = 4 << 20  # of one RowBatch, as long as it has more than one row
-_BOMB_BYTES = 256 << 20
-_BOMB_RATIO = 1000
-
-
-def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
-    """Raises InputCorrupt where few bytes say that they unpack to very many."""
-    if unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed:
-        raise InputCorrupt(
-            f"{place}: {packed} bytes would unpack to {unpacked}; that looks like a decompression bomb"
-        )
 
 
 def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
@@ -119,34 +108,12 @@ def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Halved until each part, unpacked, is small or a single row."""
     if batch.num_rows == 0:
         return
-    if batch.num_rows == 1 or _unpacked_size(batch) <= _SLICE_BYTES:
+    if batch.num_rows == 1 or unpacked_size(batch) <= _SLICE_BYTES:
         yield batch
         return
     half = batch.num_rows // 2
     yield from sliced(batch.slice(0, half))
     yield from sliced(batch.slice(half))
-
-
-def _unpacked_size(batch: pa.RecordBatch) -> int:
-    return sum(_column_size(column) for column in batch.columns)
-
-
-def _column_size(column: pa.Array) -> int:
-    if pa.types.is_dictionary(column.type):
-        if not _is_text(column.type.value_type):
-            return int(column.dictionary_decode().nbytes)
-        lengths = pc.binary_length(column.dictionary)
-        return int(pc.sum(lengths.take(column.indices)).as_py() or 0)
-    if column.type in (pa.string_view(), pa.binary_view()):  # many rows may view the same bytes
-        views = np.frombuffer(column.buffers()[1], np.int32).reshape(
-            -1, 4
-        )  # of which the first is the length
-        return int(views[column.offset : column.offset + len(column), 0].astype(np.int64).sum())
-    return int(column.nbytes)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
 
 def _unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:

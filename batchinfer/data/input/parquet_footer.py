@@ -1,0 +1,162 @@
+"""What a Parquet footer says of its column chunks, read by ourselves.
+
+pyarrow's own objects for it end the whole process where a footer is damaged: their exceptions pass through code that
+declares none. A footer is a struct of Thrift's compact protocol; of it these are read:
+
+    FileMetaData {4: [RowGroup {1: [ColumnChunk {3: ColumnMetaData}]}]}
+    ColumnMetaData {1: type, 2: [encoding], 5: num_values, 6: total_uncompressed_size, 7: total_compressed_size}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+_TAIL = 8  # the footer's length and the magic
+_MOST_FOOTER = 64 << 20  # of 100 bytes a chunk: no honest table has as many
+_DEEPEST = 32
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _STRUCT = 1, 2, 3, 7, 8, 12
+_LISTS = (9, 10)
+_DICTIONARIES = (2, 8)  # PLAIN_DICTIONARY, RLE_DICTIONARY
+BYTE_ARRAY = 6
+
+
+class BadFooter(Exception):
+    """The footer is damaged, or larger than any honest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A column chunk: the place of its column among all leaves, the type, and what it says of its sizes."""
+
+    group: int
+    column: int
+    kind: int
+    dictionary: bool
+    values: int
+    unpacked: int
+    packed: int
+
+
+def column_chunks(raw: BinaryIO) -> list[Chunk]:
+    """Every chunk that the footer names. Raises BadFooter."""
+    size = raw.seek(0, os.SEEK_END)
+    raw.seek(max(0, size - _TAIL))
+    length = int.from_bytes(raw.read(4), "little")
+    if length > min(_MOST_FOOTER, size - _TAIL):
+        raise BadFooter(f"a footer of {length:,} bytes; at most {_MOST_FOOTER:,} are read")
+    raw.seek(size - _TAIL - length)
+    try:
+        return list(_chunks(_Compact(raw.read(length))))
+    except (IndexError, RecursionError) as error:
+        raise BadFooter(str(error)) from None
+
+
+def _chunks(data: _Compact) -> Iterator[Chunk]:
+    for number, kind in data.fields():
+        if number != 4 or kind not in _LISTS:
+            data.skip(kind)
+            continue
+        for group in range(data.list_size(_STRUCT)):
+            yield from _of_group(data, group)
+
+
+def _of_group(data: _Compact, group: int) -> Iterator[Chunk]:
+    for number, kind in data.fields():
+        if number != 1 or kind not in _LISTS:
+            data.skip(kind)
+            continue
+        for column in range(data.list_size(_STRUCT)):
+            for inner, inner_kind in data.fields():
+                if inner == 3 and inner_kind == _STRUCT:
+                    yield _chunk(data, group, column)
+                else:
+                    data.skip(inner_kind)
+
+
+def _chunk(data: _Compact, group: int, column: int) -> Chunk:
+    found = {1: -1, 5: 0, 6: 0, 7: 0}
+    dictionary = False
+    for number, kind in data.fields():
+        if number in found and kind in (4, 5, 6):
+            found[number] = data.signed()
+        elif number == 2 and kind in _LISTS:
+            encodings = [data.signed() for _ in range(data.list_size(5))]
+            dictionary = any(one in _DICTIONARIES for one in encodings)
+        else:
+            data.skip(kind)
+    return Chunk(group, column, found[1], dictionary, found[5], found[6], found[7])
+
+
+class _Compact:
+    """A value in Thrift's compact protocol, read front to back. Raises IndexError, BadFooter."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def fields(self) -> Iterator[tuple[int, int]]:
+        """Number and type of each field of the struct that is here; its value must be read or skipped."""
+        number = 0
+        while head := self._byte():
+            delta = head >> 4
+            number = number + delta if delta else self.signed()
+            yield number, head & 15
+
+    def list_size(self, wanted: int | None = None) -> int:
+        """How many values the list that is here has. They must be of the wanted type."""
+        head = self._byte()
+        size, kind = head >> 4, head & 15
+        if wanted is not None and kind != wanted and size:
+            raise BadFooter(f"a list of type {kind}")
+        size = self._varint() if size == 15 else size
+        if size > len(self._data) - self._at:
+            raise BadFooter(f"a list of {size} values")
+        return size
+
+    def signed(self) -> int:
+        """A whole number."""
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)
+
+    def skip(self, kind: int, depth: int = 0) -> None:
+        """Pass over a value of that type."""
+        if depth > _DEEPEST:
+            raise BadFooter("it nests too deeply")
+        if kind == _BYTE:
+            self._at += 1
+        elif kind in (4, 5, 6):
+            self._varint()
+        elif kind == _DOUBLE:
+            self._at += 8
+        elif kind == _BINARY:
+            length = self._varint()  # which moves on, too
+            self._at += length
+        elif kind in _LISTS:
+            self._skip_list(depth)
+        elif kind == _STRUCT:
+            for _, inner in self.fields():
+                self.skip(inner, depth + 1)
+        elif kind not in (_TRUE, _FALSE):
+            raise BadFooter(f"a value of type {kind}")
+
+    def _skip_list(self, depth: int) -> None:
+        kind = self._data[self._at] & 15
+        for _ in range(self.list_size()):
+            self.skip(_BYTE if kind in (_TRUE, _FALSE) else kind, depth + 1)
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+            if shift > 63:
+                raise BadFooter("a number of more than 64 bits")
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]

@@ -1,0 +1,99 @@
+"""How much memory typed values take once they are unpacked, and what is refused because few bytes claim very much.
+
+A dictionary's value, or bytes that views show, may stand in any number of rows: what is stored says nothing then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.errors import InputCorrupt
+
+ROW_BYTES = 64  # of a row at least, whatever it holds: a row of nulls costs time and disk, too
+_BOMB_BYTES = 256 << 20
+_BOMB_RATIO = 1000  # columns of text reach 50-fold
+
+
+def is_bomb(packed: int, unpacked: int) -> bool:
+    """Whether few bytes unpack to very many."""
+    return unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed
+
+
+def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
+    """Raises InputCorrupt where few bytes say that they unpack to very many."""
+    if is_bomb(packed, unpacked):
+        raise InputCorrupt(
+            f"{place}: {packed:,} bytes would unpack to {unpacked:,} or more; that looks like a decompression bomb. If "
+            "the rows are meant to be so, let a query make them: input.sql"
+        )
+
+
+class BombGuard:
+    """Adds up what a file's batches unpack to. `packed` is the file's size; None: the file is trusted."""
+
+    def __init__(self, path: str, packed: int | None) -> None:
+        self._path, self._packed = path, packed
+        self._unpacked = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Raises InputCorrupt."""
+        if self._packed is not None:
+            self._unpacked += batch.num_rows * ROW_BYTES + unpacked_size(batch)
+            refuse_bomb(self._path, self._packed, self._unpacked)
+
+
+def unpacked_size(batch: pa.RecordBatch) -> int:
+    """Bytes of a batch whose dictionaries and views are unpacked."""
+    return sum(column_size(column) for column in batch.columns)
+
+
+def column_size(column: pa.Array) -> int:
+    """Bytes of an array, dictionaries and views within it unpacked."""
+    kind = column.type
+    if isinstance(kind, pa.ExtensionType | pa.BaseExtensionType):
+        return column_size(column.storage)
+    if pa.types.is_dictionary(kind):
+        return _dictionary_size(column)
+    if kind in (pa.string_view(), pa.binary_view()):  # the first of a view's four numbers is its length
+        views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
+        return int(views[column.offset : column.offset + len(column), 0].astype(np.int64).sum())
+    if pa.types.is_map(kind):
+        start, end = column.offsets[0].as_py(), column.offsets[-1].as_py()
+        return sum(column_size(child.slice(start, end - start)) for child in (column.keys, column.items))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return column_size(column.flatten()) + 8 * len(column)
+    if pa.types.is_struct(kind):
+        return sum(column_size(child) for child in column.flatten())
+    return int(column.nbytes)
+
+
+def _dictionary_size(column: pa.Array) -> int:
+    """Without unpacking it: the values' lengths, each as often as it stands in a row."""
+    kind = column.type.value_type
+    if not _is_text(kind):
+        return int(column.dictionary_decode().nbytes)
+    indices = column.indices.drop_null()
+    values = column.dictionary
+    wide = np.int64 if kind in (pa.large_string(), pa.large_binary()) else np.int32
+    offsets = np.frombuffer(values.buffers()[1], wide)[values.offset :] if len(values) else np.zeros(1, wide)
+    at = pc.cast(indices, pa.int64()).to_numpy()
+    return int((offsets[at + 1].astype(np.int64) - offsets[at]).sum()) if len(at) else 0
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+def fixed_width(kind: pa.DataType) -> int:
+    """Bytes that every value takes, whatever it is: null, too."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return fixed_width(kind.storage_type)
+    if pa.types.is_fixed_size_binary(kind):
+        return int(kind.byte_width)
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size) * max(1, fixed_width(kind.value_type))
+    if pa.types.is_struct(kind):
+        return sum(fixed_width(kind.field(at).type) for at in range(kind.num_fields))
+    return 0
