@@ -19,7 +19,7 @@ from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
 from batchinfer.hub import NoModel, locate_model
-from batchinfer.job.file import JobFile, absolute
+from batchinfer.job.file import JobFile, absolute, not_utf8
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
 from batchinfer.request import CONSTRAINTS
 
@@ -311,6 +311,7 @@ def _alike(one: str, other: str) -> str:
 def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
     model, findings = _model(sections, file)
     yield from findings
+    yield from _names_not_utf8({"model": model, "output": _folder_at(sections, "output", file)})
     output = _folder_at(sections, "output", file)
     cache = _folder_at(sections, "cache", file)
     yield from _store(cache, model, _inputs(sections.get("input", {}), file))
@@ -334,6 +335,15 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
         message = _input_overlap(path, real)
         if message:
             yield _overlap("output", f"{shorten(output, 200)} {message}")
+
+
+def _names_not_utf8(folders: Mapping[str, str | None]) -> Iterator[Finding]:
+    """A link may lead to a folder that no job file can name."""
+    for section, folder in folders.items():
+        shown = None if folder is None else not_utf8(os.path.realpath(folder))
+        if shown is not None:
+            message = f"leads to {shorten(shown, 200)}, whose name holds bytes that are not UTF-8"
+            yield Finding((section, "path"), message, "rename that folder")
 
 
 def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str | None, list[Finding]]:

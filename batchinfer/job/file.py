@@ -78,6 +78,11 @@ def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: V
     Raises InputMissing where there is no such file, and JobFileError where nothing of the file is of use: unreadable,
     not UTF-8, not YAML, empty, no mapping.
     """
+    if (shown := not_utf8(path)) is not None:
+        message = (
+            "the path of the job file holds bytes that are not UTF-8, and paths in it start from its folder"
+        )
+        raise JobFileError(shown, [Mistake("", message, None, "rename the folder or the file")])
     text = _read_text(path)
     root, findings = read_yaml(text)
     values = _Values(variables)
@@ -227,6 +232,16 @@ class _Values:
         if problems or UNUSABLE.search(value):
             self.broken.add(loc)
         return UNUSABLE.sub("\ufffd", value)
+
+
+def not_utf8(path: str | os.PathLike[str]) -> str | None:
+    """How a path reads that holds bytes which are not UTF-8: pyarrow and DuckDB take no such path. None for others."""
+    data = os.fsencode(path)
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data.decode("utf-8", "backslashreplace")
+    return None
 
 
 def absolute(folder: Path, text: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.registry import format_of, known_suffixes, named_by, packed_formats
 from batchinfer.errors import InputCorrupt, InputMissing, StorageError
+from batchinfer.job.file import not_utf8
 
 
 def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "auto") -> list[InputFile]:
@@ -85,6 +86,8 @@ def _walk(folder: str) -> Iterable[str]:
 
 
 def _describe(path: str, base: Path, named_format: str) -> InputFile:
+    if (shown := not_utf8(path)) is not None:
+        raise InputCorrupt(f"{shown}: the name of the file holds bytes that are not UTF-8; rename it")
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):  # a pipe can be read only once, and opening it may never end

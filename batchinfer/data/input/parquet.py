@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.input.input_file import QUERY, InputFile
-from batchinfer.data.input.parquet_footer import BYTE_ARRAY, BadFooter, Chunk, column_chunks
+from batchinfer.data.input.parquet_footer import BYTE_ARRAY, BadFooter, ColumnChunk, column_chunks
 from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
 from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, row_batch, sliced
@@ -86,7 +86,7 @@ class ParquetReader:
         except (pa.ArrowException, OSError) as error:
             raise InputCorrupt(f"{self._file.path}: damaged after row {done}: {error}") from None
 
-    def _chunks(self, columns: int) -> list[Chunk]:
+    def _chunks(self, columns: int) -> list[ColumnChunk]:
         try:
             with open(self._file.path, "rb") as raw:
                 found = column_chunks(raw)
@@ -98,7 +98,7 @@ class ParquetReader:
             raise InputCorrupt(f"{self._file.path}: the Parquet footer is damaged: more chunks than columns")
         return found
 
-    def _check_sizes(self, parquet: pq.ParquetFile, chunks: Sequence[Chunk]) -> None:
+    def _check_sizes(self, parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> None:
         """What the footer says of rows and columns, before any page is read."""
         path, metadata = self._file.path, parquet.metadata
         for field in parquet.schema_arrow:
@@ -121,7 +121,9 @@ class ParquetReader:
             refuse_bomb(path, self._file.size * max(1, metadata.num_columns), values)
 
 
-def _dictionaries(parquet: pq.ParquetFile, chunks: Sequence[Chunk], size: int) -> tuple[list[str], list[str]]:
+def _dictionaries(
+    parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk], size: int
+) -> tuple[list[str], list[str]]:
     """Columns of bytes where one stored value may stand in many rows: those that are kept packed until the rows are cut
     small, and those of them that may hold more than such a file should.
     """

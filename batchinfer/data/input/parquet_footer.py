@@ -28,7 +28,7 @@ class BadFooter(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ColumnChunk:
     """A column chunk: the place of its column among all leaves, the type, and what it says of its sizes."""
 
     group: int
@@ -40,7 +40,7 @@ class Chunk:
     packed: int
 
 
-def column_chunks(raw: BinaryIO) -> list[Chunk]:
+def column_chunks(raw: BinaryIO) -> list[ColumnChunk]:
     """Every chunk that the footer names. Raises BadFooter."""
     size = raw.seek(0, os.SEEK_END)
     raw.seek(max(0, size - _TAIL))
@@ -54,7 +54,7 @@ def column_chunks(raw: BinaryIO) -> list[Chunk]:
         raise BadFooter(str(error)) from None
 
 
-def _chunks(data: _Compact) -> Iterator[Chunk]:
+def _chunks(data: _Compact) -> Iterator[ColumnChunk]:
     for number, kind in data.fields():
         if number != 4 or kind not in _LISTS:
             data.skip(kind)
@@ -63,7 +63,7 @@ def _chunks(data: _Compact) -> Iterator[Chunk]:
             yield from _of_group(data, group)
 
 
-def _of_group(data: _Compact, group: int) -> Iterator[Chunk]:
+def _of_group(data: _Compact, group: int) -> Iterator[ColumnChunk]:
     for number, kind in data.fields():
         if number != 1 or kind not in _LISTS:
             data.skip(kind)
@@ -76,7 +76,7 @@ def _of_group(data: _Compact, group: int) -> Iterator[Chunk]:
                     data.skip(inner_kind)
 
 
-def _chunk(data: _Compact, group: int, column: int) -> Chunk:
+def _chunk(data: _Compact, group: int, column: int) -> ColumnChunk:
     found = {1: -1, 5: 0, 6: 0, 7: 0}
     dictionary = False
     for number, kind in data.fields():
@@ -87,7 +87,7 @@ def _chunk(data: _Compact, group: int, column: int) -> Chunk:
             dictionary = any(one in _DICTIONARIES for one in encodings)
         else:
             data.skip(kind)
-    return Chunk(group, column, found[1], dictionary, found[5], found[6], found[7])
+    return ColumnChunk(group, column, found[1], dictionary, found[5], found[6], found[7])
 
 
 class _Compact:

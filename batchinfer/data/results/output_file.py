@@ -33,6 +33,7 @@ from batchinfer.errors import OutputConflict, StorageError
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
+from batchinfer.job.file import not_utf8
 
 _PROBE_BYTES = 4096  # one block: a full disk refuses it
 _LOOKS = 3  # at a file that another run of the job replaces meanwhile
@@ -132,6 +133,10 @@ class OutputFile:
         """Raises OutputConflict for a file that must not be written or replaced, StorageError for one that
         cannot be looked at.
         """
+        if (shown := not_utf8(self.path)) is not None:
+            raise OutputConflict(
+                f"{self._option} {shown}: the path holds bytes that are not UTF-8; choose another"
+            )
         refusal = self._protected.refusal(self.path)
         if refusal is not None:
             raise self._conflict(f"{refusal}; choose another file")

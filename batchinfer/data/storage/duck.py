@@ -18,6 +18,7 @@ import duckdb
 
 from batchinfer.data.storage.durable import storage
 from batchinfer.errors import OutOfMemory, StorageError
+from batchinfer.job.file import not_utf8
 from batchinfer.memory import available_memory
 
 # Joins and sorts of our own spill what is larger: of 10 million rows too, which 1 GiB keeps below 2 GiB in all.
@@ -51,6 +52,7 @@ def connection(
         "autoload_known_extensions": "false",
         "python_enable_replacements": "false",
     }
+    _check_path(spill)
     with storage(spill.parent, "create"):
         spill.parent.mkdir(parents=True, exist_ok=True)  # DuckDB makes and removes the last one itself
     with naming_errors(spill), duckdb.connect(config=settings) as database, watched(database):
@@ -136,9 +138,19 @@ def naming_errors(place: Path) -> Iterator[None]:
 def parquet(paths: Sequence[Path], options: str = "") -> str:
     """The SQL table function that reads these files, in this order.
 
+    Raises StorageError for a path that is not UTF-8.
     Names are escaped: unescaped, `a[1]/x.parquet` reads `a1/x.parquet` where that exists.
     """
+    for path in paths:
+        _check_path(path)
     return f"read_parquet([{', '.join(literal(escape(str(path))) for path in paths)}]{options})"
+
+
+def _check_path(path: Path) -> None:
+    if (shown := not_utf8(path)) is not None:
+        raise StorageError(
+            f"{shown}: the path holds bytes that are not UTF-8, which DuckDB cannot open; rename it"
+        )
 
 
 def literal(value: object) -> str:
