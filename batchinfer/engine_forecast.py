@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from batchinfer.engine.budget import captured_tokens, scheduler_config
-from batchinfer.engine.cache_layout import CacheLayout, cache_layout
+from batchinfer.engine.cache_layout import cache_layout
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, WINDOW
 from batchinfer.engine.memory import JobSize, cache_blocks
 from batchinfer.engine.scheduler import SchedulerConfig
@@ -27,7 +27,7 @@ from batchinfer.request import Request
 from batchinfer.simulation.answer_lengths import AnswerLengths
 from batchinfer.simulation.extrapolation import SimulatedPart, extrapolated
 from batchinfer.simulation.launching import Captures
-from batchinfer.simulation.simulator import Simulated, SimulatedEngine, simulate
+from batchinfer.simulation.simulator import Simulated, SimulatedEngine, block_bytes, simulate
 from batchinfer.step_times import StepTimes, alike, step_times
 from batchinfer_kernels.cost import ModelCost, StepShape, roofline_seconds
 
@@ -188,8 +188,3 @@ def _captures(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: i
     most = limits.max_num_batched_tokens
     tokens = captured_tokens(cost, setup.setting.peaks, most)
     return Captures(min(limits.max_num_seqs, most), longest, tokens)
-
-
-def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
-    """Bytes of a block, by what the layers' costs say of their caches."""
-    return layout.depth * layout.block_size * max(size for _, size in cost.caches)

@@ -22,7 +22,7 @@ from batchinfer.report.hardware import (
     remember,
 )
 from batchinfer.simulation.step_parts import TimedStep, fitted
-from batchinfer.simulation.step_time import HOST_ROW, HOST_STEP, host_line
+from batchinfer.simulation.step_time import FIRST_USE, HOST_ROW, HOST_STEP, host_line
 from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -87,7 +87,10 @@ def _step_times(
     parts = fitted([TimedStep(*step) for step in found.steps], peaks)
     rows, host_s = np.array([one[0] for one in found.host], float), np.array([one[1] for one in found.host])
     step_s, row_s = host_line(rows, host_s)
-    yield arithmetic_name(dtype, quantization), {**parts, HOST_STEP: step_s, HOST_ROW: row_s}
+    yield (
+        arithmetic_name(dtype, quantization),
+        {**parts, HOST_STEP: step_s, HOST_ROW: row_s, FIRST_USE: found.first_use_s},
+    )
 
 
 def refuse_busy(load: CoreLoad) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from batchinfer.bench.planning import plan_rows
@@ -20,7 +21,8 @@ def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | No
     """What steps take by `batchinfer doctor --measure`; None where it has not measured them on this machine."""
     here = detect(device)
     peaks, times = here.peaks(dtype, quantization), here.step_time(dtype, quantization)
-    return None if peaks is None or times is None else StepTime.calibrated(peaks, times)
+    found = None if peaks is None or times is None else StepTime.calibrated(peaks, times)
+    return None if found is None else replace(found, first_use_s=0.0)  # a run before has used the cache
 
 
 def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,29 +60,33 @@ _DECODES = (
     (256, 200),
 )
 _MIXED: tuple[list[Part], ...] = ([(200, 1)] * 128 + [(0, 384)], [(256, 1)] * 32 + [(512, 480)])
+# Steps of so many tokens whose cache no step has used before, to be compared with the same step on one that was used
+FIRST_USES, FIRST_USE_TOKENS = 8, 2048
 HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens of each answer
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Steps: what the model costs, what the step ran, its rows, seconds in the model. And steps' rows, with the seconds
-    that the host took beside the model."""
+    that the host took beside the model. `first_use_s`: of a byte of the cache."""
 
     steps: list[tuple[ModelCost, StepShape, int, float]]
     host: list[tuple[int, float]]
+    first_use_s: float = 0.0
 
 
 def calibrate(dtype: Dtype, quantization: Quantization) -> Calibration:
     """On the CPU. Raises Unavailable where its operators lack this arithmetic."""
-    found = Calibration([], [])
+    found, first_use_s = Calibration([], []), 0.0
     for config in (_WIDE, _NARROW):
         loaded = _loaded(config, dtype, quantization)
         with loaded_for_good():
             found.steps.extend(_timed(loaded, parts) for parts in _steps())
             if config is _NARROW:
+                first_use_s = _first_use_s(loaded)
                 for rows, tokens in HOST_RUNS:
                     found.host.extend(_host_times(loaded, rows, tokens))
-    return found
+    return replace(found, first_use_s=first_use_s)
 
 
 def _shape(
@@ -134,11 +138,28 @@ def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape
     return runner.cost, shape, len(chunks), sorted(took)[len(took) // 4]
 
 
-def _chunks(loaded: LoadedModel, parts: list[Part]) -> list[Chunk]:
+def _first_use_s(loaded: LoadedModel) -> float:
+    """Seconds of a byte of the cache that is used for the first time, beside what its step takes anyway."""
+    runner, block = loaded.runner, loaded.runner.layout.block_size
+    blocks = FIRST_USE_TOKENS // block
+    last = loaded.info.blocks - FIRST_USES * blocks  # from here on no step was
+    took: list[list[float]] = []
+    for number in range(FIRST_USES):
+        chunks = _chunks(loaded, [(0, FIRST_USE_TOKENS // 4)] * 4, last + number * blocks)
+        took.append([])
+        for _ in range(FEWEST):
+            began = time.perf_counter()
+            runner.launch(chunks).tokens()
+            took[-1].append(time.perf_counter() - began)
+    size = sum(bytes_ for _, bytes_ in runner.cost.caches) * FIRST_USE_TOKENS
+    return max(0.0, sum(first - min(again) for first, *again in took)) / (size * FIRST_USES)
+
+
+def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chunk]:
     """A step whose sequences have blocks of their own, as if their beginnings had been computed: how long attention
     takes does not depend on what the cache holds."""
     layout, blocks = loaded.runner.layout, loaded.info.blocks
-    chunks, first = [], 0
+    chunks = []
     for row, (start, length) in enumerate(parts):
         params = SamplingParams(ignore_eos=True)
         request = Request(row.to_bytes(32, "little"), np.full(start + length, 5, np.int32), params)

@@ -26,6 +26,7 @@ class Clock:
 
     host: float = 0.0
     device: float = 0.0
+    most_taken: int = 0  # bytes of the KV cache that were ever taken
 
     def launch(self, host_s: float, launch_s: float, device_s: float) -> float:
         """The host makes a step ready and launches its layers, while the device is at the first ones; when the device
@@ -65,7 +66,8 @@ class CountedStep:
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
     """See batchinfer.engine.runner.Runner. `outputs`: by work key, how many tokens the answer has; `shared_blocks`: of
-    the engine's scheduler; `launching`: of a GPU's host, None on a CPU."""
+    the engine's scheduler; `taken_bytes`: of the KV cache, in use or kept for later rows; `launching`: of a GPU's host,
+    None on a CPU."""
 
     cost: ModelCost
     layout: CacheLayout
@@ -73,6 +75,7 @@ class CountingRunner:
     outputs: Mapping[bytes, int]
     looks_ahead: bool
     shared_blocks: Callable[[list[Chunk]], int]
+    taken_bytes: Callable[[], int]
     launching: Launching | None = None
     clock: Clock = field(default_factory=Clock)
 
@@ -94,8 +97,14 @@ class CountingRunner:
             decodes = shape.tokens == len(sampling) == len(chunks) and not copies
             launch = StepLaunch(self.launching.mode(chunks, decodes, shared > 0))
         rows, launch_s = len(chunks), self.time.launch_s(self.cost.layers, launch.mode if launch else None)
-        done = self.clock.launch(self.time.host_s(rows), launch_s, self.time.device_s(shape, self.cost, rows))
+        device_s = self.time.device_s(shape, self.cost, rows) + self._first_use_s()
+        done = self.clock.launch(self.time.host_s(rows), launch_s, device_s)
         return CountedStep(sampling, self.outputs, self.clock, done, launch)
+
+    def _first_use_s(self) -> float:
+        """What memory takes that this step is the first to use. Blocks that were freed are used again before others."""
+        before, self.clock.most_taken = self.clock.most_taken, max(self.clock.most_taken, self.taken_bytes())
+        return (self.clock.most_taken - before) * self.time.first_use_s
 
     def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
         return step_shape(chunks, sampled, shared, self.layout, copied)

@@ -142,12 +142,20 @@ def _counted(request: Request) -> Request:
     return replace(request, params=counted)
 
 
+def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
+    """Bytes of a block, by what the layers' costs say of their caches."""
+    return layout.depth * layout.block_size * max(size for _, size in cost.caches)
+
+
 def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
     windows = machine.layout.sizes.windows
     pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
     scheduler = Scheduler(machine.scheduler, pool, windows=windows)
     places = (machine.cost, machine.layout, machine.time, outputs, machine.looks_ahead)
     launching = None if machine.captures is None else Launching(machine.captures)
-    runner = CountingRunner(*places, scheduler.shared_blocks, launching)
+    block = block_bytes(machine.layout, machine.cost)
+    runner = CountingRunner(
+        *places, scheduler.shared_blocks, lambda: block * (pool.used + pool.cached), launching
+    )
     limits = EngineLimits(machine.max_model_len, frozenset([END]))
     return Engine(runner, scheduler, limits, machine.time.peaks, clock=lambda: runner.clock.host)

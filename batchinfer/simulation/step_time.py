@@ -12,7 +12,7 @@ from batchinfer.request import LaunchMode
 from batchinfer.simulation.step_parts import PARTS, TimedStep, predicted, step_parts
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
 
-HOST_STEP, HOST_ROW = "host_step_s", "host_row_s"
+HOST_STEP, HOST_ROW, FIRST_USE = "host_step_s", "host_row_s", "first_use_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class StepTime:
     host_row_s: float = 0.0  # of a row of a step
     launch_layer_s: float = 0.0  # of a layer of a step that is launched an operator at a time
     replay_layer_s: float = 0.0  # of a layer of a step that is replayed in pieces
+    # Of a byte of the KV cache that is used for the first time: only then the kernel finds memory for it, and clears it
+    first_use_s: float = 0.0
     parts: Mapping[str, float] | None = None
 
     @classmethod
@@ -37,7 +39,8 @@ class StepTime:
         """Of what `doctor --measure` found; None where that lacks a part, as what another version found may."""
         if not {*PARTS, HOST_STEP, HOST_ROW} <= set(times):
             return None
-        return cls(peaks, host_step_s=times[HOST_STEP], host_row_s=times[HOST_ROW], parts=times)
+        host = {"host_step_s": times[HOST_STEP], "host_row_s": times[HOST_ROW]}
+        return cls(peaks, **host, first_use_s=times.get(FIRST_USE, 0.0), parts=times)
 
     def device_s(self, shape: StepShape, cost: ModelCost, rows: int = 0) -> float:
         """Inside the model and the sampler, of a step of so many rows."""
@@ -106,6 +109,7 @@ def measured_step_time(expected: StepTime, steps: Iterable[MeasuredStep]) -> Ste
         decode_efficiency=decode,
         host_step_s=host_step_s,
         host_row_s=host_row_s,
+        first_use_s=0.0,  # the efficiencies have it in them
     )
 
 

@@ -62,7 +62,7 @@ def simulated(rows: int, budget: int, blocks: int, looks_ahead: bool, seed: int)
     layout = CacheLayout((None,) * 4, (CacheGroup((0, 1, 2, 3), None, frozenset([None])),), 4, 8)
     scheduler = Scheduler(SchedulerConfig(32, budget), BlockPool(blocks, 8))
     time = StepTime(PEAKS, 0.5, 0.4, 1e-5)
-    counting = CountingRunner(COST, layout, time, outputs, looks_ahead, scheduler.shared_blocks)
+    counting = CountingRunner(COST, layout, time, outputs, looks_ahead, scheduler.shared_blocks, lambda: 0)
     runner = Watched(counting)
     limits = EngineLimits(4096, frozenset([END]))
     engine = Engine(runner, scheduler, limits, PEAKS, clock=lambda: runner.clock.host)  # type: ignore[arg-type]

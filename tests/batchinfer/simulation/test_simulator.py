@@ -18,7 +18,7 @@ from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.scheduler import SchedulerConfig
 from batchinfer.request import Request, SamplingParams, StepSample
 from batchinfer.simulation.launching import Captures
-from batchinfer.simulation.simulator import SimulatedEngine, simulate, simulated_steps
+from batchinfer.simulation.simulator import SimulatedEngine, block_bytes, simulate, simulated_steps
 from batchinfer.simulation.step_parts import PARTS, TimedStep
 from batchinfer.simulation.step_time import (
     FEWEST,
@@ -34,7 +34,8 @@ from tests.batchinfer.engine.simulation import LLAMA_8B, LLAMA_135M
 from tests.batchinfer.engine.small_engine import MAX_LEN, Limits, drain, make_engine, watcher
 
 PEAKS = Peaks(1e12, 1e11)
-COUNTS = [field.name for field in fields(StepSample) if not field.name.endswith("_s")]
+MEASURED = ("_s", "graph_bytes")  # what only a device can say
+COUNTS = [field.name for field in fields(StepSample) if not field.name.endswith(MEASURED)]
 
 
 @st.composite
@@ -202,3 +203,19 @@ def test_a_step_takes_its_roofline_at_the_least() -> None:
     runner = hashing_runner(ModelRunner, 40, 4)
     shape = runner.step_shape([], 0, 0)
     assert StepTime(PEAKS).device_s(shape, runner.cost) == roofline_seconds(runner.cost.step(shape), PEAKS)
+
+
+@pytest.mark.parametrize("seqs", [1, 3])
+def test_memory_of_the_cache_takes_time_when_it_is_first_used_and_never_again(seqs: int) -> None:
+    """Of six rows one after another only the first takes blocks that nobody had; of three at a time three do."""
+    runner = hashing_runner(ModelRunner, 20, 4)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    work = [Request(bytes([n]) * 32, np.full(8, n, np.int32), params) for n in range(6)]
+    outputs = {request.key: 4 for request in work}
+    made = machine(
+        Limits(budget=40, seqs=seqs, caching=False, blocks=20, block_size=4), runner, StepTime(PEAKS), False
+    )
+    more = simulate(replace(made, time=StepTime(PEAKS, first_use_s=1e-3)), work, outputs).seconds
+    least = simulate(made, work, outputs).seconds
+    blocks = seqs * 3  # 8 tokens of the prompt, and 3 of the answer are run
+    assert more - least == pytest.approx(blocks * block_bytes(runner.layout, runner.cost) * 1e-3)
