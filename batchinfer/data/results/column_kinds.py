@@ -21,6 +21,7 @@ import pyarrow as pa
 from batchinfer.data.input.json_text import written
 
 _T = TypeVar("_T")
+_WRITTEN_DAY = re.compile(r"([0-9]{4})-([0-9]{2})-([0-9]{2})")
 _FRACTION = re.compile(r"\.(\d+)")
 
 
@@ -206,7 +207,9 @@ def _number(value: Any) -> float:
 
 
 def _day(value: Any) -> date:
-    return _parsed(date.fromisoformat, _text(value), "a date that exists, as YYYY-MM-DD")
+    said = _text(value)
+    _check_day(said)
+    return _parsed(date.fromisoformat, said, "a date, as YYYY-MM-DD")
 
 
 def _time(value: Any) -> time:
@@ -218,11 +221,24 @@ def _time(value: Any) -> time:
 
 
 def _moment(value: Any) -> datetime:
+    _check_day(_text(value))
     found = _parsed(datetime.fromisoformat, _microseconds(_text(value)), "a moment, as YYYY-MM-DDTHH:MM:SSZ")
     try:
         return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
     except OverflowError:
         raise ValueError("the moment is beyond the years 1 to 9999 in UTC") from None
+
+
+def _check_day(said: str) -> None:
+    """Raises ValueError for a day that the calendar does not have. Of an answer, messages hold its digits only."""
+    day = _WRITTEN_DAY.match(said)
+    if day is None:
+        return
+    try:
+        date.fromisoformat(day[0])
+    except ValueError:
+        year, month, number = day.groups()
+        raise ValueError(f"there is no day {number} in month {month} of the year {year}") from None
 
 
 def _parsed(parse: Callable[[str], _T], said: str, what: str) -> _T:
