@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from batchinfer.data.results.cleaning import CHEAP, Cleaned, Keep, clean_store
+from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.uses import stored_keep
+from batchinfer.data.results.join import used_rows
+from batchinfer.data.results.uses import User, stored_keep, uses_of, write_uses
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.errors import InputMissing, Locked, StorageError
 from batchinfer.job import Job
@@ -55,6 +58,18 @@ class Cleanup:
             f"(unused answers are kept {days})\n"
             f"{count(self.folders)} old folders {would}removed; {about}{size(self.bytes_freed)} {would}freed"
         )
+
+
+def note_use(
+    state: StateFolder, keep: int | None, index_parts: Sequence[Path], store: CompletionStore
+) -> None:
+    """Note which stored answers a result is about to be made of: then none of them is taken for unused.
+
+    Raises StorageError, OutOfMemory."""
+    user = User(str(state.root), str(state.published), keep)
+    used = used_rows(index_parts, store.parts(), state.staging / "uses")
+    now = time.time()  # not the run's start: a run may take longer than answers are kept
+    write_uses(store.path, uses_of(user, used, store.rows_by_part(), now), state.ops)
 
 
 def clean_after_run(

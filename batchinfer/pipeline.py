@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchinfer.clean import clean_after_run
+from batchinfer.clean import clean_after_run, note_use
 from batchinfer.collect import Collector
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import INGEST_FORMAT, IngestOptions, IngestProgress, ingest
@@ -23,16 +22,16 @@ from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.results.answer_check import AnswerCheck
 from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
-from batchinfer.data.results.join import ErrorCounts, count_errors, used_rows
+from batchinfer.data.results.join import ErrorCounts, count_errors
 from batchinfer.data.results.made_by import MadeBy, note_made_by
 from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published
 from batchinfer.data.results.openai import LINE_BYTES, asked, write_openai
 from batchinfer.data.results.output_file import OutputFile
 from batchinfer.data.results.partial import PARTIAL
+from batchinfer.data.results.planned_work import OtherRun, alike, announced, wait_for
 from batchinfer.data.results.published import intact, published, published_or_told
 from batchinfer.data.results.published_inputs import identities, published_inputs, remember_inputs
 from batchinfer.data.results.publisher import publish
-from batchinfer.data.results.uses import User, uses_of, write_uses
 from batchinfer.data.storage.durable import storage
 from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.data.storage.state import StateFolder, state_of
@@ -200,8 +199,10 @@ class _Run:
         self._refuse_hopeless(index, budget)
         with self._store() as store:
             plan = self._plan(index, store)
-            if plan.to_run:
-                self._execute(plan, index, store, budget)
+            with announced(store.path, plan.path, self.state.ops) as others:
+                plan = self._plan_rest(plan, others if plan.to_run else [], index, store)
+                if plan.to_run:
+                    self._execute(plan, index, store, budget)
             with self.report.timed("publish_s"):
                 store.refresh()  # runs for other dates, and trials, add to it meanwhile
                 self._check_errors(index, store, budget)
@@ -291,11 +292,7 @@ class _Run:
     def _files(self) -> list[InputFile]:
         return input_files(self.job)
 
-    def _note_command(self) -> None:
-        note_made_by(self.state, MadeBy.of(self.job, self.options.limit))
-
     def _nothing_to_do(self, manifest: Manifest) -> Outcome:
-        self._note_command()
         self._write_openai(self._files())
         with storage(self.state.published, "touch"):
             self.state.ops.touch(self.state.published)  # so long were its completions in use
@@ -333,10 +330,22 @@ class _Run:
             counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
             raise self._over_budget(counts, budget, summarise_errors(index.index_parts))
 
-    def _plan(self, index: Index, store: CompletionStore) -> Plan:
+    def _plan_rest(self, plan: Plan, others: list[OtherRun], index: Index, store: CompletionStore) -> Plan:
+        """What is left once the others, which were there first, have answered what they compute of the same."""
+        known, same = store.parts(), alike(plan.path, others, self.state.staging / "others")
+        if same:
+            self.progress.phase("waiting")
+            self.notice(
+                f"another run computes these rows already (it shares {store.path}); waiting for its answers"
+            )
+            wait_for(same, self.progress.tick)
+        store.refresh()
+        return plan if store.parts() == known else self._plan(index, store, "plan-of-the-rest")
+
+    def _plan(self, index: Index, store: CompletionStore, folder: str = "plan") -> Plan:
         self.progress.phase("planning")
         with self.report.timed("plan_s"):
-            where, again = index.folder / "plan", self.options.retry_errors
+            where, again = index.folder / folder, self.options.retry_errors
             if (
                 again
                 and not count_errors(index.index_parts, store.parts(), self.state.staging / "count").retryable
@@ -431,7 +440,7 @@ class _Run:
         self.progress.phase("publishing", index.rows)
         index.inputs_unchanged()
         older, inputs = intact(self.state.results), identities(index)
-        self._note_use(index, store)
+        note_use(self.state, self.job.cache.keep, index.index_parts, store)
         manifest = publish(
             index,
             store.parts(),
@@ -443,7 +452,6 @@ class _Run:
         )
         if not self.job.input.sql:
             remember_inputs(self.state.published, index.inputs, inputs, self.state.ops)
-        self._note_command()
         same = older is not None and older.manifest.generation == manifest.generation
         changed = not same or self.report.metered
         if changed:
@@ -466,14 +474,6 @@ class _Run:
                 "missing: the same command writes it without computing anything again"
             ) from error
 
-    def _note_use(self, index: Index, store: CompletionStore) -> None:
-        """Before the result is there: what it needs is never taken for unused."""
-        user = User(str(self.state.root), str(self.state.published), self.job.cache.keep)
-        used = used_rows(index.index_parts, store.parts(), self.state.staging / "uses")
-        now = time.time()  # not the run's start: a run may take longer than answers are kept
-        uses = uses_of(user, used, store.rows_by_part(), now)
-        write_uses(store.path, uses, self.state.ops)
-
     def _tidy(self) -> None:
         self.state.purge_scratch()
         clean_after_run(self.state, self.job.cache.keep, lambda: self.interrupts.pending is None, self.notice)
@@ -485,6 +485,7 @@ class _Run:
 
     def _judged(self, manifest: Manifest, status: str) -> Outcome:
         """What a published result means for the exit code: the same for the run that published it and every later."""
+        note_made_by(self.state, MadeBy.of(self.job, self.options.limit))
         found = published(self.state.results) if manifest.errors else None
         codes = summarise_errors(() if found is None else found.files)
         self.report.note(

@@ -22,9 +22,11 @@ from batchinfer.request import StepSample
 from batchinfer.sizes import size
 from batchinfer.text import printable, with_near_paths
 
-Phase = Literal["listing", "downloading", "reading", "planning", "loading model", "running", "publishing"]
+Phase = Literal[
+    "listing", "downloading", "reading", "planning", "waiting", "loading model", "running", "publishing"
+]
 
-UNCOUNTED: tuple[Phase, ...] = ("listing", "planning", "loading model")
+UNCOUNTED: tuple[Phase, ...] = ("listing", "planning", "waiting", "loading model")
 
 FIRST_LINE_S = 5.0
 LINE_EVERY_S = 30.0

@@ -1,0 +1,131 @@
+"""Two runs that want the same answers at once: the second one waits, and computes what the first one leaves."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.data.results.completion_store import read_records
+from batchinfer.data.results.planned_work import alike, announced
+from batchinfer.data.storage.durable import FileOps
+from batchinfer.job import load_job
+from batchinfer.launch.interrupts import Interrupts
+from batchinfer.pipeline import RunOptions, run_job
+from batchinfer.report.progress import Progress
+from batchinfer.run_report import Outcome
+from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, write_job
+
+NIGHT, OTHER = "2026-01-01", "2026-01-02"
+WAITING = "another run computes these rows already"
+
+
+class Run:
+    """A run for a date, in a thread."""
+
+    def __init__(self, path: Path, date: str, options: RunOptions) -> None:
+        self.told: list[str] = []
+        self.outcome: Outcome | None = None
+        self._thread = threading.Thread(target=self._run, args=(path, date, options))
+        self._thread.start()
+
+    def _run(self, path: Path, date: str, options: RunOptions) -> None:
+        job, progress = load_job(path, (), date), Progress(io.StringIO(), quiet=True)
+        self.outcome = run_job(job, options, progress, Interrupts(), self.told.append)
+
+    def waits(self) -> bool:
+        """Whether it begins to wait before it ends."""
+        while self._thread.is_alive() and not any(WAITING in line for line in self.told):
+            time.sleep(0.01)
+        return self._thread.is_alive()
+
+    def ended(self) -> Outcome:
+        self._thread.join(60)
+        assert self.outcome is not None
+        return self.outcome
+
+
+@pytest.fixture
+def job(tmp_path: Path, model: Path) -> Path:
+    return write_job(tmp_path, model, people(6), output={"path": "out/res/${date}"})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "out/.batchinfer-res/completions"
+
+
+def planned(folder: Path, keys: list[bytes]) -> Path:
+    path = folder / "plan.parquet"
+    pq.write_table(pa.table({"key": pa.array(keys, pa.binary(32))}), path)
+    return path
+
+
+def hidden(store: Path, aside: Path) -> tuple[list[bytes], Callable[[], None]]:
+    """Take the answers out of a store; their keys, and what puts them back."""
+    parts = sorted(read_records(store)[0])
+    keys = [key for part in parts for key in pq.read_table(part)["key"].to_pylist()]
+    moves = [(file, aside / file.name) for part in parts for file in (part, part.with_suffix(".json"))]
+    aside.mkdir()
+    for file, place in moves:
+        file.rename(place)
+    return keys, lambda: [place.rename(file) for file, place in moves] and None
+
+
+def test_the_second_run_takes_the_answers_of_the_first(job: Path, store: Path, tmp_path: Path) -> None:
+    """It starts no engine."""
+    Run(job, NIGHT, FAKE).ended()
+    keys, put_back = hidden(store, tmp_path / "aside")
+    with announced(store, planned(tmp_path, keys), FileOps()):
+        second = Run(job, OTHER, NO_ENGINE)
+        assert second.waits()
+        put_back()
+    assert second.ended().row["exit_status"] == "published"
+    assert second.ended().row["reused_requests"] == 6
+
+
+def test_what_the_first_run_leaves_the_second_one_computes(job: Path, store: Path, tmp_path: Path) -> None:
+    Run(job, NIGHT, FAKE).ended()
+    keys, _ = hidden(store, tmp_path / "aside")
+    with announced(store, planned(tmp_path, keys), FileOps()):
+        second = Run(job, OTHER, FAKE)
+        assert second.waits()
+    assert [second.ended().row[name] for name in ("computed_requests", "reused_requests")] == [6, 0]
+
+
+def test_a_killed_run_is_not_waited_for(job: Path, store: Path, tmp_path: Path) -> None:
+    Run(job, NIGHT, FAKE).ended()
+    keys, _ = hidden(store, tmp_path / "aside")
+    left = store / "planned" / "00000000000000000001-1.json"
+    left.write_text('{"plan": "' + str(planned(tmp_path, keys)) + '"}')
+    second = Run(job, OTHER, FAKE)
+    assert not second.waits()
+    assert second.ended().row["computed_requests"] == 6
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same", "waits"),
+    [(10, 10, 10, True), (10, 10, 5, True), (10, 10, 4, False), (10, 100, 10, False), (100, 10, 10, False)],
+)
+def test_only_runs_that_do_mostly_the_same_wait(
+    tmp_path: Path, mine: int, theirs: int, same: int, waits: bool
+) -> None:
+    """A trial of a few rows does not wait for the whole job."""
+    keys = [number.to_bytes(32, "big") for number in range(mine + theirs)]
+    (tmp_path / "mine").mkdir()
+    with announced(tmp_path, planned(tmp_path, keys[mine - same : mine - same + theirs]), FileOps()):
+        plan = planned(tmp_path / "mine", keys[:mine])
+        with announced(tmp_path, plan, FileOps()) as others:
+            assert len(others) == 1
+            assert bool(alike(plan, others, tmp_path / "spill")) == waits
+            (tmp_path / "plan.parquet").unlink()
+            if not waits:
+                return
+    assert alike(plan, others, tmp_path / "spill") == [], "it has gone, and its plan with it"
