@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest, ResultFile
+from batchinfer.data.results.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    PublishSpec,
+    ResultFile,
+    file_name,
+    generation_of,
+)
+from batchinfer.data.storage.durable import json_text
 from tests.batchinfer.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
 from tests.patience import PATIENCE_S, wait_until
@@ -40,10 +49,14 @@ def preview_template(folder: Path, model: Path) -> list[str]:
 def query(folder: Path, model: Path) -> list[str]:
     results = folder / "out" / "res"
     results.mkdir(parents=True)
-    pq.write_table(pa.table({"status": ["ok"]}), results / "part-1.parquet")
-    file = ResultFile("part-1.parquet", 1, (results / "part-1.parquet").stat().st_size, "0" * 64)
-    manifest = Manifest("greetings", "i", (), 1, "g", 1, 1, 0, 0, (), (file,))
-    (results / MANIFEST_NAME).write_text(json.dumps(manifest.to_json()))
+    pq.write_table(pa.table({"status": ["ok"]}), results / "part.parquet")
+    data = (results / "part.parquet").read_bytes()
+    file = ResultFile("", 1, len(data), hashlib.sha256(data).hexdigest())
+    generation = generation_of(PublishSpec("greetings", "i", (), 1), [file])
+    file = replace(file, name=file_name(generation, 0))
+    (results / "part.parquet").rename(results / file.name)
+    manifest = Manifest("greetings", "i", (), 1, generation, 1, 1, 0, 0, (), (file,))
+    (results / MANIFEST_NAME).write_bytes(json_text(manifest.to_json()))
     return ["query", "out/res", ENDLESS_SQL]
 
 
