@@ -316,7 +316,8 @@ class DeadThenReady:
     def __init__(self, spec: WorkerSpec) -> None:
         self.info = None if self.made else fake_engine.build(spec.config).info
         self.crash: Crash | None = None
-        self.left = self.ended = False
+        self.left = self.ended = self.asks = self.decides = False
+        self.chosen: str | None = None
         self.connection, other = Pipe()
         other.send("there is something to receive")
         self.got: list[object] = []
