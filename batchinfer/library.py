@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import TextIO
 
 from batchinfer import pipeline
-from batchinfer.errors import JobFileError
+from batchinfer.errors import JobFileError, UsageError
 from batchinfer.job import Job, load_job
 from batchinfer.launch.interrupts import Interrupts
 from batchinfer.report.progress import Progress
+from batchinfer.run_options import wrong
 from batchinfer.run_result import RunResult
 
 SettingValue = str | int | float | bool | None | list[str] | Path
@@ -42,17 +43,21 @@ def run(
     `progress` names a stream for it, e.g. sys.stderr. Raises the errors of `batchinfer.errors`, which have the
     `exit_code` of the command; a run that published more error rows than the job allows returns with exit code 65.
     """
-    pairs = [(key, _yaml(value)) for key, value in (overrides or {}).items()]
+    pairs = _pairs(overrides)
     options = pipeline.RunOptions(
         limit,
         replace,
         retry_errors,
         verify,
-        None if to_openai is None else Path(to_openai),
+        None if to_openai is None else _path("to_openai", to_openai),
         openai_timestamps,
         price_per_hour=price_per_hour,
     )
-    job = load_job(job_file, pairs, date)
+    if date is not None and not isinstance(date, str):
+        raise wrong("date", date, "a text, YYYY-MM-DD")
+    if progress is not None and not callable(getattr(progress, "write", None)):
+        raise wrong("progress", progress, "a stream of text such as sys.stderr, or None")
+    job = load_job(_path("job_file", job_file), pairs, date)
     shown = Progress(progress, job=job.name, quiet=progress is None)
     return run_loaded(job, options, shown, _silent if progress is None else shown.note)
 
@@ -119,9 +124,34 @@ def _offline() -> Iterator[None]:
             os.environ[_OFFLINE] = before
 
 
-def _yaml(value: SettingValue) -> str:
+def _pairs(overrides: Mapping[str, SettingValue] | None) -> list[tuple[str, str]]:
+    """What `--set` says. Raises UsageError."""
+    if overrides is None:
+        return []
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise wrong(
+            "overrides", overrides, 'a mapping of keys to values, such as {"engine.max_num_seqs": 64}'
+        )
+    return [(key, _yaml(key, value)) for key, value in overrides.items()]
+
+
+def _yaml(key: str, value: SettingValue) -> str:
     """A value as the YAML that `--set` takes: JSON is YAML, and a text in quotes stays a text."""
-    return json.dumps(str(value) if isinstance(value, Path) else value)
+    try:
+        return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise UsageError(
+            f"overrides (--set {key}): found {repr(value)[:80]}; it must be a number, a text, a path, True, False, "
+            "None, or a list of these"
+        ) from None
+
+
+def _path(name: str, value: str | os.PathLike[str]) -> Path:
+    """Raises UsageError for what is no path."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise wrong(name, value, "a path, as a text or a pathlib.Path")
+    return Path(path)
 
 
 def _silent(_: str) -> None:

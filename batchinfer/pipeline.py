@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from batchinfer.clean import clean_after_run, note_use
@@ -69,24 +68,9 @@ from batchinfer.report.stopwatch import Stopwatch
 from batchinfer.resolve import Setting
 from batchinfer.revised_forecast import RevisedForecast
 from batchinfer.run_forecast import forecast_run
+from batchinfer.run_options import ENGINE
+from batchinfer.run_options import RunOptions as RunOptions
 from batchinfer.run_report import Outcome, RunReport, told_by
-
-ENGINE = "batchinfer.engine.build:build_engine"
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What the command line adds to a job."""
-
-    limit: int | None = None
-    replace: bool = False
-    retry_errors: bool = False
-    verify: bool = False
-    to_openai: Path | None = None
-    openai_timestamps: bool = False
-    engine: str = ENGINE  # "module:function" that builds the engine in its process
-    price_per_hour: float | None = None  # what the machine costs, in any currency
-    already_s: float = 0.0  # what the command took before: interpreter, imports, job file
 
 
 def run_job(

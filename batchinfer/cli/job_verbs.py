@@ -27,9 +27,7 @@ def run(
     date: Date = None,
     limit: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Try the job: only the first N rows, published to PATH-first-N."
-        ),
+        typer.Option(metavar="N", help="Try the job: only the first N rows, published to PATH-first-N."),
     ] = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Take the place of another job's results.")

@@ -12,6 +12,7 @@ import threading
 from dataclasses import FrozenInstanceError, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -19,7 +20,7 @@ import pytest
 import batchinfer
 from batchinfer import pipeline
 from batchinfer.data.storage.state import state_of
-from batchinfer.errors import InputMissing, JobFileError, Locked
+from batchinfer.errors import InputMissing, JobFileError, Locked, UsageError
 from batchinfer.job import load_job
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, Place
 
@@ -158,3 +159,34 @@ def test_every_field_is_documented_and_the_example_runs(
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, names)  # noqa: S102
     assert capsys.readouterr().out == "published 20 0\n"
+
+
+class Unknown:
+    """Nothing that an argument could be."""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"limit": value} for value in (0, -5, "3", 2.0, True, Unknown())),
+        *({"price_per_hour": value} for value in (-1, float("nan"), float("inf"), "3", True)),
+        *({name: 1} for name in ("replace", "retry_errors", "verify", "openai_timestamps")),
+        *({"replace": "no"}, {"date": 20260101}, {"to_openai": 3}, {"to_openai": ""}, {"progress": 3}),
+        *(
+            {"overrides": value}
+            for value in ([("a", 1)], {1: 2}, {"name": Unknown()}, {"name": float("nan")})
+        ),
+        *({"job_file": value} for value in (3, None, b"job.yaml", "job\0.yaml")),
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_be_is_refused_before_anything_happens(
+    place: Place, wrong: dict[str, Any]
+) -> None:
+    before = sorted(place.folder.rglob("*"))
+    given: dict[str, Any] = {"job_file": place.folder / "job.yaml", **wrong}
+    with pytest.raises(UsageError) as refused:
+        batchinfer.run(**given)
+    assert next(iter(wrong)) in str(refused.value)
+    assert refused.value.exit_code == 2
+    assert sorted(place.folder.rglob("*")) == before

@@ -26,7 +26,12 @@ from batchinfer.request import (
 )
 
 # What OpenAI requests may carry without changing the answer here.
-_HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_HARMLESS = frozenset(
+    (
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    )
+)
 _RENAMED = {"max_completion_tokens": "max_tokens"}
 # Fields that are accepted only with the value that asks for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
@@ -34,6 +39,12 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
     "tools": ([],),
+    "tool_choice": ("none", "auto"),  # which of no tools
+    "parallel_tool_calls": (False, True),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
     "best_of": (1,),
 }
 
