@@ -9,10 +9,23 @@ def main() -> None:
     """Run the command line. Ctrl-C while it is still being imported ends quietly, as later."""
     _open_standard_streams()
     try:
+        _check_limits()
         from batchinfer.cli import main as run
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     run()
+
+
+def _check_limits() -> None:
+    """Before libraries are imported that end the process without a word where the system allows them too little."""
+    from batchinfer.errors import BatchInferError
+    from batchinfer.limits import check_limits
+
+    try:
+        check_limits()
+    except BatchInferError as error:
+        sys.stderr.write(f"batchinfer: {error}\n")
+        sys.exit(error.exit_code)
 
 
 def _open_standard_streams() -> None:

@@ -163,12 +163,28 @@ class Interrupted(BatchInferError):
         self.exit_code = 128 + signum
 
 
+TOO_FEW_PROCESSES = (
+    "raise the limit on processes and threads: `ulimit -u` for a user, pids.max of a control group (docker: "
+    "--pids-limit) for a container"
+)
+# What Python and Arrow say in a RuntimeError of their own where the system says EAGAIN.
+_NO_THREAD = ("can't start new thread", "Failed to launch worker thread")
+
+
+def _lacks_processes(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.EAGAIN
+    return any(words in str(error) for words in _NO_THREAD)
+
+
 def known(error: BaseException) -> BatchInferError:
     """The error of this tree that `error` is or amounts to: what the process ends with, and what its report says."""
     if isinstance(error, BatchInferError):
         return error
     if isinstance(error, MemoryError):
         return OutOfMemory("out of memory; lower engine.kv_memory, or run on a machine with more")
+    if _lacks_processes(error):
+        return Unavailable(f"no further process or thread may be started ({error}); {TOO_FEW_PROCESSES}")
     if isinstance(error, OSError):
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         right = "there is room on that disk" if full else "that is put right"

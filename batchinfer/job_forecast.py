@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -17,6 +16,7 @@ from batchinfer.data.results.completion_store import read_records
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.deadline import Deadline, now
 from batchinfer.engine_forecast import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.errors import OutOfMemory
@@ -95,7 +95,7 @@ def forecast_job(
         notice(warning)
     if job.sampling.from_columns:
         notice(f"rows set their own {job.sampling.row_parameters()}")
-    with tempfile.TemporaryDirectory(prefix="batchinfer-plan-") as scratch:
+    with temporary_folder("plan") as scratch:
         strata = None
         if sample is not None:
             job = over_files(job, job_files(job, Path(scratch)))

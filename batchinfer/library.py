@@ -15,6 +15,7 @@ from batchinfer import pipeline
 from batchinfer.errors import JobFileError, UsageError
 from batchinfer.job import Job, load_job
 from batchinfer.launch.interrupts import Interrupts
+from batchinfer.limits import check_limits
 from batchinfer.report.progress import Progress
 from batchinfer.run_options import wrong
 from batchinfer.run_result import RunResult
@@ -66,6 +67,7 @@ def run_loaded(
     job: Job, options: pipeline.RunOptions, progress: Progress, notice: Callable[[str], None]
 ) -> RunResult:
     """Run a job that is loaded. Signals end it in an orderly way where this is the main thread."""
+    check_limits()
     with located(job), _interrupts() as interrupts, _offline(), progress:
         outcome = pipeline.run_job(job, options, progress, interrupts, notice)
     row = MappingProxyType(outcome.row)

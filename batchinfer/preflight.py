@@ -6,7 +6,6 @@ files and their columns. `rehearse` prepares the first rows of every file as a r
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,6 +32,7 @@ from batchinfer.data.results.join import ErrorCounts
 from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.results.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.storage.state import StateFolder
+from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.error_budget import Budget, budget_text
 from batchinfer.errors import ErrorBudgetExceeded, Unavailable
 from batchinfer.job import Job
@@ -217,7 +217,7 @@ def rehearse(job: Job, setup: Setup) -> list[str]:
     """
     if job.input.sql is not None:
         return ["rows: those of a query are checked when the job runs"]
-    with tempfile.TemporaryDirectory(prefix="batchinfer-validate-") as scratch:
+    with temporary_folder("validate") as scratch:
         index = first_index(job, setup, Path(scratch), FIRST_ROWS)
         errors = summarise_errors(index.index_parts)
     complete = _is_complete(index, job.input.limit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from batchinfer.data.storage.duck import Watched, interruptible, literal, parque
 from batchinfer.data.storage.durable import FileOps, refuse_existing, write_new
 from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder
+from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.errors import InputMissing, Interrupted, OutOfMemory, StorageError, UsageError
 from batchinfer.history import add_report_view
 from batchinfer.report.columns import ROWS, RUN, SCHEMAS
@@ -156,7 +156,7 @@ def opened_database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Watched, Path
 
 @contextmanager
 def _database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Path]]:
-    with tempfile.TemporaryDirectory(prefix="batchinfer-query-") as spill:
+    with temporary_folder("query") as spill:
         config: dict[str, Any] = {
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
@@ -306,7 +306,7 @@ class Query:
             if form != "parquet":
                 write_new(output, ((line + "\n").encode() for line in shown(answer, form, None)), FileOps())
                 return
-            with tempfile.TemporaryDirectory(prefix="batchinfer-answer-") as spill:
+            with temporary_folder("answer") as spill:
                 answer.write_parquet(f"{spill}/answer.parquet", compression="zstd")
                 write_new(output, _pieces(Path(spill, "answer.parquet")), FileOps())
 

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
+from batchinfer.errors import known
+
 # A terminal sends these to the whole group, also to a child that is still importing: they are blocked from its first
 # instruction on, because its parent decides what ends it.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -163,6 +165,8 @@ def _spawn(target: str, connection: int, files: Sequence[int]) -> int:
             os.set_inheritable(number, True)
         command = [sys.executable, *options, "-c", _BOOT, *arguments]
         return os.posix_spawn(sys.executable, command, os.environ, setsigmask=blocked)
+    except BlockingIOError as error:
+        raise known(error) from error
     finally:
         for number in kept:
             os.set_inheritable(number, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from batchinfer.data.results.verify import verify_result, verify_store
 from batchinfer.data.storage.durable import refuse_existing
 from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.data.storage.state import state_of
+from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.errors import InputMissing
 from batchinfer.job import Job
 from batchinfer.preflight import check_input, check_setup, first_index, rehearse
@@ -99,7 +99,7 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
             "output": job.output.model_copy(update={"columns": ()}),
         }
     )
-    with tempfile.TemporaryDirectory(prefix="batchinfer-preview-") as scratch:
+    with temporary_folder("preview") as scratch:
         index = first_index(few, setup, Path(scratch), rows)
         for batch in parquet_batches(index.index_parts, rows):
             for row in batch.to_pylist():

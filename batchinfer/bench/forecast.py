@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from batchinfer.bench.planning import plan_rows
 from batchinfer.bench.workloads import Row
+from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.config import WINDOW
 from batchinfer.plan.requests import planned_requests
@@ -37,7 +37,7 @@ def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -
         time,
         runner.looks_ahead,
     )
-    with tempfile.TemporaryDirectory(prefix="batchinfer-bench-") as folder:
+    with temporary_folder("bench") as folder:
         planned = plan_rows(rows, Path(folder), loaded.info.threads)
         requests = [
             request

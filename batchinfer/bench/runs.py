@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, cast
 
 from batchinfer.bench.planning import Planned, plan_rows
 from batchinfer.bench.workloads import Row
+from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.config import EngineInfo, most_queued
 from batchinfer.engine.engine import Engine
@@ -46,7 +46,7 @@ def timed_run(
     recorder = StepRecorder(loaded.runner)
     engine = loaded.engine(runner=cast(ModelRunner, recorder))
     answers = _Answers()
-    with tempfile.TemporaryDirectory(prefix="batchinfer-bench-") as folder:
+    with temporary_folder("bench") as folder:
         began = time.perf_counter()
         planned = planner(rows, Path(folder), loaded.info.threads, deduplicate)
         plan_s = time.perf_counter() - began

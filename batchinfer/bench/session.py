@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from batchinfer.bench.report import BenchReport, Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.cpus import usable_cpus
+from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.build import LoadedModel, load_model
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.garbage import loaded_for_good
@@ -177,7 +177,7 @@ def _peer(options: BenchOptions, config: EngineConfig, notice: Notice) -> Iterat
     if not options.is_shape:
         yield TransformersPeer(config.model, config.dtype, config.device)
         return
-    with tempfile.TemporaryDirectory(prefix="batchinfer-bench-model-") as folder:
+    with temporary_folder("bench-model") as folder:
         weights = DummyWeights(shape_config(options.model), getattr(torch, config.dtype), config.device)
         write_checkpoint(Path(folder), SHAPES[options.model], weights)
         yield TransformersPeer(Path(folder), config.dtype, config.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from batchinfer.data.storage.duck import connection, interruptible, literal, parquet
+from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.errors import UsageError
 
 Kind = Literal["only in A", "only in B", "answer", "error came", "error went", "error changed", "column"]
@@ -72,7 +72,7 @@ class DiffOptions:
 def diff_results(a: Sequence[Path], b: Sequence[Path], options: DiffOptions) -> ResultDiff:
     """Compare two results by their files. Raises UsageError, StorageError, OutOfMemory."""
     with (
-        tempfile.TemporaryDirectory(prefix="batchinfer-diff-") as spill,
+        temporary_folder("diff") as spill,
         connection(Path(spill, "sorting")) as database,
         interruptible(database),
     ):
