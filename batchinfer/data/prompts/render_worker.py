@@ -24,7 +24,7 @@ import numpy as np
 
 from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.builder import PromptPlan
-from batchinfer.data.prompts.prepare import BULK, Limits, Prepared, Preparer, checking
+from batchinfer.data.prompts.prepare import BULK, Limits, Prepared, Preparer
 from batchinfer.data.prompts.render_pieces import RowPieces
 from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.errors import JobFileError, Mistake, Unavailable
@@ -178,10 +178,9 @@ class RenderWorker:
 
 
 def _row_of(at: int) -> int | None:
-    """The row of the present piece that a worker reports, itself or its constraint's check; None: it was at no row."""
-    if at == BULK:
-        return None
-    return at if at >= 0 else checking(at)
+    """The row of the present piece that a worker reports. None: it was at no row, or another process was at work for
+    it, which checks constraints and is asked twice itself."""
+    return at if at >= 0 else None
 
 
 def _packed(done: Prepared) -> bytes:
