@@ -9,8 +9,7 @@ import pytest
 
 from tests.batchinfer.wrong_jobs import Command, Place, command
 
-# Followed by every answer, and held by no column of integers
-TOO_LARGE = {"type": "object", "properties": {"n": {"const": 10**30}}, "required": ["n"]}
+ONE = {"type": "object", "properties": {"n": {"const": 2**40}}, "required": ["n"]}
 SHAPE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
 OTHER = {"type": "object", "properties": {"m": {"enum": [1, 2]}}, "required": ["m"]}
 
@@ -20,14 +19,21 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return command(capsys, monkeypatch, "batchinfer.engine.build:build_engine")
 
 
-def test_checked_answers_and_others_do_not_stand_for_each_other(place: Place, run: Command) -> None:
+def test_checked_answers_and_others_do_not_stand_for_each_other(
+    place: Place, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An answer that was stored without columns could not be published with them, nor is one that does not fit its
     column an error where there is none."""
+
+    def too_large(_: object) -> int:
+        raise ValueError("the whole number takes more than 32 bits")
+
+    monkeypatch.setattr("batchinfer.data.results.column_kinds._integer", too_large)
     place.rows({"id": "a", "text": "hello"})
-    plain = {"sampling": f"sampling: {json.dumps({'max_tokens': 60, 'json_schema': TOO_LARGE})}"}
+    plain = {"sampling": f"sampling: {json.dumps({'max_tokens': 60, 'json_schema': ONE})}"}
     typed = {
         "sampling": "sampling: {max_tokens: 60}",
-        "output": f"output: {json.dumps({'path': 'out/res', 'schema': TOO_LARGE})}",
+        "output": f"output: {json.dumps({'path': 'out/res', 'schema': ONE})}",
     }
     for sections, code in ((plain, None), (typed, "unfit_output"), (plain, None)):
         place.job("on_error: {max_error_rate: 1.0}", **sections)
@@ -35,7 +41,7 @@ def test_checked_answers_and_others_do_not_stand_for_each_other(place: Place, ru
         assert done.code == 0, done.err
         (row,) = place.table()
         assert row["error_code"] == code
-        assert json.loads(row["generated_text"]) == {"n": 10**30}
+        assert json.loads(row["generated_text"]) == {"n": 2**40}
 
 
 def test_a_request_has_the_schema_of_the_job_or_is_an_error(place: Place, run: Command) -> None:
