@@ -95,8 +95,9 @@ class StorageError(BatchInferError):
 class DamagedResult(StorageError):
     """A file of a published result is not as it was written. The same command publishes the result again."""
 
-    def __init__(self, message: str, place: str = "", problem: str = "") -> None:
+    def __init__(self, message: str, place: str = "", problem: str = "", job: str | None = None) -> None:
         self.place, self.problem = place, problem  # which file, and what is wrong with it
+        self.job = job  # the name that a damaged manifest gives the job, where it can be read
         super().__init__(message)
 
 

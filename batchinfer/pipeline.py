@@ -319,9 +319,7 @@ class _Run:
         known, same = store.parts(), alike(plan.path, others, self.state.staging / "others")
         if same:
             self.progress.phase("waiting")
-            self.notice(
-                f"another run computes these rows already (it shares {store.path}); waiting for its answers"
-            )
+            self.notice(f"another run computes these rows already (in {store.path}); waiting for it")
             wait_for(same, self.progress.tick)
         store.refresh()
         return plan if store.parts() == known else self._plan(index, store, "plan-of-the-rest")
@@ -330,10 +328,8 @@ class _Run:
         self.progress.phase("planning")
         with self.report.timed("plan_s"):
             where, again = index.folder / folder, self.options.retry_errors
-            if (
-                again
-                and not count_errors(index.index_parts, store.parts(), self.state.staging / "count").retryable
-            ):
+            spill = self.state.staging / "count"
+            if again and not count_errors(index.index_parts, store.parts(), spill).retryable:
                 self.notice("--retry-errors: no row has an error that is marked retryable; none is run again")
             plan = plan_job(index.index_dir, index.tokens, store.parts(), where, retry_errors=again)
             seen = forecast_run(self.job, self.setup, plan, index.tokens)

@@ -107,10 +107,14 @@ def read_manifest(folder: Path) -> Manifest | None:
             f"{path}: manifest format {version}, this version knows up to {MANIFEST_FORMAT}; "
             "use the batchinfer that wrote it, or another output.path"
         )
-    if manifest is None or problem is not None:
-        raise damaged(path, f"it is not a manifest of batchinfer ({problem})")
-    if not whole or version != MANIFEST_FORMAT:
-        raise damaged(path, "it is not as it was written")
+    if manifest is None or not whole or version != MANIFEST_FORMAT:
+        why = (
+            "it is not as it was written"
+            if problem is None
+            else f"it is not a manifest of batchinfer ({problem})"
+        )
+        job = raw.get("job")
+        raise damaged(path, why, job if isinstance(job, str) else None)
     return manifest
 
 
@@ -139,13 +143,14 @@ def _problem(manifest: Manifest) -> str | None:
     return None if right else "its counts contradict each other"
 
 
-def damaged(path: Path, problem: str) -> DamagedResult:
+def damaged(path: Path, problem: str, job: str | None = None) -> DamagedResult:
     """The error for a file of a result, with the next step."""
     return DamagedResult(
         f"{path}: {problem}; run its job again, which publishes the result again from the stored answers; "
         f"`batchinfer verify {path.parent} --repair` does that",
         str(path),
         problem,
+        job,
     )
 
 
@@ -184,7 +189,7 @@ def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bo
     try:
         manifest = read_manifest(folder)
     except DamagedResult as error:
-        return _damaged_older(folder, ours, error)
+        return _damaged_older(folder, job, replace, ours, error)
     if manifest is None:
         _refuse_strangers(folder, set())
         return None
@@ -192,21 +197,29 @@ def check_destination(folder: Path, job: str, replace: bool = False, *, ours: bo
     others = _data_names(folder) if lost and ours else ()  # an older manifest may lie over a newer result
     _refuse_strangers(folder, {MANIFEST_NAME, *(file.name for file in manifest.files), *others})
     if manifest.job != job and not replace:
-        raise OutputConflict(
-            f"{folder}: holds the result of job {manifest.job!r}, not of {job!r}; "
-            "choose another output.path, or replace it with --replace"
-        )
+        raise _of_another(folder, manifest.job, job)
     return Older(manifest.generation)
 
 
-def _damaged_older(folder: Path, ours: bool, error: DamagedResult) -> Older:
-    """A result whose manifest says nothing: replaced only by the job that put it there."""
+def _of_another(folder: Path, theirs: str, job: str) -> OutputConflict:
+    return OutputConflict(
+        f"{folder}: holds the result of job {theirs!r}, not of {job!r}; "
+        "choose another output.path, or replace it with --replace"
+    )
+
+
+def _damaged_older(folder: Path, job: str, replace: bool, ours: bool, error: DamagedResult) -> Older:
+    """A result whose manifest cannot be trusted: replaced only by the job that put it there, or where it names another
+    job and `replace` is asked for."""
     generations = _generations(folder)
     _refuse_strangers(folder, {MANIFEST_NAME, *_data_names(folder)})
-    if not ours or len(generations) > 1:
+    others = error.job is not None and error.job != job and not ours
+    if others and not replace:
+        raise _of_another(folder, str(error.job), job)
+    if not (ours or others) or len(generations) > 1:
         raise OutputConflict(
             f"{error.place}: {error.problem}; nothing else says that this job published it, so it is not "
-            f"replaced: move {folder} away, or choose another output.path"
+            "replaced: move the folder away, or choose another output.path"
         )
     return Older(next(iter(generations), "damaged"))
 
