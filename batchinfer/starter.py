@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from batchinfer.data.storage.durable import FileOps, storage, write_new
@@ -12,9 +13,9 @@ from batchinfer.hub import CONFIG, ModelName, find_snapshot, missing_files
 from batchinfer.job.template import ORDERS, QUESTIONS, init_files
 from batchinfer.schema_starter import SchemaFile
 
-_SHIPPED = (
-    Path(__file__).parent / "quickstart_model"
-)  # a copy of the quickstart's model; in a clone, a link to it
+_PACKAGE = Path(str(files("batchinfer"))).resolve()  # an editable installation reaches it by a link
+# Where the quickstart's model lies: in an installed package, and in a clone
+_SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstart" / "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def _is_cached(name: ModelName) -> bool:
 
 
 def _shipped_model() -> Path | None:
-    return _SHIPPED if (_SHIPPED / CONFIG).is_file() else None
+    return next((folder for folder in _SHIPPED if (folder / CONFIG).is_file()), None)
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> tuple[Path, ...]:
