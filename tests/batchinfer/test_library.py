@@ -164,6 +164,10 @@ def test_every_field_is_documented_and_the_example_runs(
 class Unknown:
     """Nothing that an argument could be."""
 
+    def __repr__(self) -> str:
+        """Without its address: test processes name the tests alike."""
+        return "Unknown()"
+
 
 @pytest.mark.parametrize(
     "wrong",
