@@ -83,12 +83,12 @@ def _no_colours(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     no_color: Annotated[
         bool,
         typer.Option(
             "--no-color",
-            help="No colours, also on a terminal; as NO_COLOR=1.",
+            help="Use no colours, even on a terminal (the same as NO_COLOR=1).",
             callback=_no_colours,
             is_eager=True,
         ),

@@ -21,19 +21,21 @@ DIFFERENT = 65  # the exit code: the results do not meet what the command line a
 
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="A result folder.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The result folder that is compared with it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The result folder to compare it with.")],
     by: Annotated[
         str | None,
         typer.Option(
             metavar="COLUMN",
-            help="Match rows by this column; by default custom_id where it can be, else row_id.",
+            help="Match rows by this column. Default: custom_id if it is unique in both results, else row_id.",
         ),
     ] = None,
     examples: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Ids of at most N rows for each kind of difference.")
+        int,
+        typer.Option(min=0, metavar="N", help="Show the ids of at most N rows for each kind of difference."),
     ] = 5,
     show: Annotated[
-        bool, typer.Option("--show", help="Show these rows' texts and values of both results, too.")
+        bool,
+        typer.Option("--show", help="Also show the texts and values that these rows have in both results."),
     ] = False,
     fail: Annotated[
         bool, typer.Option("--fail-if-different", help="End with exit code 65 if anything differs.")

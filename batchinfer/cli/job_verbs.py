@@ -30,13 +30,17 @@ def run(
         typer.Option(metavar="N", help="Try the job: only the first N rows, published to PATH-first-N."),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Take the place of another job's results.")
+        bool, typer.Option("--replace", help="Replace the results that another job published in output.path.")
     ] = False,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Run rows again whose error was marked retryable.")
+        bool, typer.Option("--retry-errors", help="Run the rows again whose error is marked retryable.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the digests of what earlier runs stored.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Check the digests of the answers that earlier runs stored, and compute damaged ones again.",
+        ),
     ] = False,
     to_openai: Annotated[
         Path | None,
@@ -174,7 +178,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Forecast for this GPU instead of this machine, by what its maker states: a100, h100, l4, …",
+            help="Forecast for this GPU instead of this machine, from its datasheet: a100, h100, l4, …",
         ),
     ] = None,
     sample: Annotated[
@@ -182,12 +186,14 @@ def plan(
         typer.Option(
             min=1,
             metavar="N",
-            help="Render and tokenise only about N rows, from everywhere in the files, and scale what is found.",
+            help="Render and tokenise only a sample of about N rows from all parts of the files, and extrapolate.",
         ),
     ] = None,
     parquet: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write what is found as a table of one row; a new file."),
+        typer.Option(
+            metavar="FILE", help="Also write the forecast to a new Parquet file, as a table of one row."
+        ),
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -261,8 +267,8 @@ def init(
 
 
 _STAND_IN = (
-    "{model} is the quickstart's model, so that the job runs: its answers follow the schema, and mean nothing; "
-    "name a model of yours in job.yaml, or with --model"
+    "the job runs with the quickstart's model, {model}: its answers follow the schema, but mean nothing; for useful "
+    "answers name a model of your own in job.yaml, or with --model"
 )
 
 

@@ -21,14 +21,14 @@ def doctor(
         bool,
         typer.Option(
             "--measure",
-            help="Measure this machine's peaks and what steps take on it, for reports and forecasts.",
+            help="Measure this machine's peaks and how long steps take on it, for reports and forecasts.",
         ),
     ] = False,
     although_busy: Annotated[
         bool,
         typer.Option(
             "--although-busy",
-            help="With --measure: also when other processes use the cores, which lowers peaks.",
+            help="With --measure: measure even while other processes use the cores; the peaks come out too low.",
         ),
     ] = False,
     as_json: Json = False,
@@ -37,7 +37,7 @@ def doctor(
     from batchinfer import measurement, verbs
 
     if although_busy and not measure:
-        raise UsageError("--although-busy says how --measure measures; give --measure, too")
+        raise UsageError("--although-busy has no effect without --measure; add --measure")
     if measure:
         tell("measuring matrix products, memory and steps of two small models, up to a minute ...")
         tell(printable(f"wrote {measurement.measure_hardware(although_busy, tell)}"))
@@ -73,33 +73,33 @@ def bench(
     quantization: Annotated[
         str,
         typer.Option(
-            help="Of the linear layers' weights, as in a job file: auto, none, int8, fp8 or stored."
+            help="Quantization of the linear layers, as in a job file: auto, none, int8, fp8 or stored."
         ),
     ] = "auto",
     kv_cache_dtype: KvCacheOption = "auto",
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="With numbers that depend on nothing but the row.")
+        bool, typer.Option("--deterministic", help="Make answers independent of what else runs.")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; one a core by default.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; one per core by default.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in a step.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in a step.")] = None,
     rows: Annotated[
-        int | None, typer.Option(help="Rows of each workload, instead of its own number.")
+        int | None, typer.Option(help="Rows of each workload, instead of the workload's default.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens that a row generates, instead of its own number.")
+        int | None, typer.Option(help="Most tokens that a row generates, instead of the workload's default.")
     ] = None,
     schemas: Annotated[
         list[int] | None,
         typer.Option(
-            help="Do the same work under so many different JSON Schemas, in turns; may be given again.",
+            help="Also run each workload with this many different JSON Schemas; may be given several times.",
             show_default=False,
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Runs that count, after one that does not.")] = 3,
+    repeat: Annotated[int, typer.Option(help="Timed runs, after one warm-up run that is not counted.")] = 3,
     against: Annotated[
-        str | None, typer.Option(metavar="ENGINE", help="Do the same work with it, in turns: transformers.")
+        str | None, typer.Option(metavar="ENGINE", help="Also run with another engine: transformers.")
     ] = None,
     export: Annotated[
         Path | None,

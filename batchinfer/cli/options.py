@@ -24,7 +24,7 @@ Overrides = Annotated[
     ),
 ]
 Date = Annotated[
-    str | None, typer.Option(metavar="YYYY-MM-DD", help="What ${date} stands for; today by default.")
+    str | None, typer.Option(metavar="YYYY-MM-DD", help="Value of ${date} in the job file; today by default.")
 ]
 Price = Annotated[
     float | None,
@@ -32,7 +32,7 @@ Price = Annotated[
         "--price-per-hour",
         min=0,
         metavar="PRICE",
-        help="What the machine costs an hour, to be told what the job costs.",
+        help="Price of the machine for one hour; the job's cost is then shown, too.",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
@@ -48,7 +48,11 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
         return load(target, overrides, date)
     given = [name for name, value in (("--set", overrides), ("--date", date)) if value]
     if given:
-        raise UsageError(f"{' and '.join(given)}: only with a job file, and {target} is none")
+        they, it = ("work", "them") if len(given) > 1 else ("works", "it")
+        raise UsageError(
+            f"{' and '.join(given)} {they} only with a job file, but {target} is not one; name the job file, or leave "
+            f"{it} out"
+        )
     return target
 
 

@@ -32,7 +32,7 @@ def pull(
     try:
         name = ModelName.parse(model)
     except ValueError as error:
-        raise UsageError(f"{model} names no model: {error}") from error
+        raise UsageError(f"{model} is not the name of a model: {error}") from error
     progress = Progress(sys.stderr, job=name.repo, quiet=quiet or as_json)
     with Interrupts().installed(), progress:
         pulled = pull_model(name, progress)

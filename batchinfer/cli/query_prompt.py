@@ -22,10 +22,10 @@ from batchinfer.text import printable
 PROMPT, MORE = "batchinfer> ", "       ...> "
 MOST_KEPT = 1000  # lines of history
 HELP = """\
-A query in DuckDB's SQL ends with ; and may have several lines. Nothing is changed by any.
-.tables   the tables, and what a row of each is
-.help     this text
-.quit     leave, as Ctrl-D does; Ctrl-C drops what is typed, or ends a query that runs"""
+Type a query in DuckDB's SQL and end it with ; (it may have several lines). Queries only read, they change nothing.
+.tables   list the tables, and what one row of each stands for
+.help     show this text
+.quit     leave (also Ctrl-D); Ctrl-C discards what is typed, or stops a running query"""
 ROWS = {
     "results": "a row of the result",
     "run": "a run of the job",
@@ -74,7 +74,7 @@ def converse(result: OpenResult, form: str) -> None:
 
 
 def _at_terminal(result: OpenResult, form: str) -> None:
-    say(painted("SQL that ends with ; is answered. .help says more, .quit leaves.", "quiet"))
+    say(painted("Type SQL and end it with ; to run it. .help explains more, .quit leaves.", "quiet"))
     typed = ""
     while True:
         try:
@@ -163,4 +163,8 @@ def _telling(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        tell(printable(f"{path}: what is typed is not kept: {error}"))
+        tell(
+            printable(
+                f"{path}: the history of typed queries cannot be kept ({error}); queries work all the same"
+            )
+        )

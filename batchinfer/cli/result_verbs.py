@@ -58,7 +58,7 @@ def query(
     question = Query(results, sql, partial)
     if as_json and form not in ("auto", *JSON_FORMATS):
         raise UsageError(
-            f"--json is --format json, and --format {form} is given, too; leave one of the two out"
+            f"--json means --format json, but --format {form} is given as well; leave one of the two out"
         )
     form = "json" if as_json else form
     if output is not None:
@@ -81,8 +81,8 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Where anything is damaged, run the job again: the result is published again from the stored "
-            "answers, and those that are gone are computed.",
+            help="If anything is damaged, run the job again: it publishes the result again from the stored answers, "
+            "and computes those that are gone.",
         ),
     ] = False,
     as_json: Json = False,

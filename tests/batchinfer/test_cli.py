@@ -306,7 +306,7 @@ def test_doctor(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     assert ended.code == 0
     assert "torch" in ended.out
     idle = run("doctor", "--although-busy")
-    assert (idle.code, idle.out, "give --measure, too" in idle.err) == (2, "", True)
+    assert (idle.code, idle.out, "add --measure" in idle.err) == (2, "", True)
 
 
 def test_query(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -139,7 +139,9 @@ def test_a_schema_has_no_name_of_another_file(tmp_path: Path, model: Path, run: 
 def test_without_a_model_the_quickstart_s_stands_in_and_that_is_said(tmp_path: Path, run: Command) -> None:
     done = run("init", tmp_path / "new", "--from", schema_file(tmp_path, ORDER))
     assert done.code == 0, done.err
-    assert "mean nothing; name a model of yours in job.yaml, or with --model" in done.out
+    assert (
+        "mean nothing; for useful answers name a model of your own in job.yaml, or with --model" in done.out
+    )
     assert (tmp_path / "new" / "model" / "config.json").is_file()
     assert run("validate", tmp_path / "new" / "job.yaml").code == 0
     plain = run("init", tmp_path / "plain")
