@@ -41,8 +41,8 @@ def schema_of(columns: Sequence[Column], table: str) -> pa.Schema:
 
 _LAUNCHED = {
     "full_graph": "replayed as one graph",
-    "piecewise_graph": "replayed as graphs of their pieces, attention launched between them",
-    "eager": "launched an operator at a time",
+    "piecewise_graph": "replayed as graphs of their pieces, with attention launched between the pieces",
+    "eager": "launched one operator at a time",
 }
 
 
@@ -66,7 +66,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _text("run_id", "names the run; starts with its UTC start time, so that names sort by time"),
     _text("job", "`name` of the job file"),
     _text("output", "folder of the results"),
-    _text("model", "`org/name@commit` where the job names the model so, else the folder of the checkpoint"),
+    _text("model", "`org/name@commit` if the job names the model so, else the checkpoint's folder"),
     Column("started_at", _TIME, "", "when the command's process started"),
     Column("finished_at", _TIME, "", "when the tables were written"),
     _seconds("wall_s", "`finished_at` − `started_at`; the sum of the phases, `startup_s` to `other_s`"),
@@ -80,17 +80,17 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _text("dtype", "data type of activations, and of weights that are not quantised"),
     _text(
         "quantization",
-        "`none`; what weights of linear layers were quantised to; `stored`: fp8 as stored",
+        "type to which weights of linear layers were quantised, or `none`; `stored`: fp8 as the checkpoint stores it",
     ),
-    _text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: codes of these"),
+    _text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: such codes"),
     Column(
         "deterministic",
         pa.bool_(),
         "",
-        "whether `engine.deterministic` made answers independent of what else ran",
+        "whether `engine.deterministic` made answers independent of other rows",
     ),
     Column("ops", _TEXTS, "", "operators that were chosen, for the `decoder` and for its `linear` layers"),
-    _count("replicas", "engines", "engines that shared the work; times of the run are the mean of theirs"),
+    _count("replicas", "engines", "engines that shared the work; times of the run are means over them"),
     _count("threads", "threads", "CPU threads of the operators, of all engines together"),
     Column(
         "other_cores", _REAL, "cores", "CPU cores that other processes used while the engine ran, on average"
@@ -111,24 +111,24 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column(
         "datasheet_flops_per_s", _REAL, "FLOP/s", "the maker's figure for linear layers, without sparsity"
     ),
-    Column("datasheet_bytes_per_s", _REAL, "bytes/s", "what the maker states"),
+    Column("datasheet_bytes_per_s", _REAL, "bytes/s", "the maker's figure for memory bandwidth"),
     _count("rows", "rows", "input rows of the job"),
     _count("rows_ok", "rows", "rows with an answer, whichever run computed it"),
     _count("rows_error", "rows", "error rows"),
     Column("error_codes", _COUNTS, "rows", "error rows by `error_code`"),
     _count("distinct_requests", "requests", "distinct requests of the rows without an input error"),
-    _count("duplicate_rows", "rows", "rows that were given the answer of an equal row"),
+    _count("duplicate_rows", "rows", "rows that got the answer of an equal row"),
     _count("reused_requests", "requests", "requests whose answer was already in the completion store"),
     _count("computed_requests", "requests", "requests that finished in this run"),
-    _count("prompt_tokens_run", "tokens", "prompt tokens run, each once: without recomputation and padding"),
+    _count("prompt_tokens_run", "tokens", "prompt tokens run, each once, without recomputation and padding"),
     _count("prefix_saved_tokens", "tokens", "prompt tokens not run because the cache held their prefix"),
     _count(
         "duplicate_saved_tokens",
         "tokens",
-        "prompt tokens not run because another row's answer served the row, as the definitions above count them",
+        "prompt tokens not run because a row got the answer of an equal row (counted as in the definitions above)",
     ),
     _count("duplicate_saved_output_tokens", "tokens", "output tokens not sampled for the same reason"),
-    _count("decode_tokens_run", "tokens", "output tokens run to get the next one, each once"),
+    _count("decode_tokens_run", "tokens", "output tokens run to get the next token, each counted once"),
     _count("output_tokens", "tokens", "tokens of the completions that finished in this run"),
     _count("sampled_tokens", "tokens", "tokens sampled, those of unfinished requests included"),
     _count("recomputed_tokens", "tokens", "tokens run again after a preemption"),
@@ -144,12 +144,12 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _count(
         "steered_requests",
         "requests",
-        "constrained requests whose most likely token was not allowed at least once",
+        "constrained requests whose most likely token was forbidden at least once",
     ),
     _count(
         "forced_tokens",
         "tokens",
-        "output tokens that were the only ones a constraint allowed: appended, not sampled",
+        "output tokens to which a constraint left no alternative: appended, not sampled",
     ),
     _seconds("mask_s", "part of `model_s`: computing which tokens constraints allow"),
     _seconds("compile_s", "compiling constraints"),
@@ -162,16 +162,16 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "starting the command: imports, job file, checkpoint and its fingerprint, the state's lock",
     ),
     _seconds("ingest_s", "reading, rendering and tokenising"),
-    _seconds("plan_s", "looking through what is stored, and planning"),
+    _seconds("plan_s", "looking up stored answers, and planning"),
     _seconds("load_s", "starting the worker and loading the model"),
     _seconds(
         "operators_build_s",
-        "compiling the CPU operators, beside everything until the model is loaded; null where they were there",
+        "compiling the CPU operators, in parallel to the phases up to `load_s`; null if they were compiled already",
     ),
-    _seconds("operators_wait_s", "part of `load_s`: while the operators were still being compiled"),
+    _seconds("operators_wait_s", "part of `load_s`: waiting for the operators to be compiled"),
     _seconds(
         "load_capture_s",
-        "part of `load_s`: capturing graphs; of the replica that took longest; null on a CPU",
+        "part of `load_s`: capturing graphs, in the replica that took longest; null on a CPU",
     ),
     _count(
         "load_graph_bytes", "bytes", "GPU memory of these graphs, in the replica with the most; null on a CPU"
@@ -184,10 +184,10 @@ RUN_COLUMNS: tuple[Column, ...] = (
     _seconds("engine_s", "computing, as the parent process saw it"),
     _seconds("publish_s", "counting errors, joining and publishing the results"),
     _seconds("close_s", "storing the last answers, ending the worker, writing these tables"),
-    _seconds("other_s", "part of `wall_s`: time time in none of the phases above"),
+    _seconds("other_s", "part of `wall_s`: time in none of the phases above"),
     _seconds(
         "engine_wall_s",
-        "start of the first step to end of the last, idle time included; of the replica that took longest",
+        "start of the first step to end of the last, idle time included, in the replica that took longest",
     ),
     _seconds("model_s", "part of `engine_wall_s`: inside the model and the sampler"),
     _seconds("overhead_s", "part of `engine_wall_s`: inside a step, outside of model and sampler"),
@@ -196,7 +196,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "part of `engine_wall_s`: between steps of the same engine, and while other replicas still ran",
     ),
     _seconds(
-        "metering_s", "time that measuring all this took: in the engine, for each step, and in the command"
+        "metering_s", "time that these measurements took: in the engine, for each step, and in the command"
     ),
     _seconds("wall_load_s", "part of `wall_s`: `startup_s` and `load_s`"),
     _seconds(
@@ -231,13 +231,10 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column("output_tokens_per_s", _REAL, "tokens/s", "`output_tokens` ÷ `engine_wall_s`"),
     Column("total_tokens_per_s", _REAL, "tokens/s", "sum of the two above"),
     *_spread("queue", "from when the engine got the request to the start of its first step"),
-    *_spread(
-        "ttft",
-        "from when the from when the engine got the request to its first token (offline, mostly waiting)",
-    ),
+    *_spread("ttft", "from when the engine got the request to its first token (offline, mostly waiting)"),
     *_spread("tpot", "seconds per output token after the first, one value a request"),
     *_spread("itl", "gap between two tokens of a sequence, one value a decoded token"),
-    *_spread("latency", "from when the from when the engine got the request to its last token"),
+    *_spread("latency", "from when the engine got the request to its last token"),
     Column(
         "energy_j", _REAL, "J", "energy that the machine used while the engine ran: the sum of the next two"
     ),
@@ -245,13 +242,13 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "cpu_energy_j",
         _REAL,
         "J",
-        "by the counters of its CPUs (RAPL); null where there are none, or only root may read them",
+        "energy by the counters of the CPUs (RAPL); null if there are none, or only root may read them",
     ),
     Column(
         "gpu_energy_j",
         _REAL,
         "J",
-        "by the GPU's counter (NVML); null where there is none, or no package `nvidia-ml-py`",
+        "energy by the GPU's counter (NVML); null if there is none, or the package `nvidia-ml-py` is missing",
     ),
     Column("energy_j_per_token", _REAL, "J/token", "`energy_j` ÷ (`prompt_tokens_run` + `output_tokens`)"),
     Column("price_per_hour", _REAL, "money/h", "price of the machine, as given by `--price-per-hour`"),
@@ -259,38 +256,40 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column("engine_cost", _REAL, "money", "`engine_wall_s` at this price"),
     Column("forecast_engine_cost", _REAL, "money", "the forecast of `engine_cost`"),
     _count(
-        "worker_restarts", "times", "workers started in place of one that died; null: none was needed at all"
+        "worker_restarts",
+        "times",
+        "workers started in place of dead ones; null: the run needed no worker at all",
     ),
     _count("parent_peak_rss_bytes", "bytes", "peak resident memory of the command"),
     _count(
         "worker_peak_rss_bytes",
         "bytes",
-        "peak resident memory of the worker with the model; of several, the sum",
+        "peak resident memory of the worker with the model; sum over all workers",
     ),
-    _seconds("forecast_s", "what `engine_wall_s` was forecast to be before the run, by simulating it"),
+    _seconds("forecast_s", "the forecast of `engine_wall_s` before the run, by simulation"),
     Column("forecast_error", _REAL, "", "`engine_wall_s` ÷ `forecast_s` − 1; negative: faster than forecast"),
     _count("forecast_steps", "steps", "the forecast of `steps`"),
     *_forecast_launches(),
     _count("forecast_prompt_tokens", "tokens", "the forecast of `prompt_tokens_run`"),
     _count("forecast_recomputed_tokens", "tokens", "the forecast of `recomputed_tokens`"),
     _count("forecast_output_tokens", "tokens", "the forecast of `output_tokens`"),
-    _seconds("forecast_revised_s", "the same as `forecast_s`, guessed during the run from its first answers"),
+    _seconds("forecast_revised_s", "the forecast of `engine_wall_s` during the run, from its first answers"),
     _ratio("forecast_mfu", "the forecast of `mfu`"),
     _ratio("forecast_mbu", "the forecast of `mbu`"),
     _text(
         "forecast_basis",
-        "how the times of steps were known: from earlier `runs`, `measured` by `doctor --measure`, as a share of the "
+        "where the times of steps came from: earlier `runs`, `measured` by `doctor --measure`, a share of the "
         "peaks that is only `declared`, or at the `limit` of the peaks",
     ),
     _count(
         "forecast_answers_from",
         "runs",
-        "earlier runs whose answers said how long these would be; 0: forecast at their `max_tokens`",
+        "earlier runs from which lengths of answers were taken; 0: answers were counted at their `max_tokens`",
     ),
     Column("deadline", _TIME, "", "when the results were wanted; null: the job has no `deadline`"),
-    Column("deadline_met", pa.bool_(), "", "whether they were published by then"),
-    _count("deadline_rows", "rows", "rows that this run had answered by the deadline, errors left out"),
-    _count("deadline_output_tokens", "tokens", "tokens of these answers, each answer once"),
+    Column("deadline_met", pa.bool_(), "", "whether the results were published by the deadline"),
+    _count("deadline_rows", "rows", "rows that this run had answered by the deadline, without error rows"),
+    _count("deadline_output_tokens", "tokens", "tokens of these answers, each answer counted once"),
     Column(
         "goodput_tokens_per_s",
         _REAL,
@@ -300,23 +299,24 @@ RUN_COLUMNS: tuple[Column, ...] = (
 )
 
 _RUN_ID = _text("run_id", "the run, as in the table `run`")
+_WHICH_ENGINE: tuple[Column, ...] = (
+    _count(
+        "engine", "", "number of the engine's process in this run, from 0; a restart gets the next number"
+    ),
+    _count("replica", "", "number of the replica, from 0; an engine started in place of a dead one keeps it"),
+)
 
 STEP_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
-    _count("engine", "", "which start of an engine in this run, from 0"),
-    _count(
-        "replica",
-        "",
-        "which of the engines that share the work, from 0; another one may be started in its place",
-    ),
+    *_WHICH_ENGINE,
     _count("step", "", "number of the step in its engine"),
-    _seconds("started_s", "start, since the engine started"),
+    _seconds("started_s", "start of the step, since the engine started"),
     _seconds("duration_s", "length of the step"),
-    _seconds("interval_s", "end of the step before to end of this one; null in an engine's first step"),
+    _seconds("interval_s", "end of the previous step to end of this step; null in an engine's first step"),
     _seconds("model_s", "part of `duration_s`: inside the model and the sampler"),
     _count("prefill_tokens", "tokens", "prompt tokens run, and all tokens run again after a preemption"),
-    _count("decode_tokens", "tokens", "output tokens run for the first time, to get the next one"),
-    _count("recomputed_tokens", "tokens", "of the prefill tokens: run before, lost to a preemption"),
+    _count("decode_tokens", "tokens", "output tokens run for the first time, to get the next token"),
+    _count("recomputed_tokens", "tokens", "part of `prefill_tokens`: tokens run again after a preemption"),
     _count("cached_tokens", "tokens", "prompt tokens not run because the cache held their prefix"),
     _count("sampled_tokens", "tokens", "tokens sampled"),
     _count(
@@ -324,54 +324,55 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "tokens",
         "query positions computed without use: padding, steps of rows that had ended, rejected drafts",
     ),
-    _count("running", "sequences", "running after scheduling"),
-    _count("waiting", "sequences", "waiting after scheduling"),
+    _count("running", "sequences", "running sequences after scheduling"),
+    _count("waiting", "sequences", "waiting sequences after scheduling"),
     _count("preemptions", "times", "sequences preempted"),
     _count("blocks_used", "blocks", "KV blocks in use"),
-    _count("blocks_total", "blocks", "KV blocks there are"),
-    _count("flops", "FLOP", "useful: without padding and recomputation"),
-    _count("bytes", "bytes", "that had to move"),
+    _count("blocks_total", "blocks", "KV blocks in total"),
+    _count("flops", "FLOP", "useful floating-point operations: without padding and recomputation"),
+    _count("bytes", "bytes", "bytes that had to move"),
     _seconds("roofline_s", "Σ over operators of max(flops ÷ peak, bytes ÷ bandwidth); null: peaks unknown"),
     _count(
-        "forced_tokens", "tokens", "appended behind the step's tokens, because a constraint left no choice"
+        "forced_tokens",
+        "tokens",
+        "tokens appended after the sampled ones because a constraint left no alternative",
     ),
     _seconds("mask_s", "part of `model_s`: computing which tokens constraints allow"),
-    _seconds("compile_s", "compiling constraints, since the step before"),
-    _text("phase", "`prefill`: it ran prompts only; `decode`: no prompts; `mixed`: both"),
-    _seconds("scheduled_s", "when its scheduling began: before `started_s` where steps overlap"),
+    _seconds("compile_s", "compiling constraints, since the previous step"),
+    _text("phase", "`prefill`: the step ran only prompts; `decode`: no prompts; `mixed`: both"),
+    _seconds("scheduled_s", "when the step's scheduling began; earlier than `started_s` if steps overlap"),
     _seconds("ended_s", "`started_s` + `duration_s`"),
-    _count("pairs", "pairs", "(query, key) pairs attended, summed over layers; useful ones, as `flops`"),
+    _count("pairs", "pairs", "useful (query, key) pairs of attention, summed over layers"),
     _count("kv_tokens", "tokens", "distinct cached tokens read, summed over layers"),
-    _seconds("metering_s", "what measuring it took the engine"),
+    _seconds("metering_s", "time that the engine spent on measuring the step"),
     _count(
-        "copied_tokens", "tokens", "of the cached tokens: copied from the middle of another row's KV block"
+        "copied_tokens", "tokens", "part of `cached_tokens`: copied from the middle of another row's KV block"
     ),
     _text(
         "launch",
         "`full_graph`: replayed as one graph; `piecewise_graph`: as graphs of its pieces, with attention launched "
-        "between them; `eager`: launched an operator at a time; null on a CPU",
+        "between the pieces; `eager`: launched one operator at a time; null on a CPU",
     ),
-    _seconds("capture_s", "capturing graphs for it; null on a CPU"),
+    _seconds("capture_s", "capturing graphs for the step; null on a CPU"),
     _count("graph_bytes", "bytes", "GPU memory that these graphs took; null on a CPU"),
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
     _text("key", "the work key in hexadecimal, as in the completion store"),
-    _count("engine", "", "which start of an engine in this run, from 0"),
-    _count(
-        "replica",
-        "",
-        "which of the engines that share the work, from 0; another one may be started in its place",
-    ),
+    *_WHICH_ENGINE,
     _count("prompt_tokens", "tokens", "length of the prompt"),
-    _count("completion_tokens", "tokens", "length of the completion, its end token included"),
+    _count("completion_tokens", "tokens", "length of the completion, including its end token"),
     _count("cached_tokens", "tokens", "prompt tokens served from a shared prefix"),
-    _count("preemptions", "times", "how often it lost its blocks"),
-    _count("forced_tokens", "tokens", "of the completion: its constraint left no choice of them"),
-    _count("unrun_tokens", "tokens", "of the completion: its end, which the model never ran"),
+    _count("preemptions", "times", "how often the request was preempted"),
+    _count(
+        "forced_tokens",
+        "tokens",
+        "part of the completion: tokens to which its constraint left no alternative",
+    ),
+    _count("unrun_tokens", "tokens", "part of the completion: its last tokens, which the model never ran"),
     Column("cut", pa.bool_(), "", "whether `max_tokens` or the model's context ended the completion"),
-    _seconds("queued_s", "when the engine got it, since the engine started"),
+    _seconds("queued_s", "when the engine got the request, since the engine started"),
     _seconds("scheduled_s", "when its first step began"),
     _seconds("first_token_s", "when its first token was sampled"),
     _seconds("finished_s", "when its last token was sampled"),
@@ -379,22 +380,25 @@ REQUEST_COLUMNS: tuple[Column, ...] = (
     _seconds("ttft_s", "`first_token_s` − `queued_s`"),
     _seconds("tpot_s", "(`finished_s` − `first_token_s`) ÷ (`completion_tokens` − 1); null under two tokens"),
     _seconds("latency_s", "`finished_s` − `queued_s`"),
-    _count("rows", "rows", "input rows that it answers"),
-    _count("prefix", "", "the longest prefix that it shares with others, as in `prefixes`; null: none"),
+    _count("rows", "rows", "input rows that the request answers"),
+    _count("prefix", "", "longest prefix that the request shares with others, as in `prefixes`; null: none"),
     _seconds(
-        "device_s", "its part of the steps' `model_s`; shared prefixes are split among all who share them"
+        "device_s",
+        "the request's part of the steps' `model_s`; the time of shared prefixes is split among all users",
     ),
-    _seconds("ran_device_s", "the same, but who ran a shared prefix has all of it"),
-    _seconds("answer_device_s", "of both: running its output tokens"),
-    _count("flops", "FLOP", "useful: of the tokens that it ran"),
-    Column("bytes", _REAL, "bytes", "its part of the steps' `bytes`, for what it ran"),
-    _seconds("roofline_s", "its part of the steps' `roofline_s`, for what it ran; null: peaks unknown"),
+    _seconds(
+        "ran_device_s", "as `device_s`, but the time of a shared prefix counts for the request that ran it"
+    ),
+    _seconds("answer_device_s", "part of both: running the request's output tokens"),
+    _count("flops", "FLOP", "useful floating-point operations of the tokens that the request ran"),
+    Column("bytes", _REAL, "bytes", "the request's part of the steps' `bytes`"),
+    _seconds("roofline_s", "the request's part of the steps' `roofline_s`; null: peaks unknown"),
 )
 
 _EFFICIENCY: tuple[Column, ...] = (
-    _seconds("engine_s", "its part of the run's `engine_wall_s`"),
+    _seconds("engine_s", "part of the run's `engine_wall_s`"),
     _count("flops", "FLOP", "useful floating-point operations"),
-    Column("bytes", _REAL, "bytes", "that had to move"),
+    Column("bytes", _REAL, "bytes", "bytes that had to move"),
     _seconds("roofline_s", "Σ over operators of max(flops ÷ peak, bytes ÷ bandwidth)"),
     _ratio("mfu", "`flops` ÷ (`engine_s` × the run's `peak_flops_per_s`)"),
     _ratio("mbu", "`bytes` ÷ (`engine_s` × the run's `peak_bytes_per_s`)"),
@@ -403,29 +407,29 @@ _EFFICIENCY: tuple[Column, ...] = (
 
 PHASE_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
-    _text("phase", "`prefill`, `decode` or `mixed`, as in `steps`; only those that there were"),
+    _text("phase", "`prefill`, `decode` or `mixed`, as in `steps`; phases without steps have no row"),
     _count("steps", "steps", "engine steps"),
-    _count("prompt_tokens", "tokens", "prompt tokens run, each once"),
-    _count("decode_tokens", "tokens", "output tokens run to get the next one, each once"),
+    _count("prompt_tokens", "tokens", "prompt tokens run, each counted once"),
+    _count("decode_tokens", "tokens", "output tokens run to get the next token, each counted once"),
     _count("sampled_tokens", "tokens", "tokens sampled"),
     _count("recomputed_tokens", "tokens", "tokens run again after a preemption"),
-    _count("padded_tokens", "tokens", "query positions computed for nothing"),
-    _seconds("device_s", "`model_s` of its steps"),
+    _count("padded_tokens", "tokens", "query positions computed without use"),
+    _seconds("device_s", "`model_s` of the phase's steps"),
     *_EFFICIENCY,
 )
 
 BUCKET_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
     _count(
-        "most_prompt_tokens", "tokens", "prompts of so many tokens at most, and of more than half as many"
+        "most_prompt_tokens", "tokens", "upper limit of the prompts' length; the lower limit is half of it"
     ),
     _count("requests", "requests", "requests that finished"),
-    _count("rows", "rows", "input rows that they answer"),
-    _count("prompt_tokens", "tokens", "length of their prompts"),
-    _count("cached_tokens", "tokens", "of these, served from shared prefixes"),
-    _count("completion_tokens", "tokens", "length of their completions"),
+    _count("rows", "rows", "input rows that these requests answer"),
+    _count("prompt_tokens", "tokens", "length of the requests' prompts"),
+    _count("cached_tokens", "tokens", "part of `prompt_tokens`: served from shared prefixes"),
+    _count("completion_tokens", "tokens", "length of the requests' completions"),
     _seconds("device_s", "sum of the requests' `device_s`"),
-    _seconds("ran_device_s", "sum of the requests' `ran_device_s`, after which `engine_s` is split"),
+    _seconds("ran_device_s", "sum of the requests' `ran_device_s`; `engine_s` is split in proportion to it"),
     *_EFFICIENCY,
     _seconds("latency_p50_s", "the requests' `latency_s`, 50th percentile"),
     _seconds("latency_p99_s", "the requests' `latency_s`, 99th percentile"),
@@ -434,33 +438,33 @@ BUCKET_COLUMNS: tuple[Column, ...] = (
 PREFIX_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
     _count("prefix", "", "names the prefix in its run"),
-    _count("parent", "", "the next shorter shared prefix that it begins with; null: none"),
-    _count("depth", "tokens", "its length"),
-    _count("tokens", "tokens", "of these, beyond its parent"),
-    _count("users", "requests", "requests that begin with it, those of longer prefixes included"),
-    _count("saved_tokens", "tokens", "`tokens` × (`users` − 1): what sharing it may save"),
-    _count("cached_tokens", "tokens", "what sharing it did save: `saved_tokens` at most"),
-    _seconds("device_s", "what running `tokens` took its users together"),
-    _text("first_key", "key of its first user, as in `requests`"),
+    _count("parent", "", "the next shorter shared prefix with which this prefix begins; null: none"),
+    _count("depth", "tokens", "length of the prefix"),
+    _count("tokens", "tokens", "part of `depth` beyond the parent"),
+    _count("users", "requests", "requests that begin with this prefix, also with a longer one"),
+    _count("saved_tokens", "tokens", "`tokens` × (`users` − 1): the most that sharing can save"),
+    _count("cached_tokens", "tokens", "tokens that sharing did save: at most `saved_tokens`"),
+    _seconds("device_s", "time in which `tokens` ran, for all users together"),
+    _text("first_key", "key of the first user, as in `requests`"),
 )
 
 ROW_COLUMNS: tuple[Column, ...] = (
     _text("run_id", "the run that published the row"),
     _count("row_id", "", "the row, as in the results"),
-    _text("key", "the work key of its answer in hexadecimal, as in `requests`"),
+    _text("key", "the work key of the row's answer in hexadecimal, as in `requests`"),
 )
 
 EXPERT_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
-    _count("layer", "", "the layer, from 0; layers without experts are left out"),
-    _count("expert", "", "the expert, from 0"),
+    _count("layer", "", "number of the layer, from 0; layers without experts have no rows"),
+    _count("expert", "", "number of the expert, from 0"),
     _count(
         "tokens",
         "tokens",
-        "tokens that passed it, recomputed ones included, padding not; since "
+        "tokens that the expert got, recomputed ones included, without padding; since "
         "the engine last started, if `worker_restarts` of `run` is above 0",
     ),
-    Column("load", _REAL, "", "`tokens` ÷ the mean of the layer's experts; 1: its even share"),
+    Column("load", _REAL, "", "`tokens` ÷ the mean over the layer's experts; 1: an even share"),
 )
 
 RUN_SCHEMA = schema_of(RUN_COLUMNS, RUN)
