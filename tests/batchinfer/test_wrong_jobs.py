@@ -19,9 +19,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchinfer import pipeline
 from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest
-from batchinfer.report.hardware import nvidia_gpus
+from batchinfer.machine.hardware import nvidia_gpus
+from batchinfer.pipeline import run as pipeline
 from tests.batchinfer.wrong_jobs import (
     NO_ENGINE,
     ROWS,

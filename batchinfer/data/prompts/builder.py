@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jinja2
 from jinja2 import nodes
 
+from batchinfer.core.request import SamplingParams
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, openai_request
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
@@ -28,8 +29,7 @@ from batchinfer.data.prompts.chat_template import (
 )
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.sampling_fields import from_text, override, override_openai
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.request import SamplingParams
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from batchinfer.core.errors import JobFileError, Mistake
 from batchinfer.data.input.reader import Shape
 from batchinfer.data.prompts.builder import Mode
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.errors import JobFileError, Mistake
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from batchinfer.job import Job

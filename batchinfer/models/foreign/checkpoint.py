@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchinfer.models.checkpoint import config_folder
-from batchinfer.models.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.checkpoint.checkpoint import config_folder
 from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.spec import ForeignSpec, foreign_cost
-from batchinfer.models.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
 from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype
 from batchinfer_kernels.cost import ModelCost
 

@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from batchinfer.models.config_fields import wrong_checkpoint
+from batchinfer.models.files.config_fields import wrong_checkpoint
+from batchinfer.models.files.weight_files import StoredTensor, listed
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint
 from batchinfer.models.foreign.classes import class_of, config_of
 from batchinfer.models.foreign.interface import NAME
 from batchinfer.models.foreign.probe import quiet
-from batchinfer.models.weight_files import StoredTensor, listed
 
 
 def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
