@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from batchinfer import cli
-from batchinfer.pipeline import run as pipeline
+from batchinfer import cli, pipeline
 
 FAKE = "tests.fake_engine:build"
 

@@ -10,7 +10,11 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from batchinfer.core.request import (
+from batchinfer.data.input.json_text import written
+from batchinfer.data.input.rows import RowProblem, kind_of
+from batchinfer.data.prompts.generated_schema import parsed_schema
+from batchinfer.data.prompts.schema_problem import BadSchema
+from batchinfer.request import (
     BOUNDS,
     CONSTRAINTS,
     INT32_MAX,
@@ -20,10 +24,6 @@ from batchinfer.core.request import (
     Bounds,
     SamplingParams,
 )
-from batchinfer.data.constraints.generated_schema import parsed_schema
-from batchinfer.data.constraints.schema_problem import BadSchema
-from batchinfer.data.input.json_text import written
-from batchinfer.data.input.rows import RowProblem, kind_of
 
 # What OpenAI requests may carry without changing the answer here.
 _HARMLESS = frozenset(

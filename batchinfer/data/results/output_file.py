@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchinfer.core.errors import OutputConflict, StorageError
 from batchinfer.data.input.files import list_inputs, would_read
 from batchinfer.data.results.manifest import MANIFEST_NAME
 from batchinfer.data.storage.durable import (
@@ -30,6 +29,7 @@ from batchinfer.data.storage.durable import (
 )
 from batchinfer.data.storage.remembered import read_json
 from batchinfer.data.storage.state import STATE_PREFIX, StateFolder
+from batchinfer.errors import OutputConflict, StorageError
 
 if TYPE_CHECKING:
     from batchinfer.job import Job

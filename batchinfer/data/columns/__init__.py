@@ -1,1 +1,0 @@
-"""Typed columns: what a schema makes of an answer's text."""

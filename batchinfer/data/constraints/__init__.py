@@ -1,1 +1,0 @@
-"""What answers have to follow: schemas, patterns, grammars."""

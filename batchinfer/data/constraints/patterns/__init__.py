@@ -1,1 +1,0 @@
-"""Patterns of schemas and jobs, read as ECMAScript reads them."""

@@ -1,1 +1,0 @@
-"""The formats of input files, each with its reader."""

@@ -1,1 +1,0 @@
-"""The completion store: answers by what decides them."""

@@ -1,1 +1,0 @@
-"""A checkpoint's tokenizer: texts to token ids and back."""

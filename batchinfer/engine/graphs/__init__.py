@@ -1,1 +1,0 @@
-"""CUDA graphs of steps, whole or in pieces."""

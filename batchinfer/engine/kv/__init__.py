@@ -1,1 +1,0 @@
-"""The KV cache: blocks, their layout, their memory."""

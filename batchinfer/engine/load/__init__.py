@@ -1,1 +1,0 @@
-"""An engine is loaded here: its model, operators and memory."""

@@ -1,1 +1,0 @@
-"""The loop: schedule, run, post-process."""

@@ -1,1 +1,0 @@
-"""What runs a step: the model on a device, and its sampler."""

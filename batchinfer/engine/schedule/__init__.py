@@ -1,1 +1,0 @@
-"""What runs when: integers, without torch."""

@@ -1,1 +1,0 @@
-"""The tensors of a step, on the host and on the device."""

@@ -1,1 +1,0 @@
-"""This computer: its cores, memory, peaks and energy, and the processes that are started on it."""

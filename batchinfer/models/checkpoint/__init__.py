@@ -1,1 +1,0 @@
-"""A checkpoint: its configuration, and its weights as they are stored."""

@@ -1,1 +1,0 @@
-"""The one decoder that runs every model of ours."""

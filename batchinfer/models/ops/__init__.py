@@ -1,1 +1,0 @@
-"""The operators that a decoder calls, chosen once for the device."""

@@ -1,1 +1,0 @@
-"""A job from its file to its published result."""

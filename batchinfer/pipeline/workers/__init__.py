@@ -1,1 +1,0 @@
-"""The engines' processes: started, fed, replaced."""

@@ -1,1 +1,0 @@
-"""In which order a job's requests run: duplicates, the prefix forest, policies."""

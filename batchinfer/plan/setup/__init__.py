@@ -1,1 +1,0 @@
-"""What a job means on this machine."""

@@ -1,1 +1,0 @@
-"""The engine on a runner that only counts."""

@@ -1,1 +1,0 @@
-"""The tables of a run: what is measured, and the columns that follow."""

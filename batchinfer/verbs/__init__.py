@@ -1,1 +1,0 @@
-"""What each verb of the command line does."""
