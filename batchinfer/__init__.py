@@ -7,18 +7,18 @@ from batchinfer.core.version import __version__
 __all__ = ["RunResult", "__version__", "run"]
 
 if TYPE_CHECKING:
-    from batchinfer.library import run
-    from batchinfer.run_result import RunResult
+    from batchinfer.pipeline.library import run
+    from batchinfer.pipeline.result import RunResult
 
 
 def __getattr__(name: str) -> Any:
     """`run` and `RunResult`, imported when they are first used: importing the package alone stays cheap."""
     if name == "run":
-        from batchinfer.library import run
+        from batchinfer.pipeline.library import run
 
         return run
     if name == "RunResult":
-        from batchinfer.run_result import RunResult
+        from batchinfer.pipeline.result import RunResult
 
         return RunResult
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

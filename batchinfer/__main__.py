@@ -18,8 +18,8 @@ def main() -> None:
 
 def _check_limits() -> None:
     """Before libraries are imported that end the process without a word where the system allows them too little."""
-    from batchinfer.errors import BatchInferError
-    from batchinfer.limits import check_limits
+    from batchinfer.core.errors import BatchInferError
+    from batchinfer.machine.limits import check_limits
 
     try:
         check_limits()

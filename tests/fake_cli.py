@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from batchinfer import cli, pipeline
+from batchinfer import cli
+from batchinfer.pipeline import run as pipeline
 
 FAKE = "tests.fake_engine:build"
 

@@ -16,10 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed, alone
-from batchinfer.engine.constraints import ConstraintsFor
-from batchinfer.engine.sequence import StopStreams
-from batchinfer.request import (
+from batchinfer.core.request import (
     Completion,
     ExpertTokens,
     Request,
@@ -28,6 +25,9 @@ from batchinfer.request import (
     StepSample,
     TokenLogprobs,
 )
+from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed, alone
+from batchinfer.engine.schedule.constraints import ConstraintsFor
+from batchinfer.engine.schedule.sequence import StopStreams
 from tests.batchinfer.child_tasks import break_the_next_message
 
 BATCH = 512
@@ -35,7 +35,7 @@ BATCH = 512
 
 @dataclass
 class FakeOutput:
-    """As batchinfer.engine.engine.StepOutput."""
+    """As batchinfer.engine.loop.engine.StepOutput."""
 
     completions: list[Completion]
     requests: list[RequestSample]
@@ -44,7 +44,7 @@ class FakeOutput:
 
 @dataclass(frozen=True)
 class BuiltFake:
-    """As batchinfer.engine.build.BuiltEngine."""
+    """As batchinfer.engine.load.build.BuiltEngine."""
 
     engine: FakeEngine
     info: EngineInfo
@@ -235,6 +235,6 @@ def build(
     untimed: Untimed = nullcontext,
     agreed: Agreed = alone,
 ) -> BuiltFake:
-    """Takes the place of `batchinfer.engine.build.build_engine`."""
+    """Takes the place of `batchinfer.engine.load.build.build_engine`."""
     info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0, 0.0)
     return BuiltFake(FakeEngine(untimed), info)

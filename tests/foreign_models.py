@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from batchinfer.models.config import known_types
+from batchinfer.models.checkpoint.config import known_types
 from batchinfer.models.foreign.probe import quiet
 
 VOCAB = 260

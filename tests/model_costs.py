@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from batchinfer.models.model_cost import model_cost
-from batchinfer.models.rope_config import RopeConfig
-from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec, Rotation
+from batchinfer.models.spec.model_cost import model_cost
+from batchinfer.models.spec.rope_config import RopeConfig
+from batchinfer.models.spec.spec import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    Rotation,
+)
 from batchinfer_kernels.cost import ModelCost
 
 

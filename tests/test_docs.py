@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from batchinfer.cli import app
-from batchinfer.errors import JobFileError
+from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
 
 ROOT = Path(__file__).parent.parent

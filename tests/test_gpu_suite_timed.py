@@ -21,8 +21,8 @@ from triton.runtime.errors import OutOfResources
 
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.engine.config import EngineConfig
-from batchinfer.models.shapes import shape_config
-from batchinfer.models.spec import ModelSpec
+from batchinfer.models.checkpoint.shapes import shape_config
+from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.gpu.attention_launch import KVTiles
 from tests.batchinfer.engine import interpreted_gpu
 from tests.gpu_suite import (

@@ -1,9 +1,7 @@
-"""The rooms and what each may never import, print or exit: read from the source, whatever is there.
+"""The rooms: what each may import, and how the house is laid out. Read from the source, whatever is there.
 
-    errors, request ◀─ kernels (no batchinfer) ◀─ ops ◀─ models ◀─ engine ◀─ launch ◀─ pipeline ◀─ cli
-                     job ◀─ data, plan, report (no torch) ◀────────────────────────────┘
-
-Data flows one way; nothing downstream is imported by anything upstream.
+Data flows one way; nothing upstream imports anything downstream. `ROOMS` says it for rooms, `SUB_ROOMS_OF_DATA` for the
+rooms of data, and the rest of this file what no order can say.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +18,46 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TORCH = ("torch", "triton")
-HEAVY = (*TORCH, "batchinfer_kernels.cpu", "batchinfer.engine", "batchinfer.models", "batchinfer.ops")
 TEXT = ("tokenizers", "transformers", "jinja2")
 FILES = ("pyarrow", "duckdb")
-JOB = ("batchinfer.job", "batchinfer.data", "batchinfer.plan")
-# from the ground up: each may import those before it
-DATA_ROOMS = tuple(f"batchinfer.data.{room}" for room in ("storage", "input", "prompts", "index", "results"))
+
+# The rooms of batchinfer/, from the ground up, each with the rooms that it may import. The package itself and
+# __main__ are the doors: they may import every room, and none imports them.
+LOWER = ("core", "machine", "job", "models", "report", "data", "engine")
+ROOMS: Mapping[str, tuple[str, ...]] = {
+    "core": (),
+    "machine": ("core",),
+    "job": ("core",),
+    "models": ("core", "machine"),
+    "report": ("core", "machine"),
+    "data": ("core", "machine", "job"),
+    "engine": ("core", "machine", "models"),
+    "plan": LOWER,
+    "pipeline": (*LOWER, "plan"),
+    "bench": (*LOWER, "plan", "pipeline"),
+    "verbs": (*LOWER, "plan", "pipeline", "bench"),
+    "cli": (*LOWER, "plan", "pipeline", "bench", "verbs"),
+}
+# From the ground up: each may import those before it. Other rooms have sub-rooms too, which form no circle.
+SUB_ROOMS_OF_DATA = (
+    "storage",
+    "input",
+    "tokenizer",
+    "constraints",
+    "prompts",
+    "index",
+    "store",
+    "columns",
+    "results",
+)
+
+MOST_ROOMS = 12
+MOST_FLOORS = 11
+MOST_IMPORTS = 25  # modules of ours that one file imports
+MOST_MODULES = 20  # in one folder
+# Files that import more as yet; each number may only fall
+WIDE = {"batchinfer.pipeline.run": 54, "batchinfer.plan.setup.preflight": 29}
+DOORS = {"__init__.py", "__main__.py", "py.typed", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -39,92 +72,60 @@ class Rule:
 RULES = (
     Rule(("batchinfer_kernels",), ("batchinfer", *TEXT, *FILES), "kernels touch tensors and nothing of ours"),
     Rule(("batchinfer_kernels.cost",), TORCH, "plan and report read the costs without torch"),
-    Rule(("batchinfer.errors", "batchinfer.request"), (*TORCH, "batchinfer_kernels", *JOB), "vocabulary"),
-    Rule(("batchinfer.job",), (*TORCH, "batchinfer.data", "batchinfer.plan", *HEAVY), "a job is read early"),
-    Rule(("batchinfer.data",), (*HEAVY, "batchinfer.plan", "batchinfer.report"), "data touches storage"),
-    Rule(("batchinfer.plan",), (*HEAVY, *TEXT, "batchinfer.report"), "plan is pure"),
-    Rule(("batchinfer.report",), (*HEAVY, *TEXT, *JOB), "report reads plain numbers"),
-    Rule(("batchinfer.pipeline",), TORCH, "the parent process stays free of torch"),
-    Rule(("batchinfer.ops", "batchinfer.models"), (*JOB, "batchinfer.engine"), "they know the device only"),
+    Rule(("batchinfer.core",), (*TEXT, *FILES, "batchinfer_kernels"), "everything imports it"),
     Rule(
-        ("batchinfer.ops",),
-        (
-            "batchinfer.models.decoder",
-            "batchinfer.models.block",
-            "batchinfer.models.weights",
-            "batchinfer.models.families",
-        ),
-        "of models, operators know what a layer is: its spec",
+        ("batchinfer.core", "batchinfer.job", "batchinfer.pipeline"),
+        TORCH,
+        "the parent process stays free of torch",
     ),
     Rule(
-        (
-            "batchinfer.models.spec",
-            "batchinfer.models.parameters",
-            "batchinfer.models.model_cost",
-            "batchinfer.models.families",
-        ),
-        (*TORCH, "batchinfer.ops", "batchinfer.models.decoder"),
+        tuple(f"batchinfer.{room}" for room in ("machine", "data", "report", "plan")),
+        (*TORCH, "batchinfer_kernels.cpu", "batchinfer_kernels.gpu", "batchinfer.models.ops"),
+        "the parent process stays free of torch",
+    ),
+    Rule(("batchinfer.report",), TEXT, "the report reads plain numbers"),
+    Rule(("batchinfer.plan.order",), (*TEXT, "batchinfer.models", "batchinfer.report"), "the order is pure"),
+    Rule(
+        ("batchinfer.models.files", "batchinfer.models.spec", "batchinfer.models.families"),
+        TORCH,
         "what a model is, is read without loading it",
     ),
-    Rule(("batchinfer.engine",), (*TEXT, *FILES, *JOB, "batchinfer.report"), "token ids in, token ids out"),
+    Rule(("batchinfer.engine",), (*TEXT, *FILES), "token ids in, token ids out"),
     Rule(
-        (
-            "batchinfer.engine.scheduler",
-            "batchinfer.engine.kv_cache",
-            "batchinfer.engine.block_tables",
-            "batchinfer.engine.table_sizes",
-            "batchinfer.engine.admission",
-            "batchinfer.engine.sequence",
-        ),
-        (*TORCH, "batchinfer_kernels", "batchinfer.ops", "batchinfer.models"),
-        "the scheduler and the KV cache's book-keeping are pure ints",
+        ("batchinfer.engine.schedule", "batchinfer.engine.kv"),
+        (*TORCH, "batchinfer_kernels.cpu", "batchinfer_kernels.gpu", "batchinfer.models.ops"),
+        "the scheduler and the KV cache's book-keeping are integers",
     ),
     Rule(
-        ("batchinfer.simulation",),
-        (*TORCH, *TEXT, *FILES, *JOB, "batchinfer.ops", "batchinfer.launch", "batchinfer.report"),
+        ("batchinfer.plan.simulation",),
+        (*TEXT, *FILES, "batchinfer.data", "batchinfer.job", "batchinfer.report"),
         "requests and lengths in, counts out: the engine without a device",
     ),
-    Rule(("batchinfer.launch",), ("batchinfer.pipeline",), "launch is called from above"),
-    *(
-        Rule(
-            (room,),
-            DATA_ROOMS[at + 1 :],
-            f"the rooms of data import downwards only: {' <- '.join(DATA_ROOMS)}",
-        )
-        for at, room in enumerate(DATA_ROOMS[:-1])
-    ),
 )
-# the one exception to "only ... may import" rules is named with it
+# what only some may import
 ONLY = {
-    "ray": ("batchinfer.launch",),
+    "ray": ("batchinfer.pipeline.workers",),
     "typer": ("batchinfer.cli",),
-    "batchinfer.cli": ("batchinfer.__main__", "batchinfer.cli"),
-    "batchinfer.pipeline": ("batchinfer.cli", "batchinfer.bench", "batchinfer.library"),
-    "batchinfer.bench": ("batchinfer.cli", "batchinfer.verbs", "batchinfer.bench"),
-    "batchinfer.launch": (
-        "batchinfer.cli",
-        "batchinfer.pipeline",
-        "batchinfer.library",
-        "batchinfer.collect",
-        "batchinfer.bench",
-        "batchinfer.launch",
-    ),
     "pickle": (),
     "marshal": (),
 }
 MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
-CHILDREN = ("batchinfer.data.prompts.render_worker", "batchinfer.launch.worker", "batchinfer.spawning")
-# models/checkpoint.py inspects a checkpoint before anything loads, in the parent
+CHILDREN = (
+    "batchinfer.data.prompts.render_worker",
+    "batchinfer.pipeline.workers.worker",
+    "batchinfer.machine.spawning",
+)
+# a checkpoint is inspected before anything loads, in the parent
 TORCH_FREE = (
-    "batchinfer.library",
-    "batchinfer.models.checkpoint",
-    "batchinfer.models.model_cost",
+    "batchinfer.models.checkpoint.checkpoint",
+    "batchinfer.models.checkpoint.config",
     "batchinfer.models.opening",
     "batchinfer.models.foreign.apart",
     "batchinfer.models.foreign.checkpoint",
     "batchinfer.models.foreign.spec",
 )
+Graph = Mapping[str, set[str]]
 
 
 def under(module: str, prefix: str) -> bool:
@@ -153,15 +154,46 @@ def import_faults(source: str, module: str, package: bool = False) -> list[str]:
     """What a module imports against the rules."""
     faults = []
     for name, line in imports(ast.parse(source), module, package):
+        where = f"{module}:{line} imports {name}"
+        faults += [f"{where}: {why}" for why in _faults_of_rooms(module, name)]
         for rule in RULES:
             if any(under(module, room) for room in rule.room) and any(under(name, n) for n in rule.never):
-                faults.append(f"{module}:{line} imports {name}: {rule.why}")
+                faults.append(f"{where}: {rule.why}")
         for target, allowed in ONLY.items():
             if under(name, target) and not any(under(module, room) for room in allowed):
-                faults.append(f"{module}:{line} imports {name}, which only {list(allowed)} may")
+                faults.append(f"{where}, which only {list(allowed)} may")
         if module in TORCH_FREE and any(under(name, n) for n in TORCH):
-            faults.append(f"{module}:{line} imports {name}: it runs in the parent")
+            faults.append(f"{where}: it runs in the parent")
     return faults
+
+
+def _faults_of_rooms(module: str, name: str) -> Iterator[str]:
+    own, target = room_of(module), room_of(name)
+    if own is None or not under(name, "batchinfer"):
+        return
+    if target is None:
+        yield "the package is the door, which no room imports"
+    elif target != own and target not in ROOMS.get(own, ()):
+        yield f"{own}/ may import {list(ROOMS.get(own, ()))}"
+    elif own == target == "data":
+        ours, theirs = sub_room_of_data(module), sub_room_of_data(name)
+        if None not in (ours, theirs) and _height(theirs) > _height(ours):
+            yield f"the rooms of data import downwards only: {' <- '.join(SUB_ROOMS_OF_DATA)}"
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module of ours, None for the doors and for what is not ours."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "batchinfer" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def sub_room_of_data(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 else None
+
+
+def _height(sub_room: str | None) -> int:
+    return SUB_ROOMS_OF_DATA.index(sub_room) if sub_room in SUB_ROOMS_OF_DATA else -1
 
 
 def voice_faults(source: str, module: str) -> list[str]:
@@ -198,6 +230,60 @@ def modules() -> Iterator[tuple[str, Path, bool]]:
             yield ".".join(parts[:-1] if is_package else parts), path, is_package
 
 
+def import_graph() -> Graph:
+    """Which module of ours imports which, imports inside functions included."""
+    sources = {module: (path, package) for module, path, package in modules()}
+    graph: dict[str, set[str]] = {}
+    for module, (path, package) in sources.items():
+        names = {name for name, _ in imports(ast.parse(path.read_text("utf-8")), module, package)}
+        ours = {name if name in sources else name.rpartition(".")[0] for name in names}
+        graph[module] = {name for name in ours if name in sources and name != module}
+    return graph
+
+
+def grouped(graph: Graph, group: Callable[[str], str | None]) -> Graph:
+    """The same arrows between groups of modules; a module whose group is None is left out."""
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for module, targets in graph.items():
+        if (own := group(module)) is not None:
+            arrows[own] |= {other for target in targets if (other := group(target)) not in (None, own)}
+    return arrows
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Groups of nodes each of which leads back to itself through the others."""
+    reached = {node: _reached(graph, node) for node in graph}
+    found = {frozenset(other for other in reached[node] if node in reached.get(other, ())) for node in graph}
+    return sorted(sorted(circle) for circle in found if circle)
+
+
+def _reached(graph: Graph, start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(graph.get(start, ()))
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            waiting += graph.get(node, ())
+    return seen
+
+
+def floors(graph: Graph) -> int:
+    """The nodes on the longest way down. The graph has no circle."""
+    height: dict[str, int] = {}
+
+    def of(node: str) -> int:
+        if node not in height:
+            height[node] = 1 + max(map(of, graph.get(node, ())), default=0)
+        return height[node]
+
+    return max(map(of, graph))
+
+
+def sub_room(module: str) -> str | None:
+    parts = module.split(".")
+    return ".".join(parts[1:3]) if len(parts) > 3 else None
+
+
 def test_no_room_imports_what_it_must_not() -> None:
     found = [
         fault
@@ -216,30 +302,63 @@ def test_only_the_command_line_prints_and_exits() -> None:
     assert found == []
 
 
-def test_every_module_of_data_is_in_a_room() -> None:
-    names = {module for module, _, _ in modules() if under(module, "batchinfer.data")} - {"batchinfer.data"}
-    assert [name for name in names if not any(under(name, room) for room in DATA_ROOMS)] == []
-    assert {room for room in DATA_ROOMS if room in names} == set(DATA_ROOMS)
+def test_every_entry_is_a_room() -> None:
+    """Nothing lies loose beside the rooms, and no folder is a store-room."""
+    entries = {path.name for path in (ROOT / "batchinfer").iterdir()} - DOORS
+    assert entries == set(ROOMS)
+    assert len(entries) <= MOST_ROOMS
+    assert {p.name for p in (ROOT / "batchinfer/data").iterdir() if p.is_dir()} - DOORS == set(
+        SUB_ROOMS_OF_DATA
+    )
+    held = Counter(path.parent for _, path, package in modules() if not package)
+    wide = {str(folder.relative_to(ROOT)): n for folder, n in held.items() if n > MOST_MODULES}
+    assert {name: n for name, n in wide.items() if not name.startswith("kernels")} == {}
+
+
+def test_there_are_no_circles() -> None:
+    graph = import_graph()
+    assert circles(graph) == []
+    assert circles(grouped(graph, room_of)) == []
+    assert circles(grouped(graph, sub_room)) == []
+    assert floors(grouped(graph, room_of)) <= MOST_FLOORS
+
+
+def test_no_module_knows_everything() -> None:
+    counts = {module: sum(room_of(t) is not None for t in ts) for module, ts in import_graph().items()}
+    wide = {module: count for module, count in counts.items() if count > MOST_IMPORTS}
+    assert {module for module, count in wide.items() if count > WIDE.get(module, 0)} == set()
+    assert {module for module in WIDE if module not in wide} == set()
+
+
+def test_the_table_of_rooms_goes_upwards() -> None:
+    names = list(ROOMS)
+    assert [
+        (room, low) for room in names for low in ROOMS[room] if names.index(low) >= names.index(room)
+    ] == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}
+    assert circles(graph) == [["b", "c"]]
+    assert circles({"a": {"b"}, "b": set()}) == []
+    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == 3
 
 
 def test_the_walk_finds_both_packages() -> None:
     names = {module for module, _, _ in modules()}
-    assert {"batchinfer.errors", "batchinfer.report.meter", "batchinfer_kernels.cost"} <= names
+    assert {"batchinfer.core.errors", "batchinfer.report.tables.meter", "batchinfer_kernels.cost"} <= names
+    assert "batchinfer.core.errors" in import_graph()["batchinfer.job.spec"]
 
 
-PARENT_ROOMS = (
-    "batchinfer.data",
-    "batchinfer.plan",
-    "batchinfer.simulation",
-    "batchinfer.report",
-    "batchinfer.job",
-    "batchinfer.cli",
+PARENT_ROOMS = tuple(
+    f"batchinfer.{room}"
+    for room in ("core", "machine", "job", "report", "data", "plan.order", "plan.simulation", "cli")
 )
 
 
 def test_importing_the_parent_process_brings_no_torch() -> None:
     """Import all of it, in a fresh process: what a module imports, its imports import too."""
-    rooms = (*PARENT_ROOMS, "batchinfer.pipeline", *TORCH_FREE)
+    rooms = (*PARENT_ROOMS, "batchinfer.pipeline.run", "batchinfer.pipeline.library", *TORCH_FREE)
     names = [module for module, _, _ in modules() if any(under(module, room) for room in rooms)]
     # hundreds of tests start it, and torch takes ten times as long as the rest of it
     names.append("tests.fake_engine")
@@ -252,28 +371,33 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("batchinfer.plan.planner", "import torch"),
-        ("batchinfer.simulation.simulator", "from batchinfer.ops.choose import choose_ops"),
-        ("batchinfer.plan.planner", "def f():\n    from torch import Tensor"),
+        ("batchinfer.plan.order.planner", "import torch"),
+        ("batchinfer.plan.simulation.simulator", "from batchinfer.models.ops.choose import choose_ops"),
+        ("batchinfer.plan.order.planner", "def f():\n    from torch import Tensor"),
         ("batchinfer.data.input.reader", "from batchinfer.engine import core"),
         ("batchinfer.data.input.reader", "from ...engine.core import Engine"),
         ("batchinfer.data.input.reader", "from ... import engine"),
         ("batchinfer.data.input.reader", "import torch.nn.functional as F"),
-        ("batchinfer.report.meter", "from batchinfer.engine import core"),
+        ("batchinfer.report.tables.meter", "from batchinfer.engine import core"),
+        ("batchinfer.report.tables.meter", "from batchinfer.job import Job"),
         ("batchinfer.job", "import torch"),
-        ("batchinfer.request", "if TYPE_CHECKING:\n    import torch"),
-        ("batchinfer.pipeline", "import torch"),
-        ("batchinfer.engine.core", "import tokenizers"),
-        ("batchinfer.engine.core", "from batchinfer.data import reader"),
-        ("batchinfer.engine.scheduler", "import torch"),
-        ("batchinfer.engine.kv_cache", "from batchinfer_kernels import rope_store"),
-        ("batchinfer.models.decoder", "from batchinfer.job import Job"),
-        ("batchinfer.models.checkpoint", "import torch"),
-        ("batchinfer.ops.choose", "from batchinfer.plan import planner"),
-        ("batchinfer_kernels.rope_store", "from batchinfer.errors import UsageError"),
+        ("batchinfer.core.request", "if TYPE_CHECKING:\n    import torch"),
+        ("batchinfer.core.errors", "from batchinfer import __version__"),
+        ("batchinfer.core.errors", "from batchinfer.machine.cpus import usable_cpus"),
+        ("batchinfer.pipeline.run", "import torch"),
+        ("batchinfer.pipeline.run", "import ray"),
+        ("batchinfer.pipeline.run", "import batchinfer.cli"),
+        ("batchinfer.engine.loop.engine", "import tokenizers"),
+        ("batchinfer.engine.loop.engine", "from batchinfer.data import reader"),
+        ("batchinfer.engine.loop.engine", "from batchinfer.report.tables import meter"),
+        ("batchinfer.engine.schedule.scheduler", "import torch"),
+        ("batchinfer.engine.kv.kv_cache", "from batchinfer.models.ops.interface import Ops"),
+        ("batchinfer.models.decoder.decoder", "from batchinfer.job import Job"),
+        ("batchinfer.models.checkpoint.checkpoint", "import torch"),
+        ("batchinfer.models.ops.choose", "from batchinfer.plan.order import planner"),
+        ("batchinfer_kernels.rope_store", "from batchinfer.core.errors import UsageError"),
         ("batchinfer_kernels.cost", "import torch"),
-        ("batchinfer.pipeline", "import ray"),
-        ("batchinfer.launch.local", "import batchinfer.pipeline"),
+        ("batchinfer.pipeline.workers.local", "import batchinfer.verbs.query"),
         ("batchinfer.report.summary", "import batchinfer.cli"),
         ("batchinfer.data.results.manifest", "import pickle"),
         ("batchinfer.data.storage.durable", "from batchinfer.data.input.files import list_inputs"),
@@ -290,14 +414,17 @@ def test_a_violation_is_caught(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("batchinfer.launch.ray_launch", "import ray"),
-        ("batchinfer.engine.model_runner", "import torch\nfrom batchinfer.models import decoder"),
-        ("batchinfer.report.meter", "from batchinfer_kernels.cost import Cost"),
-        ("batchinfer.plan.planner", "import duckdb, numpy, pyarrow"),
+        ("batchinfer.pipeline.workers.ray_launch", "import ray"),
+        (
+            "batchinfer.engine.runner.model_runner",
+            "import torch\nfrom batchinfer.models.decoder import decoder",
+        ),
+        ("batchinfer.report.tables.meter", "from batchinfer_kernels.cost import Cost"),
+        ("batchinfer.plan.order.planner", "import duckdb, numpy, pyarrow"),
         ("batchinfer.data.results.join", "from batchinfer.data.index.index import Index"),
         ("batchinfer.data.index.ingest", "from batchinfer.data.storage.durable import FileOps"),
         ("batchinfer.data.input.reader", "from .rows import RowBatch\nimport torchlike"),
-        ("batchinfer.cli", "from batchinfer import pipeline"),
+        ("batchinfer.cli", "from batchinfer.pipeline import run"),
     ],
 )
 def test_what_is_allowed_is_not_a_violation(module: str, source: str) -> None:
@@ -305,7 +432,7 @@ def test_what_is_allowed_is_not_a_violation(module: str, source: str) -> None:
 
 
 def test_a_relative_import_in_a_package_is_resolved() -> None:
-    assert import_faults("from .engine import core", "batchinfer.data", package=True) == []
+    assert import_faults("from .storage import durable", "batchinfer.data", package=True) == []
     assert import_faults("from ..engine import core", "batchinfer.data", package=True)
 
 
@@ -320,5 +447,5 @@ def test_speaking_is_caught(source: str) -> None:
 
 
 def test_a_child_process_may_end_itself_but_not_print() -> None:
-    assert voice_faults("raise SystemExit(1)", "batchinfer.launch.worker") == []
-    assert voice_faults("print(1)", "batchinfer.launch.worker")
+    assert voice_faults("raise SystemExit(1)", "batchinfer.pipeline.workers.worker") == []
+    assert voice_faults("print(1)", "batchinfer.pipeline.workers.worker")

@@ -80,7 +80,9 @@ def test_an_editable_installation_is_a_folder_with_both_packages(clone: Path) ->
         "batchinfer_kernels",
     ]
     assert (folder / "batchinfer" / "py.typed").is_file()
-    script = "import batchinfer, batchinfer_kernels.cost, batchinfer.starter as s; assert s._shipped_model()"
+    script = (
+        "import batchinfer, batchinfer_kernels.cost, batchinfer.verbs.starter as s; assert s._shipped_model()"
+    )
     env = {**os.environ, "PYTHONPATH": str(folder)}
     subprocess.run([sys.executable, "-c", script], cwd=clone.parent, env=env, check=True)
 

@@ -28,12 +28,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # What children of jobs import; nothing that reads its environment when it is imported, as Hugging Face's packages do
 MODULES = (
-    "batchinfer.data.prompts.constrained",
-    "batchinfer.data.prompts.constraint_check",
+    "batchinfer.data.constraints.constrained",
+    "batchinfer.data.constraints.constraint_check",
     "batchinfer.data.prompts.render_worker",
-    "batchinfer.data.prompts.stop_strings",
-    "batchinfer.engine.build",
-    "batchinfer.launch.worker",
+    "batchinfer.data.tokenizer.stop_strings",
+    "batchinfer.engine.load.build",
+    "batchinfer.pipeline.workers.worker",
     "batchinfer_kernels.cpu.spinning",
     "tests.fake_engine",
 )
@@ -43,7 +43,7 @@ PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
 
 
 class WarmChildren:
-    """`spawn` takes the place of `batchinfer.spawning._spawn`. The process that forks is started when it is needed."""
+    """`spawn` takes the place of `spawning._spawn`. The process that forks is started when it is needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ def _live(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) 
     code = 1
     try:
         _become(orders, order, descriptors)
-        run_child = importlib.import_module("batchinfer.spawning").run_child
+        run_child = importlib.import_module("batchinfer.machine.spawning").run_child
         run_child(order["descriptors"][3], order["target"])
         code = 0
     except SystemExit as leaves:
@@ -155,7 +155,7 @@ def _become(orders: socket.socket, order: dict[str, Any], descriptors: list[int]
 
 
 def _deaf_to() -> tuple[int, ...]:
-    deaf: tuple[int, ...] = importlib.import_module("batchinfer.spawning")._DEAF_TO
+    deaf: tuple[int, ...] = importlib.import_module("batchinfer.machine.spawning")._DEAF_TO
     return deaf
 
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.vocabulary import made_up_tokenizer
 from batchinfer.bench.workloads import Row
-from batchinfer.data.prompts.constrained import GrammarConstraint, GrammarConstraints
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.engine.build import LoadedModel
-from batchinfer.engine.sampler import ConstraintMask
-from batchinfer.models.shapes import shape_config
-from batchinfer.request import ConstraintWork, RowError, SamplingParams
+from batchinfer.core.request import ConstraintWork, RowError, SamplingParams
+from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarConstraints
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.engine.load.build import LoadedModel
+from batchinfer.engine.runner.sampler import ConstraintMask
+from batchinfer.models.checkpoint.shapes import shape_config
 
 RECORDS = 1000  # an answer's least: none is whole before its row has its tokens
 
@@ -90,7 +90,7 @@ class SampledConstraint:
 
 @dataclass(frozen=True, slots=True)
 class EverySampled:
-    """See batchinfer.engine.constraints.Constraints."""
+    """See batchinfer.engine.schedule.constraints.Constraints."""
 
     grammars: GrammarConstraints
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from batchinfer.bench.planning import plan_rows
 from batchinfer.bench.workloads import Row
 from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.config import WINDOW
-from batchinfer.plan.requests import planned_requests
-from batchinfer.report.hardware import detect
-from batchinfer.simulation.simulator import SimulatedEngine, simulate
-from batchinfer.simulation.step_time import StepTime
+from batchinfer.engine.load.build import LoadedModel
+from batchinfer.machine.hardware import detect
+from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate
+from batchinfer.plan.simulation.step_time import StepTime
 
 
 def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 from batchinfer.bench.workloads import WORKLOADS
-from batchinfer.errors import UsageError
-from batchinfer.hub import NoModel, locate_model
-from batchinfer.models.shapes import SHAPES
+from batchinfer.core.errors import UsageError
+from batchinfer.core.hub import NoModel, locate_model
+from batchinfer.models.checkpoint.shapes import SHAPES
 from batchinfer_kernels.arithmetic import CacheDtype, Dtype, Quantization
 
 DEFAULT_WORKLOADS = ("shared-prefix", "mixed", "decode")

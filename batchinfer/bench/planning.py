@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from batchinfer.bench.workloads import Row
+from batchinfer.core.request import SamplingParams
 from batchinfer.data.index.index import Layout
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter
@@ -16,9 +17,8 @@ from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.prompts.keys import token_bytes, work_key
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.data.storage.durable import FileOps
-from batchinfer.plan.plan import Plan
-from batchinfer.plan.requests import Prompts
-from batchinfer.request import SamplingParams
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.requests import Prompts
 
 CONTEXT = b"batchinfer bench"  # in the place of what else decides an answer: a benchmark stores none
 
@@ -38,7 +38,7 @@ def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool
     Without `deduplicate` equal rows are different work, as if each were a sample of its own. Raises StorageError.
     """
     # Here, because it imports DuckDB, and what else is in this package runs where there is none (tests/gpu_suite)
-    from batchinfer.plan.planner import plan_job
+    from batchinfer.plan.order.planner import plan_job
 
     prepared = prepared_rows(rows, deduplicate)
     layout = Layout(folder)

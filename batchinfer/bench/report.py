@@ -18,7 +18,7 @@ from batchinfer.bench.runs import Run
 from batchinfer.bench.workloads import Workload
 from batchinfer.core.version import __version__
 from batchinfer.engine.config import EngineInfo
-from batchinfer.report.hardware import coded_text, codes_of, detect
+from batchinfer.machine.hardware import coded_text, codes_of, detect
 from batchinfer_kernels.cost import ModelCost, Peaks
 
 WIDTH = 24  # of the table's first column

@@ -10,17 +10,17 @@ from typing import Any, cast
 
 from batchinfer.bench.planning import Planned, plan_rows
 from batchinfer.bench.workloads import Row
+from batchinfer.core.errors import BatchInferError, OutOfMemory
+from batchinfer.core.request import Completion, Request, StepSample
 from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.engine.build import LoadedModel
 from batchinfer.engine.config import EngineInfo, most_queued
-from batchinfer.engine.engine import Engine
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.errors import BatchInferError, OutOfMemory
-from batchinfer.launch.feed import run_plan
-from batchinfer.launch.interrupts import Interrupts
-from batchinfer.launch.messages import WorkDone
-from batchinfer.plan.plan import Plan, Window
-from batchinfer.request import Completion, Request, StepSample
+from batchinfer.engine.load.build import LoadedModel
+from batchinfer.engine.loop.engine import Engine
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.pipeline.workers.feed import run_plan
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.messages import WorkDone
+from batchinfer.plan.order.plan import Plan, Window
 from batchinfer_kernels.cost import StepShape
 
 

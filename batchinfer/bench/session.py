@@ -18,21 +18,21 @@ from batchinfer.bench.peer import TransformersPeer
 from batchinfer.bench.report import BenchReport, Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
-from batchinfer.cpus import usable_cpus
+from batchinfer.core.errors import UsageError
 from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.engine.build import LoadedModel, load_model
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.garbage import loaded_for_good
-from batchinfer.engine.sources import ModelSource, Source, checkpoint_source
-from batchinfer.errors import UsageError
-from batchinfer.models.dummy import DummyWeights, write_checkpoint
+from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.load.sources import ModelSource, Source, checkpoint_source
+from batchinfer.engine.tensors.garbage import loaded_for_good
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.hardware import codes_of, detect, has_fast_bf16
+from batchinfer.models.checkpoint.dummy import DummyWeights, write_checkpoint
+from batchinfer.models.checkpoint.shapes import SHAPES, shape_config
 from batchinfer.models.opening import open_checkpoint
-from batchinfer.models.parameters import parameter_count
-from batchinfer.models.shapes import SHAPES, shape_config
-from batchinfer.operators_build import build_operators
-from batchinfer.ops.peaks import MeasuredPeaks, measure_peaks
-from batchinfer.report.hardware import codes_of, detect, has_fast_bf16
-from batchinfer.resolve import auto_dtype, auto_quantization, runs_in_tiles
+from batchinfer.models.ops.peaks import MeasuredPeaks, measure_peaks
+from batchinfer.models.spec.parameters import parameter_count
+from batchinfer.pipeline.operators_build import build_operators
+from batchinfer.plan.setup.resolve import auto_dtype, auto_quantization, runs_in_tiles
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 

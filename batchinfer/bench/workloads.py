@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from batchinfer.errors import UsageError
+from batchinfer.core.errors import UsageError
 
 FIRST_ID, VOCAB = 300, 32_000  # ids 300 … 31,999: special tokens lie below in most vocabularies
 QUESTIONS = 16  # a document, in prefix-tree

@@ -21,9 +21,9 @@ from batchinfer.cli.result_verbs import clean, query, verify
 from batchinfer.cli.schema_verb import schema
 from batchinfer.cli.status_verb import status
 from batchinfer.cli.terminal import say
+from batchinfer.core.errors import Interrupted, UsageError
 from batchinfer.core.version import __version__
-from batchinfer.errors import Interrupted, UsageError
-from batchinfer.launch.interrupts import Interrupts
+from batchinfer.pipeline.workers.interrupts import Interrupts
 
 app = typer.Typer(
     name="batchinfer",

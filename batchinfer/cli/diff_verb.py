@@ -11,7 +11,7 @@ import typer
 
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import painted, say_json, say_verbatim
-from batchinfer.report.units import count, counted
+from batchinfer.core.units import count, counted
 
 if TYPE_CHECKING:
     from batchinfer.data.results.diff import Difference, DifferingRows, ResultDiff
@@ -43,8 +43,8 @@ def diff(
     as_json: Json = False,
 ) -> int:
     """Compare two results of the same rows: answers, errors and columns that differ. Nothing is changed."""
-    from batchinfer import verbs
     from batchinfer.data.results.diff import DiffOptions
+    from batchinfer.verbs import verbs
 
     found = verbs.compare_results(a, b, DiffOptions(by, examples, show))
     code = DIFFERENT if fail and found.different else 0

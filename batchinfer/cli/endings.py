@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batchinfer.cli.terminal import say_json, tell_error
-from batchinfer.errors import BatchInferError, JobFileError, UsageError, known
+from batchinfer.core.errors import BatchInferError, JobFileError, UsageError, known
 
 
 def explain(error: Exception, as_line: bool) -> int:

@@ -9,7 +9,7 @@ import typer
 
 from batchinfer.cli.options import Json, Overrides, folder_or_job
 from batchinfer.cli.terminal import painted, say, say_json, tell_error
-from batchinfer.report.units import percent
+from batchinfer.core.units import percent
 
 
 def history(
@@ -32,7 +32,7 @@ def history(
     as_json: Json = False,
 ) -> int:
     """Show all runs of a job, and how the newest compares with those before it."""
-    from batchinfer.history import SLOWER, history_of, share_of
+    from batchinfer.verbs.history import SLOWER, history_of, share_of
 
     share = None if slower is None else share_of(slower)
     found = history_of(folder_or_job(target, overrides))

@@ -12,13 +12,13 @@ import typer
 
 from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Price, Quiet, load
 from batchinfer.cli.terminal import painted, say, say_json, say_verbatim, tell, tell_error
+from batchinfer.core.errors import StorageError
+from batchinfer.core.hub import ModelName
+from batchinfer.core.text import printable
 from batchinfer.data.storage.durable import refuse_existing
-from batchinfer.errors import StorageError
-from batchinfer.hub import ModelName
-from batchinfer.text import printable
 
 if TYPE_CHECKING:
-    from batchinfer.run_result import RunResult
+    from batchinfer.pipeline.result import RunResult
 
 
 def run(
@@ -59,8 +59,8 @@ def run(
     as_json: Json = False,
 ) -> int:
     """Run a job, or carry on with it: what an earlier run finished is not computed again."""
-    from batchinfer import pipeline
-    from batchinfer.library import run_loaded
+    from batchinfer.pipeline import run as pipeline
+    from batchinfer.pipeline.library import run_loaded
     from batchinfer.report.progress import Progress
     from batchinfer.report.stopwatch import process_age_s
 
@@ -127,8 +127,8 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Check a job as `run` does, including the first rows of every file, without computing anything."""
-    from batchinfer import verbs
-    from batchinfer.library import located
+    from batchinfer.pipeline.library import located
+    from batchinfer.verbs import verbs
 
     job = load(job_file, overrides, date)
     with located(job):
@@ -151,8 +151,8 @@ def preview(
     as_json: Json = False,
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
-    from batchinfer import verbs
-    from batchinfer.library import located
+    from batchinfer.pipeline.library import located
+    from batchinfer.verbs import verbs
 
     job = load(job_file, overrides, date)
     untold = not as_json
@@ -199,11 +199,11 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Read every row and say what a run would do and how long it would take, without loading the model."""
-    from batchinfer.job_forecast import forecast_job
-    from batchinfer.job_forecast_table import write_forecast
-    from batchinfer.job_forecast_text import forecast_json, forecast_lines
-    from batchinfer.library import located
-    from batchinfer.report.hardware import hardware_called
+    from batchinfer.machine.hardware import hardware_called
+    from batchinfer.pipeline.library import located
+    from batchinfer.plan.forecast.job import forecast_job
+    from batchinfer.plan.forecast.table import write_forecast
+    from batchinfer.plan.forecast.text import forecast_json, forecast_lines
     from batchinfer.report.progress import Progress
 
     machine = None if hardware is None else hardware_called(hardware)
@@ -248,7 +248,7 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Write a commented job that runs, with a few prompts, to start from."""
-    from batchinfer.starter import write_starter
+    from batchinfer.verbs.starter import write_starter
 
     starter = write_starter(folder, model, schema)
     job = folder / "job.yaml"

@@ -11,9 +11,9 @@ from batchinfer.bench.options import DEFAULT_MODEL, DEFAULT_WORKLOADS, BenchOpti
 from batchinfer.bench.workloads import WORKLOADS
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import painted, say, say_json, tell
-from batchinfer.errors import UsageError
-from batchinfer.models.shapes import SHAPES
-from batchinfer.text import printable
+from batchinfer.core.errors import UsageError
+from batchinfer.core.text import printable
+from batchinfer.models.checkpoint.shapes import SHAPES
 
 
 def doctor(
@@ -34,7 +34,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what this machine has, and what batchinfer knows of it."""
-    from batchinfer import measurement, verbs
+    from batchinfer.verbs import measure as measurement
+    from batchinfer.verbs import verbs
 
     if although_busy and not measure:
         raise UsageError("--although-busy has no effect without --measure; add --measure")
@@ -116,7 +117,7 @@ def bench(
 
 
 def _show_bench(options: BenchOptions) -> None:
-    from batchinfer import verbs
+    from batchinfer.verbs import verbs
 
     text, facts = verbs.bench(options, lambda line: tell(printable(line)))
     say(printable(text))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer.errors import UsageError
+from batchinfer.core.errors import UsageError
 
 if TYPE_CHECKING:
     from batchinfer.job import Job

@@ -9,13 +9,13 @@ import typer
 
 from batchinfer.cli.options import Json, Quiet
 from batchinfer.cli.terminal import painted, say, say_json, tell_error
-from batchinfer.errors import UsageError
-from batchinfer.hub import ModelName
-from batchinfer.launch.interrupts import Interrupts
-from batchinfer.sizes import size
+from batchinfer.core.errors import UsageError
+from batchinfer.core.hub import ModelName
+from batchinfer.core.sizes import size
+from batchinfer.pipeline.workers.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from batchinfer.pull import Pulled
+    from batchinfer.verbs.pull import Pulled
 
 
 def pull(
@@ -26,8 +26,8 @@ def pull(
     as_json: Json = False,
 ) -> int:
     """Download a model into the Hugging Face cache, or continue with it. Jobs then name it as ORG/NAME."""
-    from batchinfer.pull import pull_model
     from batchinfer.report.progress import Progress
+    from batchinfer.verbs.pull import pull_model
 
     try:
         name = ModelName.parse(model)

@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from batchinfer.answer import shown
 from batchinfer.cli.terminal import painted, say, say_lines, tell, tell_error
-from batchinfer.errors import BatchInferError, Interrupted
-from batchinfer.query import OpenResult
-from batchinfer.text import printable
+from batchinfer.core.errors import BatchInferError, Interrupted
+from batchinfer.core.text import printable
+from batchinfer.verbs.answer import shown
+from batchinfer.verbs.query import OpenResult
 
 PROMPT, MORE = "batchinfer> ", "       ...> "
 MOST_KEPT = 1000  # lines of history

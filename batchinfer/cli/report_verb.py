@@ -9,8 +9,8 @@ import typer
 
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import say, say_json
-from batchinfer.sizes import size
-from batchinfer.text import printable
+from batchinfer.core.sizes import size
+from batchinfer.core.text import printable
 
 
 def report(
@@ -30,7 +30,7 @@ def report(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write a page about a run: one HTML file with charts and tables, which needs no network."""
-    from batchinfer.report_page import write_page
+    from batchinfer.verbs.report_page import write_page
 
     written = write_page(results, output, run)
     if as_json:

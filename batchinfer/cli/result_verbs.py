@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer.answer import FORMATS, JSON_FORMATS, check_format
 from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, job_file_in, load
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
-from batchinfer.errors import StorageError, UsageError
-from batchinfer.text import printable
+from batchinfer.core.errors import StorageError, UsageError
+from batchinfer.core.text import printable
+from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_format
 
 if TYPE_CHECKING:
     from batchinfer.data.results.published import Problem
-    from batchinfer.verbs import Verified
+    from batchinfer.verbs.verbs import Verified
 
 
 def query(
@@ -53,7 +53,7 @@ def query(
 ) -> None:
     """Query a result and its report with DuckDB's SQL. Nothing is changed."""
     from batchinfer.cli.query_prompt import converse
-    from batchinfer.query import Query, opened_result
+    from batchinfer.verbs.query import Query, opened_result
 
     question = Query(results, sql, partial)
     if as_json and form not in ("auto", *JSON_FORMATS):
@@ -88,9 +88,9 @@ def verify(
     as_json: Json = False,
 ) -> int:
     """Read a result and its stored completions whole, and check every checksum."""
-    from batchinfer import verbs
-    from batchinfer.repair import next_step, repair_result
+    from batchinfer.pipeline.repair import next_step, repair_result
     from batchinfer.report.progress import Progress
+    from batchinfer.verbs import verbs
 
     found = verbs.verify_results(results)
     if repair and found.problems:
@@ -124,7 +124,7 @@ def _tell_problems(problems: Sequence[Problem]) -> None:
 
 
 def _say_verified(results: Path, found: Verified, code: int) -> None:
-    from batchinfer.repair import next_step
+    from batchinfer.pipeline.repair import next_step
 
     problems = [{"path": str(problem.path), "message": problem.message} for problem in found.problems]
     store = None if found.store is None else str(found.store)
@@ -144,8 +144,8 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove stored answers that no result has used lately, and what old runs left in the state folder."""
-    from batchinfer.clean import clean_job, clean_result
-    from batchinfer.library import located
+    from batchinfer.pipeline.clean import clean_job, clean_result
+    from batchinfer.pipeline.library import located
 
     target = job_file_in(target)
     if target.is_dir():

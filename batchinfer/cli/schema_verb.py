@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from batchinfer.cli.terminal import say_verbatim, tell
-from batchinfer.text import printable
+from batchinfer.core.text import printable
 
 schema = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -37,7 +37,7 @@ def infer(
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="Look at the first N rows.")] = 10_000,
 ) -> None:
     """Print a JSON Schema that the examples are valid under, for output.schema_file."""
-    from batchinfer.infer_schema import infer_schema
+    from batchinfer.data.columns.infer_schema import infer_schema
 
     found = infer_schema(file, column, rows)
     say_verbatim(json.dumps(found.schema, indent=2))

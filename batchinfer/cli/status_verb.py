@@ -13,11 +13,11 @@ import typer
 
 from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, folder_or_job
 from batchinfer.cli.terminal import painted, say, say_json
-from batchinfer.errors import Interrupted
+from batchinfer.core.errors import Interrupted
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
-    from batchinfer.status import RunStatus
+    from batchinfer.verbs.status import RunStatus
 
 WATCH_EVERY_S = 2.0  # as often as a run writes its progress
 _UP_AND_ERASE = "\x1b[{}A\x1b[J"
@@ -51,7 +51,7 @@ def status(
 
 
 def _show(about: Path | Job, watch: bool, prometheus: Path | None, as_json: bool) -> None:
-    from batchinfer.status import status_of, write_prometheus
+    from batchinfer.verbs.status import status_of, write_prometheus
 
     drawn = 0
     while True:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TextIO
 
 import typer
 
-from batchinfer.text import json_line, printable, with_near_paths
+from batchinfer.core.text import json_line, printable, with_near_paths
 
 Look = Literal["heading", "good", "bad", "quiet"]
 _STYLES: dict[Look, dict[str, Any]] = {

@@ -1,1 +1,1 @@
-"""What every other room speaks of. Imports nothing of ours."""
+"""What every other room speaks of: errors, requests, wording, the version. Imports numpy only."""

@@ -18,10 +18,10 @@ from typing import Any
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
-from batchinfer.hub import NoModel, locate_model
+from batchinfer.core.hub import NoModel, locate_model
+from batchinfer.core.request import CONSTRAINTS
 from batchinfer.job.file import JobFile, absolute, not_utf8
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
-from batchinfer.request import CONSTRAINTS
 
 RESULT_COLUMNS = (
     "row_id",

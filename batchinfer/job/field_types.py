@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
 
-from batchinfer.hub import NoModel, locate_model
+from batchinfer.core.hub import NoModel, locate_model
+from batchinfer.core.request import BOUNDS, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
 from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
-from batchinfer.request import BOUNDS, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 
 MAX_BYTES = 2**50
 MIN_SQL_BYTES = 2**26  # less lets DuckDB run no query worth the name

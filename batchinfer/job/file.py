@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchinfer.errors import InputMissing, JobFileError, Mistake
+from batchinfer.core.errors import InputMissing, JobFileError, Mistake
 from batchinfer.job.variables import HOLE, Variables
 from batchinfer.job.yaml_tree import UNUSABLE, Finding, Loc, Node, read_yaml, shorten
 

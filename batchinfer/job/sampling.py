@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from batchinfer.core.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
 from batchinfer.job.field_types import Choice, FromColumns, JsonSchema, Stops, Text, bounded
 from batchinfer.job.section import Section
-from batchinfer.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
 
 
 class SamplingSection(Section):

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from batchinfer.errors import JobFileError, Mistake
+from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.core.request import SamplingParams, Truncate
 from batchinfer.job.check import check
 from batchinfer.job.field_types import (
     Auto,
@@ -44,7 +45,6 @@ from batchinfer.job.schema_file import read_schema_file
 from batchinfer.job.section import Section, shown
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
-from batchinfer.request import SamplingParams, Truncate
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 
 _OUTPUT_PATH = ("output", "path")

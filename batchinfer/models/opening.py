@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchinfer.models.checkpoint import Checkpoint, config_folder, inspect_checkpoint
-from batchinfer.models.config import known_types
-from batchinfer.models.config_fields import load_json_object
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, config_folder, inspect_checkpoint
+from batchinfer.models.checkpoint.config import known_types
+from batchinfer.models.files.config_fields import load_json_object
 from batchinfer.models.foreign.apart import describe_apart
 from batchinfer.models.foreign.checkpoint import Describe, ForeignCheckpoint, inspect_foreign
 

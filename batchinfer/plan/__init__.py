@@ -1,1 +1,1 @@
-"""Pure planning: the index in, an ordered Plan and its forecast out. No torch, no model."""
+"""What a job will do: order, setup, simulation, forecast."""

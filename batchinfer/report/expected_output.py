@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchinfer.simulation.survival import Survival
+from batchinfer.core.survival import Survival
 
 FEWEST = 16  # answers that ended by themselves: fewer say too little
 AGAIN = 1.05  # the guess is made anew when so many times as many answers have ended

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from statistics import median
 
-from batchinfer.report.exit_status import is_published
-from batchinfer.report.units import UNKNOWN, count, percent, seconds, short
+from batchinfer.core.units import UNKNOWN, count, percent, seconds, short
+from batchinfer.report.tables.exit_status import is_published
 
 HISTORY = "history"  # its name among the tables of `batchinfer query`
 # Loading the first batches and waiting for the last rows takes one or two seconds of a run: in a run of less than

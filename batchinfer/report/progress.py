@@ -16,11 +16,11 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
+from batchinfer.core.request import StepSample
+from batchinfer.core.sizes import size
+from batchinfer.core.text import printable, with_near_paths
+from batchinfer.core.units import about, count, short
 from batchinfer.report.expected_output import ExpectedOutput
-from batchinfer.report.units import about, count, short
-from batchinfer.request import StepSample
-from batchinfer.sizes import size
-from batchinfer.text import printable, with_near_paths
 
 Phase = Literal[
     "listing", "downloading", "reading", "planning", "waiting", "loading model", "running", "publishing"

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchinfer.report.exit_status import is_published
-from batchinfer.report.hardware import arithmetic_text
-from batchinfer.report.launches import launch_text
-from batchinfer.report.units import UNKNOWN, about, count, counted, percent, seconds, short
-from batchinfer.sizes import size
+from batchinfer.core.sizes import size
+from batchinfer.core.units import UNKNOWN, about, count, counted, percent, seconds, short
+from batchinfer.machine.hardware import arithmetic_text
+from batchinfer.report.tables.exit_status import is_published
+from batchinfer.report.tables.launches import launch_text
 
 _TOP_CODES = 3  # error codes named in the summary; the table has them all
 _NAME_WIDTH = 9

@@ -218,7 +218,7 @@ class CompiledOperators(CachedOperators):
         self._mask_logits(logits.data_ptr(), logits.shape[1], *places)
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """See batchinfer.ops.interface.Ops; logits (n, vocab) float32, in one pass that changes none."""
+        """See batchinfer.models.ops.interface.Ops; logits (n, vocab) float32, in one pass that changes none."""
         check_mask(logits, torch.empty(len(logits), dtype=torch.int32), bits)
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, not float32")

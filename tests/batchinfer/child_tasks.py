@@ -99,7 +99,7 @@ def render_and_be_ended(*arguments: Any) -> None:
 
 def check_constraints_and_be_ended(*arguments: Any) -> None:
     """A checker of constraints that the signal ENDED_BY ends as it gets one, in the first ENDED_MOST starts."""
-    from batchinfer.data.prompts import constraint_check
+    from batchinfer.data.constraints import constraint_check
 
     if _starts() < int(os.environ["ENDED_MOST"]):
         limited = constraint_check._cpu_time

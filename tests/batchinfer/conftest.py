@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batchinfer import spawning
+from batchinfer.machine import spawning
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
 from tests.warm_children import WarmChildren

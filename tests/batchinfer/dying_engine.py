@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.engine.config import Agreed, EngineConfig, Untimed, alone
-from batchinfer.engine.constraints import ConstraintsFor
-from batchinfer.engine.sequence import StopStreams
+from batchinfer.engine.schedule.constraints import ConstraintsFor
+from batchinfer.engine.schedule.sequence import StopStreams
 
 if TYPE_CHECKING:
-    from batchinfer.engine.build import BuiltEngine
+    from batchinfer.engine.load.build import BuiltEngine
 
 SENT_S = 0.2  # longer than what is finished waits to be sent
 
@@ -46,13 +46,13 @@ def build(
     untimed: Untimed = nullcontext,
     agreed: Agreed = alone,
 ) -> BuiltEngine:
-    """As batchinfer.engine.build.build_engine. DIES_AFTER: how many rows; DIED: a file, there
+    """As batchinfer.engine.load.build.build_engine. DIES_AFTER: how many rows; DIED: a file, there
     from the first start on."""
     died = Path(os.environ["DIED"])
     if died.exists():
         os.kill(os.getpid(), signal.SIGKILL)
     died.touch()
-    from batchinfer.engine import build as building  # torch: a process that is killed at once needs none
+    from batchinfer.engine.load import build as building
 
     built = building.build_engine(config, stop_streams, constraints, untimed, agreed)
     mortal: Any = Mortal(built.engine, int(os.environ["DIES_AFTER"]))

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchinfer.models.config import parse_config
-from batchinfer.models.dummy import DummyWeights
+from batchinfer.models.checkpoint.config import parse_config
+from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.families.family import (
     ConfigFiles,
     Family,
@@ -30,7 +30,7 @@ from batchinfer.models.families.family import (
     rms_eps,
 )
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec, NormSpec
 
 NAME, THETA, EPS = "larch", 10_000.0, 1e-5
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer import cli, pipeline
-from batchinfer.report.hardware import detect, remember
+from batchinfer import cli
+from batchinfer.machine.hardware import detect, remember
+from batchinfer.pipeline import run as pipeline
 from batchinfer_kernels.cpu.build import cache_folder
 from tests.batchinfer.wrong_jobs import Place, make_place
 

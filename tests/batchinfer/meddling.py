@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
-from batchinfer.engine.build import BuiltEngine
 from batchinfer.engine.config import Agreed, EngineConfig, Untimed, alone
-from batchinfer.engine.constraints import ConstraintsFor
-from batchinfer.engine.sequence import StopStreams
+from batchinfer.engine.load.build import BuiltEngine
+from batchinfer.engine.schedule.constraints import ConstraintsFor
+from batchinfer.engine.schedule.sequence import StopStreams
 from tests import fake_engine
 
 

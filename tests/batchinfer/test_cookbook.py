@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchinfer import run
-from batchinfer.query import opened_result
+from batchinfer.verbs.query import opened_result
 from tests.batchinfer.wrong_jobs import Place
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text("utf-8")

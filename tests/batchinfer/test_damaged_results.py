@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from batchinfer import library, pipeline
+from batchinfer.core.errors import BatchInferError
 from batchinfer.data.results.diff import DiffOptions
-from batchinfer.errors import BatchInferError
-from batchinfer.query import asked
-from batchinfer.run_result import RunResult
-from batchinfer.verbs import compare_results, verify_results
+from batchinfer.pipeline import library
+from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline.result import RunResult
+from batchinfer.verbs.query import asked
+from batchinfer.verbs.verbs import compare_results, verify_results
 from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,

@@ -11,11 +11,11 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from batchinfer.operators_build import COMPILING, operators_built
+from batchinfer.pipeline.operators_build import COMPILING, operators_built
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from batchinfer_kernels.cpu.build import build_library
-from tests.batchinfer.test_pipeline import people, write_job
-from tests.batchinfer.test_resolve import SETTING
+from tests.batchinfer.pipeline.test_pipeline import people, write_job
+from tests.batchinfer.plan.setup.test_resolve import SETTING
 from tests.kernels.fake_compiler import fake_compiler
 from tests.patience import PATIENCE_S
 

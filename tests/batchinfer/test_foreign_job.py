@@ -9,11 +9,11 @@ import duckdb
 import pytest
 import torch
 
-from batchinfer.errors import JobFileError
+from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.pipeline import RunOptions
-from batchinfer.verbs import validate_job
-from tests.batchinfer.test_pipeline import run, write_job
+from batchinfer.pipeline.run import RunOptions
+from batchinfer.verbs.verbs import validate_job
+from tests.batchinfer.pipeline.test_pipeline import run, write_job
 from tests.checkpoints import make_tokenizer
 from tests.foreign_models import EOS, make_foreign
 

@@ -12,15 +12,15 @@ from typing import Any
 import duckdb
 import pytest
 
-from batchinfer import preflight
-from batchinfer.errors import Unavailable
+from batchinfer.core.errors import Unavailable
+from batchinfer.core.request import LAUNCH_MODES
 from batchinfer.job import load_job
-from batchinfer.launch.interrupts import Interrupts
-from batchinfer.pipeline import RunOptions, run_job
-from batchinfer.report.folder import report_folder
+from batchinfer.pipeline.report import Outcome
+from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.plan.setup import preflight
 from batchinfer.report.progress import Progress
-from batchinfer.request import LAUNCH_MODES
-from batchinfer.run_report import Outcome
+from batchinfer.report.tables.folder import report_folder
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.checkpoints import edit_json, make_model_folder, make_tokenizer
 from tests.packed_weights import make_fp8

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.batchinfer.data.prompts.made_tokenizers import words
+from tests.batchinfer.data.tokenizer.made_tokenizers import words
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command
 
-REAL = "batchinfer.engine.build:build_engine"
+REAL = "batchinfer.engine.load.build:build_engine"
 DYING = "tests.batchinfer.dying_engine:build"
 
 

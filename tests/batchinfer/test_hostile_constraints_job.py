@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from batchinfer.data.prompts.constrained import GrammarConstraints
-from batchinfer.data.prompts.constraint_check import ConstraintChecker, constraint_problem
-from batchinfer.data.prompts.grammar import compiled
-from batchinfer.data.prompts.grammar_tokenizer import GrammarTokenizer
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.request import ConstraintFailed, SamplingParams
+from batchinfer.core.request import ConstraintFailed, SamplingParams
+from batchinfer.data.constraints.constrained import GrammarConstraints
+from batchinfer.data.constraints.constraint_check import ConstraintChecker, constraint_problem
+from batchinfer.data.constraints.grammar import compiled
+from batchinfer.data.constraints.grammar_tokenizer import GrammarTokenizer
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.test_structured_job import REAL
 from tests.batchinfer.wrong_jobs import Command, Place, command
 from tests.checkpoints import EOS, kept_folder, make_tokenizer

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.batchinfer.pipeline.test_orphans import MARK, marked
 from tests.batchinfer.test_deterministic_job import published
-from tests.batchinfer.test_orphans import MARK, marked
 from tests.batchinfer.wrong_jobs import Place, environment, make_place
 from tests.checkpoints import make_model_folder
 from tests.patience import PATIENCE_S
@@ -33,7 +33,7 @@ LIVES_S = {
     "batchinfer run": 4.5,
     "render_worker:serve": 1.0,
     "constraint_check:serve": 0.4,
-    "launch.worker:main": 3.0,
+    "workers.worker:main": 3.0,
 }
 RUN = next(iter(LIVES_S))
 KILLS = (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM)

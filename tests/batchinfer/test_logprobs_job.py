@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batchinfer.errors import JobFileError
+from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.pipeline import RunOptions
-from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
+from batchinfer.pipeline.run import RunOptions
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.test_to_openai import chat, completion
 from tests.checkpoints import make_model_folder
 
@@ -127,7 +127,7 @@ def test_a_tiny_model_and_the_pages_queries(tmp_path: Path, monkeypatch: pytest.
 
 
 def load_tokenizer(model: Path) -> Any:
-    from batchinfer.data.prompts.tokenizer import Tokenizer
+    from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
     return Tokenizer.load(model)
 

@@ -19,18 +19,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer import cli
-from batchinfer.clean import clean_job, clean_result
-from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.core.errors import InputMissing, JobFileError, Locked
 from batchinfer.data.results.find_state import find_state
-from batchinfer.errors import InputMissing, JobFileError, Locked
+from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.job import load_job
-from batchinfer.launch.interrupts import Interrupts
-from batchinfer.pipeline import RunOptions, run_job
-from batchinfer.query import asked
+from batchinfer.pipeline.clean import clean_job, clean_result
+from batchinfer.pipeline.report import Outcome
+from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
-from batchinfer.run_report import Outcome
-from batchinfer.verbs import Verified, verify_results
-from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, write_job
+from batchinfer.verbs.query import asked
+from batchinfer.verbs.verbs import Verified, verify_results
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "resume.md"
 DAY = 86400.0
@@ -302,7 +302,7 @@ def test_what_a_long_run_published_was_used_when_it_published(
         def now() -> datetime:
             return datetime.fromtimestamp(time.time() - 3 * DAY)
 
-    monkeypatch.setattr("batchinfer.pipeline.datetime", LongAgo)
+    monkeypatch.setattr("batchinfer.pipeline.run.datetime", LongAgo)
     run(job)
     (uses,) = (tmp_path / "out/.batchinfer-res/completions/uses").glob("*.parquet")
     (times,) = pq.read_table(uses)["used_at"].to_pylist()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.core.errors import InputCorrupt, JobFileError, StorageError
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.storage import duck
-from batchinfer.errors import InputCorrupt, JobFileError, StorageError
 from batchinfer.job import load_job
 
 CAFE = os.fsdecode(b"caf\xe9")

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from batchinfer.engine import sources
-from batchinfer.ops.interface import AttentionInputs, Head, LayerCache, Linear, RopeTable
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.engine.load import sources
+from batchinfer.models.ops.interface import AttentionInputs, Head, LayerCache, Linear, RopeTable
+from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.arithmetic import CacheDtype, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.paged_attention import CODES

@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import BatchInferError, JobFileError
-from batchinfer.pipeline import RunOptions
+from batchinfer.core.errors import BatchInferError, JobFileError
+from batchinfer.pipeline.run import RunOptions
 from batchinfer.report.summary import PHASES
-from tests.batchinfer.test_pipeline import FAKE, people, run, table, write_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
 from tests.patience import PATIENCE_S, wait_until
 
@@ -188,7 +188,7 @@ def test_a_real_engine_that_is_killed_changes_no_row(
 
 def mortal(*arguments: Any) -> Any:
     """Builds a real engine; the one that is first to finish rows is killed at its next step."""
-    from batchinfer.engine import build as building
+    from batchinfer.engine.load import build as building
 
     class Killed:
         def __init__(self, engine: Any) -> None:

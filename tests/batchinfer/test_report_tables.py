@@ -9,8 +9,8 @@ from typing import Any
 import duckdb
 import pytest
 
-from batchinfer.report.device_time import LOSSES
-from batchinfer.report.folder import tables
+from batchinfer.report.tables.device_time import LOSSES
+from batchinfer.report.tables.folder import tables
 from tests.batchinfer.measured_run import ROWS
 from tests.batchinfer.wrong_jobs import FAKE, Command, Place, command
 

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.results.completion_store import read_records
 from batchinfer.data.results.planned_work import alike, announced
 from batchinfer.data.storage.durable import FileOps
+from batchinfer.data.store.completion_store import read_records
 from batchinfer.job import load_job
-from batchinfer.launch.interrupts import Interrupts
-from batchinfer.pipeline import RunOptions, run_job
+from batchinfer.pipeline.report import Outcome
+from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
-from batchinfer.run_report import Outcome
-from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, people, write_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
 
 NIGHT, OTHER = "2026-01-01", "2026-01-02"
 WAITING = "another run computes these rows already"

@@ -15,14 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from batchinfer.data.prompts.constrained import GrammarConstraint, GrammarConstraints
-from batchinfer.data.prompts.constraint_check import constraint_problem
-from batchinfer.data.prompts.grammar import BadConstraint, check_grammar
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.data.results.answer_check import AnswerCheck, parsed_answer
-from batchinfer.data.results.schema_columns import NoColumns, SchemaColumns, schema_columns
-from batchinfer.engine.sampler import ConstraintMask, Sampler
-from batchinfer.request import Completion, ConstraintFailed, Request, SamplingParams
+from batchinfer.core.request import Completion, ConstraintFailed, Request, SamplingParams
+from batchinfer.data.columns.answer_check import AnswerCheck, parsed_answer
+from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
+from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarConstraints
+from batchinfer.data.constraints.constraint_check import constraint_problem
+from batchinfer.data.constraints.grammar import BadConstraint, check_grammar
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.engine.runner.sampler import ConstraintMask, Sampler
 from tests.batchinfer.engine.small_engine import (
     Limits,
     Ran,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.batchinfer.test_pipeline import FAKE, run, write_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, run, write_job
 from tests.checkpoints import make_model_folder
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from batchinfer import pipeline
-from batchinfer.errors import InputMissing, OutputConflict, StorageError, UsageError
-from tests.batchinfer.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
+from batchinfer.core.errors import InputMissing, OutputConflict, StorageError, UsageError
+from batchinfer.pipeline import run as pipeline
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 
 
 def chat(name: str, **body: Any) -> dict[str, Any]:

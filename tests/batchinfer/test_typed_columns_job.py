@@ -16,7 +16,7 @@ OTHER = {"type": "object", "properties": {"m": {"enum": [1, 2]}}, "required": ["
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, "batchinfer.engine.build:build_engine")
+    return command(capsys, monkeypatch, "batchinfer.engine.load.build:build_engine")
 
 
 def test_checked_answers_and_others_do_not_stand_for_each_other(
@@ -28,7 +28,7 @@ def test_checked_answers_and_others_do_not_stand_for_each_other(
     def too_large(_: object) -> int:
         raise ValueError("the whole number takes more than 32 bits")
 
-    monkeypatch.setattr("batchinfer.data.results.column_kinds._integer", too_large)
+    monkeypatch.setattr("batchinfer.data.columns.column_kinds._integer", too_large)
     place.rows({"id": "a", "text": "hello"})
     plain = {"sampling": f"sampling: {json.dumps({'max_tokens': 60, 'json_schema': ONE})}"}
     typed = {

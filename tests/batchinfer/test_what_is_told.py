@@ -9,13 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from batchinfer.core.errors import StorageError, known
+from batchinfer.core.units import counted
 from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.errors import StorageError, known
-from batchinfer.report.row_keys import write_rows
-from batchinfer.report.spool import TEMPORARY, write_row
-from batchinfer.report.units import counted
-from batchinfer.status import RunStatus, Standing
+from batchinfer.report.tables.row_keys import write_rows
+from batchinfer.report.tables.spool import TEMPORARY, write_row
+from batchinfer.verbs.status import RunStatus, Standing
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Command, Place, command, run_once
 
 

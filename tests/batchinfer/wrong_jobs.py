@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer import cli, pipeline
+from batchinfer import cli
+from batchinfer.pipeline import run as pipeline
 
 FAKE = "tests.fake_engine:build"
 NO_ENGINE = "tests.there_is_no_such_engine:build"  # a job that starts it ends with 70, which no case expects

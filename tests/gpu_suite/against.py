@@ -13,8 +13,8 @@ import torch
 from batchinfer.bench.report import Series
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
-from batchinfer.models.dummy import DummyWeights
-from batchinfer.models.shapes import SHAPES, shape_config
+from batchinfer.models.checkpoint.dummy import DummyWeights
+from batchinfer.models.checkpoint.shapes import SHAPES, shape_config
 from tests.gpu_suite.case import WrongResult
 from tests.gpu_suite.continuous import ContinuousPeer
 from tests.gpu_suite.loaded import dtype_of, loaded_model, model_name, source

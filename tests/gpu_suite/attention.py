@@ -221,7 +221,7 @@ def _captured(section: Section, call: Call) -> Call:
     """As a CUDA graph; a rehearsal has none, and calls again what would be captured."""
     if section.setting.device.type == "cpu":
         return call
-    from batchinfer.engine.graph_capture import GpuRecorder
+    from batchinfer.engine.graphs.graph_capture import GpuRecorder
 
     captured = GpuRecorder()(call)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from batchinfer.models.dummy import DummyWeights
-from batchinfer.models.parameters import LINES, SCALES
-from batchinfer.models.spec import LayerSpec, ModelSpec
-from batchinfer.models.weights import LayerWeights, Tables, Weights
+from batchinfer.models.checkpoint.dummy import DummyWeights
+from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
+from batchinfer.models.spec.parameters import LINES, SCALES
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec
 from batchinfer_kernels.arithmetic import CodedForm
 from batchinfer_kernels.block_fp8_matmul import GROUP, block_lines
 from batchinfer_kernels.fp8_matmul import FP8

@@ -14,8 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from batchinfer.bench.peer import PeerRun
 from batchinfer.bench.workloads import Row
-from batchinfer.errors import BatchInferError
-from batchinfer.models.dummy import DummyWeights
+from batchinfer.core.errors import BatchInferError
+from batchinfer.models.checkpoint.dummy import DummyWeights
 
 POLL_S = 1.0
 

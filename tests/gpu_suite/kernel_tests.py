@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from batchinfer.cpus import usable_cpus
+from batchinfer.machine.cpus import usable_cpus
 from tests.gpu_suite.section import NoTimeLeft, Section, Setting
 
 # Kernels compile for seconds and then run for microseconds, so that all cores are of use
@@ -24,8 +24,8 @@ MOST_PROCESSES = 12
 # All that run on a GPU where there is one, as in `make test-gpu`
 TESTS = (
     "tests/kernels/gpu",
-    "tests/batchinfer/ops/test_triton_ops.py",
-    "tests/batchinfer/ops/test_experts.py",
+    "tests/batchinfer/models/ops/test_triton_ops.py",
+    "tests/batchinfer/models/ops/test_experts.py",
     "tests/batchinfer/engine/test_triton_engine.py",
     "tests/batchinfer/engine/test_stored_fp8.py",
 )

@@ -15,14 +15,14 @@ from typing import Any, cast
 
 import torch
 
-from batchinfer.engine.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.engine import Engine
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.runner import Launched
-from batchinfer.engine.scheduler import Chunk, Scheduler, Step
-from batchinfer.engine.shared_parts import Copy
-from batchinfer.request import LAUNCH_MODES, StepSample
+from batchinfer.core.request import LAUNCH_MODES, StepSample
+from batchinfer.engine.loop.engine import Engine
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.runner import Launched
+from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
+from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, Step
+from batchinfer.engine.schedule.shared_parts import Copy
 from tests.gpu_suite import workloads
 from tests.gpu_suite.case import WrongResult
 from tests.gpu_suite.loaded import loaded_model, model_name

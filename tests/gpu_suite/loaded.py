@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 import torch
 
-from batchinfer.engine import build as building
-from batchinfer.engine.build import LoadedModel, load_model
+from batchinfer.core.errors import Unavailable
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.memory import GPU_RESERVE, GPU_RESERVE_SHARE, cache_blocks
-from batchinfer.engine.sources import ModelSource
-from batchinfer.errors import Unavailable
-from batchinfer.models.dummy import DummyWeights
-from batchinfer.models.parameters import parameter_count
-from batchinfer.models.shapes import shape_config
+from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE, cache_blocks
+from batchinfer.engine.load import build as building
+from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.load.sources import ModelSource
+from batchinfer.models.checkpoint.dummy import DummyWeights
+from batchinfer.models.checkpoint.shapes import shape_config
+from batchinfer.models.spec.parameters import parameter_count
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import Peaks
 from tests.gpu_suite.coded_weights import CodedWeights, in_blocks

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer import __version__
-from batchinfer.memory import total_memory
-from batchinfer.report.hardware import cpu_cores, cpu_name
+from batchinfer.machine.hardware import cpu_cores, cpu_name
+from batchinfer.machine.memory import total_memory
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "flashinfer-python")
 _GPU_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.engine.batch import host_batch
-from batchinfer.engine.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.scheduler import Chunk
-from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Request, SamplingParams
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
+from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.batch import host_batch
 from tests.gpu_suite.case import WrongResult, distance, the_clock
 from tests.gpu_suite.loaded import loaded_model, model_name
 from tests.gpu_suite.section import Part, Section

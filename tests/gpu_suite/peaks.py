@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.ops.peaks import STREAM_BYTES
+from batchinfer.models.ops.peaks import STREAM_BYTES
 from tests.gpu_suite.case import the_clock
 from tests.gpu_suite.clock import Call
 from tests.gpu_suite.section import BANDWIDTH, Part, Section
 
-SIZE, TINY = 8192, 128  # M = N = K, as in batchinfer.ops.peaks
+SIZE, TINY = 8192, 128  # M = N = K, as in batchinfer.models.ops.peaks
 TINY_STREAM = 2**16  # bytes
 FLOATS = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"

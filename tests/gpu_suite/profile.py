@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from batchinfer.engine.engine import Engine
-from batchinfer.request import StepSample
+from batchinfer.core.request import StepSample
+from batchinfer.engine.loop.engine import Engine
 from tests.gpu_suite import workloads
 from tests.gpu_suite.case import WrongResult
 from tests.gpu_suite.loaded import loaded_model, model_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchinfer.report.datasheet import datasheet
+from batchinfer.machine.datasheet import datasheet
 from batchinfer_kernels.cost import Cost, Peaks
 from tests.gpu_suite.section import BANDWIDTH
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchinfer.spawning import receiving
+from batchinfer.machine.spawning import receiving
 from tests.gpu_suite.section import DeviceLost, NoTimeLeft, Section, Setting
 from tests.kernels.gpu import interpreter
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from batchinfer.ops.peaks import measure_peaks
+from batchinfer.models.ops.peaks import measure_peaks
 from batchinfer_kernels.cost import Cost, rms_norm_cost, rope_store_cost
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.attention_plan import attention_items

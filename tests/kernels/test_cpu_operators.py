@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators

@@ -18,10 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.core.errors import StorageError
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.storage.durable import FileOps, write_json
-from batchinfer.errors import StorageError
 
 INDEX_FORMAT = 3
 MARKER = "index.json"

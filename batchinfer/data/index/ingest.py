@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from batchinfer.core.request import RowError, SamplingParams
 from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
 from batchinfer.data.index.index import AnswerSchema, Index, Layout
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
@@ -36,9 +37,8 @@ from batchinfer.data.prompts.mode import choose_mode
 from batchinfer.data.prompts.prepare import Limits
 from batchinfer.data.prompts.render_pool import RenderPool
 from batchinfer.data.prompts.render_worker import RenderSpec
-from batchinfer.data.prompts.tokenizer import Tokenizer
 from batchinfer.data.storage.durable import FileOps, sha256_of, storage
-from batchinfer.request import RowError, SamplingParams
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from batchinfer.job import Job

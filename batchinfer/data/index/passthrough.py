@@ -19,11 +19,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.core.request import RowError
 from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
 from batchinfer.data.storage.rebatch import parquet_batches
-from batchinfer.request import RowError
 
 _EXACT_FLOAT = 2**53  # a whole number beyond it may not survive as a float64
 _INT64 = 2**63

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
-from batchinfer.errors import OutOfMemory, StorageError
 
 NAMED = 8  # rows named one by one; of the rest the number
 

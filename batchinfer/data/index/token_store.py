@@ -9,9 +9,9 @@ from types import TracebackType
 
 import numpy as np
 
+from batchinfer.core.errors import StorageError
+from batchinfer.core.request import TokenIds
 from batchinfer.data.storage.durable import DurableFile, FileOps
-from batchinfer.errors import StorageError
-from batchinfer.request import TokenIds
 
 _BUFFER_TOKENS = 1 << 20
 TOKEN_BYTES = 4

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from batchinfer.core.request import RowError, SamplingParams
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, Layout
 from batchinfer.data.index.token_store import TokenWriter
 from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
-from batchinfer.request import RowError, SamplingParams
 
 
 class IndexWriter:

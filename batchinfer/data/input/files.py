@@ -9,9 +9,9 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from batchinfer.core.errors import InputCorrupt, InputMissing, StorageError
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.registry import format_of, known_suffixes, named_by, packed_formats
-from batchinfer.errors import InputCorrupt, InputMissing, StorageError
 from batchinfer.job.file import not_utf8
 
 

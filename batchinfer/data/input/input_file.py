@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from batchinfer.core.errors import InputCorrupt, InputMissing
 from batchinfer.data.storage.durable import sha256_of
-from batchinfer.errors import InputCorrupt, InputMissing
 
 QUERY = "sql"  # the name of the rows of a query, which the job itself made
 

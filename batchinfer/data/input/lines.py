@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
+from batchinfer.core.errors import InputCorrupt
 from batchinfer.data.input.text_encoding import UTF8, UTF16, as_utf8
 from batchinfer.data.input.unpacked import is_bomb, refuse_bomb
-from batchinfer.errors import InputCorrupt
 
 _CHUNK = 1 << 18
 _BOM = b"\xef\xbb\xbf"

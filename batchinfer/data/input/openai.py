@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from batchinfer.core.request import SamplingParams
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
-from batchinfer.request import SamplingParams
 
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"

@@ -8,13 +8,13 @@ from typing import Literal
 
 import pyarrow as pa
 
+from batchinfer.core.request import RowError
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import looks_like_openai
 from batchinfer.data.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions
 from batchinfer.data.input.registry import by_name
 from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.input.typed_rows import check_same_schema, common_schema
-from batchinfer.request import RowError
 
 Shape = Literal["table", "openai"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from batchinfer.data.input import arrow, csv_table, jsonl, parquet
+from batchinfer.core.errors import InputCorrupt
+from batchinfer.data.input.formats import arrow, csv_table, jsonl, parquet
 from batchinfer.data.input.lines import CODECS
 from batchinfer.data.input.protocol import Format
-from batchinfer.errors import InputCorrupt
 
 FORMATS: tuple[Format, ...] = (jsonl.FORMAT, parquet.FORMAT, csv_table.FORMAT, arrow.FORMAT)
 OPENAI = "openai"  # JSON lines that hold requests

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.request import ErrorClass, RowError
+from batchinfer.core.request import ErrorClass, RowError
 
 Values = dict[str, Any]
 MESSAGE_BYTES = 2048  # an error message is never longer

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import duckdb
 
-from batchinfer.cpus import usable_cpus
+from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, StorageError
+from batchinfer.core.sizes import size
 from batchinfer.data.input.input_file import QUERY, InputFile
 from batchinfer.data.input.rows import first_repeated
 from batchinfer.data.storage.duck import interruptible
-from batchinfer.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, StorageError
-from batchinfer.memory import available_memory
-from batchinfer.sizes import size
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.memory import available_memory
 
 _WIDE = {"HUGEINT", "UHUGEINT"}
 _SHARE = 2  # half of what is available: other processes run here, too

@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 
+from batchinfer.core.errors import InputCorrupt
 from batchinfer.data.input.rows import RowProblem
-from batchinfer.errors import InputCorrupt
 
 UTF8 = "utf-8"
 UTF16 = frozenset({"utf-16", "utf-16-le", "utf-16-be"})

@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.core.errors import InputCorrupt
+from batchinfer.core.request import RowError
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.rows import RowBatch, Values, first_repeated, row_error
 from batchinfer.data.input.unpacked import unpacked_size
-from batchinfer.errors import InputCorrupt
-from batchinfer.request import RowError
 
 _SLICE_BYTES = 4 << 20  # of one RowBatch, as long as it has more than one row
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.errors import InputCorrupt
+from batchinfer.core.errors import InputCorrupt
 
 ROW_BYTES = 64  # of a row at least, whatever it holds: a row of nulls costs time and disk, too
 _BOMB_BYTES = 256 << 20

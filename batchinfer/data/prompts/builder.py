@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jinja2
 from jinja2 import nodes
 
+from batchinfer.core.request import SamplingParams
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, openai_request
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
@@ -28,8 +29,7 @@ from batchinfer.data.prompts.chat_template import (
 )
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.sampling_fields import from_text, override, override_openai
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.request import SamplingParams
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -84,9 +84,6 @@ def template_columns(source: str | None) -> set[str]:
     return variables(environment, environment.parse(source))
 
 
-_CHATS: tuple[Mode, ...] = ("template", "messages", "openai")  # modes that use the checkpoint's chat template
-
-
 class PromptBuilder:
     """Builds one Draft a row. Raises RowProblem for the row's faults; a hang or a crash is the worker's matter."""
 
@@ -96,7 +93,7 @@ class PromptBuilder:
         self._specials = tokenizer.special_pattern if tokenizer.specials else None
         self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None
         self._user = _RowTemplate("prompt.user", plan.user) if plan.user is not None else None
-        source = tokenizer.chat_template if plan.mode in _CHATS else None
+        source = tokenizer.chat_template
         self._chat = _Chat(ChatTemplate(source, tokenizer.named, plan.now)) if source is not None else None
         self._build: Callable[[Values], Draft] = {
             "template": self._from_templates,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from jinja2 import nodes
 
+from batchinfer.core.errors import JobFileError, Mistake
 from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.builder import ROW_VARIABLE, Mode, template_columns
 from batchinfer.data.prompts.chat_template import row_environment
-from batchinfer.errors import JobFileError, Mistake
 
 if TYPE_CHECKING:
     from batchinfer.job import Job

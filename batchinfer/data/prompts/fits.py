@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchinfer.core.request import SamplingParams
+from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
+from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.rows import RowProblem
-from batchinfer.data.prompts.answer_bound import Unbounded, most_tokens
-from batchinfer.data.prompts.per_constraint import PerConstraint
-from batchinfer.request import SamplingParams
 
 
 class Fits:

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from batchinfer.request import CONSTRAINTS, TokenIds
+from batchinfer.core.request import CONSTRAINTS, TokenIds
 
 # The version of how constraints are read: generated_schema.py and what it imports, and grammar.py. Raise it with a
 # change after which an answer that was stored before may not follow its constraint, or not be what the documentation

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.core.request import RowError, SamplingParams, TokenIds, Truncate
+from batchinfer.data.constraints.constraint_check import ConstraintChecker
+from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
-from batchinfer.data.prompts.constraint_check import ConstraintChecker
 from batchinfer.data.prompts.keys import token_bytes, work_key
-from batchinfer.data.prompts.per_constraint import PerConstraint
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.request import RowError, SamplingParams, TokenIds, Truncate
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
 

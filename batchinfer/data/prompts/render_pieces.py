@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchinfer.core.request import RowError, TokenIds
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.prepare import Prepared
-from batchinfer.request import RowError, TokenIds
 
 # What a row gets that found no memory: rows before it may have taken it.
 _OF_MEMORY = "template_memory"

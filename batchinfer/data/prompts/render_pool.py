@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from batchinfer.cpus import usable_cpus
 from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.data.prompts.render_worker import RenderSpec, RenderWorker
+from batchinfer.machine.cpus import usable_cpus
 
 Tag = TypeVar("Tag")
 

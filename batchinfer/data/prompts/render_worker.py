@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.core.errors import JobFileError, Mistake, Unavailable
+from batchinfer.core.request import RowError
 from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.builder import PromptPlan
 from batchinfer.data.prompts.prepare import BULK, Limits, Prepared, Preparer
 from batchinfer.data.prompts.render_pieces import RowPieces
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.errors import JobFileError, Mistake, Unavailable
-from batchinfer.memory import limit_memory
-from batchinfer.request import RowError
-from batchinfer.spawning import Child, receiving
-from batchinfer.waiting import LOOK_S, Waited
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.machine.memory import limit_memory
+from batchinfer.machine.spawning import Child, receiving
+from batchinfer.machine.waiting import LOOK_S, Waited
 
 _LEAVE_S = 5.0  # a process that closed its pipe has ended by then
 _ENTRY = "batchinfer.data.prompts.render_worker:serve"
@@ -231,10 +231,8 @@ def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:
         signal.setitimer(signal.ITIMER_PROF, spec.timeout_s(row))
 
     tokenizer = Tokenizer(spec.tokenizer, spec.definition)
+    limit_memory(spec.memory_bytes)
     preparer = Preparer(spec.plan, spec.limits, tokenizer, report)
-    limit_memory(
-        spec.memory_bytes
-    )  # after the copies of the tokenizer, which are as large as the checkpoint has it
     while True:
         try:
             with receiving():

@@ -10,11 +10,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from batchinfer.data.input.json_text import written
-from batchinfer.data.input.rows import RowProblem, kind_of
-from batchinfer.data.prompts.generated_schema import parsed_schema
-from batchinfer.data.prompts.schema_problem import BadSchema
-from batchinfer.request import (
+from batchinfer.core.request import (
     BOUNDS,
     CONSTRAINTS,
     INT32_MAX,
@@ -24,6 +20,10 @@ from batchinfer.request import (
     Bounds,
     SamplingParams,
 )
+from batchinfer.data.constraints.generated_schema import parsed_schema
+from batchinfer.data.constraints.schema_problem import BadSchema
+from batchinfer.data.input.json_text import written
+from batchinfer.data.input.rows import RowProblem, kind_of
 
 # What OpenAI requests may carry without changing the answer here.
 _HARMLESS = frozenset(

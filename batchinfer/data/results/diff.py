@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from batchinfer.core.errors import UsageError
 from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from batchinfer.data.storage.duck import connection, interruptible, literal, parquet
 from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.errors import UsageError
 
 Kind = Literal["only in A", "only in B", "answer", "error came", "error went", "error changed", "column"]
 ROW_ID, CUSTOM_ID = "row_id", "custom_id"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from batchinfer.core.errors import DamagedResult
 from batchinfer.data.results.manifest import read_manifest
 from batchinfer.data.storage.state import STATE_PREFIX, StateFolder
-from batchinfer.errors import DamagedResult
 from batchinfer.job.results_root import folder_name, results_root, root_of_trial
 from batchinfer.job.variables import HOLE
 

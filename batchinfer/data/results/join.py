@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.data.results.completion_store import COMPLETION_SCHEMA
-from batchinfer.data.results.stored_logprobs import LOGPROB_SCHEMA, have_logprobs
 from batchinfer.data.storage.duck import Watched, connection, literal, naming_errors, parquet
+from batchinfer.data.store.completion_store import COMPLETION_SCHEMA
+from batchinfer.data.store.stored_logprobs import LOGPROB_SCHEMA, have_logprobs
 
 FINISHED_SCHEMA = pa.schema(
     [("row_id", pa.int64()), *(field for field in COMPLETION_SCHEMA if field.name != "key")]

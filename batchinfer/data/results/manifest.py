@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from batchinfer.core.errors import DamagedResult, OutputConflict
 from batchinfer.data.storage.durable import json_text, storage
-from batchinfer.errors import DamagedResult, OutputConflict
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "_manifest.json"  # pyarrow, pandas and Spark skip names that begin so

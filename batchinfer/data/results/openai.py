@@ -16,16 +16,16 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from batchinfer.core.errors import InputCorrupt, UsageError
+from batchinfer.core.request import RowError
+from batchinfer.data.columns.logprob_column import COLUMN
 from batchinfer.data.input.openai import CHAT_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
-from batchinfer.data.results.logprob_column import COLUMN
 from batchinfer.data.results.openai_logprobs import TokenBytes, chat_logprobs, text_logprobs
 from batchinfer.data.results.output_file import OutputFile
 from batchinfer.data.results.published import published
 from batchinfer.data.storage.rebatch import parquet_batches
-from batchinfer.errors import InputCorrupt, UsageError
-from batchinfer.request import RowError
 
 LINE_BYTES = 400  # no answer's line is shorter: what must be free at least for the rows of a job
 _COLUMNS = [

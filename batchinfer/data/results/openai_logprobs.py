@@ -9,7 +9,7 @@ Token = dict[str, Any]  # as the result's column has it: token_id, token, logpro
 
 
 class TokenBytes(Protocol):
-    """What single tokens are; `batchinfer.data.prompts.token_texts` has it."""
+    """What single tokens are; `batchinfer.data.tokenizer.token_texts` has it."""
 
     @property
     def specials(self) -> frozenset[int]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchinfer.core.errors import OutputConflict, StorageError
 from batchinfer.data.input.files import list_inputs, would_read
 from batchinfer.data.results.manifest import MANIFEST_NAME
 from batchinfer.data.storage.durable import (
@@ -29,7 +30,6 @@ from batchinfer.data.storage.durable import (
 )
 from batchinfer.data.storage.remembered import read_json
 from batchinfer.data.storage.state import STATE_PREFIX, StateFolder
-from batchinfer.errors import OutputConflict, StorageError
 
 if TYPE_CHECKING:
     from batchinfer.job import Job

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from batchinfer.data.results.completion_store import read_records, write_table
-from batchinfer.data.results.logprob_column import Detokenizer
+from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.results.result_rows import IndexView, result_schema, result_tables
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.durable import Digest, FileOps
+from batchinfer.data.store.completion_store import read_records, write_table
 
 PARTIAL = "partial.json"  # beside an index: the model and the store that its partial results are made of
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from batchinfer.core.errors import StorageError
 from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import FileOps, storage
 from batchinfer.data.storage.remembered import read_strings
-from batchinfer.errors import StorageError
 
 _FOLDER = "planned"
 _WAIT_S = 0.2  # between looks at another run

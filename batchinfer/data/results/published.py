@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchinfer.core.errors import DamagedResult
 from batchinfer.data.results.manifest import Manifest, ResultFile, damaged, read_manifest
 from batchinfer.data.storage.digests import FileDigests, file_digests
-from batchinfer.errors import DamagedResult
 
 
 @dataclass(frozen=True, slots=True)

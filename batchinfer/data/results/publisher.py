@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.data.results.logprob_column import Detokenizer, logprob_entries
+from batchinfer.core.errors import BatchInferError, OutputConflict
+from batchinfer.data.columns.logprob_column import Detokenizer, logprob_entries
 from batchinfer.data.results.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -33,7 +34,6 @@ from batchinfer.data.results.published import intact
 from batchinfer.data.results.result_rows import BATCH_ROWS, IndexView, result_schema, result_tables
 from batchinfer.data.storage.durable import DurableFile, ExchangeUnsupported, FileOps, storage, write_json
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.errors import BatchInferError, OutputConflict
 
 # Of one row group, unless a single row has more: 20 MB in memory
 GROUP_ENTRIES = 1 << 20

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from batchinfer.core.errors import BatchInferError
+from batchinfer.data.columns.answer_check import parsed_answer
+from batchinfer.data.columns.logprob_column import COLUMN, LOGPROBS_FIELD, Detokenizer, logprob_column
+from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
+from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.index.index import AnswerSchema
-from batchinfer.data.prompts.generated_schema import parsed_schema
-from batchinfer.data.results.answer_check import parsed_answer
 from batchinfer.data.results.join import FINISHED_SCHEMA, FINISHED_WITH_LOGPROBS, finished_rows
-from batchinfer.data.results.logprob_column import COLUMN, LOGPROBS_FIELD, Detokenizer, logprob_column
-from batchinfer.data.results.schema_columns import SchemaColumns, schema_columns
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.rebatch import parquet_batches, rebatch
-from batchinfer.errors import BatchInferError
 
 RESULT_SCHEMA = pa.schema(
     [

@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.results.completion_store import read_records
+from batchinfer.core.errors import DamagedResult
 from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest, read_manifest
 from batchinfer.data.results.published import Problem, file_problems
-from batchinfer.errors import DamagedResult
+from batchinfer.data.store.completion_store import read_records
 
 
 def verify_result(folder: Path) -> list[Problem]:

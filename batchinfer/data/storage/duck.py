@@ -16,10 +16,10 @@ from typing import Any
 
 import duckdb
 
+from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.data.storage.durable import storage
-from batchinfer.errors import OutOfMemory, StorageError
 from batchinfer.job.file import not_utf8
-from batchinfer.memory import available_memory
+from batchinfer.machine.memory import available_memory
 
 # Joins and sorts of our own spill what is larger: of 10 million rows too, which 1 GiB keeps below 2 GiB in all.
 _MOST = 1 << 30

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.errors import OutputConflict, StorageError
-from batchinfer.sizes import sizes
+from batchinfer.core.errors import OutputConflict, StorageError
+from batchinfer.core.sizes import sizes
 
 TEMPORARY = ".tmp"
 _WRITE_BYTES = 1 << 20  # a Parquet file is written in hundreds of small pieces, 4 a column chunk

@@ -39,9 +39,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from batchinfer.core.errors import Locked, StorageError
 from batchinfer.data.storage.durable import FileOps, check_free_space, storage, write_json
 from batchinfer.data.storage.remembered import read_strings, write_strings
-from batchinfer.errors import Locked, StorageError
 from batchinfer.job import Job
 
 STATE_FORMAT = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.config_fields import Fields
 from batchinfer.models.families.family import (
     LOCAL,
     ConfigFiles,
@@ -19,8 +18,9 @@ from batchinfer.models.families.family import (
     model,
     sliding_window,
 )
-from batchinfer.models.rope_config import parse_rope
-from batchinfer.models.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, Rotation
+from batchinfer.models.files.config_fields import Fields
+from batchinfer.models.spec.rope_config import parse_rope
+from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, Rotation
 
 ABSENT_EOS, ABSENT_SCALE, PATTERN = (255001,), 0.0625, 4
 ABSENT_THETA = {"cohere": 500_000.0, "cohere2": 10_000.0}

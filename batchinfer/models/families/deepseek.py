@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.config_fields import Fields, shown
 from batchinfer.models.families.family import (
     PROJECTIONS,
     ConfigFiles,
@@ -22,8 +21,9 @@ from batchinfer.models.families.family import (
     rms_eps,
     routing,
 )
-from batchinfer.models.rope_config import parse_rope, yarn_scale
-from batchinfer.models.spec import (
+from batchinfer.models.files.config_fields import Fields, shown
+from batchinfer.models.spec.rope_config import parse_rope, yarn_scale
+from batchinfer.models.spec.spec import (
     ExpertsSpec,
     FeedForwardSpec,
     LatentAttentionSpec,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
-from batchinfer.models.config_fields import Fields, shown
-from batchinfer.models.rope_config import parse_rope, rotary_part
-from batchinfer.models.spec import (
+from batchinfer.models.files.config_fields import Fields, shown
+from batchinfer.models.spec.rope_config import parse_rope, rotary_part
+from batchinfer.models.spec.spec import (
     AttentionSpec,
     ExpertsSpec,
     FeedForwardSpec,

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from batchinfer.models.config_fields import Fields
 from batchinfer.models.families.family import (
     FULL,
     LLAMA_MODULES,
@@ -30,8 +29,16 @@ from batchinfer.models.families.family import (
     whole_heads,
 )
 from batchinfer.models.families.llama import llama_layer
-from batchinfer.models.rope_config import RopeConfig, parse_rope
-from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec, Rotation
+from batchinfer.models.files.config_fields import Fields
+from batchinfer.models.spec.rope_config import RopeConfig, parse_rope
+from batchinfer.models.spec.spec import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    Rotation,
+)
 
 ABSENT_EOS = (1,)
 GELU = "gelu_pytorch_tanh"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.config_fields import Fields
 from batchinfer.models.families.family import (
     ConfigFiles,
     Family,
@@ -20,8 +19,16 @@ from batchinfer.models.families.family import (
     model,
     no_rotation,
 )
-from batchinfer.models.rope_config import parse_rope, rotary_part
-from batchinfer.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec, Rotation
+from batchinfer.models.files.config_fields import Fields
+from batchinfer.models.spec.rope_config import parse_rope, rotary_part
+from batchinfer.models.spec.spec import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    Rotation,
+)
 
 # What GPT-2 calls the sizes that Llama names
 GPT2_FIELDS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.config_fields import Fields
 from batchinfer.models.families.family import (
     LLAMA_MODULES,
     LOCAL,
@@ -23,8 +22,9 @@ from batchinfer.models.families.family import (
     sliding_window,
 )
 from batchinfer.models.families.llama import llama_layer
-from batchinfer.models.rope_config import parse_rope
-from batchinfer.models.spec import ExpertsSpec, LayerSpec, ModelSpec, NormSpec, Rotation
+from batchinfer.models.files.config_fields import Fields
+from batchinfer.models.spec.rope_config import parse_rope
+from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, ModelSpec, NormSpec, Rotation
 from batchinfer_kernels.arithmetic import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ABSENT_EPS, ABSENT_THETA, PATTERN = 1e-5, 150_000.0, 2

@@ -13,7 +13,7 @@ from batchinfer.models.families.family import (
     model,
 )
 from batchinfer.models.families.llama import ABSENT_EOS, llama_layer
-from batchinfer.models.spec import ModelSpec
+from batchinfer.models.spec.spec import ModelSpec
 
 
 def parse_granite(files: ConfigFiles) -> ModelSpec:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.config_fields import Fields
 from batchinfer.models.families.family import (
     ConfigFiles,
     Family,
@@ -17,7 +16,15 @@ from batchinfer.models.families.family import (
     model,
     rms_eps,
 )
-from batchinfer.models.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.files.config_fields import Fields
+from batchinfer.models.spec.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+)
 
 ABSENT_EOS = (2,)
 

@@ -19,7 +19,7 @@ from batchinfer.models.families.family import (
     routing,
 )
 from batchinfer.models.families.llama import ABSENT_EOS, llama_layer
-from batchinfer.models.spec import ExpertsSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, ModelSpec, NormSpec
 
 ABSENT_EPS = 1e-5
 

@@ -16,7 +16,7 @@ from batchinfer.models.families.family import (
     model,
     rms_eps,
 )
-from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec, NormSpec
 
 ABSENT_EPS = 1e-5
 ABSENT_EOS = (50279,)

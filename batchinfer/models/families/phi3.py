@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.config_fields import Fields
 from batchinfer.models.families.family import (
     LLAMA_MODULES,
     ConfigFiles,
@@ -21,8 +20,9 @@ from batchinfer.models.families.family import (
     rms_eps,
 )
 from batchinfer.models.families.llama import llama_layer
-from batchinfer.models.rope_config import parse_rope, rotary_part
-from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec, Rotation
+from batchinfer.models.files.config_fields import Fields
+from batchinfer.models.spec.rope_config import parse_rope, rotary_part
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec, NormSpec, Rotation
 
 ABSENT_EPS = 1e-5
 ABSENT_EOS = (32000,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.config_fields import Fields
 from batchinfer.models.families.family import (
     ConfigFiles,
     Family,
@@ -16,7 +15,8 @@ from batchinfer.models.families.family import (
     rms_eps,
 )
 from batchinfer.models.families.llama import llama_layer
-from batchinfer.models.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.files.config_fields import Fields
+from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 
 def parse_qwen2(files: ConfigFiles) -> ModelSpec:

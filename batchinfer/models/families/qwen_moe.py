@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.config_fields import Fields, shown
 from batchinfer.models.families.family import (
     LLAMA_MODULES,
     PROJECTIONS,
@@ -22,7 +21,15 @@ from batchinfer.models.families.family import (
     routing,
 )
 from batchinfer.models.families.llama import llama_layer
-from batchinfer.models.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.files.config_fields import Fields, shown
+from batchinfer.models.spec.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+)
 
 MODULES: Modules = {
     **LLAMA_MODULES,

@@ -18,7 +18,7 @@ from batchinfer.models.families.family import (
     model,
     parts_of_heads,
 )
-from batchinfer.models.spec import LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec, NormSpec
 
 ABSENT_ROTARY_PART = 0.25
 ABSENT_EOS = (0,)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from batchinfer.models.config_fields import shown
+from batchinfer.models.files.config_fields import shown
 from batchinfer.models.foreign.refusal import CannotRun
 
 # How a run goes is ours to say: which attention, what is returned, which files are read

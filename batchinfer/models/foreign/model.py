@@ -9,11 +9,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.expert_loads import ExpertLoads
+from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer.models.foreign.interface import attach
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.foreign.split import Given
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, finite_argmax
+from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops, finite_argmax
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from batchinfer.models.config_fields import Fields, shown
 from batchinfer.models.families.family import ConfigFiles, eos_token_ids, stated_dtype
+from batchinfer.models.files.config_fields import Fields, shown
 from batchinfer.models.foreign.classes import class_of, config_of
 from batchinfer.models.foreign.interface import NAME, attach
 from batchinfer.models.foreign.recorder import Recorder

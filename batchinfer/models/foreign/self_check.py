@@ -13,7 +13,7 @@ from batchinfer.models.foreign.interface import NAME
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.spec import ForeignSpec
-from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
 
 LENGTHS = (11, 7, 1)  # of the rows that are run together
 CHUNKS = (4, 3, 1)  # how many tokens of each of them a step takes: their ends and beginnings are everywhere

@@ -8,17 +8,17 @@ from typing import Protocol
 
 import torch
 
-from batchinfer.errors import Unavailable
-from batchinfer.models.config_fields import wrong_checkpoint
+from batchinfer.core.errors import Unavailable
+from batchinfer.models.files.config_fields import wrong_checkpoint
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint
 from batchinfer.models.foreign.loading import load_causal
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.self_check import check_together, run_alone
-from batchinfer.models.spec import Caches
-from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.interface import Ops
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.spec.spec import Caches
 from batchinfer_kernels.cost import ModelCost
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Wanting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForeignSource:
-    """See batchinfer.engine.sources.Source."""
+    """See batchinfer.engine.load.sources.Source."""
 
     checkpoint: ForeignCheckpoint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.models.spec import CacheSpec
+from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import (
     Cost,

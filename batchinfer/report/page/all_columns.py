@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.report.columns import RUN_COLUMNS
 from batchinfer.report.page.figures import Amount, Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import PageSection
+from batchinfer.report.tables.columns import RUN_COLUMNS
 
 _COLUMNS = (
     Figure("column", "column"),

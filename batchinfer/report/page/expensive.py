@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from batchinfer.report.columns import REQUESTS, ROWS
+from batchinfer.core.units import percent
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.units import percent
+from batchinfer.report.tables.columns import REQUESTS, ROWS
 
 MOST_REQUESTS = 12
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batchinfer.report.columns import EXPERTS
+from batchinfer.core.units import count
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.units import count
+from batchinfer.report.tables.columns import EXPERTS
 
 _LAYERS = """
 SELECT layer::VARCHAR, count(*), sum(tokens)::BIGINT, min(load), median(load), max(load) FROM {experts}

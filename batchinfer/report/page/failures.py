@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchinfer.core.units import count, percent
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.units import count, percent
 
 EXAMPLES = 10  # ids for each code
 _MOST_CODES = 30

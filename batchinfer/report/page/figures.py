@@ -9,9 +9,9 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from batchinfer.report.units import UNKNOWN, count, percent, seconds, short
-from batchinfer.sizes import size
-from batchinfer.text import printable
+from batchinfer.core.sizes import size
+from batchinfer.core.text import printable
+from batchinfer.core.units import UNKNOWN, count, percent, seconds, short
 
 _LONGEST_TEXT = 800  # characters of a cell; names of rows may be any length
 _SHORT_TEXT = 32  # characters that are not broken into lines

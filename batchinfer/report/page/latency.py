@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchinfer.report.columns import REQUESTS, STEPS
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.tables.columns import REQUESTS, STEPS
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 _OF_REQUESTS = ("queue", "ttft", "tpot", "latency")

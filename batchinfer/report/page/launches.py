@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from batchinfer.core.request import LAUNCH_MODES, LaunchMode
+from batchinfer.core.sizes import size
+from batchinfer.core.units import seconds
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables import RunRow
-from batchinfer.report.units import seconds
-from batchinfer.request import LAUNCH_MODES, LaunchMode
-from batchinfer.sizes import size
+from batchinfer.report.tables.tables import RunRow
 
 _COLUMNS = (
     Figure("mode", "launched as"),

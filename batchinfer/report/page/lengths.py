@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from batchinfer.report.columns import REQUESTS
+from batchinfer.core.units import count
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.units import count
+from batchinfer.report.tables.columns import REQUESTS
 
 MOST_BARS = 32
 _SKEWED = 8  # times the median: from there on, bars of equal width would leave nearly all requests in one

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.report.exit_status import is_published
-from batchinfer.report.hardware import coded_text
+from batchinfer.core.sizes import size
+from batchinfer.core.units import count, counted, percent, seconds, short
+from batchinfer.machine.hardware import coded_text
 from batchinfer.report.page.figures import Amount, Figure, Figures, html_text, shown
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables import RunRow
-from batchinfer.report.units import count, counted, percent, seconds, short
-from batchinfer.sizes import size
+from batchinfer.report.tables.exit_status import is_published
+from batchinfer.report.tables.tables import RunRow
 
 _SHORT_FACT = 40  # characters that fit a line of a phone
 

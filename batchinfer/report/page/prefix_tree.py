@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchinfer.report.columns import PREFIXES
+from batchinfer.core.units import count
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.units import count
+from batchinfer.report.tables.columns import PREFIXES
 
 MOST_NODES = 120
 

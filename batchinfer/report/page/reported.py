@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.report.columns import RUN, RUN_SCHEMA
-from batchinfer.report.exit_status import is_published
-from batchinfer.report.tables import RunRow
+from batchinfer.report.tables.columns import RUN, RUN_SCHEMA
+from batchinfer.report.tables.exit_status import is_published
+from batchinfer.report.tables.tables import RunRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchinfer.report.columns import STEPS
+from batchinfer.core.units import percent
 from batchinfer.report.page.figures import Figure, Figures, prefixed
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.units import percent
+from batchinfer.report.tables.columns import STEPS
 
 MOST_POINTS = 320
 _FINEST = 24  # cells a decade, in both directions; halved until there are few enough

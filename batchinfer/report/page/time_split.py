@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from batchinfer.report.columns import RUN_COLUMNS
+from batchinfer.core.units import seconds
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.summary import PHASES
-from batchinfer.report.tables import RunRow
-from batchinfer.report.units import seconds
+from batchinfer.report.tables.columns import RUN_COLUMNS
+from batchinfer.report.tables.tables import RunRow
 
 _COLUMNS = (
     Figure("level", "of"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from batchinfer.report.columns import STEPS
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.tables.columns import STEPS
 
 MOST_STRETCHES = 240  # each a pixel or two of a phone's screen
 

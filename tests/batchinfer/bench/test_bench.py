@@ -19,11 +19,11 @@ from batchinfer.bench.report import BenchReport
 from batchinfer.bench.session import best_peaks, run_bench
 from batchinfer.bench.vocabulary import made_up_tokenizer
 from batchinfer.bench.workloads import WORKLOADS, make_workload
-from batchinfer.engine.budget import step_tokens
-from batchinfer.errors import UsageError
+from batchinfer.core.errors import UsageError
+from batchinfer.engine.schedule.budget import step_tokens
 from batchinfer.job import load_job
-from batchinfer.ops.peaks import MeasuredPeaks
-from batchinfer.report.hardware import hardware_called
+from batchinfer.machine.hardware import hardware_called
+from batchinfer.models.ops.peaks import MeasuredPeaks
 from batchinfer_kernels.cost import Peaks
 from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.packed_weights import make_fp8

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchinfer.bench.export import export_workload
 from batchinfer.bench.workloads import VOCAB, WORKLOADS, describe, make_workload
-from batchinfer.errors import UsageError
+from batchinfer.core.errors import UsageError
 
 NAMES = list(WORKLOADS)
 

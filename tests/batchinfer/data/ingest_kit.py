@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestOptions, ingest
-from batchinfer.data.prompts.tokenizer import Tokenizer as LoadedTokenizer
+from batchinfer.data.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
 from batchinfer.job import InputSection, Job, ModelSection, OutputSection, PromptSection, SamplingSection
 
 CHATML = (

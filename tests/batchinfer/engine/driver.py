@@ -8,13 +8,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from batchinfer.engine.device_tables import DeviceTables, GraphTables
-from batchinfer.engine.graph_inputs import GraphSize
-from batchinfer.engine.output_lengths import OutputLengths
-from batchinfer.engine.scheduler import Chunk, Scheduler, Step
-from batchinfer.engine.sequence import Sequence
-from batchinfer.engine.table_rows import TableRows
-from batchinfer.request import Request, SamplingParams
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.schedule.output_lengths import OutputLengths
+from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, Step
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
+from batchinfer.engine.tensors.graph_inputs import GraphSize
+from batchinfer.engine.tensors.table_rows import TableRows
 
 
 class Hopeful(OutputLengths):

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.data.prompts.constrained import GrammarConstraints, grammar_constraints
-from batchinfer.data.prompts.stop_strings import stop_streams
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.engine.sampler import ConstraintMask
-from batchinfer.request import Completion, Request, SamplingParams
+from batchinfer.core.request import Completion, Request, SamplingParams
+from batchinfer.data.constraints.constrained import GrammarConstraints, grammar_constraints
+from batchinfer.data.tokenizer.stop_strings import stop_streams
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.engine.runner.sampler import ConstraintMask
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, make_engine
 from tests.checkpoints import EOS, VOCAB, kept_folder, make_tokenizer
 

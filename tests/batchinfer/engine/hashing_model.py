@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
-from batchinfer.engine.device_tables import GraphTables
-from batchinfer.engine.graph_capture import Capture, Captured
-from batchinfer.engine.sampler import Sampler
-from batchinfer.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits
+from batchinfer.engine.graphs.graph_capture import Capture, Captured
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.tensors.device_tables import GraphTables
+from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
+from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost

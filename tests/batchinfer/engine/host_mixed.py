@@ -25,20 +25,20 @@ if interpreter.is_wanted():
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from batchinfer.engine.cache_layout import cache_layout
-from batchinfer.engine.cache_tensors import allocate_caches
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.graph_capture import GraphRecorder, R, Replay
-from batchinfer.engine.piecewise_graphs import PiecewiseGraphs
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.scheduler import Chunk
-from batchinfer.engine.sequence import Sequence
-from batchinfer.models.config import parse_config
-from batchinfer.models.decoder import Decoder
-from batchinfer.models.dummy import DummyWeights
-from batchinfer.models.model_cost import model_cost
-from batchinfer.models.shapes import SHAPES
-from batchinfer.ops.triton_ops import TritonOps
+from batchinfer.engine.graphs.graph_capture import GraphRecorder, R, Replay
+from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
+from batchinfer.engine.kv.cache_layout import cache_layout
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.models.checkpoint.config import parse_config
+from batchinfer.models.checkpoint.dummy import DummyWeights
+from batchinfer.models.checkpoint.shapes import SHAPES
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.ops.triton_ops import TritonOps
+from batchinfer.models.spec.model_cost import model_cost
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.engine.small_engine import greedy
 

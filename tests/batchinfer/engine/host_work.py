@@ -25,16 +25,16 @@ if interpreter.is_wanted():  # attention is planned for a GPU, and none may be h
 import torch
 from torch import Tensor
 
-from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.device_tables import DeviceTables, GraphTables
-from batchinfer.engine.engine import Engine, EngineLimits
-from batchinfer.engine.graph_capture import Captured
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
-from batchinfer.ops.triton_ops import TritonOps
-from batchinfer.request import Request, SamplingParams
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits
+from batchinfer.engine.graphs.graph_capture import Captured
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
+from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost

@@ -16,13 +16,13 @@ if interpreter.is_wanted():
 
 import torch
 
-from batchinfer.engine import build as building
-from batchinfer.engine import sources
-from batchinfer.engine.build import BuiltEngine
+from batchinfer.engine.load import build as building
+from batchinfer.engine.load import sources
+from batchinfer.engine.load.build import BuiltEngine
 from batchinfer.models.foreign import source as foreign_source
-from batchinfer.ops import choose
-from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.interface import Ops
+from batchinfer.models.ops import choose
+from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.interface import Ops
 from tests.batchinfer.engine.taped import Taped
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
@@ -58,7 +58,7 @@ def stand_in(replace: Replace) -> None:
 
 
 def build(*arguments: Any) -> BuiltEngine:
-    """In place of batchinfer.engine.build.build_engine."""
+    """In place of batchinfer.engine.load.build.build_engine."""
     stand_in(setattr)
     return building.build_engine(*arguments)
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.engine.cache_layout import one_group
-from batchinfer.engine.scheduler import SchedulerConfig
-from batchinfer.models.spec import CacheSpec
-from batchinfer.request import Request, SamplingParams
-from batchinfer.simulation.simulator import Simulated, SimulatedEngine
-from batchinfer.simulation.simulator import simulate as simulate_requests
-from batchinfer.simulation.step_time import StepTime
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.kv.cache_layout import one_group
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.models.spec.spec import CacheSpec
+from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine
+from batchinfer.plan.simulation.simulator import simulate as simulate_requests
+from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks
 from tests.model_costs import llama_cost
 

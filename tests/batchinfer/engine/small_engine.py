@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchinfer.engine.cache_layout import CacheGroup, CacheLayout, cache_layout
-from batchinfer.engine.cache_tensors import allocate_caches
-from batchinfer.engine.engine import Engine, EngineLimits
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
-from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.model_cost import model_cost
-from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.interface import Ops
-from batchinfer.request import Completion, Request, RequestSample, SamplingParams, StepSample
+from batchinfer.core.request import Completion, Request, RequestSample, SamplingParams, StepSample
+from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout, cache_layout
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
+from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.spec.model_cost import model_cost
 from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.driver import Hopeful
 from tests.batchinfer.models.paged import load_decoder

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.engine.cache_layout import CacheLayout
-from batchinfer.engine.model_runner import ModelRunner, RunnerOutput
-from batchinfer.engine.scheduler import Chunk
-from batchinfer.engine.sequence import Sequence
-from batchinfer.engine.shared_parts import Copy
-from batchinfer.ops.interface import NO_TOKEN
-from batchinfer.request import Request, TokenLogprobs
+from batchinfer.core.request import Request, TokenLogprobs
+from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.runner.model_runner import ModelRunner, RunnerOutput
+from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.shared_parts import Copy
+from batchinfer.models.ops.interface import NO_TOKEN
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.small_engine import layer_each
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from batchinfer.engine.graph_capture import GraphRecorder, R, Replay
+from batchinfer.engine.graphs.graph_capture import GraphRecorder, R, Replay
 
 FORBIDDEN = ("aten._local_scalar_dense", "aten.nonzero", "aten.lift_fresh", "aten.item")
 

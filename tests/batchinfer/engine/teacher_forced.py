@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.engine.build import LoadedModel, load_model
+from batchinfer.core.request import Request, SamplingParams, StepSample
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.engine import Engine
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.pending import Pending
-from batchinfer.engine.sampled import Sampled
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.sequence import Sequence
-from batchinfer.ops.interface import Ops
-from batchinfer.request import Request, SamplingParams, StepSample
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.loop.engine import Engine
+from batchinfer.engine.runner.pending import Pending
+from batchinfer.engine.runner.sampled import Sampled
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.scheduler import Scheduler
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization
 from tests.batchinfer.engine.driver import Hopeful
 from tests.batchinfer.engine.small_engine import Preempting

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.admission import peak_blocks
-from batchinfer.engine.block_tables import BlockTables
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.output_lengths import BINS, OutputLengths
-from batchinfer.engine.refill import RefillCosts
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig, Step
-from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.schedule.admission import peak_blocks
+from batchinfer.engine.schedule.block_tables import BlockTables
+from batchinfer.engine.schedule.output_lengths import BINS, OutputLengths
+from batchinfer.engine.schedule.refill import RefillCosts
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
+from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, sequence
 from tests.batchinfer.engine.simulation import Row, simulate
 from tests.examples import examples

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.budget import AMORTISED, LEAST, MOST, least_copied, step_tokens
+from batchinfer.engine.schedule.budget import AMORTISED, LEAST, MOST, least_copied, step_tokens
 from batchinfer_kernels.cost import Cost, Peaks, StepShape, step_total
 from tests.model_costs import llama_cost
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine import build
-from batchinfer.engine.build import LoadedModel, load_model
-from batchinfer.engine.cache_layout import MOST_TABLES, CacheLayout, cache_layout, one_group
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.memory import JobSize, cache_blocks
-from batchinfer.engine.table_sizes import TableSizes
-from batchinfer.models.spec import CacheSpec
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.engine.kv.cache_layout import MOST_TABLES, CacheLayout, cache_layout, one_group
+from batchinfer.engine.kv.memory import JobSize, cache_blocks
+from batchinfer.engine.kv.table_sizes import TableSizes
+from batchinfer.engine.load import build
+from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.spec.spec import CacheSpec
 from tests.batchinfer.engine.small_engine import drain, folder, greedy
 from tests.batchinfer.engine.test_engine import (
     MIXED,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchinfer.engine import calibration
-from batchinfer.engine.calibration import calibrate
+from batchinfer.engine.load import calibration
+from batchinfer.engine.load.calibration import calibrate
 
 
 def test_steps_and_the_host_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.sampler import ConstraintMask
-from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Completion, ConstraintWork, Request, SamplingParams
+from batchinfer.core.request import Completion, ConstraintWork, Request, SamplingParams
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.sampler import ConstraintMask
+from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, make_engine, watcher
 from tests.batchinfer.engine.word_constraints import WordConstraints, word

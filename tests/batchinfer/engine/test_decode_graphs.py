@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.engine.batch import HostBatch
-from batchinfer.engine.decode_graphs import DecodeGraphs, GraphLimits
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.device_tables import DeviceTables, GraphTables
-from batchinfer.engine.graph_capture import Captured
-from batchinfer.engine.graph_inputs import GraphInputs, GraphSize
-from batchinfer.engine.graph_sizes import SHORTEST, batch_sizes, context_bound
-from batchinfer.engine.sequence import Sequence
-from batchinfer.engine.table_rows import TableRows
-from batchinfer.ops.interface import AttentionInputs, FixedPlan
+from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits
+from batchinfer.engine.graphs.graph_capture import Captured
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.batch import HostBatch
+from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
+from batchinfer.engine.tensors.graph_inputs import GraphInputs, GraphSize
+from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes, context_bound
+from batchinfer.engine.tensors.table_rows import TableRows
+from batchinfer.models.ops.interface import AttentionInputs, FixedPlan
 from batchinfer_kernels.step_tables import StepTables
 from tests.batchinfer.engine.hashing_model import (
     EOS,

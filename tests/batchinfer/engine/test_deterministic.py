@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.engine.build import LoadedModel
-from batchinfer.errors import Unavailable
-from batchinfer.ops import choose
-from batchinfer.ops.cpu_ops import CpuOps
+from batchinfer.core.errors import Unavailable
+from batchinfer.engine.load.build import LoadedModel
+from batchinfer.models.ops import choose
+from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
@@ -230,7 +230,7 @@ def refuse(**_: object) -> None:
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_without_a_compiler_it_is_refused(monkeypatch, quantization):
     """torch's own operators choose by the shape of a batch how to add: they cannot promise it."""
-    monkeypatch.setattr("batchinfer.ops.choose.CompiledOperators", refuse)
+    monkeypatch.setattr("batchinfer.models.ops.choose.CompiledOperators", refuse)
     with pytest.raises(Unavailable, match=r"needs? the compiled CPU operators.*no C compiler"):
         load(checkpoint("llama"), "float32", quantization)
 

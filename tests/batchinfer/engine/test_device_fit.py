@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer.engine.cache_tensors import allocate_caches
-from batchinfer.engine.decode_graphs import GraphOps
-from batchinfer.engine.device_fit import CacheRoom, Fitted, fit
-from batchinfer.engine.device_tables import GraphTables
-from batchinfer.engine.graph_capture import Capture
-from batchinfer.engine.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.piecewise_graphs import GRAPH_BYTES
-from batchinfer.engine.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
-from batchinfer.engine.sampler import ConstraintMask
-from batchinfer.engine.scheduler import SchedulerConfig
-from batchinfer.engine.table_sizes import TableSizes
-from batchinfer.errors import OutOfMemory
-from batchinfer.ops.cpu_ops import CpuOps
-from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
-from batchinfer.ops.torch_ops import GroupedPlan, TorchOps
+from batchinfer.core.errors import OutOfMemory
+from batchinfer.engine.graphs.decode_graphs import GraphOps
+from batchinfer.engine.graphs.graph_capture import Capture
+from batchinfer.engine.graphs.piecewise_graphs import GRAPH_BYTES
+from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
+from batchinfer.engine.kv.table_sizes import TableSizes
+from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
+from batchinfer.engine.load.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.sampler import ConstraintMask
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.engine.tensors.device_tables import GraphTables
+from batchinfer.models.ops.cpu_ops import CpuOps
+from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.torch_ops import GroupedPlan, TorchOps
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from tests.batchinfer.engine.hashing_model import captured_eagerly
 from tests.batchinfer.engine.small_engine import (
@@ -166,7 +166,7 @@ def test_what_graphs_read_is_there_before_the_rest_is_asked_for(monkeypatch):
         asked.append((sizes[:2], device.needed))
         return GraphTables(*sizes)
 
-    monkeypatch.setattr("batchinfer.engine.device_fit.GraphTables", made)
+    monkeypatch.setattr("batchinfer.engine.load.device_fit.GraphTables", made)
     device.fit()
     assert asked == [((1, 6 * -(-LONGEST // SIZE)), None)]
     assert device.needed == 1000 * (250 + 6)
@@ -178,7 +178,7 @@ def test_decode_steps_are_launched_where_there_is_no_memory_for_what_graphs_read
     def none_left(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory for block tables")
 
-    monkeypatch.setattr("batchinfer.engine.device_fit.GraphTables", none_left)
+    monkeypatch.setattr("batchinfer.engine.load.device_fit.GraphTables", none_left)
     device = Device(ops=AsOnAGpu())
     fitted = device.fit()
     assert fitted.runner.graphs is None

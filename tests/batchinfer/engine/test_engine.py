@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.cache_layout import cache_layout
-from batchinfer.engine.cache_tensors import allocate_caches
-from batchinfer.engine.engine import Engine, EngineLimits
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.pending import Pending
-from batchinfer.engine.sampled import Sampled
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
-from batchinfer.engine.sequence import Sequence
-from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.model_cost import model_cost
-from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.interface import LayerCache, Ops
-from batchinfer.request import Completion, Request, SamplingParams
+from batchinfer.core.request import Completion, Request, SamplingParams
+from batchinfer.engine.kv.cache_layout import cache_layout
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.pending import Pending
+from batchinfer.engine.runner.sampled import Sampled
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.interface import LayerCache, Ops
+from batchinfer.models.spec.model_cost import model_cost
 from tests.batchinfer.engine.driver import Hopeful
 from tests.batchinfer.models.paged import load_decoder
 from tests.checkpoints import EOS, LONGROPE, kept_folder, make_checkpoint

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.engine import graph_capture
-from batchinfer.engine.graph_capture import GpuRecorder
+from batchinfer.engine.graphs import graph_capture
+from batchinfer.engine.graphs.graph_capture import GpuRecorder
 
 MAIN = "the current stream"
 

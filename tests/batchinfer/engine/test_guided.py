@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.data.prompts.constrained import GrammarConstraint
-from batchinfer.engine.build import LoadedModel
-from batchinfer.engine.cache_tensors import allocate_caches
-from batchinfer.engine.device_fit import CacheRoom, fit
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.model_runner import Launched, ModelRunner
-from batchinfer.engine.runner import StepLaunch
-from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig
-from batchinfer.engine.sequence import Sequence
-from batchinfer.ops.interface import LayerCache
-from batchinfer.request import SamplingParams, TokenLogprobs
+from batchinfer.core.request import SamplingParams, TokenLogprobs
+from batchinfer.data.constraints.constrained import GrammarConstraint
+from batchinfer.engine.load.build import LoadedModel
+from batchinfer.engine.load.device_fit import CacheRoom, fit
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.model_runner import Launched, ModelRunner
+from batchinfer.engine.runner.runner import StepLaunch
+from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.models.ops.interface import LayerCache
 from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.guided_rows import KINDS, Row, check, constrained, rows, run, text_of
 from tests.batchinfer.engine.small_engine import Limits, Ran, checkpoint, cpu_ops, folder, make_runner

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.engine import staging
+from batchinfer.engine.tensors import staging
 from tests.batchinfer.engine.host_work import Load, NoModel, make_engine
 
 

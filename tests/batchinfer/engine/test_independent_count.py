@@ -20,11 +20,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from batchinfer.report.details import Machine
-from batchinfer.report.hardware import Hardware
-from batchinfer.report.meter import Meter
-from batchinfer.report.tables import RunFacts, run_row
-from batchinfer.request import Request
+from batchinfer.core.request import Request
+from batchinfer.machine.hardware import Hardware
+from batchinfer.report.tables.details import Machine
+from batchinfer.report.tables.meter import Meter
+from batchinfer.report.tables.tables import RunFacts, run_row
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.small_engine import (
     Limits,

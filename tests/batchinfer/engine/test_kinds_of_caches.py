@@ -14,23 +14,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchinfer.engine.build import load_model
-from batchinfer.engine.cache_layout import cache_layout
-from batchinfer.engine.cache_tensors import allocate_caches, block_bytes
+from batchinfer.core.errors import JobFileError, Unavailable
+from batchinfer.core.request import Completion, StepSample
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.sources import ModelSource
-from batchinfer.errors import JobFileError, Unavailable
-from batchinfer.models.block import Block
-from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.model_cost import model_cost
-from batchinfer.models.parameters import layer_parameters
-from batchinfer.models.spec import CacheSpec
-from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.cpu_layer import CompiledLayer
-from batchinfer.ops.interface import LayerCache, Ops
-from batchinfer.ops.torch_ops import TorchOps
-from batchinfer.request import Completion, StepSample
+from batchinfer.engine.kv.cache_layout import cache_layout
+from batchinfer.engine.load.build import load_model
+from batchinfer.engine.load.sources import ModelSource
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.decoder.block import Block
+from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.cpu_layer import CompiledLayer
+from batchinfer.models.ops.interface import LayerCache, Ops
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.spec.model_cost import model_cost
+from batchinfer.models.spec.parameters import layer_parameters
+from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.cost import ModelCost, StepShape
 from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.paged_attention import CODES
@@ -141,7 +141,7 @@ TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="
 def test_tritons_operators_do_the_same(name: str, limits: Limits) -> None:
     import triton
 
-    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer.models.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -314,7 +314,7 @@ def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str) -> None:
     code into the next one; without codes they are further away."""
     import triton
 
-    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer.models.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -352,7 +352,7 @@ def test_a_cpu_has_as_much_more_room_for_codes() -> None:
 
 @TRITON
 def test_codes_take_a_byte_and_memory_is_counted_so() -> None:
-    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer.models.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
     assert not TritonOps(AttentionShape(torch.float32, 4, 2, 16)).holds(
@@ -399,7 +399,7 @@ def test_a_cpu_that_cannot_keep_codes_says_why(monkeypatch: pytest.MonkeyPatch) 
     def refuse(**_: object) -> None:
         raise NoCompiler("no C compiler (cc, gcc or clang) is installed")
 
-    monkeypatch.setattr("batchinfer.ops.choose.CompiledOperators", refuse)
+    monkeypatch.setattr("batchinfer.models.ops.choose.CompiledOperators", refuse)
     with pytest.raises(Unavailable, match=r"int8 needs .*no C compiler.* install one .*, or take it out"):
         load_model(engine_config(coded("int8")))
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batchinfer.engine.collected_logprobs import CollectedLogprobs
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.sequence import Sequence
-from batchinfer.ops.torch_ops import TorchOps
-from batchinfer.request import Request, SamplingParams, TokenLogprobs
+from batchinfer.core.request import Request, SamplingParams, TokenLogprobs
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.collected_logprobs import CollectedLogprobs
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.engine.hashing_model import EOS, hashing_runner
 from tests.batchinfer.engine.small_engine import (
     Limits,

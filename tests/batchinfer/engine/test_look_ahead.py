@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.model_runner import Launched
-from batchinfer.engine.runner import StepLaunch
-from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Request, SamplingParams, TokenLogprobs
+from batchinfer.core.request import Request, SamplingParams, TokenLogprobs
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.model_runner import Launched
+from batchinfer.engine.runner.runner import StepLaunch
+from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
 from tests.batchinfer.engine.small_engine import (
     Limits,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.engine.build import load_model
+from batchinfer.core.errors import OutOfMemory
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.memory import CPU_FRACTION
-from batchinfer.errors import OutOfMemory
+from batchinfer.engine.kv.memory import CPU_FRACTION
+from batchinfer.engine.load.build import load_model
 from tests.checkpoints import make_checkpoint
 
 CACHE = 1 << 18

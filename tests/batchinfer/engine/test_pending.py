@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer.engine.pending import Pending
+from batchinfer.engine.runner.pending import Pending
 from tests.batchinfer.engine.driver import sequence
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.engine import pieces as pieces_module
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.pieces import PATIENCE, Pieces
-from batchinfer.engine.scheduler import Chunk
+from batchinfer.engine.runner import pieces as pieces_module
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.pieces import PATIENCE, Pieces
+from batchinfer.engine.schedule.scheduler import Chunk
 from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import EOS, HashingModel, hashing_runner
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine

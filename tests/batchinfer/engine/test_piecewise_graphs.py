@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.graph_capture import R, Replay
-from batchinfer.engine.piecewise_graphs import EVEN, PiecewiseGraphs, token_sizes
-from batchinfer.models.attention import HeadsAttention
-from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.ops.interface import Ops
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.engine.graphs.graph_capture import R, Replay
+from batchinfer.engine.graphs.piecewise_graphs import EVEN, PiecewiseGraphs, token_sizes
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.decoder.attention import HeadsAttention
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer import made_up
 from tests.batchinfer.engine.small_engine import (
     Limits,
@@ -134,7 +134,7 @@ def test_layers_that_read_the_cache_of_another_or_attend_to_nothing(monkeypatch,
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_bits_and_counts_of_experts_are_the_same_where_they_have_to_be(family):
     """Triton's operators, deterministic: padding rows change no bit, and count as nobody's tokens."""
-    from batchinfer.ops.triton_ops import TritonOps
+    from batchinfer.models.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
     model = checkpoint(family)

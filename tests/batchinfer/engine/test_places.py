@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.places import places_of
+from batchinfer.engine.tensors.places import places_of
 from tests.batchinfer.engine.driver import sequence
 
 SEQUENCES = [sequence([1, 2], 3, key) for key in range(12)]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.build import build_engine, load_model
+from batchinfer.core.request import Request, SamplingParams
 from batchinfer.engine.config import EngineConfig
-from batchinfer.models.decoder import Decoder
-from batchinfer.ops.interface import AttentionInputs
-from batchinfer.request import Request, SamplingParams
+from batchinfer.engine.load.build import build_engine, load_model
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.ops.interface import AttentionInputs
 from batchinfer_kernels.step_tables import StepTables
 from tests.checkpoints import edit_json, make_checkpoint
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.core.request import Request, SamplingParams
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.engine.config import WINDOW
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
-from batchinfer.engine.sequence import Sequence
-from batchinfer.plan.plan import Plan
-from batchinfer.plan.planner import plan_job
-from batchinfer.plan.requests import planned_requests
-from batchinfer.report.prefixes import PrefixTree
-from batchinfer.request import Request, SamplingParams
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.planner import plan_job
+from batchinfer.plan.order.requests import planned_requests
+from batchinfer.report.tables.prefixes import PrefixTree
 from tests.batchinfer.data.small_index import good_row, write_index
 from tests.batchinfer.engine.driver import Driver
 from tests.kernels.gpu.pairs import pairs_first
@@ -108,7 +108,7 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
     """Where documents, too, stand together that have less than a block in common."""
     rows = tree(*shape, seed=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchinfer.plan.run_order.MANY", 1)
+        patch.setattr("batchinfer.plan.order.run_order.MANY", 1)
         plan, tokens = plan_of(rows, tmp_path)
     requests = [request for _, some in planned_requests(plan, tokens, WINDOW) for request in some]
     scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(4000 // size, size))

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.budget import refill_costs
-from batchinfer.engine.refill import IDLE, Refill, RefillCosts
+from batchinfer.engine.schedule.budget import refill_costs
+from batchinfer.engine.schedule.refill import IDLE, Refill, RefillCosts
 from batchinfer_kernels.cost import Peaks
 from tests.model_costs import llama_cost
 

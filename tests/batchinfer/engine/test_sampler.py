@@ -10,11 +10,11 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.sequence import Sequence
-from batchinfer.ops.interface import NO_TOKEN
-from batchinfer.ops.torch_ops import TorchOps
-from batchinfer.request import Request, SamplingParams
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.models.ops.interface import NO_TOKEN
+from batchinfer.models.ops.torch_ops import TorchOps
 
 
 def make(key: int, prompt: list[int], output: list[int], most: int = 99, **params) -> Sequence:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.refill import RefillCosts
-from batchinfer.engine.scheduler import Chunk, Scheduler, SchedulerConfig
-from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.schedule.refill import RefillCosts
+from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, Hopeful, sequence
 from tests.examples import examples
 

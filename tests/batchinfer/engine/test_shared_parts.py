@@ -12,9 +12,9 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
-from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, sequence
 from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, drain, greedy, make_engine
 from tests.batchinfer.engine.small_engine import make_runner as float32_runner

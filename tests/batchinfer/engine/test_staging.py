@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.staging import Download, Upload, upload
+from batchinfer.engine.tensors.staging import Download, Upload, upload
 
 CPU = torch.device("cpu")
 ARRAYS = [

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.engine import Draft
-from batchinfer.engine.sequence import Sequence
-from batchinfer.request import Request, SamplingParams
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.loop.engine import Draft
+from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.small_engine import Limits, Ran, greedy, make_engine, watcher
 from tests.batchinfer.engine.speculating import VOCAB, Speculating, next_token
 from tests.examples import examples

@@ -18,24 +18,24 @@ import torch
 import triton
 from torch import Tensor
 
-from batchinfer.data.prompts.constrained import grammar_constraints
-from batchinfer.engine import build, device_fit
-from batchinfer.engine.build import LoadedModel
-from batchinfer.engine.cache_layout import cache_layout
+from batchinfer.core.request import Request
+from batchinfer.data.constraints.constrained import grammar_constraints
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.device_fit import Fitted
-from batchinfer.engine.device_runner import DeviceRunner
-from batchinfer.engine.graph_sizes import batch_sizes
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.pending import Pending
-from batchinfer.engine.rehearsal import sizes_between
-from batchinfer.engine.sampled import Sampled
-from batchinfer.engine.sequence import Sequence
-from batchinfer.ops import flashinfer_prefill, prefill_choice
-from batchinfer.ops.interface import Head, Linear, Ops
-from batchinfer.ops.torch_ops import TorchOps
-from batchinfer.ops.triton_ops import TritonOps
-from batchinfer.request import Request
+from batchinfer.engine.kv.cache_layout import cache_layout
+from batchinfer.engine.load import build, device_fit
+from batchinfer.engine.load.build import LoadedModel
+from batchinfer.engine.load.device_fit import Fitted
+from batchinfer.engine.load.rehearsal import sizes_between
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.pending import Pending
+from batchinfer.engine.runner.sampled import Sampled
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.graph_sizes import batch_sizes
+from batchinfer.models.ops import flashinfer_prefill, prefill_choice
+from batchinfer.models.ops.interface import Head, Linear, Ops
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gpu import attention_plan, matmul_tiles
@@ -57,7 +57,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
 )
 from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
-from tests.batchinfer.ops import flashinfer_stand_in
+from tests.batchinfer.models.ops import flashinfer_stand_in
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS as FOREIGN_EOS
 from tests.foreign_models import make_foreign

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.request import ConstraintFailed, ConstraintWork, RowError, SamplingParams
+from batchinfer.core.request import ConstraintFailed, ConstraintWork, RowError, SamplingParams
 
 FIRST = ord("a")  # the letter of token 0, which ends an answer
 

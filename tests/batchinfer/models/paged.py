@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from batchinfer.engine.cache_layout import one_group
-from batchinfer.engine.cache_tensors import allocate_caches
-from batchinfer.models.checkpoint import Checkpoint
-from batchinfer.models.decoder import Decoder
-from batchinfer.models.weights import CheckpointWeights
-from batchinfer.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.engine.kv.cache_layout import one_group
+from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
 
 
 def load_decoder(

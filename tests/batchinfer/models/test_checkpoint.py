@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.errors import BatchInferError, JobFileError, SecurityRefusal
-from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.tensor_names import further_layers
-from batchinfer.models.weight_files import INDEX
-from batchinfer.models.weights import CheckpointWeights, Tables
+from batchinfer.core.errors import BatchInferError, JobFileError, SecurityRefusal
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.checkpoint.tensor_names import further_layers
+from batchinfer.models.checkpoint.weights import CheckpointWeights, Tables
+from batchinfer.models.files.weight_files import INDEX
 from tests.checkpoints import edit_json, make_checkpoint, make_model_folder
 
 SINGLE = "model.safetensors"
@@ -98,8 +98,8 @@ def test_sound(folder: Path) -> None:
 def test_needs_no_torch(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from batchinfer.models.checkpoint import inspect_checkpoint\n"
-        "from batchinfer.models.model_cost import model_cost\n"
+        "from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint\n"
+        "from batchinfer.models.spec.model_cost import model_cost\n"
         "c = inspect_checkpoint(Path(sys.argv[1])); c.fingerprint({}); model_cost(c.spec, 4, 4)\n"
         "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
     )

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.errors import JobFileError
-from batchinfer.models.config import load_config, parse_config
-from batchinfer.models.model_cost import model_cost
-from batchinfer.models.spec import FeedForwardSpec, NormSpec
+from batchinfer.core.errors import JobFileError
+from batchinfer.models.checkpoint.config import load_config, parse_config
+from batchinfer.models.spec.model_cost import model_cost
+from batchinfer.models.spec.spec import FeedForwardSpec, NormSpec
 from tests.batchinfer.models.raw_config import PATH, raw_config
 
 YARN = {"type": "yarn", "factor": 4.0}

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from batchinfer.errors import UsageError
-from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.config import parse_config
-from batchinfer.models.dummy import DummyWeights, write_checkpoint
-from batchinfer.models.parameters import parameter_count
-from batchinfer.models.shapes import SHAPES, shape_config
-from batchinfer.models.weights import CheckpointWeights
+from batchinfer.core.errors import UsageError
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.checkpoint.config import parse_config
+from batchinfer.models.checkpoint.dummy import DummyWeights, write_checkpoint
+from batchinfer.models.checkpoint.shapes import SHAPES, shape_config
+from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.spec.parameters import parameter_count
 
 SMALL = {
     "llama": SHAPES["tiny"],

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchinfer.engine.budget import step_tokens
-from batchinfer.models.dummy import DummyWeights
-from batchinfer.models.model_cost import model_cost
-from batchinfer.models.outliers import WatchedWeights
-from batchinfer.models.parameters import parameter_count
-from batchinfer.models.spec import ExpertsSpec, FeedForwardSpec, ModelSpec
+from batchinfer.engine.schedule.budget import step_tokens
+from batchinfer.models.checkpoint.dummy import DummyWeights
+from batchinfer.models.checkpoint.outliers import WatchedWeights
+from batchinfer.models.spec.model_cost import model_cost
+from batchinfer.models.spec.parameters import parameter_count
+from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, ModelSpec
 from batchinfer_kernels.cost import Peaks, StepShape, expected_hit
 from batchinfer_kernels.routing import Routing
 from tests.model_costs import llama_spec

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from batchinfer.errors import JobFileError
-from batchinfer.models import tensor_names
-from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.core.errors import JobFileError
+from batchinfer.models.checkpoint import tensor_names
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.registry import FAMILIES
 from tests.batchinfer.models.test_logits import check_logits

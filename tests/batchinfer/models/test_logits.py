@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from batchinfer.models.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.families.family import NamePrefixes
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.models.paged import load_decoder, run_paged
 from tests.checkpoints import FAMILIES, LONGROPE, ROPES, cast_parameters, edit_json, make_checkpoint
 from tests.examples import everything

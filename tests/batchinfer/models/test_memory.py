@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.ops.choose import choose_ops
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.torch_ops import TorchOps
 from tests.checkpoints import LATENT, make_checkpoint
 
 LOAD = """
 import resource, sys
 from pathlib import Path
 import torch
-from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.decoder import Decoder
-from batchinfer.models.weights import CheckpointWeights
-from batchinfer.ops.torch_ops import TorchOps
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.ops.torch_ops import TorchOps
 
 checkpoint = inspect_checkpoint(Path(sys.argv[1]))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

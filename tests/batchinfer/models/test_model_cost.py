@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.models.model_cost import model_cost
+from batchinfer.models.spec.model_cost import model_cost
 from batchinfer_kernels.cost import Cost, StepShape, step_total
 from tests.model_costs import llama_spec
 

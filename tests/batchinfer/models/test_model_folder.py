@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from batchinfer.models.checkpoint import inspect_checkpoint
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from tests.checkpoints import BOS, EOS, FAMILIES, IM_START, VOCAB, make_model_folder
 
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
-from batchinfer.engine.sources import ModelSource, checkpoint_source
-from batchinfer.errors import JobFileError
-from batchinfer.models.checkpoint import inspect_checkpoint
-from batchinfer.models.config import load_config
+from batchinfer.core.errors import JobFileError
+from batchinfer.engine.load.sources import ModelSource, checkpoint_source
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.checkpoint.config import load_config
 from batchinfer.models.families.multimodal import ABSENT_SIZES, MULTIMODAL
 from batchinfer.models.opening import open_checkpoint
 from tests.batchinfer.models.test_logits import check_logits

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from batchinfer.models.config import parse_config
-from batchinfer.models.rope import inverse_frequencies, rope_table
+from batchinfer.models.checkpoint.config import parse_config
+from batchinfer.models.decoder.rope import inverse_frequencies, rope_table
 from tests.batchinfer.models.raw_config import PATH, raw_config
 from tests.checkpoints import ROPES
 

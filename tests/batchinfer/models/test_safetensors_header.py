@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from batchinfer.errors import SecurityRefusal
-from batchinfer.models.safetensors_header import DTYPE_BYTES, read_header
+from batchinfer.core.errors import SecurityRefusal
+from batchinfer.models.files.safetensors_header import DTYPE_BYTES, read_header
 
 MIB = 2**20
 

@@ -10,16 +10,16 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.history import add_report_view
-from batchinfer.report.columns import RUN, SCHEMAS
-from batchinfer.report.details import Machine
-from batchinfer.report.folder import tables
-from batchinfer.report.hardware import Hardware
+from batchinfer.core.request import LAUNCH_MODES, Request, SamplingParams
+from batchinfer.machine.hardware import Hardware
 from batchinfer.report.history import HISTORY, history_sql
-from batchinfer.report.meter import Meter
 from batchinfer.report.page.reported import ReportedRun, find_run
-from batchinfer.report.tables import RunFacts, run_row, write_run
-from batchinfer.request import LAUNCH_MODES, Request, SamplingParams
+from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.details import Machine
+from batchinfer.report.tables.folder import tables
+from batchinfer.report.tables.meter import Meter
+from batchinfer.report.tables.tables import RunFacts, run_row, write_run
+from batchinfer.verbs.history import add_report_view
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.report.conftest import make_request, make_step
 from tests.model_costs import llama_cost

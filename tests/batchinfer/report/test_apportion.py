@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.engine.cache_layout import CacheGroup, CacheLayout
-from batchinfer.engine.engine import Engine, EngineLimits
-from batchinfer.engine.kv_cache import BlockPool
-from batchinfer.engine.scheduler import Scheduler, SchedulerConfig
-from batchinfer.report.apportion import Apportionment
-from batchinfer.report.details import request_flops
-from batchinfer.report.device_time import attention_share
-from batchinfer.request import Request, RequestSample, SamplingParams, StepSample
-from batchinfer.simulation.counting_runner import END, CountingRunner
-from batchinfer.simulation.step_time import StepTime
+from batchinfer.core.request import Request, RequestSample, SamplingParams, StepSample
+from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.plan.simulation.counting_runner import END, CountingRunner
+from batchinfer.plan.simulation.step_time import StepTime
+from batchinfer.report.tables.apportion import Apportionment
+from batchinfer.report.tables.details import request_flops
+from batchinfer.report.tables.device_time import attention_share
 from batchinfer_kernels.cost import Peaks
 from tests.model_costs import llama_cost
 

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.report.device_time import LOSSES, StepCounts, attention_share, device_split, kind_seconds
+from batchinfer.report.tables.device_time import (
+    LOSSES,
+    StepCounts,
+    attention_share,
+    device_split,
+    kind_seconds,
+)
 from batchinfer_kernels.cost import OPERATOR_KINDS, Peaks, StepShape, operator_kind, roofline_seconds
 from tests.model_costs import llama_cost
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.report.columns import (
+from batchinfer.report.tables.columns import (
     BUCKET_COLUMNS,
     EXPERT_COLUMNS,
     PHASE_COLUMNS,
@@ -21,7 +21,7 @@ from batchinfer.report.columns import (
     Column,
     markdown,
 )
-from batchinfer.report.folder import KEPT_DETAILS
+from batchinfer.report.tables.folder import KEPT_DETAILS
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "report.md").read_text(encoding="utf-8")
 

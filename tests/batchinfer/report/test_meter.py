@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.report.columns import (
+from batchinfer.core.request import RequestSample, StepSample
+from batchinfer.report.tables.columns import (
     BUCKETS,
     PHASES,
     PREFIXES,
@@ -24,10 +25,9 @@ from batchinfer.report.columns import (
     STEP_SCHEMA,
     STEPS,
 )
-from batchinfer.report.details import Machine
-from batchinfer.report.folder import table_path
-from batchinfer.report.meter import Measured, Meter, tpot
-from batchinfer.request import RequestSample, StepSample
+from batchinfer.report.tables.details import Machine
+from batchinfer.report.tables.folder import table_path
+from batchinfer.report.tables.meter import Measured, Meter, tpot
 from batchinfer_kernels.cost import Peaks
 
 counts = st.integers(0, 10_000)

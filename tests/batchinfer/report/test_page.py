@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.report.columns import EXPERT_SCHEMA, ROW_SCHEMA
+from batchinfer.core.request import LAUNCH_MODES
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.figures import Figure, Figures, html_prose, shown
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
@@ -24,7 +24,7 @@ from batchinfer.report.page.overview import heading, tiles, work
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
-from batchinfer.request import LAUNCH_MODES
+from batchinfer.report.tables.columns import EXPERT_SCHEMA, ROW_SCHEMA
 from tests.batchinfer.report.parsed_page import ParsedPage
 from tests.batchinfer.report.reported_runs import RUN_ID, error_rows, read_run, write_tables
 

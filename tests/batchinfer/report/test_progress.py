@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchinfer.report.expected_output import FEWEST
 from batchinfer.report.progress import Progress
-from tests.batchinfer.screen import lines_on
+from tests.batchinfer.cli.screen import lines_on
 
 
 class Clock:

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.report import row_keys
-from batchinfer.report.columns import ROW_SCHEMA
-from batchinfer.report.row_keys import hexadecimal, write_rows
+from batchinfer.report.tables import row_keys
+from batchinfer.report.tables.columns import ROW_SCHEMA
+from batchinfer.report.tables.row_keys import hexadecimal, write_rows
 
 KEYS = [bytes([n]) * 32 for n in range(10)]
 

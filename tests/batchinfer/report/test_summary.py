@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.report import units
-from batchinfer.report.columns import RUN_SCHEMA
+from batchinfer.core import units
+from batchinfer.core.text import json_line
 from batchinfer.report.summary import summary
-from batchinfer.report.tables import RunFacts, run_row
-from batchinfer.text import json_line
+from batchinfer.report.tables.columns import RUN_SCHEMA
+from batchinfer.report.tables.tables import RunFacts, run_row
 
 START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
 

@@ -11,15 +11,15 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.report import folder, spool
-from batchinfer.report.columns import RUN_SCHEMA, TABLE_FORMAT
-from batchinfer.report.details import Machine
-from batchinfer.report.energy import EnergyUse
-from batchinfer.report.hardware import Hardware
-from batchinfer.report.meter import Measured, Meter
-from batchinfer.report.spool import Spool, write_row
-from batchinfer.report.tables import RunFacts, run_row, versions, write_run
-from batchinfer.request import LAUNCH_MODES, LaunchMode
+from batchinfer.core.request import LAUNCH_MODES, LaunchMode
+from batchinfer.machine.energy import EnergyUse
+from batchinfer.machine.hardware import Hardware
+from batchinfer.report.tables import folder, spool
+from batchinfer.report.tables.columns import RUN_SCHEMA, TABLE_FORMAT
+from batchinfer.report.tables.details import Machine
+from batchinfer.report.tables.meter import Measured, Meter
+from batchinfer.report.tables.spool import Spool, write_row
+from batchinfer.report.tables.tables import RunFacts, run_row, versions, write_run
 from batchinfer_kernels.cost import Peaks
 
 CAPTURED = ("capture_s", "graph_bytes", "load_free_bytes")  # columns that only a GPU has, beside launches

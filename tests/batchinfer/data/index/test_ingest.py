@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.core.errors import InputCorrupt, JobFileError, StorageError, Unavailable
+from batchinfer.core.request import SamplingParams
 from batchinfer.data.index.index import INDEX_FORMAT, Index
 from batchinfer.data.index.ingest import IngestProgress, ingest
 from batchinfer.data.prompts import render_worker
-from batchinfer.data.prompts.tokenizer import Tokenizer
-from batchinfer.errors import InputCorrupt, JobFileError, StorageError, Unavailable
-from batchinfer.request import SamplingParams
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.data.index.ingest_speed import measure
 from tests.batchinfer.data.ingest_kit import (
     carried,

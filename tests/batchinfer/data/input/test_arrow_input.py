@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import feather
 
-from batchinfer.data.input import arrow
+from batchinfer.core.errors import BatchInferError, InputCorrupt, OutOfMemory
+from batchinfer.core.request import RowError
 from batchinfer.data.input.files import list_inputs
+from batchinfer.data.input.formats import arrow
 from batchinfer.data.input.reader import Reader
-from batchinfer.errors import BatchInferError, InputCorrupt, OutOfMemory
-from batchinfer.request import RowError
 from tests.batchinfer.data.ingest_kit import carried, checkpoint, make_job, rows_of, run
 
 ROWS = [{"id": i, "text": f"word {i}", "tags": ["a", "b"][: i % 3]} for i in range(2000)]

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.core.errors import BatchInferError, InputCorrupt
 from batchinfer.data.input.files import list_inputs
-from batchinfer.data.input.parquet_footer import BYTE_ARRAY, column_chunks
+from batchinfer.data.input.formats.parquet_footer import BYTE_ARRAY, column_chunks
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.input.unpacked import column_size
-from batchinfer.errors import BatchInferError, InputCorrupt
 
 
 def as_parquet(path: Path, table: pa.Table, **options: Any) -> Path:

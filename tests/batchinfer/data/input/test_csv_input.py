@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchinfer.core.errors import BatchInferError, InputCorrupt, JobFileError
+from batchinfer.core.request import RowError, SamplingParams
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.protocol import TextOptions
 from batchinfer.data.input.reader import Reader
-from batchinfer.errors import BatchInferError, InputCorrupt, JobFileError
-from batchinfer.request import RowError, SamplingParams
 from tests.batchinfer.data.ingest_kit import carried, checkpoint, make_job, prompts_of, rows_of, run
 
 HEAD = b"id,text\n"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchinfer.data.input import csv_records
-from batchinfer.data.input.csv_dialect import CsvDialect, detected_delimiter
+from batchinfer.data.input.formats import csv_records
+from batchinfer.data.input.formats.csv_dialect import CsvDialect, detected_delimiter
 from tests.batchinfer.data.input.csv_oracle import cuts, drawn, expected, found
 
 PLAIN = CsvDialect(",", '"')

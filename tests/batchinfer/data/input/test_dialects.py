@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from batchinfer.core.errors import InputCorrupt, JobFileError
+from batchinfer.core.request import RowError
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.protocol import TextOptions
 from batchinfer.data.input.reader import Reader
-from batchinfer.errors import InputCorrupt, JobFileError
 from batchinfer.job import Job, load_job
 from batchinfer.job.field_types import ENCODING_NAMES, ENCODINGS
-from batchinfer.request import RowError
 
 WORDS = "naïve café"
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.orc as orc
 import pytest
 
+from batchinfer.core.errors import InputCorrupt
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.registry import FORMATS, OPENAI, named_by
-from batchinfer.errors import InputCorrupt
 from batchinfer.job import InputSection
 
 

@@ -19,6 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchinfer.core.errors import BatchInferError, InputCorrupt, InputMissing, JobFileError
+from batchinfer.core.request import RowError
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.json_text import parse_row
 from batchinfer.data.input.protocol import TextOptions
@@ -26,8 +28,6 @@ from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.input.sql import materialise, query_columns
 from batchinfer.data.storage import duck
-from batchinfer.errors import BatchInferError, InputCorrupt, InputMissing, JobFileError
-from batchinfer.request import RowError
 
 GOOD = b'{"a": 1}'
 

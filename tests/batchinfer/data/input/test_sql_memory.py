@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.core.errors import OutOfMemory
 from batchinfer.data.input import sql as sql_input
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.storage import duck
-from batchinfer.errors import OutOfMemory
 from tests.batchinfer.data.ingest_kit import checkpoint, make_job, run
 
 SMALL_MACHINE = 1 << 30

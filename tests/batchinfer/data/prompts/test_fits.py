@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tracemalloc
 
+from batchinfer.core.request import SamplingParams
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.prepare import CheckedConstraints
-from batchinfer.request import SamplingParams
-from tests.batchinfer.data.prompts.made_tokenizers import byte_level
+from tests.batchinfer.data.tokenizer.made_tokenizers import byte_level
 
 
 def test_constraints_themselves_are_not_remembered() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from batchinfer.core.request import CONSTRAINTS, SamplingParams
 from batchinfer.data.input.openai import CHAT_URL, openai_defaults
 from batchinfer.data.prompts.keys import CONSTRAINT_RULES, token_bytes, work_key
-from batchinfer.request import CONSTRAINTS, SamplingParams
 from tests.batchinfer.data.ingest_kit import checkpoint, make_job, rows_of, run, write_lines
 
 CONTEXT = bytes(range(32))

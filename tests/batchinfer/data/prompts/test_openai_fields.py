@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from batchinfer.core.request import SamplingParams
 from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.prompts.sampling_fields import override_openai
-from batchinfer.request import SamplingParams
 
 NOTHING: dict[str, Any] = {
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "safety_identifier": "x",

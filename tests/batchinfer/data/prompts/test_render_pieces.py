@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchinfer.core.request import RowError
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.data.prompts.render_pieces import RowPieces, joined
-from batchinfer.request import RowError
 
 SHORT = RowError("template_memory", "resource", "", retryable=False)
 BAD = RowError("template_error", "bad_input", "", retryable=False)

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from batchinfer.data.results.cleaning import Keep, clean_store
-from batchinfer.data.results.completion_store import CompletionStore, read_records
-from batchinfer.data.results.uses import User, uses_of, write_uses
 from batchinfer.data.storage.durable import FileOps
+from batchinfer.data.store.cleaning import Keep, clean_store
+from batchinfer.data.store.completion_store import CompletionStore, read_records
+from batchinfer.data.store.uses import User, uses_of, write_uses
 from tests.batchinfer.data.results.crash_job import kill_each
 from tests.batchinfer.data.small_index import answer
 

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.manifest import Manifest, PublishSpec
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.plan.planner import plan_job
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.plan.order.planner import plan_job
 from tests.batchinfer.data.small_index import SmallIndex, answer, decode, mixed_rows, write_index
 from tests.batchinfer.data.storage.failing_ops import FailingOps
 

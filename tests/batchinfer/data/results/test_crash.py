@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.core.errors import StorageError
 from batchinfer.data.results.verify import verify_result
 from batchinfer.data.storage.durable import FileOps
-from batchinfer.errors import StorageError
 from tests.batchinfer.data.results import crash_clean, crash_job
 from tests.batchinfer.data.storage.failing_ops import FailingOps
 

@@ -11,15 +11,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.results import completion_store, publisher, result_rows
-from batchinfer.data.results.cleaning import THOROUGH, Keep, clean_store
-from batchinfer.data.results.completion_store import COMPLETION_SCHEMA, CompletionStore
-from batchinfer.data.results.logprob_column import LOGPROBS_FIELD
+from batchinfer.core.request import Completion, TokenLogprobs
+from batchinfer.data.columns.logprob_column import LOGPROBS_FIELD
+from batchinfer.data.results import publisher, result_rows
 from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.data.results.partial import partial_reader
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.request import Completion, TokenLogprobs
+from batchinfer.data.store import completion_store
+from batchinfer.data.store.cleaning import THOROUGH, Keep, clean_store
+from batchinfer.data.store.completion_store import COMPLETION_SCHEMA, CompletionStore
 from tests.batchinfer.data.small_index import (
     SmallIndex,
     answer,

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from batchinfer.core.errors import InputCorrupt, UsageError
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.reader import Reader
-from batchinfer.data.results.completion_store import CompletionStore
 from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.data.results.openai import LINE_BYTES, Asked, asked, write_openai
 from batchinfer.data.results.output_file import OutputFile, Protected
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.errors import InputCorrupt, UsageError
+from batchinfer.data.store.completion_store import CompletionStore
 from tests.batchinfer.data.small_index import answer, bad_row, decode, good_row, keys_in, write_index
 
 CHAT = Asked("/v1/chat/completions", "gpt-4o-mini")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.core.errors import OutputConflict, StorageError
 from batchinfer.data.input.files import list_inputs, would_read
 from batchinfer.data.results.output_file import OutputFile, Protected
 from batchinfer.data.storage.durable import DurableFile, FileOps, write_new
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.errors import OutputConflict, StorageError
 
 
 class Killed(BaseException):

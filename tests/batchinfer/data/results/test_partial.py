@@ -12,12 +12,12 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.core.errors import Interrupted
 from batchinfer.data.results.partial import partial_reader, write_partial
 from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from batchinfer.data.storage.duck import interruptible
-from batchinfer.errors import Interrupted
-from batchinfer.launch.interrupts import Interrupts
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.pipeline.workers.interrupts import Interrupts
 from tests.batchinfer.data.small_index import answer, decode, keys_in, mixed_rows, write_index
 from tests.patience import PATIENCE_S
 

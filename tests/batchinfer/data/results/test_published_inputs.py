@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.results.published_inputs import published_inputs, remember_inputs
-from batchinfer.models.fingerprint import file_identity
+from batchinfer.models.files.fingerprint import file_identity
 
 
 def test_an_edit_with_the_old_size_and_time_is_read(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.results.completion_store import CompletionStore
+from batchinfer.core.errors import BatchInferError, OutputConflict, StorageError
+from batchinfer.core.request import Completion
 from batchinfer.data.results.join import ErrorCounts, count_errors
 from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published, read_manifest
 from batchinfer.data.results.publisher import publish
@@ -24,8 +25,7 @@ from batchinfer.data.results.result_rows import RESULT_SCHEMA, result_schema
 from batchinfer.data.results.verify import verify_result
 from batchinfer.data.storage.durable import ExchangeUnsupported, FileOps
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.errors import BatchInferError, OutputConflict, StorageError
-from batchinfer.request import Completion
+from batchinfer.data.store.completion_store import CompletionStore
 from tests.batchinfer.data.small_index import (
     SmallIndex,
     answer,

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from batchinfer.core.errors import Locked, StorageError
 from batchinfer.data.results.find_state import find_state
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.errors import Locked, StorageError
 
 HOLDER = """
 import sys, time

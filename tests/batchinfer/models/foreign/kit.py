@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from batchinfer.engine.cache_layout import CacheLayout, cache_layout
-from batchinfer.engine.cache_tensors import allocate_caches
-from batchinfer.engine.model_runner import ModelRunner
-from batchinfer.engine.sampler import Sampler
-from batchinfer.engine.sources import Arithmetic
+from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
+from batchinfer.engine.load.sources import Arithmetic
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint, inspect_foreign
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.probe import describe, quiet
 from batchinfer.models.foreign.source import ForeignSource
-from batchinfer.ops.interface import Ops
+from batchinfer.models.ops.interface import Ops
 from tests.batchinfer.engine.small_engine import Limits
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS, make_foreign

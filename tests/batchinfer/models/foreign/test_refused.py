@@ -19,8 +19,8 @@ from transformers.masking_utils import (
 )
 from transformers.models.phi.modeling_phi import PhiMLP
 
-from batchinfer.engine.sources import Arithmetic, checkpoint_source
-from batchinfer.errors import JobFileError, SecurityRefusal, Unavailable
+from batchinfer.core.errors import JobFileError, SecurityRefusal, Unavailable
+from batchinfer.engine.load.sources import Arithmetic, checkpoint_source
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.foreign import apart
 from batchinfer.models.foreign.apart import describe_apart

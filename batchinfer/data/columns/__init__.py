@@ -1,0 +1,1 @@
+"""Typed columns: what a schema makes of an answer's text."""

@@ -1,0 +1,84 @@
+"""Checks of JSON answers as they arrive, so that errors count while the job runs: no name twice, a fit for columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from batchinfer.core.request import Completion, RowError
+from batchinfer.data.columns.column_kinds import Unfit
+from batchinfer.data.columns.logprob_column import Detokenizer
+from batchinfer.data.columns.schema_columns import SchemaColumns
+
+# Raised when other answers fit their columns: stored ones were checked by the rules before.
+CHECK_VERSION = 1
+
+
+def parsed_answer(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The JSON value of an answer, its numbers with all their digits; `objects` makes one of names and values.
+
+    Raises ValueError, RecursionError.
+    """
+    return json.loads(text, parse_float=_decimal, parse_int=_integer, object_pairs_hook=objects)
+
+
+def _decimal(digits: str) -> Decimal:
+    try:
+        return Decimal(digits)
+    except InvalidOperation:
+        raise Unfit("the answer holds a number whose exponent has more than 18 digits") from None
+
+
+def _integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        raise Unfit(f"the answer holds a whole number of {len(digits)} digits") from None
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object that is read alike by everyone. Which of two equal names counts differs between readers, and a schema
+    cannot keep a grammar from writing an unnamed property twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(place for place, (name, _) in enumerate(pairs) if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise Unfit(
+            f"the answer names property {twice + 1} of an object as one before it; a name may stand once"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCheck:
+    """Turns answers that are no JSON of the one meaning, or that their columns cannot hold, into errors.
+
+    `columns`: None where answers have none.
+    """
+
+    columns: SchemaColumns | None
+    detokenizer: Detokenizer
+
+    def checked(self, completions: Sequence[Completion]) -> list[Completion]:
+        """The completions, those that do not fit with an error."""
+        texts = self.detokenizer.decode_batch([c.token_ids.tolist() for c in completions])
+        return [self._checked(c, text) for c, text in zip(completions, texts, strict=True)]
+
+    def _checked(self, completion: Completion, text: str) -> Completion:
+        if completion.error is not None:
+            return completion
+        try:
+            answer = parsed_answer(text[: completion.text_length], _named_once)
+            if self.columns is not None:
+                self.columns.check(answer)
+        except Unfit as error:
+            problem = str(error)
+        except (ValueError, RecursionError):
+            problem = "the answer is no JSON that can be read"
+        else:
+            return completion
+        failed = RowError("unfit_output", "policy", problem[:1000])
+        return replace(completion, finish_reason="error", error=failed)

@@ -1,0 +1,1 @@
+"""What answers have to follow: schemas, patterns, grammars."""

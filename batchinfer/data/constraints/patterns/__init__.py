@@ -1,0 +1,1 @@
+"""Patterns of schemas and jobs, read as ECMAScript reads them."""

@@ -1,0 +1,1 @@
+"""The formats of input files, each with its reader."""

@@ -1,0 +1,184 @@
+"""CSV and TSV, plain or compressed, as RFC 4180 has it: a header, quotes doubled within quotes, newlines in quotes.
+
+All values are text, as they stand in the file; an empty field is null. The header decides the delimiter: a comma,
+else a semicolon, else a tab, whichever it holds first in this order; names that end in .tsv or .tab mean tabs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from batchinfer.core.errors import InputCorrupt, StorageError
+from batchinfer.core.request import RowError
+from batchinfer.data.input.formats.csv_dialect import CsvDialect, detected_delimiter
+from batchinfer.data.input.formats.csv_records import CsvRecords, Found
+from batchinfer.data.input.formats.line_buffer import LineBuffer
+from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.lines import BATCH_BYTES, HashingFile, WholeLines, unpacked_chunks, unpacked_name
+from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
+from batchinfer.data.input.rows import RowBatch, RowProblem, Values, first_repeated, row_error
+from batchinfer.data.input.text_encoding import decoded
+
+_TABS = (".tsv", ".tab")
+_OTHERWISE = "input.sql with read_csv reads files without a header"
+MAX_COLUMNS = 100_000  # a row of so many takes 10 MB
+_SPARE = 1000  # a record with more fields than these beyond the header's is counted, and its fields not kept
+
+Fields = list[str]
+
+
+class CsvReader:
+    """One CSV file. After `batches()` has ended, `sha256` identifies what was read."""
+
+    def __init__(self, file: InputFile, options: ReadOptions) -> None:
+        self._file = file
+        self._options, self._text = options, options.text
+        self.sha256 = ""
+
+    def schema(self) -> pa.Schema | None:
+        """Text columns, named by the header; None for a file without a line. Raises InputCorrupt, StorageError."""
+        with self._opened() as table:
+            return None if table is None else pa.schema([(name, pa.string()) for name in table.names])
+
+    def batches(self) -> Iterator[RowBatch]:
+        """Rows in file order. A record that cannot be read costs its first line; blank lines are skipped."""
+        with self._opened() as table:
+            if table is not None:
+                yield from self._grouped(table)
+                self.sha256 = "" if table.head.cut else table.hashing.hexdigest()
+        self._file.check_unchanged(self.sha256 or None)
+
+    @contextmanager
+    def _opened(self) -> Iterator[_OpenTable | None]:
+        """The header's names and the records below it; None for an empty file."""
+        try:
+            with open(self._file.path, "rb") as raw:
+                hashing = HashingFile(raw)
+                chunks = unpacked_chunks(self._file.path, raw, hashing, self._text.encoding)
+                head = WholeLines(chunks, self._options.sample_bytes)
+                lines = LineBuffer(iter(head))
+                if _skip_blank(lines, self._text.max_line_bytes + 1):
+                    dialect = self._dialect(lines)
+                    records = CsvRecords(lines, dialect, self._text.max_line_bytes, lambda: head.cut)
+                    found = iter(records)
+                    yield _OpenTable(self._header(next(found, None), dialect), found, dialect, head, hashing)
+                else:
+                    self.sha256 = "" if head.cut else hashing.hexdigest()
+                    yield None
+        except OSError as error:
+            raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
+
+    def _dialect(self, lines: LineBuffer) -> CsvDialect:
+        """As the job says, else by the name, else by the header."""
+        quote, delimiter = self._text.quote, self._text.delimiter
+        if delimiter is None and unpacked_name(self._file.path).endswith(_TABS):
+            delimiter = "\t"
+        end = lines.line_end(self._text.max_line_bytes + 1)
+        header = b"" if end is None or end < 0 else lines.peek(end)
+        return CsvDialect(delimiter or detected_delimiter(header, quote), quote)
+
+    def _header(self, found: Found | None, dialect: CsvDialect) -> Fields:
+        """The first record's fields. Raises InputCorrupt when it cannot be read."""
+        number, record, _ = found or (1, b"", 0)
+        try:
+            if isinstance(record, RowProblem):
+                raise record
+            text = decoded(record, self._text.encoding, number)
+        except RowProblem as problem:
+            raise InputCorrupt(
+                f"{self._file.path}: the header in line {number}: {problem.error.message}"
+            ) from None
+        if (count := dialect.count(text)) > MAX_COLUMNS:
+            raise InputCorrupt(
+                f"{self._file.path}: the header names {count:,} columns; at most {MAX_COLUMNS:,} are read"
+            )
+        return _names(self._file, dialect.split(text))
+
+    def _grouped(self, table: _OpenTable) -> Iterator[RowBatch]:
+        wanted = None if self._options.columns is None else set(self._options.columns)
+        kept = [(at, name) for at, name in enumerate(table.names) if wanted is None or name in wanted]
+        rows: list[Values | RowError] = []
+        first = held = 0
+        for number, record, size in table.records:
+            rows.append(self._row(number, record, table, kept))
+            held += size
+            if len(rows) >= BATCH_ROWS or held >= BATCH_BYTES:
+                yield self._batch(rows, first, kept, table.hashing)
+                first, rows, held = first + len(rows), [], 0
+        if rows:
+            yield self._batch(rows, first, kept, table.hashing)
+
+    def _row(
+        self, number: int, record: bytes | RowProblem, table: _OpenTable, kept: list[tuple[int, str]]
+    ) -> Values | RowError:
+        try:
+            if isinstance(record, RowProblem):
+                raise record
+            fields = _fields(decoded(record, self._text.encoding, number), table.dialect, len(table.names))
+        except RowProblem as problem:
+            return self._error(number, problem.error.code, problem.error.message)
+        return {name: fields[at] or None for at, name in kept}
+
+    def _error(self, number: int, code: str, message: str) -> RowError:
+        return row_error(code, f"{self._file.name} line {number}: {message}")
+
+    def _batch(
+        self, rows: list[Values | RowError], first: int, kept: list[tuple[int, str]], hashing: HashingFile
+    ) -> RowBatch:
+        names = [name for _, name in kept]
+        values = [[None if isinstance(row, RowError) else row[name] for row in rows] for name in names]
+        arrays = [pa.array(column, pa.string()) for column in values]
+        table = pa.record_batch(arrays, names=names) if names else None
+        return RowBatch(self._file.name, first, rows, table, hashing.bytes_read)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenTable:
+    """An open file: its columns, the records below its header, and how these are written."""
+
+    names: Fields
+    records: Iterator[Found]
+    dialect: CsvDialect
+    head: WholeLines
+    hashing: HashingFile
+
+
+def _skip_blank(lines: LineBuffer, most: int) -> bool:
+    """Whether a line with content follows; blank ones before it are passed over."""
+    while (end := lines.line_end(most)) is not None:
+        if end < 0 or lines.peek(end).strip():
+            return True
+        lines.take(lines.at, end + 1)
+    return False
+
+
+def _fields(record: str, dialect: CsvDialect, columns: int) -> Fields:
+    """Raises RowProblem where there are not as many as columns."""
+    surely_more = record.count(dialect.delimiter) > columns + _SPARE  # or it has long values
+    fields = [] if surely_more and dialect.count(record) != columns else dialect.split(record)
+    if len(fields) != columns:
+        count = len(fields) or dialect.count(record)
+        plural = "" if count == 1 else "s"
+        raise RowProblem("bad_csv", f"{count} field{plural}, where the header has {columns}")
+    return fields
+
+
+def _names(file: InputFile, header: Fields) -> Fields:
+    """The columns; one without a name is called by its place, as DuckDB does: column0."""
+    if any("\r" in name for name in header):
+        raise InputCorrupt(f"{file.path}: lines end with a carriage return alone; write it with newlines")
+    names = [name or f"column{at}" for at, name in enumerate(header)]
+    twice = first_repeated(names)
+    if twice is not None:
+        raise InputCorrupt(
+            f"{file.path}: the header names the column {twice[:100]!r} twice; the first line must name the "
+            f"columns ({_OTHERWISE})"
+        )
+    return names
+
+
+FORMAT = Format("csv", "CSV", (".csv", *_TABS), True, (), CsvReader, values_are_text=True)

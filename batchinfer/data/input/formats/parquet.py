@@ -1,0 +1,149 @@
+"""Parquet files, read in small batches and with page checksums, guarded against files that unpack to gigabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.core.errors import InputCorrupt, StorageError
+from batchinfer.data.input.formats.parquet_footer import BYTE_ARRAY, BadFooter, ColumnChunk, column_chunks
+from batchinfer.data.input.input_file import QUERY, InputFile
+from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
+from batchinfer.data.input.rows import RowBatch
+from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, row_batch, sliced
+from batchinfer.data.input.unpacked import ROW_BYTES, BombGuard, fixed_width, is_bomb, refuse_bomb
+from batchinfer.data.storage.durable import sha256_of
+
+_WIDEST = 16 << 20  # of a value of a fixed size; 512 rows of a kilobyte each are read at once
+_BATCH_BYTES = 64 << 20
+_VALUE_BYTES = 8  # of one of a list's values at least: its levels and its place in a dictionary
+_WIDE_DICTIONARY = 128 << 10  # a dictionary value of this size, repeated in 512 rows, is 64 MiB
+
+
+class ParquetReader:
+    """One Parquet file. After `batches()` has ended, `sha256` identifies what was read."""
+
+    def __init__(self, file: InputFile, options: ReadOptions) -> None:
+        self._file = file
+        self._columns = None if options.columns is None else list(options.columns)
+        self.sha256 = ""
+
+    def schema(self) -> pa.Schema:
+        """Names and types, dictionaries unpacked. Raises InputCorrupt for what is not Parquet."""
+        with self._open() as parquet:
+            return declared_schema(self._file.path, parquet.schema_arrow)
+
+    def batches(self) -> Iterator[RowBatch]:
+        """Rows in file order. Raises InputCorrupt when a page is damaged or the file changes."""
+        before = self._file.opened()
+        with self._open() as probe:
+            chunks = self._chunks(probe.metadata.num_columns)
+            self._check_sizes(probe, chunks)
+            wide, shared = _dictionaries(probe, chunks, self._file.size)
+        guard = BombGuard(self._file.path, None if self._file.name == QUERY else self._file.size)
+        if shared and self._file.name != QUERY:
+            with self._open(shared) as parquet:
+                for batch in self._decoded(parquet, _columns_of(parquet, shared)):
+                    guard.add(batch)
+        first = 0
+        with self._open(wide) as parquet:
+            rows = parquet.metadata.num_rows
+            for batch in self._decoded(parquet, self._columns):
+                for part in sliced(batch):
+                    done = first + part.num_rows
+                    yield row_batch(self._file.name, part, first, self._file.size * done // max(rows, 1))
+                    first = done
+        self.sha256 = sha256_of(Path(self._file.path))
+        before.check_unchanged()
+
+    def _open(self, dictionaries: list[str] | None = None) -> pq.ParquetFile:
+        try:
+            with names_in_utf8(self._file.path):
+                return pq.ParquetFile(
+                    self._file.path,
+                    page_checksum_verification=True,
+                    read_dictionary=dictionaries,
+                    pre_buffer=False,
+                )
+        except (pa.ArrowException, EOFError) as error:
+            raise InputCorrupt(f"{self._file.path}: not a Parquet file, or cut short: {error}") from None
+        except OSError as error:
+            if error.errno is not None:
+                raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
+            raise InputCorrupt(f"{self._file.path}: the Parquet footer is damaged: {error}") from None
+
+    def _decoded(self, parquet: pq.ParquetFile, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+        done = 0
+        widest = sum(fixed_width(field.type) for field in parquet.schema_arrow)
+        most = max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, widest)))
+        try:
+            for batch in parquet.iter_batches(most, columns=columns, use_threads=False):
+                done += batch.num_rows
+                yield batch
+        except (pa.ArrowException, OSError) as error:
+            raise InputCorrupt(f"{self._file.path}: damaged after row {done}: {error}") from None
+
+    def _chunks(self, columns: int) -> list[ColumnChunk]:
+        try:
+            with open(self._file.path, "rb") as raw:
+                found = column_chunks(raw)
+        except OSError as error:
+            raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
+        except BadFooter as error:
+            raise InputCorrupt(f"{self._file.path}: the Parquet footer is damaged: {error}") from None
+        if any(chunk.column >= columns for chunk in found):
+            raise InputCorrupt(f"{self._file.path}: the Parquet footer is damaged: more chunks than columns")
+        return found
+
+    def _check_sizes(self, parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> None:
+        """What the footer says of rows and columns, before any page is read."""
+        path, metadata = self._file.path, parquet.metadata
+        for field in parquet.schema_arrow:
+            if (width := fixed_width(field.type)) > _WIDEST:
+                name = field.name[:100]
+                raise InputCorrupt(
+                    f"{path}: column {name!r}: every value takes {width:,} bytes; at most {_WIDEST:,} are read"
+                )
+        row = ROW_BYTES + sum(fixed_width(field.type) for field in parquet.schema_arrow)
+        if self._file.name != QUERY:
+            refuse_bomb(path, self._file.size, metadata.num_rows * row)
+        values = 0
+        for chunk in chunks:
+            packed = max(chunk.packed, 1)
+            if is_bomb(packed, chunk.unpacked):
+                place = f"{path}: row group {chunk.group}, column {metadata.schema.column(chunk.column).path}"
+                refuse_bomb(place, packed, chunk.unpacked)
+            values += chunk.values * _VALUE_BYTES
+        if self._file.name != QUERY:
+            refuse_bomb(path, self._file.size * max(1, metadata.num_columns), values)
+
+
+def _dictionaries(
+    parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk], size: int
+) -> tuple[list[str], list[str]]:
+    """Columns of bytes where one stored value may stand in many rows: those that are kept packed until the rows are cut
+    small, and those of them that may hold more than such a file should.
+    """
+    wide: set[str] = set()
+    most: dict[str, int] = {}
+    paths = [parquet.metadata.schema.column(at).path for at in range(parquet.metadata.num_columns)]
+    for chunk in chunks:
+        if chunk.kind == BYTE_ARRAY and chunk.dictionary:
+            name, value = paths[chunk.column], chunk.unpacked
+            if value > _WIDE_DICTIONARY:
+                wide.add(name)
+            most[name] = most.get(name, 0) + value * chunk.values
+    shared = {name for name, bytes_ in most.items() if is_bomb(size, bytes_)}
+    top = set(parquet.schema_arrow.names)
+    return sorted((wide | shared) & top), sorted(shared)
+
+
+def _columns_of(parquet: pq.ParquetFile, paths: Sequence[str]) -> list[str]:
+    """The top-level columns of these paths, as they can be asked for."""
+    return [path for path in paths if path in {column.path for column in parquet.schema}]
+
+
+FORMAT = Format("parquet", "Parquet", (".parquet", ".pq"), False, (b"PAR1",), ParquetReader)

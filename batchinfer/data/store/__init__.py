@@ -1,0 +1,1 @@
+"""The completion store: answers by what decides them."""

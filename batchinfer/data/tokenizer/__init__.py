@@ -1,0 +1,1 @@
+"""A checkpoint's tokenizer: texts to token ids and back."""

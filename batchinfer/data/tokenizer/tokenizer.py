@@ -1,0 +1,223 @@
+"""A checkpoint's own tokenizer: the Rust one, with its special tokens, chat template and fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from batchinfer.data.tokenizer.slow_tokenizer import converted, wrong_tokenizer
+from batchinfer.data.tokenizer.token_texts import TokenTexts
+
+_FAST = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+_SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+_STATING_ENDS = ("generation_config.json", "config.json")
+FILES = (_FAST, _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Load it with `Tokenizer.load(checkpoint folder)`.
+
+    `rust` is the `tokenizers.Tokenizer` itself. `specials` maps the text of each special token to its id.
+    `named` holds bos_token, eos_token and so on as the chat template sees them.
+    `chat_template` is None when the checkpoint has none. `definition` is the JSON that makes `rust` again.
+    """
+
+    def __init__(self, folder: Path, definition: str) -> None:
+        self.folder = folder
+        self.rust = _from_json(folder, definition)
+        self.definition = definition
+        added = self.rust.get_added_tokens_decoder()
+        self._added = {token.content: token for token in added.values() if token.special}
+        self.specials = {token.content: number for number, token in added.items() if token.special}
+        config = _read_json(folder / _CONFIG)
+        self.named = {name: text for name in _NAMED if (text := _token_text(config.get(name))) is not None}
+        self.chat_template = _chat_template(folder, config)
+        self.special_pattern = _any_of(self.specials)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Raises JobFileError when the folder has no tokenizer, or one that cannot be read."""
+        fast = folder / _FAST
+        if fast.is_file():
+            return cls(folder, _read_text(fast))
+        if any((folder / name).is_file() for name in _SLOW):
+            return cls(folder, converted(folder))
+        raise wrong_tokenizer(folder, f"{folder} has no tokenizer; {_FAST} is needed")
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this: the vocabulary with its added tokens."""
+        return max(self.rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def tells_the_day(self) -> bool:
+        """Whether the chat template writes the day on which it is rendered into the prompt."""
+        return "strftime_now" in (self.chat_template or "")
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over the tokenizer's files, the chat template among them."""
+        digest = hashlib.sha256()
+        for name in FILES:
+            path = self.folder / name
+            if path.is_file():
+                digest.update(f"{name}:{path.stat().st_size}:".encode())
+                digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated ids, special tokens and the one that ended it left out."""
+        return self.decode_batch([ids])[0]
+
+    def decode_batch(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        """`decode` of many rows at once."""
+        return list(
+            self.rust.decode_batch([self._without_end(ids) for ids in rows], skip_special_tokens=True)
+        )
+
+    def _without_end(self, ids: Sequence[int]) -> list[int]:
+        known = _ints(ids)
+        return known[:-1] if known and known[-1] in self._text_ends else known
+
+    @cached_property
+    def _text_ends(self) -> frozenset[int]:
+        """Tokens that end an answer and would be decoded, as the tokenizer does not call them special: some
+        checkpoints' `<|im_end|>`."""
+        said = (_read_json(self.folder / name).get("eos_token_id") for name in _STATING_ENDS)
+        stated: Any = next((ids for ids in said if ids is not None), [])
+        named = self.rust.token_to_id(self.named.get("eos_token", ""))
+        ends = {named, *(stated if isinstance(stated, list) else [stated])}
+        return frozenset(one for one in ends if isinstance(one, int) and one not in self.specials.values())
+
+    @cached_property
+    def single(self) -> TokenTexts:
+        """What single tokens are."""
+        return TokenTexts(self.rust, self.specials.values())
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special ones included."""
+        return self.single.texts(ids)
+
+    def segments(self) -> SegmentEncoder:
+        """Encodes texts in which some special-token literals are to stay plain text."""
+        return SegmentEncoder(self.definition, self._added, self.specials, self.special_pattern)
+
+
+class SegmentEncoder:
+    """Encodes a rendered text piece by piece: its special tokens by id, what lies between as plain text.
+
+    The pieces are those that the tokenizer itself would cut: it, too, splits at special tokens first.
+    """
+
+    def __init__(
+        self, definition: str, added: dict[str, Any], specials: dict[str, int], pattern: re.Pattern[str]
+    ) -> None:
+        self._added = added
+        self._specials = specials
+        self._pattern = pattern
+        self._first = _plain(json.loads(definition), inner=False)
+        self._inner = _plain(json.loads(definition), inner=True)
+
+    def encode(self, text: str, masks: dict[str, str]) -> list[int]:
+        """Token ids of `text` in which each mask stands for a literal that is to be plain text."""
+        ids: list[int] = []
+        pieces = self._pattern.split(text)
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                ids.append(self._specials[piece])
+                continue
+            piece = self._stripped(pieces, index)
+            for mask, literal in masks.items():
+                piece = piece.replace(mask, literal)
+            if piece:
+                encoder = self._inner if index else self._first
+                ids += encoder.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def _stripped(self, pieces: list[str], index: int) -> str:
+        """Some special tokens swallow the white space beside them."""
+        piece = pieces[index]
+        if index and self._added[pieces[index - 1]].rstrip:
+            piece = piece.lstrip()
+        if index + 1 < len(pieces) and self._added[pieces[index + 1]].lstrip:
+            piece = piece.rstrip()
+        return piece
+
+
+def _plain(definition: dict[str, Any], inner: bool) -> Any:
+    """A copy that reads special tokens as text; `inner`: for pieces that do not begin the text."""
+    pre = definition.get("pre_tokenizer") or {}
+    for part in [pre, *pre.get("pretokenizers", [])]:
+        if inner and part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
+            part["prepend_scheme"] = "never"
+    rust = tokenizers.Tokenizer.from_str(json.dumps(definition))
+    rust.no_padding()
+    rust.no_truncation()
+    rust.encode_special_tokens = True
+    return rust
+
+
+def _from_json(folder: Path, definition: str) -> Any:
+    try:
+        rust = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
+        raise wrong_tokenizer(folder, f"{_FAST} cannot be read as a tokenizer: {error}") from None
+    rust.no_padding()
+    rust.no_truncation()
+    return rust
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise wrong_tokenizer(path.parent, f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise wrong_tokenizer(path.parent, f"{path.name} must hold a JSON object")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{path.name}: the byte at {error.start} is not UTF-8"
+        raise wrong_tokenizer(path.parent, message) from None
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / _TEMPLATE
+    if path.is_file():
+        return _read_text(path)
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, each with a name
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted((text for text in literals if text), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _ints(ids: Sequence[int]) -> list[int]:
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)

@@ -1,0 +1,1 @@
+"""An engine is loaded here: its model, operators and memory."""

@@ -1,0 +1,187 @@
+"""Steps of two small models with random weights, timed: what the parts of a step take on this machine.
+
+A wide model, whose weights are read from memory, and a narrow one, where the work between the products counts.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.load.sources import ModelSource
+from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.garbage import loaded_for_good
+from batchinfer.models.checkpoint.config import parse_config
+from batchinfer.models.checkpoint.dummy import DummyWeights
+from batchinfer.models.checkpoint.shapes import SHAPES
+from batchinfer.models.spec.parameters import parameter_count
+from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer_kernels.cost import ModelCost, StepShape
+
+LONGEST = 1280  # tokens of a sequence
+KV_MEMORY = 256 << 20  # bytes: more than the blocks of any step below, and more than any cache of a CPU
+FEWEST, LONG_ENOUGH_S = 3, 0.25  # a step is timed so often at the least, and again until it has taken so long
+MOST = 9  # times
+
+# Start and length of each sequence's part of a step
+Part = tuple[int, int]
+_PROMPTS: tuple[list[Part], ...] = (
+    [(0, 32)],
+    [(0, 128)],
+    [(0, 512)],
+    [(0, 128)] * 4,
+    [(0, 1024)],
+    [(0, 32)] * 32,
+    [(512, 128)] * 4,
+)
+_DECODES = (
+    (1, 32),
+    (1, 1024),
+    (4, 64),
+    (8, 128),
+    (16, 64),
+    (16, 1024),
+    (24, 100),
+    (32, 200),
+    (64, 64),
+    (64, 512),
+    (128, 256),
+    (256, 64),
+    (256, 200),
+)
+_MIXED: tuple[list[Part], ...] = ([(200, 1)] * 128 + [(0, 384)], [(256, 1)] * 32 + [(512, 480)])
+# Steps of so many tokens whose cache no step has used before, to be compared with the same step on one that was used
+FIRST_USES, FIRST_USE_TOKENS = 8, 2048
+HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens of each answer
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Steps: what the model costs, what the step ran, its rows, seconds in the model. And steps' rows, with the seconds
+    that the host took beside the model. `first_use_s`: of a byte of the cache."""
+
+    steps: list[tuple[ModelCost, StepShape, int, float]]
+    host: list[tuple[int, float]]
+    first_use_s: float = 0.0
+
+
+def calibrate(dtype: Dtype, quantization: Quantization) -> Calibration:
+    """On the CPU. Raises Unavailable where its operators lack this arithmetic."""
+    found, first_use_s = Calibration([], []), 0.0
+    for config in (_WIDE, _NARROW):
+        loaded = _loaded(config, dtype, quantization)
+        with loaded_for_good():
+            found.steps.extend(_timed(loaded, parts) for parts in _steps())
+            if config is _NARROW:
+                first_use_s = _first_use_s(loaded)
+                for rows, tokens in HOST_RUNS:
+                    found.host.extend(_host_times(loaded, rows, tokens))
+    return replace(found, first_use_s=first_use_s)
+
+
+def _shape(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int, vocab: int
+) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocab}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 64}
+    return {**SHAPES["tiny"], **sizes, **heads_of, "num_hidden_layers": layers}
+
+
+_WIDE = _shape(768, 2048, 12, 4, 3, 16_000)
+_NARROW = _shape(256, 640, 4, 2, 4, 2_048)
+
+
+def _loaded(config: dict[str, Any], dtype: Dtype, quantization: Quantization) -> LoadedModel:
+    spec = parse_config(config, {}, Path("calibration") / "config.json")
+    source = ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
+    settings = EngineConfig(
+        model=Path("calibration"),
+        dtype=dtype,
+        device="cpu",
+        max_model_len=LONGEST,
+        longest=LONGEST,
+        kv_memory=KV_MEMORY,
+        quantization=quantization,
+    )
+    return load_model(settings, source)
+
+
+def _steps() -> Iterator[list[Part]]:
+    yield from _PROMPTS
+    yield from ([(context, 1)] * rows for rows, context in _DECODES)
+    yield from _MIXED
+
+
+def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape, int, float]:
+    """The lower quartile of several runs, after one that does not count. Whatever else the machine does meanwhile makes
+    a run slower, never faster: measured twice while others used the same cores, the medians differed by 6 to 43 % in
+    the mean, the fastest by 3 to 27 %; these are some percent below what a job's steps take."""
+    runner = loaded.runner
+    chunks = _chunks(loaded, parts)
+    shape = runner.step_shape(chunks, sum(chunk.samples for chunk in chunks), 0)
+    runner.launch(chunks).tokens()
+    took: list[float] = []
+    while len(took) < FEWEST or (sum(took) < LONG_ENOUGH_S and len(took) < MOST):
+        began = time.perf_counter()
+        runner.launch(chunks).tokens()
+        took.append(time.perf_counter() - began)
+    return runner.cost, shape, len(chunks), sorted(took)[len(took) // 4]
+
+
+def _first_use_s(loaded: LoadedModel) -> float:
+    """Seconds of a byte of the cache that is used for the first time, beside what its step takes anyway."""
+    runner, block = loaded.runner, loaded.runner.layout.block_size
+    blocks = FIRST_USE_TOKENS // block
+    last = loaded.info.blocks - FIRST_USES * blocks  # from here on no step was
+    took: list[list[float]] = []
+    for number in range(FIRST_USES):
+        chunks = _chunks(loaded, [(0, FIRST_USE_TOKENS // 4)] * 4, last + number * blocks)
+        took.append([])
+        for _ in range(FEWEST):
+            began = time.perf_counter()
+            runner.launch(chunks).tokens()
+            took[-1].append(time.perf_counter() - began)
+    size = sum(bytes_ for _, bytes_ in runner.cost.caches) * FIRST_USE_TOKENS
+    return max(0.0, sum(first - min(again) for first, *again in took)) / (size * FIRST_USES)
+
+
+def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chunk]:
+    """A step whose sequences have blocks of their own, as if their beginnings had been computed: how long attention
+    takes does not depend on what the cache holds."""
+    layout, blocks = loaded.runner.layout, loaded.info.blocks
+    chunks = []
+    for row, (start, length) in enumerate(parts):
+        params = SamplingParams(ignore_eos=True)
+        request = Request(row.to_bytes(32, "little"), np.full(start + length, 5, np.int32), params)
+        sequence = Sequence.of(request, LONGEST, None, 0.0)
+        needed = -(-(start + length) // layout.block_size)
+        table = [block % blocks for block in range(first, first + needed)]
+        sequence.tables = [list(table) for _ in layout.groups]
+        first += needed
+        chunks.append(Chunk(sequence, start, length))
+    return chunks
+
+
+def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, float]]:
+    """Of the steps of an engine that answers so many rows: rows, and seconds beside the model."""
+    draw = random.Random(rows)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    prompts = ([draw.randrange(5, 2000) for _ in range(32)] for _ in range(rows))
+    requests = [
+        Request(row.to_bytes(32, "little"), np.array(prompt, np.int32), params)
+        for row, prompt in enumerate(prompts)
+    ]
+    engine = loaded.engine()
+    engine.add(requests)
+    samples = [output.sample for output in engine.drain() if output.sample is not None]
+    return [(sample.sampled_tokens, sample.duration_s - sample.model_s) for sample in samples]

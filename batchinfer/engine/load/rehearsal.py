@@ -1,0 +1,176 @@
+"""Profile and warm-up steps: measures the memory of a step, and compiles every kernel before the first real one.
+
+The steps run dummy tokens, whose keys go to the block of the padding rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.schedule.scheduler import Chunk, SchedulerConfig
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.graph_sizes import SHORTEST
+
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
+# Takes the most memory: logits, the sampler's scratch, counts of tokens, and all tokens so far
+COSTLY = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+
+
+class MemoryMeter(Protocol):
+    """Measures how much of the device's memory is in use."""
+
+    def restart(self) -> None:
+        """Count only what is taken from now on."""
+
+    def peak(self) -> int:
+        """The most bytes that were in use at once since `restart`."""
+
+    def free(self) -> int:
+        """The bytes that are left."""
+
+
+class GpuMeter:
+    """Reads what torch's allocator took from the GPU, which is no less than what its tensors use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    def restart(self) -> None:
+        """See MemoryMeter."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_reserved(self._device)
+
+    def peak(self) -> int:
+        """See MemoryMeter."""
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device) - self._before
+
+    def free(self) -> int:
+        """See MemoryMeter."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+def sizes_between(rows: int, tokens: int) -> list[int]:
+    """Step sizes between a decode step of `rows` and a step of `tokens`, the largest first.
+
+    Each is half the one before, once as a multiple of 16, for which Triton compiles separate kernels, and once as
+    another number. Tiles of matrix products grow with the step, so these sizes use every tile.
+    """
+    sizes, size = [], tokens - 1
+    while size > rows:
+        sizes += [size, size // 16 * 16] if size // 16 * 16 > rows else [size]
+        size //= 2
+    return sizes
+
+
+class _EveryToken:
+    """A mask of all rows that allows every token."""
+
+    def masks(self, sequence: Sequence) -> bool:
+        return True
+
+    def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
+        return [True] * len(sequences)
+
+    def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
+        """All bits are set before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Runs dummy steps, up to the largest that the limits allow."""
+
+    runner: DeviceRunner
+    limits: SchedulerConfig
+    longest: int  # tokens of a sequence
+    scratch: int  # the block that dummy tokens write to; they read the blocks before it
+    logprobs: int | None = None  # the most log-probabilities that a row asks for
+
+    @property
+    def rows(self) -> int:
+        return min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+
+    @property
+    def costly(self) -> SamplingParams:
+        """What takes the most memory of what the job's rows may ask for."""
+        return replace(COSTLY, logprobs=self.logprobs)
+
+    def step_bytes(self, meter: MemoryMeter, mixed: int = 0) -> int:
+        """Bytes that the largest step takes beside the weights and the cache, plus those of the largest decode step,
+        which its graph keeps, and of the largest one that is captured in pieces, of `mixed` tokens. A step for which
+        there is no memory is measured in the pieces that it is then run in.
+        """
+        total = 0
+        for tokens in (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows)):
+            meter.restart()
+            self._run(self.chunks(tokens, self.rows, self.longest, self.costly), self._masked)
+            total += meter.peak()
+        return total
+
+    def warm_up(self) -> None:
+        """Run steps of every kind, the largest first, so that the later ones reuse its memory."""
+        for params in (self.costly, SAMPLED, GREEDY):
+            self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
+        for tokens in sizes_between(self.rows, self.limits.max_num_batched_tokens):
+            fewest = min(self.rows, -(-tokens // self.longest))
+            self._run(self.chunks(tokens, fewest, self.longest, GREEDY))
+        context = min(self.longest, SHORTEST)
+        self._run(self.chunks(self.rows, self.rows, context, GREEDY, shared=True))
+        for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):
+            self._run(self.chunks(size, size, context, GREEDY))
+        if self.runner.sampler.mask is not None:
+            for params in (SAMPLED, GREEDY):
+                self._run(self.chunks(self.rows, self.rows, context, params), self._masked)
+        if self.runner.graphs is not None:
+            self.runner.graphs.end_warm_up()
+        if self.runner.mixed is not None:
+            self.runner.mixed.capture()
+
+    @property
+    def _masked(self) -> DeviceRunner:
+        """Masks every row, if any row of the job may be masked."""
+        if self.runner.sampler.mask is None:
+            return self.runner
+        return replace(self.runner, sampler=replace(self.runner.sampler, mask=_EveryToken()))
+
+    def _run(self, chunks: list[Chunk], runner: DeviceRunner | None = None) -> None:
+        launched = (runner or self.runner).launch(chunks)
+        launched.tokens()
+        launched.logprobs()
+
+    def chunks(
+        self, tokens: int, rows: int, longest: int, params: SamplingParams, shared: bool = False
+    ) -> list[Chunk]:
+        """A step of `tokens` tokens, or as many as `rows` sequences have room for; every row samples.
+
+        The first rows are whole prompts, as long as allowed; the others run one token behind `longest` - 1, in blocks
+        that the rows share or not.
+        """
+        left, chunks = tokens - rows, []
+        for row in range(rows):
+            length = 1 + min(left, longest - 1)
+            left -= length - 1
+            context = length if length > 1 else longest
+            sequence = self._sequence(row, context, params)
+            if length == 1 and len(sequence.tables[0]) > 1 and not shared and self.scratch:
+                for table in sequence.tables:
+                    table[0] = row % self.scratch
+            chunks.append(Chunk(sequence, context - length, length))
+        return chunks
+
+    def _sequence(self, row: int, tokens: int, params: SamplingParams) -> Sequence:
+        request = Request(row.to_bytes(32, "little"), np.zeros(tokens, np.int32), params)
+        sequence = Sequence.of(request, tokens + 1, None, 0.0)
+        layout = self.runner.layout
+        sequence.tables = [[self.scratch] * -(-tokens // layout.block_size) for _ in layout.groups]
+        return sequence

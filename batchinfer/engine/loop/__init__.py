@@ -1,0 +1,1 @@
+"""The loop: schedule, run, post-process."""

@@ -1,0 +1,485 @@
+"""The engine: requests in, completions out, one step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from batchinfer.core.request import (
+    Completion,
+    ConstraintFailed,
+    ConstraintWork,
+    FinishReason,
+    Request,
+    RequestSample,
+    RowError,
+    StepSample,
+    TokenLogprobs,
+)
+from batchinfer.engine.loop.in_flight import End, InFlight, Taken
+from batchinfer.engine.runner.runner import Runner
+from batchinfer.engine.schedule.constraints import Constraint, Constraints
+from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
+from batchinfer.engine.schedule.sequence import Sequence, StopStream, StopStreams
+from batchinfer_kernels.arithmetic import NO_TOKEN
+from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What ends a sequence besides its own parameters."""
+
+    max_model_len: int  # tokens of prompt and answer, for which there are positions
+    eos_token_ids: frozenset[int]
+    long_from: int | None = (
+        None  # a sequence that may become longer is rotated from position max_model_len on
+    )
+
+
+# Proposes tokens that may follow a sequence.
+Draft = Callable[[Sequence], Seq[int]]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step finished, and what it cost. `sample` is None for work that ended before any step."""
+
+    completions: list[Completion] = field(default_factory=list)
+    requests: list[RequestSample] = field(default_factory=list)
+    sample: StepSample | None = None
+
+
+class Engine:
+    """Knows no files and no tokenizer: token ids in, token ids out.
+
+    `stop_streams` makes, for parameters with stop strings, the function that watches a sequence's text for them.
+
+    With a runner that looks ahead, the next step is scheduled and launched while one runs, before its tokens are known.
+    A sequence that turns out to have ended has then run one token too many, which is dropped. A sequence with a barrier
+    is left out of the next step until its tokens are known.
+
+    A step gives a sequence any number of tokens. `draft` proposes tokens that may follow a sequence; the next step runs
+    them, too, and a runner that verifies drafts gives as many tokens as it accepts, and one more. What was computed for
+    rejected ones is taken back.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        limits: EngineLimits,
+        peaks: Peaks | None = None,
+        stop_streams: StopStreams | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        draft: Draft | None = None,
+        constraints: Constraints | None = None,
+    ) -> None:
+        self._runner, self._scheduler, self._limits = runner, scheduler, limits
+        self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
+        self._draft, self._constraints = draft, constraints
+        self._forced, self._reported = 0, _work_of(constraints)  # another engine may have used them before
+        self._started = clock()
+        self._steps = 0
+        self._early = StepOutput()  # what ended before any step
+        self._in_flight: deque[InFlight] = deque()  # oldest first; two at most
+        self._ended = 0.0  # when the last retired step ended
+        self._metering_ns = 0  # spent on the next sample so far
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are not finished, and finished ones whose blocks an in-flight step still reads."""
+        scheduler = self._scheduler
+        return (
+            len(scheduler.waiting)
+            + len(scheduler.running)
+            + len(scheduler.leaving)
+            + len(self._early.completions)
+        )
+
+    def add(self, requests: Seq[Request]) -> None:
+        """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, and
+        for a prompt that leaves no position for an answer.
+        """
+        for request in requests:
+            if len(request.prompt) + min(1, request.params.max_tokens) > self._limits.max_model_len:
+                raise ValueError(
+                    f"a prompt of {len(request.prompt)} tokens, and positions for {self._limits.max_model_len}"
+                )
+            limits, watch = self._limits, self._watch(request)
+            if request.params.constraint is not None and self._constraints is None:
+                raise ValueError("this engine has no tokenizer beside it, so it cannot follow a constraint")
+            lengths, ends = (limits.max_model_len, limits.long_from), limits.eos_token_ids
+            sequence = Sequence.of(request, lengths[0], watch, self._now(), lengths[1], ends)
+            end = self._queue(sequence)
+            if end is not None:
+                self._early.completions.append(_completion(sequence, end))
+
+    def _queue(self, sequence: Sequence) -> End | None:
+        """Hand a sequence to the scheduler; how it ends, if it does so before any step."""
+        try:
+            end = self._constrain(sequence)
+        except ConstraintFailed as failed:
+            return End("error", error=failed.error)
+        sequence.barrier = self._draft is not None or self._runner.needs_tokens(sequence)
+        if end is not None:
+            self._early.requests.append(_request_sample(sequence, end, self._now()))
+            return end
+        try:
+            self._scheduler.add(sequence)
+        except ValueError as error:
+            problem = RowError("kv_cache_too_small", "resource", str(error), retryable=True)
+            return End("error", error=problem)
+        return None
+
+    def step(self) -> StepOutput:
+        """schedule → run → post-process. Returns an empty output when there is nothing to do."""
+        output, self._early = self._early, StepOutput()
+        if not self._in_flight:
+            self._launch()
+        if self._in_flight:
+            if self._runner.looks_ahead and self._scheduler.has_room():
+                self._launch()
+            self._retire(self._in_flight.popleft(), output)
+        return output
+
+    def drain(self) -> Iterator[StepOutput]:
+        """Step until every request is finished."""
+        while self.unfinished:
+            yield self.step()
+
+    def forget_waiting(self) -> None:
+        """Drop the requests that have not been admitted; running ones go on."""
+        self._scheduler.forget_waiting()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the KV cache's accounting is off."""
+        self._scheduler.check_integrity()
+
+    def _now(self) -> float:
+        return self._clock() - self._started
+
+    def _watch(self, request: Request) -> StopStream | None:
+        if not request.params.stop:
+            return None
+        if self._stop_streams is None:
+            raise ValueError("this engine has no tokenizer beside it, so it cannot look for stop strings")
+        return self._stop_streams(request.params)
+
+    def _constrain(self, sequence: Sequence) -> End | None:
+        """Give a sequence its constraint, and the tokens that every such answer begins with; how they end it, if they
+        do. Raises ConstraintFailed."""
+        if sequence.request.params.constraint is None or self._constraints is None:
+            return None
+        sequence.constraint, sequence.watched = self._constraints.start(sequence.request.params), True
+        if len(sequence) >= sequence.max_length:
+            return None
+        end = self._force(sequence, self._now())
+        sequence.first_token_s = None  # nothing was computed yet
+        return end
+
+    def _force(self, sequence: Sequence, now: float) -> End | None:
+        """Append the tokens that have to come next: the next step runs them as one chunk. Rows with log-probabilities
+        sample them, to know how likely they are."""
+        if sequence.constraint is None or sequence.logprobs is not None:
+            return None
+        for token in sequence.constraint.forced():
+            sequence.forced += 1
+            self._forced += 1
+            end = self._append(sequence, token, now, None)
+            if end is not None:
+                return end
+        return None
+
+    def _launch(self) -> None:
+        """Schedule and launch the next step, if there is one."""
+        began = self._now()
+        if self._draft is not None:
+            for sequence in self._scheduler.running:
+                self._propose(sequence, self._draft)
+        scheduled = self._scheduler.schedule()
+        if not scheduled.chunks:
+            return
+        step = InFlight.of(scheduled, began)
+        if not self._in_flight:
+            self._account(step)
+        step.launched_s = self._now()
+        step.result = self._runner.launch(scheduled.chunks, scheduled.copies)
+        self._scheduler.launched()
+        self._scheduler.limit_tokens(self._runner.most_tokens)
+        self._move_on(step)
+        self._in_flight.append(step)
+
+    def _move_on(self, step: InFlight) -> None:
+        for sequence, start, length in step.scheduled.chunks:
+            sequence.computed = start + length
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = step.began_s
+        if self._runner.looks_ahead:
+            self._look_ahead(step)
+
+    def _look_ahead(self, step: InFlight) -> None:
+        """Prepare the sequences for a step that is scheduled before this one's tokens are known: with placeholders for
+        these, behind which it can run on."""
+        for sequence in step.sampling:
+            if sequence.barrier:
+                sequence.blocked = True
+                continue
+            tokens = sequence.tokens
+            tokens.append(0)
+            sequence.pending += 1
+            if len(tokens) >= sequence.max_length:
+                self._scheduler.leave(sequence)
+        for sequence in step.completed:
+            self._scheduler.leave(sequence)
+
+    def _propose(self, sequence: Sequence, draft: Draft) -> None:
+        """Give a sequence that decodes its drafts. The last token that it may get is sampled, not proposed."""
+        room = sequence.max_length - len(sequence) - 1
+        free = not (sequence.blocked or sequence.drafts) and sequence.constraint is None
+        if sequence.remaining == 1 and room > 0 and free:
+            sequence.propose(draft(sequence)[:room])
+
+    def _retire(self, step: InFlight, output: StepOutput) -> None:
+        """Wait for a step's tokens and append them to their sequences."""
+        assert step.result is not None
+        tokens, logprobs = step.result.tokens(), step.result.logprobs()
+        ready = self._now()
+        ends = self._take_all(step, tokens, logprobs, ready)
+        if step.irregular:
+            self._account(step)
+        for taken in step.irregular:
+            self._take_back(taken)
+        for sequence, end in ends:
+            self._finish(sequence, end, ready, output)
+        for sequence in step.completed:
+            self._finish(sequence, End("length"), ready, output)
+        for sequence in step.dropped:
+            self._scheduler.release(sequence)
+        output.sample = self._sample(step, ready)
+        self._ended = output.sample.started_s + output.sample.duration_s
+        self._steps += 1
+        if self._in_flight:
+            self._account(self._in_flight[0])
+
+    def _take_all(
+        self,
+        step: InFlight,
+        tokens: list[list[int]],
+        logprobs: Mapping[Sequence, TokenLogprobs],
+        now: float,
+    ) -> list[tuple[Sequence, End]]:
+        """Append a step's tokens to their sequences; those that end with them."""
+        ends, dropped = [], step.dropped
+        for sequence, given in zip(step.sampling, tokens, strict=True):
+            if dropped and sequence in dropped:
+                continue
+            if len(given) == 1 and not (sequence.watched or sequence.drafts or given[0] == NO_TOKEN):
+                reason = sequence.take_unwatched(given[0], now)  # nearly always
+                if reason is not None:
+                    ends.append((sequence, End(reason)))
+                continue
+            found = logprobs[sequence] if sequence.logprobs is not None else None
+            if len(given) == 1 and not sequence.drafts:
+                sequence.blocked = False
+                end = self._append(sequence, given[0], now, found) or self._force(sequence, now)
+            else:
+                taken = self._take(sequence, given, now, found)
+                step.irregular.append(taken)
+                end = taken.end
+            if end is not None:
+                ends.append((sequence, end))
+        return ends
+
+    def _take(
+        self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
+    ) -> Taken:
+        """Append any number of tokens to a sequence, up to the one that ends it; the rest is dropped."""
+        if sequence.pending:
+            raise ValueError(
+                f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
+            )
+        sequence.blocked = False
+        taken = Taken(sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :])
+        sequence.drop_drafts()
+        for at, token in enumerate(tokens):
+            taken.add(token)
+            taken.end = self._append(sequence, token, now, logprobs, at)
+            if taken.end is not None:
+                break
+        return taken
+
+    def _append(
+        self, sequence: Sequence, token: int, now: float, logprobs: TokenLogprobs | None, at: int = 0
+    ) -> End | None:
+        """Append a token and its own of the `logprobs` to its sequence; how the sequence ends, if the token ends it."""
+        if token == NO_TOKEN:
+            sequence.take_none()
+            return _without_token(sequence)
+        sequence.take(token)
+        if sequence.logprobs is not None and logprobs is not None:
+            sequence.logprobs.append(logprobs, at)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+        kept = sequence.stop_stream(token) if sequence.stop_stream else None
+        reason = sequence.ends_with(token) if kept is None else "stop"
+        if sequence.constraint is not None:
+            return _constrained_end(sequence.constraint, token, reason, kept)
+        return End(reason, kept) if reason else None
+
+    def _take_back(self, taken: Taken) -> None:
+        """Give up the positions that were computed for rejected tokens."""
+        if taken.end is None:
+            sequence, end, again = taken.sequence, taken.useful_end, taken.count == 0
+            sequence.high_water = end if again else min(sequence.high_water, end)
+            # the last token has to run: again, if none came behind it
+            self._scheduler.take_back(sequence, end - again)
+
+    def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
+        self._let_go(sequence)
+        output.completions.append(_completion(sequence, end))
+        output.requests.append(_request_sample(sequence, end, now))
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Remove a finished sequence. If the in-flight step runs it, its blocks are freed when that step has ended."""
+        runs_on = sequence.pending > 0
+        sequence.forget_pending()
+        if runs_on:
+            self._in_flight[0].dropped.add(sequence)
+            if sequence in self._scheduler.running:
+                self._scheduler.leave(sequence)
+        elif sequence in self._scheduler.leaving:
+            self._scheduler.release(sequence)
+        else:
+            self._scheduler.finish(sequence)
+
+    def _account(self, step: InFlight) -> None:
+        """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
+        began = time.perf_counter_ns()
+        chunks, sampled = step.useful, len(step.sampling) - len(step.dropped)
+        if step.dropped:
+            dropped = step.dropped
+            chunks = [c for c in chunks if c[0] not in dropped]  # half of what c.sequence takes
+        if step.irregular:
+            rejected = {taken.sequence: taken.rejected for taken in step.irregular}
+            cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
+            chunks = [c for c in cut if c.length]
+            sampled += sum(taken.count - 1 for taken in step.irregular)
+        shared, copied = self._scheduler.shared_blocks(chunks), step.scheduled.copied_tokens
+        step.shape = self._runner.step_shape(chunks, sampled, shared, copied)
+        self._metering_ns += time.perf_counter_ns() - began
+
+    def _new_work(self) -> ConstraintWork:
+        """What constraints took since this was last asked."""
+        if self._constraints is None:
+            return _NO_WORK
+        now, before = _work_of(self._constraints), self._reported
+        self._reported = now
+        return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
+
+    def _sample(self, step: InFlight, ready: float) -> StepSample:
+        """Measurements of a retired step. The time of overlapping steps is split where the earlier one ended."""
+        metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
+        assert step.shape is not None
+        assert step.result is not None
+        shape, pool, began = step.shape, self._scheduler.pool, max(step.began_s, self._ended)
+        unused = len(step.dropped) + sum(taken.rejected for taken in step.irregular)
+        decodes, recomputed = step.decodes - unused, step.recomputed
+        costs = self._runner.cost.step(shape)
+        forced, self._forced = self._forced, 0
+        work, launch = self._new_work(), step.result.launch
+        return StepSample(
+            step=self._steps,
+            started_s=began,
+            duration_s=self._now() - began,
+            model_s=ready - max(step.launched_s, began),
+            prefill_tokens=shape.tokens - decodes + recomputed,
+            decode_tokens=decodes,
+            recomputed_tokens=recomputed,
+            cached_tokens=step.scheduled.cached_tokens,
+            sampled_tokens=shape.sampled,
+            padded_tokens=step.result.padded_tokens + unused,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            preemptions=step.scheduled.preemptions,
+            blocks_used=pool.used,
+            blocks_total=pool.total,
+            flops=self._runner.cost.model_flops(shape),
+            bytes=step_total(costs).bytes,
+            roofline_s=roofline_seconds(costs, self._peaks) if self._peaks else None,
+            forced_tokens=forced,
+            mask_s=work.mask_s,
+            compile_s=work.compile_s,
+            scheduled_s=step.began_s,
+            pairs=shape.pairs,
+            kv_tokens=shape.kv_tokens,
+            copied_tokens=shape.copied,
+            launch=launch.mode if launch else None,
+            capture_s=launch.capture_s if launch else None,
+            graph_bytes=launch.graph_bytes if launch else None,
+            metering_s=(time.perf_counter_ns() - metering) / 1e9,
+        )
+
+
+_NO_WORK = ConstraintWork()
+
+
+def _work_of(constraints: Constraints | None) -> ConstraintWork:
+    """What they took so far, as a copy: they count on."""
+    return _NO_WORK if constraints is None else replace(constraints.work)
+
+
+def _completion(sequence: Sequence, end: End) -> Completion:
+    ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
+    logprobs = sequence.logprobs.all() if sequence.logprobs is not None else None
+    return Completion(sequence.request.key, ids, end.reason, end.text_length, end.error, logprobs)
+
+
+def _without_token(sequence: Sequence) -> End:
+    """How a sequence ends for which no token was found."""
+    constraint = sequence.constraint
+    if constraint is not None and constraint.failure is not None:
+        return End("error", error=constraint.failure)
+    text = "the model's logits are not finite numbers"
+    return End("error", error=RowError("nan_logits", "engine", text, retryable=True))
+
+
+def _constrained_end(
+    constraint: Constraint, token: int, reason: FinishReason | None, kept: int | None
+) -> End | None:
+    """How a token ends an answer with a constraint: whole, or as an error."""
+    try:
+        constraint.take(token)
+    except ConstraintFailed as failed:
+        return End("error", error=failed.error)
+    if constraint.ended and kept is None:
+        return End("stop")
+    if reason is None:
+        return None
+    cut = "max_tokens or the model's context ended" if reason == "length" else "a stop string or token ended"
+    text = f"{cut} the answer before it was whole under its constraint"
+    return End("error", kept, RowError("incomplete_output", "policy", text), cut=reason == "length")
+
+
+def _request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
+    ran = max(0, min(sequence.computed, len(sequence) - 1) - sequence.prompt_length)
+    return RequestSample(
+        key=sequence.request.key,
+        prompt_tokens=sequence.prompt_length,
+        completion_tokens=sequence.output_length,
+        cached_tokens=sequence.cached_tokens,
+        preemptions=sequence.preemptions,
+        queued_s=sequence.queued_s,
+        scheduled_s=sequence.scheduled_s if sequence.scheduled_s is not None else now,
+        first_token_s=sequence.first_token_s if sequence.first_token_s is not None else now,
+        finished_s=now,
+        constrained=sequence.constraint is not None,
+        steered=sequence.steered,
+        forced_tokens=sequence.forced,
+        unrun_tokens=sequence.output_length - ran,
+        cut=end.for_length,
+    )

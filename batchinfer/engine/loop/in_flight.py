@@ -1,0 +1,107 @@
+"""A step between its launch and the arrival of its tokens, and what its sequences take of them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from batchinfer.core.request import FinishReason, RowError
+from batchinfer.engine.runner.runner import Launched
+from batchinfer.engine.schedule.scheduler import Chunk, Step
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer_kernels.cost import StepShape
+
+
+class End(NamedTuple):
+    """How a sequence ends."""
+
+    reason: FinishReason
+    text_length: int | None = None
+    error: RowError | None = None
+    cut: bool = False  # an error, because the answer had no room to become whole
+
+    @property
+    def for_length(self) -> bool:
+        """Whether max_tokens or the model's context ended it."""
+        return self.cut or self.reason == "length"
+
+
+@dataclass(slots=True, eq=False)
+class Taken:
+    """What a sequence took of the tokens that a step gave it."""
+
+    sequence: Sequence
+    known: int  # its tokens before
+    drafts: array[int]  # that the step ran
+    right: int = 0  # of these, how many were right, from the first on
+    count: int = 0  # tokens taken, one that is none for want of finite logits included
+    end: End | None = None
+
+    def add(self, token: int) -> None:
+        """Count a token, and compare it with its draft."""
+        if self.count == self.right < len(self.drafts):
+            self.right += self.drafts[self.right] == token
+        self.count += 1
+
+    @property
+    def useful_end(self) -> int:
+        """Positions that are computed for the tokens that it has; the last token is still to be run."""
+        return self.known + min(self.right, max(0, self.count - 1))
+
+    @property
+    def rejected(self) -> int:
+        """Positions that were computed for nothing."""
+        return self.known + len(self.drafts) - self.useful_end
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A step between its launch and the arrival of its tokens."""
+
+    scheduled: Step
+    sampling: list[Sequence]  # those that get tokens, in order
+    completed: list[Sequence]  # those that end with this step and get none
+    useful: list[Chunk]  # without tokens that are recomputed after a preemption
+    decodes: int
+    recomputed: int
+    began_s: float
+    launched_s: float = 0.0
+    result: Launched | None = None
+    shape: StepShape | None = None  # of what is useful, without what was dropped
+    irregular: list[Taken] = field(default_factory=list)  # of sequences that did not just get the next token
+    dropped: set[Sequence] = field(
+        default_factory=set
+    )  # sequences that had already ended when it was launched
+
+    @classmethod
+    def of(cls, step: Step, began_s: float) -> InFlight:
+        """Read the chunks before launching, which moves the sequences on."""
+        chunks = step.chunks
+        sampling: list[Sequence] = []
+        completed: list[Sequence] = []
+        decodes = recomputed = 0
+        for chunk in chunks:
+            sequence, start, length = chunk
+            end = start + length
+            if end == len(sequence.tokens):
+                if end < sequence.max_length:
+                    sampling.append(sequence)
+                else:
+                    completed.append(sequence)
+            if start < sequence.high_water:
+                recomputed += chunk.recomputed
+                decodes += chunk.decodes
+            elif start >= sequence.prompt_length:
+                decodes += length
+            elif end > sequence.prompt_length:
+                decodes += chunk.decodes
+        return cls(
+            scheduled=step,
+            sampling=sampling,
+            completed=completed,
+            useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
+            decodes=decodes,
+            recomputed=recomputed,
+            began_s=began_s,
+        )

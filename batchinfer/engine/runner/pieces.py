@@ -1,0 +1,84 @@
+"""Cuts a step into pieces that run one after the other when there is no memory to run it at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from batchinfer.engine.schedule.scheduler import Chunk
+
+_log = logging.getLogger(__name__)
+
+
+# Steps of at least half the limit that have to succeed before a larger one is tried. A step for which there is no
+# memory costs about two: one in so many is little, and a peak that has passed is forgotten within seconds.
+PATIENCE = 256
+
+
+@dataclass(slots=True)
+class Pieces:
+    """The most tokens, and so rows, that run at once; None: no limit.
+
+    The limit is halved when memory runs out, and doubled again after `PATIENCE` good steps: a peak may have passed. If
+    the larger size fails too soon, it falls back, and twice as many good steps have to come before the next attempt.
+    So a size for which there is never memory is tried fewer and fewer times.
+    """
+
+    most_tokens: int | None = None
+    _asked: int = 0  # the most tokens for which there was no memory
+    _held: int = 0  # the limit before it was doubled last
+    _good: int = 0  # steps that counted since it last fell or rose
+    _patience: int = field(default_factory=lambda: PATIENCE)
+
+    def cut(self, chunks: list[Chunk]) -> list[list[Chunk]]:
+        """Cut into pieces, in the same order; a chunk that is too long becomes several. A later piece reads from the
+        cache what an earlier one wrote, so the results are the same; only a chunk's last part samples.
+        """
+        if self.most_tokens is None:
+            return [chunks]
+        pieces: list[list[Chunk]] = [[]]
+        room = self.most_tokens
+        for chunk in _parts(chunks, self.most_tokens):
+            if chunk.length > room:
+                pieces.append([])
+                room = self.most_tokens
+            pieces[-1].append(chunk)
+            room -= chunk.length
+        return pieces
+
+    def shrink(self, piece: list[Chunk]) -> None:
+        """Lower the limit after the device ran out of memory for `piece`, which has two tokens at least."""
+        tokens = sum(c.length for c in piece)
+        soon = self._held > 0 and self._good < self._patience
+        self._patience = 2 * self._patience if soon else PATIENCE
+        self._asked = max(self._asked, tokens)
+        self.most_tokens = self._held if tokens // 2 <= self._held < tokens else tokens // 2
+        self._held = self._good = 0
+        _log.warning(
+            "the device had no memory for %d tokens of %d rows at once: at most %d are run from here on, and more are "
+            "tried after %d steps; lower engine.kv_memory, engine.max_num_batched_tokens or engine.max_num_seqs",
+            *(tokens, len(piece), self.most_tokens, self._patience),
+        )
+
+    def succeeded(self, tokens: int) -> None:
+        """Count a step that ran at once. Raises the limit after enough of them."""
+        if not self._asked or tokens < (self.most_tokens or self._asked) // 2:
+            return
+        self._good += 1
+        if self.most_tokens is None or self._good < self._patience:
+            return
+        self._held, self._good = self.most_tokens, 0
+        self.most_tokens *= 2
+        if self.most_tokens >= self._asked:
+            self.most_tokens = None
+        _log.info(
+            "%d steps of at most %d tokens have succeeded: %s tokens are run at once again",
+            *(self._patience, self._held, self.most_tokens or f"{self._asked} and more"),
+        )
+
+
+def _parts(chunks: list[Chunk], most: int) -> Iterator[Chunk]:
+    for sequence, first, length in chunks:
+        for start in range(first, first + length, most):
+            yield Chunk(sequence, start, min(most, first + length - start))

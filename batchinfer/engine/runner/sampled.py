@@ -1,0 +1,64 @@
+"""What sampling gives for the rows of a step: tokens, and log-probabilities for the rows that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer.core.request import TokenLogprobs
+from batchinfer.engine.schedule.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLogprobs:
+    """Log-probabilities of the next tokens of those sequences that ask for them, one row each."""
+
+    sequences: list[Sequence]
+    chosen: Tensor  # (n,) float32
+    top: Tensor  # (n, the most that any of them asks for) float32
+    top_ids: Tensor  # of the same shape, int64
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.chosen, self.top, self.top_ids]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masked:
+    """Rows whose tokens were masked, and whether that kept each from its most likely token."""
+
+    sequences: list[Sequence]
+    barred: Tensor  # (n,) bool
+
+    def note(self, barred: NDArray[Any]) -> None:
+        """Remember on the sequences what `barred` says on the host."""
+        for sequence, one in zip(self.sequences, barred.tolist(), strict=True):
+            sequence.obeys = not one
+            sequence.steered = sequence.steered or one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """Everything lies where the logits were."""
+
+    tokens: Tensor  # (rows,) int64; NO_TOKEN where a row's logits are not finite
+    logprobs: RowLogprobs | None = None  # None: no row asks
+    masked: Masked | None = None  # None: no row is
+
+
+def by_sequence(
+    sequences: Seq[Sequence], chosen: NDArray[Any], top: NDArray[Any], top_ids: NDArray[Any]
+) -> dict[Sequence, TokenLogprobs]:
+    """For each sequence those of its one token, with as many of the likeliest ones as it asks for. The arrays hold what
+    the tensors of `RowLogprobs` do."""
+    ids = top_ids.astype(np.int32)
+    found: dict[Sequence, TokenLogprobs] = {}
+    for row, sequence in enumerate(sequences):
+        one, most = slice(row, row + 1), sequence.request.params.logprobs
+        found[sequence] = TokenLogprobs(chosen[one], top[one, :most], ids[one, :most])
+    return found

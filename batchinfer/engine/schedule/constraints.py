@@ -1,0 +1,55 @@
+"""What an answer must obey, as the engine sees it: which tokens may come next, and which must. Knows no grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.core.request import ConstraintWork, RowError, SamplingParams
+
+
+class Constraint(Protocol):
+    """The state of one answer. It has taken every token of the answer so far."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is whole and nothing may follow it."""
+
+    @property
+    def failure(self) -> RowError | None:
+        """Why it cannot be followed any further."""
+
+    def take(self, token: int) -> None:
+        """The answer's next token. Raises ConstraintFailed for one that may not come."""
+
+    def allows(self, token: int) -> bool:
+        """Whether this token may come next, when all that were forced are taken: a mask has one spelling of what is
+        forced, and this has them all. False also where only the mask can say."""
+
+    def forced(self) -> Seq[int]:
+        """The tokens that have to come next, as far as there is but one way on. They are not taken by this."""
+
+
+class Constraints(Protocol):
+    """Makes constraints, and fills the masks of a batch."""
+
+    @property
+    def work(self) -> ConstraintWork:
+        """What they took so far; it counts on."""
+
+    def start(self, params: SamplingParams) -> Constraint:
+        """The constraint of an answer with no tokens yet. Raises ConstraintFailed where it cannot be compiled."""
+
+    def fill(self, constraints: Seq[Any], bits: NDArray[np.int32]) -> None:
+        """Say which tokens may come next: bit t % 32 of word t // 32, see batchinfer_kernels.mask.
+
+        bits: (n, words) int32, a row for each constraint, written as a whole. One that failed gets no bit.
+        """
+
+
+# Makes them for a model: the tokens that end its answers, and how many tokens it knows.
+ConstraintsFor = Callable[[Collection[int], int], Constraints]

@@ -1,0 +1,1 @@
+"""The tensors of a step, on the host and on the device."""

@@ -1,0 +1,80 @@
+"""The tensors that a decode graph reads, beside block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer.engine.tensors.batch import HostBatch
+from batchinfer.engine.tensors.staging import Upload
+from batchinfer.models.ops.interface import AttentionInputs
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSize:
+    """A step of `rows` rows, padding rows included, with contexts of up to `longest` tokens."""
+
+    rows: int
+    longest: int
+    block_size: int
+    padding_slot: int  # where padding rows write their keys to
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks of a sequence of so many tokens."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphInputs:
+    """A decode step's inputs on the device, padded to a graph's size. Padding rows have no context."""
+
+    size: GraphSize
+    lines: Upload  # token ids, positions, and the slots of each cache group: (rows,)
+
+    @classmethod
+    def of(cls, batch: HostBatch, size: GraphSize, device: torch.device) -> GraphInputs:
+        """Tensors that hold this step."""
+        return cls(size, Upload(_lines(batch, size), device))
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.lines.tensors[0]
+
+    def refill(self, batch: HostBatch) -> None:
+        """Overwrite them with another step."""
+        self.lines.refill(_lines(batch, self.size))
+
+    def inputs(self, batch: HostBatch, tables: Seq[Tensor]) -> list[AttentionInputs]:
+        """The attention inputs of each cache group, for the step that the tensors hold.
+
+        `tables`: (rows, blocks) each.
+        """
+        _, positions, *slots = self.lines.tensors
+        missing = self.size.rows - len(batch.context_lens)
+        lens = ([1] * self.size.rows, [*batch.context_lens, *[0] * missing])
+        each = zip(slots, tables, batch.tables, batch.whole, strict=True)
+        return [
+            AttentionInputs(positions, own, table, *lens, host, self.size.padding_slot, whole)
+            for own, table, host, whole in each
+        ]
+
+
+def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
+    shape = (size.rows,)
+    slots = (grown(own, shape, size.padding_slot) for own in batch.slots)
+    return [grown(batch.token_ids, shape), grown(batch.positions, shape), *slots]
+
+
+def grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
+    """A larger array that begins with these values, or they themselves. np.pad takes ten times as long."""
+    if values.shape == shape:
+        return values
+    grown = np.full(shape, filling, values.dtype)
+    grown[tuple(slice(n) for n in values.shape)] = values
+    return grown

@@ -1,1 +1,0 @@
-"""Where the engine runs: a spawned process that the parent feeds and outlives."""

@@ -1,0 +1,116 @@
+"""The facts about this machine that decide how batchinfer runs, as rows for `batchinfer doctor`."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from batchinfer.core.sizes import size
+from batchinfer.machine import hardware
+from batchinfer.machine.hardware import Hardware
+from batchinfer_kernels.tiles import Grant, tile_grant
+
+PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyarrow", "numpy", "triton")
+OPTIONAL = {"flashinfer-python": "not installed: `pip install batchinfer[flashinfer]`, for prompts on GPUs"}
+_X86 = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+_FLAGS = (*_X86, "asimddp", "i8mm", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line of the doctor's report."""
+
+    name: str
+    value: str
+
+
+def doctor(cache: Path | None = None) -> list[Fact]:
+    """Versions, CPU, memory, GPUs and known peaks. Imports none of the packages that it names."""
+    path = cache or hardware.cache_path()
+    return [*_versions(), *_cpu(path), *_gpus(path), _cache(path)]
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _versions() -> list[Fact]:
+    found = [Fact(name, installed_version(name) or "not installed") for name in PACKAGES]
+    found += [Fact(name, installed_version(name) or without) for name, without in OPTIONAL.items()]
+    return [Fact("python", platform.python_version()), Fact("platform", platform.platform()), *found]
+
+
+def _cpu(cache: Path) -> list[Fact]:
+    flags = hardware.cpu_flags()
+    here = hardware.detect("cpu", cache=cache)
+    fast = hardware.has_fast_bf16()
+    return [
+        Fact("cpu", here.name),
+        Fact("cores", str(here.cores)),
+        Fact("cpu flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none that matter"),
+        Fact("fast bfloat16", "yes" if fast else "no: `dtype: auto` means float32 on this CPU"),
+        Fact("matrix tiles", tiles_text(tile_grant())),
+        Fact("memory", _size(here.memory_bytes)),
+        Fact("cpu peaks", peaks_text(here)),
+        Fact("cpu steps", steps_text(here)),
+    ]
+
+
+def _gpus(cache: Path) -> list[Fact]:
+    found = hardware.nvidia_gpus()
+    if not found:
+        return [Fact("gpu", "none that nvidia-smi lists")]
+    facts = []
+    for index, gpu in enumerate(found):
+        here = hardware.detect("cuda", gpu=gpu, cache=cache)
+        facts += [Fact(f"gpu {index}", f"{gpu.name}, {_size(gpu.memory_bytes)}")]
+        facts += [Fact(f"gpu {index} peaks", peaks_text(here))]
+    return facts
+
+
+def _cache(path: Path) -> Fact:
+    if not path.exists():
+        return Fact("peaks file", f"{path} does not exist")
+    kept = hardware.read_cache(path)
+    return Fact("peaks file", f"{path}: {', '.join(sorted(kept)) or 'unusable'}")
+
+
+def peaks_text(here: Hardware) -> str:
+    """One line: the peaks of a device and where they come from, or how to find them."""
+    if here.source == "unknown" or here.bandwidth is None:
+        return "unknown: run `batchinfer doctor --measure`"
+    flops = ", ".join(_peak_text(here, dtype) for dtype in sorted(here.peak_flops))
+    return f"{flops}, memory {_rate(here.bandwidth)}B/s ({here.source})"
+
+
+def tiles_text(grant: Grant) -> str:
+    """One line: whether operators compute in the CPU's matrix tiles, or why they do not."""
+    if grant.given:
+        return "AMX, granted by the system"
+    return f"not used: {grant.refusal}" if grant.refusal else "none that are known"
+
+
+def _peak_text(here: Hardware, dtype: str) -> str:
+    by = here.peak_by.get(dtype)
+    return f"{dtype} {_rate(here.peak_flops[dtype])}FLOP/s" + (f" by {by}" if by else "")
+
+
+def steps_text(here: Hardware) -> str:
+    """One line: in which arithmetics it is known what steps take, or how to find out."""
+    if not here.step_times:
+        return "unknown, so forecasts of first runs are lower bounds: run `batchinfer doctor --measure`"
+    return f"measured in {', '.join(sorted(here.step_times))}"
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
+
+
+def _size(value: int | None) -> str:
+    return "unknown" if value is None else size(value)

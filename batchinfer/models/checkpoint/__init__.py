@@ -1,0 +1,1 @@
+"""A checkpoint: its configuration, and its weights as they are stored."""

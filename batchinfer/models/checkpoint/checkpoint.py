@@ -1,0 +1,234 @@
+"""A checkpoint folder, checked before anything of it is loaded. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchinfer.core.sizes import size
+from batchinfer.models.checkpoint.config import decoder_config, is_supported, load_config, multimodal_of
+from batchinfer.models.checkpoint.packed import (
+    PackedTensor,
+    PackedTensors,
+    coded_form,
+    packed_tensors,
+    packing_of,
+    unpacked_shapes,
+)
+from batchinfer.models.checkpoint.tensor_names import (
+    StoredParameter,
+    expected_shapes,
+    further_layers,
+    ignores,
+    layer_names,
+    prefixes_of,
+    table_names,
+)
+from batchinfer.models.families.family import NamePrefixes
+from batchinfer.models.families.multimodal import Multimodal
+from batchinfer.models.files.config_fields import load_json_object, wrong_checkpoint
+from batchinfer.models.files.folder import CheckpointFolder
+from batchinfer.models.files.weight_files import (
+    FLOAT_DTYPES,
+    StoredTensor,
+    WeightFiles,
+    listed,
+    read_weight_files,
+)
+from batchinfer.models.spec.model_cost import model_cost
+from batchinfer.models.spec.parameters import EMBEDDING, HEAD, Shape
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec
+from batchinfer_kernels.arithmetic import CodedForm, Dtype, KvCacheDtype
+from batchinfer_kernels.cost import ModelCost
+
+_IN_16_BITS = " in 16 bits"
+OWN = "batchinfer"  # whose code computes a model of a family of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(WeightFiles):
+    """A folder of one of our families that passed every check: its weights fit its configuration. `tensors` are those
+    that are read."""
+
+    spec: ModelSpec
+    prefixes: NamePrefixes
+    packed: Mapping[str, PackedTensor]  # those that are dequantised as they are read
+    shapes: Mapping[str, Shape]  # of all tensors once they are
+    notices: tuple[str, ...] = ()  # what a user should know before it runs
+
+    @property
+    def stores_codes(self) -> bool:
+        """Whether products can be computed of codes as they are stored."""
+        return any(layer.coded for layer in self.as_stored().spec.layers)
+
+    def as_stored(self) -> Checkpoint:
+        """The same with weights that stay in codes of fp8 where products can be computed of them."""
+        layers = tuple(
+            replace(layer, coded=tuple(self._coded(index, layer)))
+            for index, layer in enumerate(self.spec.layers)
+        )
+        spec = replace(self.spec, layers=layers)
+        kept = tuple(_kept(spec))
+        others = (notice for notice in self.notices if not (kept and notice.endswith(_IN_16_BITS)))
+        return replace(self, spec=spec, notices=(*kept, *others))
+
+    def _coded(self, index: int, layer: LayerSpec) -> Iterator[tuple[str, CodedForm]]:
+        names = layer_names(self.spec, index, self.prefixes)
+        for linear in layer.linears:
+            if linear.exact or linear.heads:
+                continue
+            parts = (names[part] for part, _ in linear.parts)
+            found = {self._form(part, bool(linear.experts)) for part in parts}
+            form = found.pop()
+            if form is not None and not found:
+                yield linear.name, form
+
+    def _form(self, stored: StoredParameter, whole: bool) -> CodedForm | None:
+        """How a parameter is coded; None: in a way that is dequantised. `whole`: it has to be a tensor of its own."""
+        packed, part = self.packed.get(stored.tensor), stored.part
+        if packed is None or stored.rows or (part is not None and (whole or part.index is not None)):
+            return None
+        if part is not None and part.transposed:
+            return None
+        return coded_form(packed, self.tensors[packed.values].info.dtype)
+
+    @property
+    def dtype(self) -> Dtype:
+        """As config.json states it; else that of most of the stored bytes."""
+        return self.spec.dtype or self.stored_dtype
+
+    @property
+    def parameters(self) -> int:
+        """Values in all tensors."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def modelling(self) -> str:
+        """Whose code computes the model."""
+        return OWN
+
+    def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
+        """What is asked for and cannot be had of this model, whatever the device: key of the job file, and why."""
+        if not (coded_cache and self.spec.attention.cache.latent):
+            return []
+        why = f"the cache of {self.spec.family} keeps latents, which are small already, and has no codes for them"
+        return [("model.kv_cache_dtype", f"{why}; leave it out")]
+
+    def cost(self, itemsize: int, weight_itemsize: int, kv_cache: KvCacheDtype = "auto") -> ModelCost:
+        """What its steps cost; see model_cost."""
+        return model_cost(self.spec.caching(kv_cache), itemsize, weight_itemsize)
+
+
+def inspect_checkpoint(path: Path) -> Checkpoint:
+    """Check a Hugging Face checkpoint folder of one of our families without loading it.
+
+    An auto_map of config.json is ignored: the family's code here computes the model, and none of the checkpoint's is
+    run. Raises SecurityRefusal (pickle weights, another class with an auto_map, a tokenizer that is nothing but Python
+    code, a path that leaves the folder, a malformed safetensors header) or JobFileError (something is missing or not
+    supported, or weights do not fit).
+    """
+    folder = config_folder(path)
+    raw = load_json_object(folder.path / "config.json")
+    if not is_supported(raw):
+        folder.refuse_model_code()
+    folder.refuse_tokenizer_code()
+    files = read_weight_files(folder)
+    spec = load_config(folder.path)
+    whole = multimodal_of(raw)
+    prefixes = prefixes_of(spec.family, files.tensors, whole.prefixes if whole else ())
+    stated = decoder_config(raw)
+    unused = further_layers(spec, stated, prefixes)
+    tensors = {
+        name: tensor
+        for name, tensor in files.tensors.items()
+        if not (ignores(spec.family, name) or name.startswith(unused) or (whole and whole.part_of(name)))
+    }
+    packed = packed_tensors(packing_of(stated, []), tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in packed.unused}
+    shapes = _check_tensors(folder, spec, tensors, packed, prefixes)
+    notices = (
+        *([_text_alone(whole, files.tensors)] if whole else ()),
+        *_dequantised(packed, shapes),
+        *folder.unused_code,
+    )
+    return Checkpoint(folder.path, files.files, tensors, spec, prefixes, packed.found, shapes, notices)
+
+
+def _dequantised(packed: PackedTensors, shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """What a user should know of weights that are stored in few bits."""
+    for name in sorted({each.format for each in packed.found.values()}):
+        took = size(2 * sum(map(math.prod, shapes.values())))
+        yield f"weights stored as {name} are dequantised when they are loaded: all weights take {took}{_IN_16_BITS}"
+
+
+def _kept(spec: ModelSpec) -> Iterator[str]:
+    """What a user should know of codes that are multiplied as they are stored."""
+    weights = [(linear.values, linear.coded is not None) for linear in spec.linears()]
+    kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
+    if kept:
+        share = f"{kept / all_values:.1%} of the weights of linear layers"
+        yield f"{share} stay in fp8 as they are stored; the rest is computed in the job's dtype"
+
+
+def _text_alone(whole: Multimodal, tensors: Iterable[str]) -> str:
+    """What a user should know of a model of several parts."""
+    parts = Counter(part for name in tensors if (part := whole.part_of(name)))
+    left_out = ", ".join(f"{count} of {part}" for part, count in parts.items())
+    return f"{whole.architecture}: text only; tensors that are not loaded: {left_out or 'none'}"
+
+
+def config_folder(path: Path) -> CheckpointFolder:
+    """The folder, once it is sure that it has a config.json. Raises JobFileError, SecurityRefusal."""
+    folder = CheckpointFolder(path)
+    if folder.file("config.json") is None:
+        raise wrong_checkpoint(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
+    return folder
+
+
+def _check_tensors(
+    folder: CheckpointFolder,
+    spec: ModelSpec,
+    tensors: Mapping[str, StoredTensor],
+    packed: PackedTensors,
+    prefixes: NamePrefixes,
+) -> dict[str, Shape]:
+    """The shapes of all tensors once they are dequantised."""
+    expected, found = expected_shapes(spec, prefixes), dict(unpacked_shapes(packed, tensors))
+    stored = packed.stored
+    messages = [
+        *packed.mistakes,
+        *_told("missing tensors", _missing(spec, expected, found, prefixes)),
+        *_told("unexpected tensors", [name for name in found if name not in expected]),
+        *_told("tensors of a wrong shape", [
+            f"{name} {list(shape)} instead of {list(expected[name])}"
+            for name, shape in found.items()
+            if name in expected and shape != expected[name]
+        ]),
+        *_told("tensors that are not float", [
+            f"{name} ({tensor.info.dtype})" for name, tensor in tensors.items()
+            if tensor.info.dtype not in FLOAT_DTYPES and name not in stored
+        ]),
+    ]  # fmt: skip
+    if messages:
+        hint = f"config.json describes another model than the weights, or another family than {spec.family}"
+        raise wrong_checkpoint(folder.path, *messages, hint=hint)
+    return found
+
+
+def _missing(
+    spec: ModelSpec, expected: Mapping[str, Shape], found: Collection[str], prefixes: NamePrefixes
+) -> list[str]:
+    """Tied, the head or the embedding may be absent, not both."""
+    missing = [name for name in expected if name not in found]
+    names = table_names(spec, prefixes)
+    tables = {names[HEAD].tensor, names[EMBEDDING].tensor}
+    if spec.tied and not tables <= set(missing):
+        return [name for name in missing if name not in tables]
+    return missing
+
+
+def _told(what: str, names: list[str]) -> list[str]:
+    return [f"{what}: {listed(names)}"] if names else []

@@ -1,0 +1,123 @@
+"""What a checkpoint says about its model: config.json and the EOS ids of generation_config.json. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batchinfer.models.checkpoint.packed import packing_of
+from batchinfer.models.families.family import ConfigFiles, Family
+from batchinfer.models.families.multimodal import MULTIMODAL, Multimodal
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.files.config_fields import Fields, load_json_object, shown, wrong_checkpoint
+from batchinfer.models.spec.rope_config import RopeConfig
+from batchinfer.models.spec.spec import ModelSpec, wrong_caches
+
+Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
+
+
+def load_config(folder: Path) -> ModelSpec:
+    """Parse config.json and, where there is one, generation_config.json. JobFileError lists all mistakes."""
+    generation = folder / "generation_config.json"
+    return parse_config(
+        load_json_object(folder / "config.json"),
+        load_json_object(generation) if generation.is_file() else {},
+        folder / "config.json",
+    )
+
+
+def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> ModelSpec:
+    """The model that these JSON objects describe; `path` is config.json's, for messages. Raises JobFileError."""
+    mistakes: list[str] = []
+    family, raw, name = _decoder(raw, mistakes)
+    packing_of(raw, mistakes)
+    if family is None or mistakes:  # what follows depends on the family
+        raise wrong_checkpoint(path, *mistakes)
+    files = ConfigFiles(Fields(raw, name, mistakes), Fields(generation, "generation_config.json", mistakes))
+    spec = family.parse(files)
+    if not mistakes:
+        mistakes.extend(_contradictions(spec))
+    if mistakes:
+        raise wrong_checkpoint(path, *dict.fromkeys(mistakes))
+    return spec
+
+
+def is_supported(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json names a model type and a class that one of our families covers."""
+    return _family(raw, [], known_types()) is not None
+
+
+def known_types() -> dict[str, Family | Multimodal]:
+    """By `model_type`, what our own code computes."""
+    return {**FAMILIES, **MULTIMODAL}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the decoder: in a model of several parts, its text_config and what holds for it, too."""
+    whole = multimodal_of(raw)
+    return raw if whole is None else whole.text_config(raw) or {}
+
+
+def multimodal_of(raw: Mapping[str, Any]) -> Multimodal | None:
+    """The model of several parts that config.json describes, if it is one."""
+    kind = raw.get("model_type")
+    return MULTIMODAL.get(kind) if isinstance(kind, str) else None
+
+
+def _decoder(raw: Mapping[str, Any], mistakes: list[str]) -> tuple[Family | None, Mapping[str, Any], str]:
+    """The decoder's family, what config.json says of it, and where."""
+    known = _family(raw, mistakes, known_types())
+    if not isinstance(known, Multimodal):
+        return known, raw, "config.json"
+    name, stated = "config.json (text_config)", known.text_config(raw)
+    if stated is None:
+        mistakes.append(f"config.json: text_config is {shown(raw.get('text_config'))}; wanted an object")
+        return None, raw, name
+    # its `architectures` may name the class of the whole model
+    return _family({**stated, "architectures": None}, mistakes, FAMILIES, name), stated, name
+
+
+def _family(
+    raw: Mapping[str, Any], mistakes: list[str], known: Mapping[str, Known], name: str = "config.json"
+) -> Known | None:
+    kind, architectures = raw.get("model_type"), raw.get("architectures")
+    family = known.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        mistakes.append(f"{name}: model_type {shown(kind)} is not supported; {', '.join(known)} are")
+    elif architectures and architectures not in [[name] for name in family.architectures]:
+        mistakes.append(
+            f"config.json: architectures {shown(architectures)} is not supported; "
+            f"for {kind} [{family.architectures[0]!r}] is"
+        )
+        return None
+    return family
+
+
+def _contradictions(spec: ModelSpec) -> list[str]:
+    """What is wrong although every single value is possible."""
+    found = [f"config.json: {wrong}" for wrong in wrong_caches(spec.caches)]
+    if found:
+        return found
+    attention = spec.attention
+    for rotation in {layer.rotation for layer in spec.layers}:
+        if rotation is not None and rotation.rope is not None:
+            found += _wrong_rotation(rotation.rope, rotation.dim, attention.head_dim)
+    if spec.long_from is not None and attention.cache.latent:
+        found.append("config.json: rope type 'longrope' is not supported with latent attention")
+    if attention.q_heads % attention.kv_heads:
+        found.append(
+            f"config.json: num_attention_heads {attention.q_heads} is no multiple of "
+            f"num_key_value_heads {attention.kv_heads}"
+        )
+    return found
+
+
+def _wrong_rotation(rope: RopeConfig, dim: int, head_dim: int) -> Iterator[str]:
+    if dim % 2 or not dim:
+        part = "" if dim == head_dim else f", {dim} of it rotated"
+        yield f"config.json: head_dim is {head_dim}{part}; rotary embedding needs an even one"
+    elif rope.kind == "longrope":
+        for name, factors in (("short_factor", rope.short), ("long_factor", rope.long)):
+            if len(factors) != dim // 2:
+                yield f"config.json: {name} has {len(factors)} numbers; {dim // 2} pairs are rotated"

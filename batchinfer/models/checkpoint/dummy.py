@@ -1,0 +1,107 @@
+"""Weights that nobody trained: seeded random numbers in the sizes of a configuration. They cost what real ones do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from batchinfer.models.checkpoint.tensor_names import (
+    StoredParameter,
+    expected_shapes,
+    layer_names,
+    table_names,
+)
+from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, stretches_of
+from batchinfer.models.families.family import NamePrefixes
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.spec.parameters import BIAS, Shape, fused, layer_parameters, table_parameters
+from batchinfer.models.spec.spec import ModelSpec
+
+_TABLES = -1  # where the layers' seeds start counting
+
+
+class DummyWeights(Weights):
+    """Normal numbers in every matrix, 1 in every norm, 0 in every bias and vector.
+
+    Their deviation is 1 / √hidden: layers then give values of about one, which all dtypes hold, and change the
+    hidden state enough that an answer depends on its whole prompt.
+    A layer depends on the seed and its own number only, so that asking again, in any order, gives equal tensors on
+    the same kind of device.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+    ) -> None:
+        self._spec, self._dtype, self._device, self._seed = spec, dtype, torch.device(device), seed
+        self._deviation = spec.hidden**-0.5
+
+    def tables(self) -> Tables:
+        return Tables.of(self._drawn(_TABLES, table_parameters(self._spec)))
+
+    def layer(self, index: int) -> LayerWeights:
+        drawn = self.layer_tensors(index)
+
+        def joined(parameters: Sequence[str]) -> Tensor:
+            found = [drawn[parameter] for parameter in parameters]
+            return torch.cat(found) if len(found) > 1 else found[0]
+
+        return dict(fused(self._spec.layers[index], joined))
+
+    def layer_tensors(self, index: int) -> dict[str, Tensor]:
+        """One layer by its parameters' names, not yet fused."""
+        layer = self._spec.layers[index]
+        drawn = self._drawn(index, layer_parameters(layer))
+        return drawn | {name: drawn[name].float().zero_() for name in layer.vectors}
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by the name that a checkpoint gives it; a tied head is left out."""
+        spec = self._spec
+        prefixes = NamePrefixes(FAMILIES[spec.family].names.base)
+        shapes = expected_shapes(spec, prefixes)
+        yield from _stored(self._drawn(_TABLES, table_parameters(spec)), table_names(spec, prefixes), shapes)
+        for index in range(len(spec.layers)):
+            yield from _stored(self.layer_tensors(index), layer_names(spec, index, prefixes), shapes)
+
+    def _drawn(self, part: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+        generator = torch.Generator(self._device).manual_seed((self._seed << 20) + part - _TABLES)
+        return {name: self._tensor(name, shape, generator) for name, shape in shapes.items()}
+
+    def _tensor(self, name: str, shape: Shape, generator: torch.Generator) -> Tensor:
+        place: Any = {"dtype": self._dtype, "device": self._device}
+        if name.endswith(BIAS):
+            return torch.zeros(shape, **place)
+        if len(shape) == 1:
+            return torch.ones(shape, **place)
+        return torch.empty(shape, **place).normal_(0.0, self._deviation, generator=generator)
+
+
+def _stored(
+    parameters: Mapping[str, Tensor], names: Mapping[str, StoredParameter], shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as a checkpoint holds them: a parameter may be a part of one."""
+    whole: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        place = names[name]
+        if place.rows:
+            whole |= dict(zip(place.rows, parameter, strict=True))
+            continue
+        if place.tensor not in whole:
+            whole[place.tensor] = parameter.new_empty(shapes[place.tensor])
+        stretches = stretches_of(whole[place.tensor], place)
+        stretches.copy_(parameter.view(stretches.shape))
+    yield from whole.items()
+
+
+def write_checkpoint(folder: Path, config_json: Mapping[str, Any], weights: DummyWeights) -> None:
+    """The weights as a Hugging Face checkpoint: what other engines can load. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.named()}
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps({**config_json, "dtype": dtype}, indent=2), "utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,127 @@
+"""The tensors that a checkpoint must hold, by the names that its family gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.models.families.family import Modules, NamePrefixes, Part, Rows
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.spec.parameters import (
+    BIAS,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    POSITIONS,
+    Shape,
+    layer_parameters,
+    table_parameters,
+)
+from batchinfer.models.spec.spec import ModelSpec
+
+WEIGHT = ".weight"
+MOST_FURTHER = 64  # layers behind the last one; checkpoints have one
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParameter:
+    """A tensor of a checkpoint, and which part of it the parameter is; None: all of it. With `rows` each row is a
+    tensor of its own, and `tensor` the first."""
+
+    tensor: str
+    part: Part | None = None
+    rows: tuple[str, ...] = ()
+
+    @property
+    def index(self) -> int | None:
+        """Which of several matrices in the tensor it is in."""
+        return None if self.part is None else self.part.index
+
+    def shape(self, parameter: Shape) -> Shape:
+        """The least that the tensor's may be, to hold a parameter of this shape."""
+        if self.part is None:
+            return parameter
+        rows, stretch = parameter[0], self.part.stop - self.part.start
+        stored = self.part.stop if self.part.every is None else rows // stretch * self.part.every
+        whole = (stored, *parameter[1:])
+        matrix = whole[::-1] if self.part.transposed else whole
+        return matrix if self.part.index is None else (self.part.index + 1, *matrix)
+
+
+def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixes] = ()) -> NamePrefixes:
+    """What stands before the names: one of `among`, else what the family's checkpoints have before those of the base
+    model, mostly "model."; nothing where only the base model was saved."""
+    known = (*among, NamePrefixes(FAMILIES[family].names.base))
+    found = (each for each in known if any(name.startswith(each.base) for name in names))
+    return next(found, NamePrefixes())
+
+
+def ignores(family: str, name: str) -> bool:
+    """Whether a tensor is one that old checkpoints saved although it is computed."""
+    return name.endswith(FAMILIES[family].names.ignored)
+
+
+def further_layers(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
+    """What begins the names of layers behind the last one, which guess further tokens and are not run."""
+    family, first = FAMILIES[spec.family], len(spec.layers)
+    count = raw.get(family.further_layers) if family.further_layers else 0
+    numbers = range(first, first + min(count, MOST_FURTHER)) if isinstance(count, int) else ()
+    return tuple(f"{prefixes.base}{family.names.layers}.{number}." for number in numbers)
+
+
+def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
+    """What stands before and after the layers → where it is stored; a head even where it is the embedding."""
+    names = FAMILIES[spec.family].names
+    modules = {
+        EMBEDDING: prefixes.base + names.embedding,
+        POSITIONS: prefixes.base + names.positions,
+        FINAL_NORM: prefixes.base + names.final_norm,
+        HEAD: prefixes.head + names.head,
+    }
+    return dict(_stored([*table_parameters(spec), HEAD], modules))
+
+
+def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
+    """Parameter of the layer → where it is stored."""
+    layer, family = spec.layers[index], FAMILIES[spec.family]
+    start = f"{prefixes.base}{family.names.layers}.{index}."
+    return dict(_stored(layer_parameters(layer), family.modules(layer), start))
+
+
+def _stored(
+    parameters: Iterable[str], modules: Modules, start: str = ""
+) -> Iterator[tuple[str, StoredParameter]]:
+    for name in parameters:
+        module, biased = modules[name.removesuffix(BIAS)], name.endswith(BIAS)
+        if isinstance(module, str):
+            yield name, StoredParameter(start + module + (BIAS if biased else WEIGHT))
+        elif isinstance(module, Rows):
+            rows = tuple(start + row + WEIGHT for row in module.modules)
+            yield name, StoredParameter(rows[0], rows=rows)
+        else:
+            suffix = module.bias if biased else module.weight
+            yield name, StoredParameter(start + module.module + suffix, module)
+
+
+def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]:
+    """Name → shape of every tensor; a tied checkpoint may leave out the head or the embedding."""
+    tables = table_parameters(spec)
+    shapes: dict[str, Shape] = {}
+    _add(shapes, table_names(spec, prefixes), {HEAD: tables[EMBEDDING], **tables})
+    for index, layer in enumerate(spec.layers):
+        _add(shapes, layer_names(spec, index, prefixes), layer_parameters(layer))
+    return shapes
+
+
+def _add(
+    shapes: dict[str, Shape], names: Mapping[str, StoredParameter], parameters: Mapping[str, Shape]
+) -> None:
+    """A tensor that holds several parameters is as large as the last of them needs it to be."""
+    for parameter, stored in names.items():
+        if stored.rows:
+            shapes |= dict.fromkeys(stored.rows, parameters[parameter][1:])
+            continue
+        shape = stored.shape(parameters[parameter])
+        known = shapes.get(stored.tensor, shape)
+        shapes[stored.tensor] = tuple(map(max, known, shape))

@@ -1,0 +1,214 @@
+"""The weights of a checkpoint, read layer by layer in the run's dtype."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.dequantize import dequantized
+from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
+from batchinfer.models.families.family import Part
+from batchinfer.models.spec.parameters import (
+    BIAS,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LINES,
+    POSITIONS,
+    SCALES,
+    fused,
+)
+from batchinfer.models.spec.spec import LinearSpec
+
+FP8 = torch.float8_e4m3fn
+# One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on; beside a weight
+# that stays in codes "qkv.scales" and, where blocks share them, "qkv.lines": see models.ops.interface.CodedWeight
+LayerWeights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """What stands before and after the layers. Tied, `head` is the very tensor `embedding`."""
+
+    embedding: Tensor  # (vocab, hidden)
+    head: Tensor  # (vocab, hidden)
+    final_norm: Tensor  # (hidden,)
+    final_norm_bias: Tensor | None = None  # (hidden,)
+    positions: Tensor | None = None  # (max positions, hidden)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Tensor]) -> Tables:
+        """From the tables by their parameters' names; embedding and head are one where only one is there."""
+        embedding, head = found.get(EMBEDDING), found.get(HEAD)
+        table = embedding if embedding is not None else found[HEAD]
+        rest = (found[FINAL_NORM], found.get(FINAL_NORM + BIAS), found.get(POSITIONS))
+        return cls(table, table if head is None else head, *rest)
+
+
+class Weights(ABC):
+    """Where a decoder gets its weights from, a layer at a time, so that it never needs them all twice."""
+
+    @abstractmethod
+    def tables(self) -> Tables:
+        """Embedding, head and final norm."""
+
+    @abstractmethod
+    def layer(self, index: int) -> LayerWeights:
+        """The weights of one layer, in tensors of their own."""
+
+
+class CheckpointWeights(Weights):
+    """Weights out of safetensors files, mapped only while a layer is copied out of them."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+
+    def tables(self) -> Tables:
+        checkpoint = self._checkpoint
+        names, stored = table_names(checkpoint.spec, checkpoint.prefixes), checkpoint.shapes
+        with _OpenFiles(self._checkpoint) as files:
+            found = {
+                name: self._copied([files.parameter(place)], self._dtype)
+                for name, place in names.items()
+                if place.tensor in stored
+            }
+        # transformers ties two stored tables only when they are equal, whatever config.json says
+        both = EMBEDDING in found and HEAD in found
+        if both and self._checkpoint.spec.tied and torch.equal(found[EMBEDDING], found[HEAD]):
+            del found[HEAD]
+        return Tables.of(found)
+
+    def layer(self, index: int) -> LayerWeights:
+        layer = self._checkpoint.spec.layers[index]
+        names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
+        with _OpenFiles(self._checkpoint) as files:
+
+            def joined(parameters: Sequence[str]) -> Tensor:
+                found = [files.parameter(names[parameter]) for parameter in parameters]
+                return self._copied(found, torch.float32 if parameters[0] in layer.vectors else self._dtype)
+
+            found = dict(fused(layer, joined))
+            for linear in layer.linears:
+                if linear.coded is not None:
+                    parts = [files.coded(names[part]) for part, _ in linear.parts]
+                    found |= self._coded(linear, parts)
+            return found
+
+    def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
+        """The parts above one another, with their scales and, where blocks share these, the lines that say which."""
+        copied = {
+            linear.name: self._copied([part.codes for part in parts], FP8),
+            linear.name + SCALES: self._copied([part.scales for part in parts], torch.float32),
+        }
+        if linear.coded == "block":
+            first, lines = 0, []
+            for part in parts:
+                lines.append(part.lines + first)
+                first += len(part.scales)
+            copied[linear.name + LINES] = self._copied(lines, torch.int32)
+        return copied
+
+    def _copied(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The parts above one another, cast and copied out of the mapped file in one pass."""
+        rows = sum(part.shape[0] for part in parts)
+        whole = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=self._device)
+        start = 0
+        for part in parts:
+            whole[start : start + part.shape[0]].copy_(part)
+            start += part.shape[0]
+        return whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredCodes:
+    """A parameter as codes of fp8, (N, K). Scales are (N,), or (blocks, groups) of which each output has a line."""
+
+    codes: Tensor
+    scales: Tensor
+    lines: Tensor
+
+
+def stretches_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
+    """The part of a stored tensor that is the parameter, as a view: (stretches, outputs of each, …)."""
+    return _stretches(tensor if stored.index is None else tensor[stored.index], stored.part)
+
+
+def _stretches(tensor: Tensor, part: Part | None) -> Tensor:
+    """Of the tensor, or of the one matrix in it that the part has."""
+    if part is None:
+        return tensor[None]
+    outputs = tensor.t() if part.transposed and tensor.dim() > 1 else tensor
+    stretches = outputs[None] if part.every is None else outputs.view(-1, part.every, *outputs.shape[1:])
+    return stretches[:, part.start : part.stop]
+
+
+class _OpenFiles:
+    """The files of a checkpoint, mapped when first needed and unmapped at the end."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._stack = ExitStack()
+        self._open: dict[Path, Any] = {}
+        self._last: tuple[tuple[str, int | None], Tensor] | None = None
+
+    def __enter__(self) -> _OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+        self._last = None
+        self._stack.close()
+
+    def parameter(self, stored: StoredParameter) -> Tensor:
+        """As it is stored, or dequantised to float32."""
+        if stored.rows:
+            return torch.stack([self._read(row, None) for row in stored.rows])
+        return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
+
+    def coded(self, stored: StoredParameter) -> StoredCodes:
+        """As it is stored, of a tensor that `Checkpoint.as_stored` names."""
+        packed = self._checkpoint.packed[stored.tensor]
+        codes, scales = self._read(packed.values, None), self._read(packed.scales, None).float()
+        high = 1 if packed.block is None else packed.block[0]
+        lines = torch.arange(len(codes), dtype=torch.int32) // high
+        if packed.block is None or (packed.block[1] == codes.shape[1] and high == 1):
+            scales = scales.reshape(-1).expand(len(codes))
+            scales = _stretches(scales, stored.part).flatten(0, 1)
+        # Of a part all scales are kept, which its lines choose from
+        return StoredCodes(
+            _stretches(codes, stored.part).flatten(0, 1),
+            scales,
+            _stretches(lines, stored.part).flatten(0, 1),
+        )
+
+    def _matrix(self, name: str, index: int | None) -> Tensor:
+        """A tensor, or one of the matrices in it, dequantised where it is packed. One matrix at a time: a tensor may
+        hold those of hundreds of experts. Kept until another is asked for, since it may hold several parameters."""
+        if self._last is None or self._last[0] != (name, index):
+            packed = self._checkpoint.packed.get(name)
+            if packed is None:
+                found = self._read(name, index)
+            else:
+                scales = self._read(packed.scales, index if packed.format == "mxfp4" else None)
+                found = dequantized(packed, self._read(packed.values, index), scales)
+            self._last = (name, index), found
+        return self._last[1]
+
+    def _read(self, name: str, index: int | None) -> Tensor:
+        """A view of the mapped file."""
+        path = self._checkpoint.tensors[name].file
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+        tensor: Tensor = self._open[path].get_tensor(name)
+        return tensor if index is None else tensor[index]

@@ -1,0 +1,1 @@
+"""The one decoder that runs every model of ours."""

@@ -1,0 +1,200 @@
+"""The attention half of a decoder layer, as its spec describes it: from what its norm gave to what is added."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.checkpoint.weights import LayerWeights
+from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    LatentHeads,
+    LayerCache,
+    LayerParts,
+    Ops,
+    RopeTable,
+)
+from batchinfer.models.spec.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, NormSpec
+
+
+class AttentionHalf(ABC):
+    """(T, hidden) → (T, hidden), in three parts. What the first and the last launch depends on the number of tokens
+    alone, not on whose they are."""
+
+    @abstractmethod
+    def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        """x, what the layer's norm gave → (T, heads, dim). K and V of the step's tokens are written to the cache."""
+
+    @abstractmethod
+    def attended(
+        self,
+        queries: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """(T, heads, dim) → (T, heads, another dim), written to `out` if given."""
+
+    @abstractmethod
+    def result(self, attended: Tensor) -> Tensor:
+        """→ (T, hidden)"""
+
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, int]:
+        """Values of a token: of its queries, and of what is attended."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadsAttention(AttentionHalf):
+    """q, k and v by heads."""
+
+    ops: Ops
+    spec: AttentionSpec
+    parts: LayerParts
+    rope: RopeTable
+
+    def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        spec = self.spec
+        qkv = self.parts.linears[spec.first](x)
+        if spec.q_norm is not None and not spec.norms_heads:
+            self._norm_apart(qkv)
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        return (
+            self._rotated(heads, inputs, cache)
+            if spec.kv_layer is None
+            else self._rotated_alone(heads, inputs)
+        )
+
+    def attended(
+        self,
+        queries: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        spec = self.spec
+        if inputs.parts is not None and spec.kv_layer is None:
+            self.ops.copy_parts(cache, inputs.parts)
+        rules = (spec.scale, spec.window, spec.soft_cap, self.parts.vectors.get("sinks"))
+        return self.ops.attention(queries, cache, plan, *rules, out=out)
+
+    def result(self, attended: Tensor) -> Tensor:
+        return self.parts.linears["o"](attended.flatten(1))
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.spec.q_width, self.spec.q_width
+
+    def _rotated(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        """q; rotated k, and v, go to the cache."""
+        spec, norms = self.spec, self.parts.norms
+        q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
+        q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
+        each = (norms["q_norm"], norms["k_norm"], *_numbers(spec.q_norm)) if spec.norms_heads else ()
+        return self.ops.rope_store(q, k, v, self.rope, inputs, cache, *each)
+
+    def _rotated_alone(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
+        """q, where the cache is that of an earlier layer, which has filled it."""
+        spec = self.spec
+        each = (self.parts.norms["q_norm"], *_numbers(spec.q_norm)) if spec.norms_heads else ()
+        return self.ops.rope(q, self.rope, inputs, *each)
+
+    def _norm_apart(self, qkv: Tensor) -> None:
+        """Norms q and k in place, before they are rotated."""
+        widths = {"q_norm": self.spec.q_width, "k_norm": self.spec.kv_width}
+        start = 0
+        for name, norm in self.spec.norms.items():
+            assert norm is not None
+            part = qkv[:, start : start + widths[name]]
+            start += widths[name]
+            stretches = part.view(len(part), -1, norm.width)
+            normed, _ = apply_norm(self.ops, norm, self.parts.norms, name, stretches.contiguous())
+            stretches.copy_(normed)
+
+
+def _numbers(norm: NormSpec | None) -> tuple[float, float]:
+    """What `rope_store` and `rope` norm each head with, beside weights."""
+    assert norm is not None
+    return norm.eps, norm.offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentAttention(AttentionHalf):
+    """K and V stay latent: what would make them of it is multiplied into the queries and the results instead."""
+
+    ops: Ops
+    spec: LatentAttentionSpec
+    parts: LayerParts
+    rope: RopeTable
+    heads: LatentHeads
+
+    def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
+        linears, spec = self.parts.linears, self.spec
+        q = self._queries(x).view(-1, spec.q_heads, spec.q_dim)
+        plain, turned = q[..., : spec.plain_dim], q[..., spec.plain_dim :]
+        kv = linears["kv_a"](x)
+        latent = self._normed("kv_a_norm", kv[:, : spec.rank].contiguous())
+        turned = self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache)
+        return torch.cat((self.heads.k(plain), turned), -1)
+
+    def attended(
+        self,
+        queries: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if inputs.parts is not None:
+            self.ops.copy_parts(cache, inputs.parts)
+        return self.ops.latent_attention(queries, cache, plan, self.spec.scale, self.spec.rank, out)
+
+    def result(self, attended: Tensor) -> Tensor:
+        return self.parts.linears["o"](self.heads.v(attended).flatten(1))
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        spec = self.spec
+        return spec.q_heads * spec.head_dim, spec.q_heads * spec.rank
+
+    def _queries(self, x: Tensor) -> Tensor:
+        linears = self.parts.linears
+        if self.spec.q_rank is None:
+            return linears["q"](x)
+        return linears["q_b"](self._normed("q_a_norm", linears["q_a"](x)))
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        norm = self.spec.norms[name]
+        assert norm is not None
+        return apply_norm(self.ops, norm, self.parts.norms, name, x)[0]
+
+
+def attention_half(
+    ops: Ops, spec: AttentionSpec | LatentAttentionSpec | None, parts: LayerParts
+) -> AttentionHalf | None:
+    """The one that the spec describes, if it describes one."""
+    if spec is None:
+        return None
+    assert parts.rope is not None, "heads are rotated, if by an angle of 0"
+    if isinstance(spec, AttentionSpec):
+        return HeadsAttention(ops, spec, parts, parts.rope)
+    assert parts.latent_heads is not None
+    return LatentAttention(ops, spec, parts, parts.rope, parts.latent_heads)
+
+
+def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:
+    """What makes K and V of a latent, head by head; None where there is no latent."""
+    attention = spec.attention
+    if not isinstance(attention, LatentAttentionSpec):
+        return None
+    weight = weights["kv_b"].view(attention.q_heads, -1, attention.rank)
+    k, v = weight[:, : attention.plain_dim], weight[:, attention.plain_dim :]
+    return LatentHeads(ops.pack_heads(k.transpose(1, 2)), ops.pack_heads(v))

@@ -1,0 +1,142 @@
+"""A decoder layer, as its spec describes it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from batchinfer.models.checkpoint.weights import LayerWeights
+from batchinfer.models.decoder.attention import AttentionHalf, attention_half, pack_latent_heads
+from batchinfer.models.decoder.feed_forward import feed_forward, pack_experts
+from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.ops.interface import (
+    ActivatedLinear,
+    AttentionInputs,
+    AttentionPlan,
+    CodedWeight,
+    DecoderLayer,
+    LayerCache,
+    LayerParts,
+    Linear,
+    Ops,
+    RopeTable,
+)
+from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, norm_parameters
+from batchinfer.models.spec.spec import LayerSpec, LinearSpec
+
+
+class Block(DecoderLayer):
+    """A layer as one operator after the other."""
+
+    def __init__(self, ops: Ops, spec: LayerSpec, parts: LayerParts) -> None:
+        self._ops, self._spec, self._parts = ops, spec, parts
+        self._norms, self._attention = spec.norms, attention_half(ops, spec.attention, parts)
+        self.loads = None if parts.experts is None else parts.experts.loads
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        inputs: AttentionInputs,
+        cache: LayerCache | None,
+        plan: AttentionPlan | None,
+    ) -> tuple[Tensor, Tensor]:
+        if self._attention is None:
+            x, residual = self._before("post_norm", x, residual)
+            return self._feed(x, inputs), residual
+        assert cache is not None, "a layer with attention reads a cache"
+        assert plan is not None, "a layer with attention reads a cache"
+        queries, normed, residual = self.begin(x, residual, inputs, cache)
+        attended = self._attention.attended(queries, inputs, cache, plan)
+        del queries  # not kept while the widest tensors of the layer are made
+        return self.end(attended, normed, residual, inputs)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention; without, it is not begun and ended but called."""
+        return self._attention is not None
+
+    @property
+    def attention(self) -> AttentionHalf:
+        assert self._attention is not None, "a layer without attention is called"
+        return self._attention
+
+    def begin(
+        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What of a layer with attention comes before it → (queries, what its norm gave if `end` wants it, the
+        residual). K and V of the step's tokens are written to the cache."""
+        normed, residual = self._before("input_norm", x, residual)
+        queries = self.attention.queries(normed, inputs, cache)
+        return queries, normed if self._spec.parallel and "post_norm" not in self._norms else None, residual
+
+    def end(
+        self, attended: Tensor, normed: Tensor | None, residual: Tensor, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor]:
+        """What comes after it → the next layer's x and residual."""
+        attended = self._after("attention_norm", self.attention.result(attended))
+        if self._spec.parallel:
+            x = self._before("post_norm", residual, None)[0] if normed is None else normed
+            return attended + self._feed(x, inputs), residual
+        x, residual = self._before("post_norm", attended, residual)
+        return self._feed(x, inputs), residual
+
+    def _feed(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """The feed-forward half, from what its norm gave to what is added to the residual."""
+        x = feed_forward(self._ops, self._spec, self._parts, x, inputs)
+        return self._after("feed_forward_norm", x)
+
+    def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What goes into a half of the layer, and x + residual."""
+        if name in self._norms:
+            return apply_norm(self._ops, self._norms[name], self._parts.norms, name, x, residual)
+        total = x if residual is None else x + residual
+        return total, total
+
+    def _after(self, name: str, x: Tensor) -> Tensor:
+        """What comes out of it, to be added."""
+        if name in self._norms:
+            x, _ = apply_norm(self._ops, self._norms[name], self._parts.norms, name, x)
+        return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
+
+
+def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None) -> DecoderLayer:
+    """The layer, packed; in one call where the operators offer that. `rope`: None where it has no attention."""
+    parts = pack_layer(ops, spec, weights, rope)
+    return ops.fuse(spec, parts) or Block(ops, spec, parts)
+
+
+def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None) -> LayerParts:
+    """The layer's weights as the operators want them."""
+    linears = {
+        linear.name: _packed(ops, linear, weights)
+        for linear in spec.linears
+        if not (linear.experts or linear.heads)
+    }
+    norms = [parameter for name, norm in spec.norms.items() for parameter in norm_parameters(name, norm)]
+    return LayerParts(
+        linears,
+        {name: weights[name] for name in norms},
+        rope,
+        pack_experts(ops, spec, weights),
+        {name: weights[name] for name in spec.vectors},
+        pack_latent_heads(ops, spec, weights),
+    )
+
+
+def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
+    weight, bias = weights[linear.name], weights.get(linear.name + BIAS)
+    if linear.coded is not None:
+        codes = CodedWeight(weight, weights[linear.name + SCALES], weights.get(linear.name + LINES))
+        return _packed_codes(ops, linear, codes, bias)
+    if linear.exact:
+        return ops.pack_exact(weight, bias)
+    if linear.activation is None:
+        return ops.pack_linear(weight, bias)
+    pack = ops.pack_gated if linear.gated else ops.pack_activated
+    return pack(weight, bias, linear.activation)
+
+
+def _packed_codes(ops: Ops, linear: LinearSpec, weight: CodedWeight, bias: Tensor | None) -> Linear:
+    if linear.activation is None or linear.gated:
+        return ops.pack_codes(weight, bias, linear.activation)
+    return ActivatedLinear(ops, ops.pack_codes(weight, bias), linear.activation)

@@ -1,0 +1,167 @@
+"""A decoder over a paged KV cache, as its spec describes it, made of `ops`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.checkpoint.weights import Weights
+from batchinfer.models.decoder.block import Block, build_layer
+from batchinfer.models.decoder.expert_loads import ExpertLoads
+from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.decoder.rope import rope_table
+from batchinfer.models.decoder.stop import StepRoom, Stop
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    LayerCache,
+    Ops,
+    RopeTable,
+    finite_argmax,
+)
+from batchinfer.models.spec.parameters import BIAS, FINAL_NORM
+from batchinfer.models.spec.spec import ModelSpec, Rotation
+
+
+class Decoder:
+    """Token ids and their places in; hidden states and, for the rows asked for, logits out.
+
+    Holds no sequence state: the KV cache is the caller's. Call under `torch.inference_mode()`.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, ops: Ops, max_positions: int, device: torch.device | str
+    ) -> None:
+        """Packs the weights a layer at a time. Sequences may be up to `max_positions` long: so much is computed of the
+        rotary tables."""
+        self.spec, self.max_positions = spec, max_positions
+        self._ops = ops
+        self._tables = weights.tables()
+        self._norm = {FINAL_NORM: self._tables.final_norm}
+        if self._tables.final_norm_bias is not None:
+            self._norm[FINAL_NORM + BIAS] = self._tables.final_norm_bias
+        self._head = ops.pack_head(self._tables.head)
+        # or a head that was copied would be there twice while the layers are packed
+        self._tables = replace(self._tables, head=self._tables.embedding)
+        self._multiplier = _rounded(spec.embedding_multiplier, self._tables.embedding.dtype)
+        ropes = {layer.rotation for layer in spec.layers if layer.rotation is not None}
+        tables: dict[Rotation | None, RopeTable] = {
+            rope: rope_table(rope, max_positions, device) for rope in ropes
+        }
+        self._layers = [
+            build_layer(ops, layer, weights.layer(index), tables.get(layer.rotation))
+            for index, layer in enumerate(spec.layers)
+        ]
+        self._attending = [index for index, layer in enumerate(spec.layers) if layer.attention is not None]
+
+    @property
+    def long_from(self) -> int | None:
+        """See ModelSpec; such a sequence's positions are those of the second half of the rotary tables."""
+        return self.spec.long_from
+
+    @property
+    def expert_loads(self) -> ExpertLoads:
+        """How many tokens the experts of its layers were given; empty where there are none."""
+        found = {index: layer.loads for index, layer in enumerate(self._layers)}
+        return ExpertLoads({index: loads for index, loads in found.items() if loads is not None})
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        inputs: Sequence[AttentionInputs],
+        caches: Sequence[LayerCache],
+        plans: Sequence[AttentionPlan],
+    ) -> Tensor:
+        """Run one step: token_ids (T,) int64 → hidden states (T, hidden) before the final norm.
+
+        Writes K and V of the step's tokens to `caches`, one for each layer with attention, which names its group:
+        `inputs` and `plans`, which come from `ops.plan_attention`, have an element a group. Raises ValueError for a
+        position that the rotary table does not have: compiled operators would read behind it.
+        """
+        longest = max(inputs[0].context_lens)
+        if longest > self.max_positions:
+            raise ValueError(f"a context of {longest} tokens, and {self.max_positions} positions")
+        x = self._embedded(token_ids, inputs[0].positions)
+        residual: Tensor | None = None
+        places = dict(zip(self._attending, caches, strict=True))
+        for index, layer in enumerate(self._layers):
+            cache = places.get(index)
+            if cache is None:
+                x, residual = layer(x, residual, inputs[0], None, None)
+            else:
+                x, residual = layer(x, residual, inputs[cache.group], cache, plans[cache.group])
+        return x if residual is None else x + residual
+
+    def passing(
+        self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[LayerCache]
+    ) -> Generator[Stop, Tensor | None, Tensor]:
+        """`forward`, stopped before each layer's attention, which whoever drives it computes and sends.
+
+        Of `inputs` only positions, slots and the padding slot are read: what is launched between two stops depends on
+        the number of tokens alone. Not for operators that fuse layers.
+        """
+        x = self._embedded(token_ids, inputs[0].positions)
+        residual: Tensor | None = None
+        places = dict(zip(self._attending, caches, strict=True))
+        for index, layer in enumerate(self._layers):
+            cache = places.get(index)
+            if cache is None:
+                x, residual = layer(x, residual, inputs[0], None, None)
+                continue
+            assert isinstance(layer, Block), "a fused layer cannot be stopped"
+            own = inputs[cache.group]
+            queries, normed, residual = layer.begin(x, residual, own, cache)
+            attended = yield Stop(queries, layer.attention, cache)
+            del queries, x  # whoever captures the pieces uses their memory again
+            assert attended is not None, "what attention gave is to be sent"
+            x, residual = layer.end(attended, normed, residual, own)
+        return x if residual is None else x + residual
+
+    def room(self, tokens: int) -> StepRoom:
+        """For what `passing` leaves at its stops, and for its result, of up to so many tokens."""
+        embedding, hidden = self._tables.embedding, self.spec.hidden
+        halves = [
+            layer.attention.widths for layer in self._layers if isinstance(layer, Block) and layer.attends
+        ]
+        widest = (max(widths) for widths in zip(*halves, strict=True))
+        queries, attended = (embedding.new_zeros(tokens * width) for width in widest)
+        return StepRoom(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self._ops.embedding(token_ids, self._tables.embedding)
+        if self._multiplier != 1:
+            x = x * self._multiplier
+        if self._tables.positions is not None:
+            x = x + self._ops.embedding(positions, self._tables.positions)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
+        logits = self._head(self._normed(hidden))
+        if self.spec.logit_multiplier != 1:
+            logits = logits * self.spec.logit_multiplier
+        cap = self.spec.logit_cap
+        return logits if cap is None else self._ops.cap_logits(logits, cap)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """hidden: as for `logits` → (n,) int64, the argmax of the logits; NO_TOKEN where they are no finite numbers."""
+        if _keeps_order(self.spec):
+            return self._head.argmax(self._normed(hidden))
+        return finite_argmax(self.logits(hidden))
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return apply_norm(self._ops, self.spec.final_norm, self._norm, FINAL_NORM, hidden)[0]
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
+
+
+def _keeps_order(spec: ModelSpec) -> bool:
+    """Whether two logits that the head tells apart stay so: what is capped, or not multiplied with a power of two, may
+    be rounded to equal numbers, of which the first is taken."""
+    return spec.logit_cap is None and math.frexp(spec.logit_multiplier)[0] == 0.5

@@ -1,0 +1,65 @@
+"""The feed-forward half of a decoder layer, as its spec describes it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from batchinfer.models.checkpoint.weights import LayerWeights
+from batchinfer.models.ops.interface import AttentionInputs, Experts, ExpertWeights, LayerParts, Ops
+from batchinfer.models.spec.parameters import BIAS, LINES, SCALES
+from batchinfer.models.spec.spec import SHARED, ExpertsSpec, FeedForwardSpec, LayerSpec
+from batchinfer_kernels.experts import sigmoid
+
+
+def feed_forward(ops: Ops, spec: LayerSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs) -> Tensor:
+    """(T, hidden) → (T, hidden)"""
+    if isinstance(spec.feed_forward, ExpertsSpec):
+        return _expert_half(ops, spec.feed_forward, parts, x, inputs)
+    return _dense_half(spec.feed_forward, parts, x)
+
+
+def _dense_half(spec: FeedForwardSpec, parts: LayerParts, x: Tensor, start: str = "") -> Tensor:
+    return parts.linears[start + "down"](parts.linears[start + spec.first](x))
+
+
+def _expert_half(
+    ops: Ops, spec: ExpertsSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs
+) -> Tensor:
+    """The weighted results of each token's experts, and what all tokens pass."""
+    assert parts.experts is not None
+    logits = parts.linears["router"](x)
+    choice = ops.choose_experts(logits, spec.routing, parts.vectors.get("correction"))
+    padding = inputs.padding_slot
+    counted = None if padding is None else inputs.slots != padding
+    routed = parts.experts(x, choice, counted)
+    if spec.shared is None:
+        return routed
+    shared = _dense_half(spec.shared, parts, x, SHARED)
+    if spec.shared_gated:
+        shared = shared * sigmoid(parts.linears["shared_gate"](x)).to(shared.dtype)
+    return routed + shared
+
+
+def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Experts | None:
+    """The experts of a layer that has some."""
+    fed = spec.feed_forward
+    if not isinstance(fed, ExpertsSpec):
+        return None
+    into, back = (
+        _of_experts(weights, f"experts.{name}", fed.routing.experts) for name in ("gate_up", "down")
+    )
+    return ops.pack_experts(into, back, fed.activation)
+
+
+def _of_experts(weights: LayerWeights, name: str, count: int) -> ExpertWeights:
+    """What lies one above the other, apart."""
+    weight, bias, lines = weights[name], weights.get(name + BIAS), weights.get(name + LINES)
+    scales = weights.get(name + SCALES)
+    if scales is not None:
+        scales = scales.view(count, -1, *scales.shape[1:])
+    return ExpertWeights(
+        weight.view(count, -1, weight.shape[1]),
+        None if bias is None else bias.view(count, -1),
+        scales,
+        None if lines is None else lines[: len(lines) // count],  # blocks lie alike in all of them
+    )

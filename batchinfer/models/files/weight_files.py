@@ -1,0 +1,159 @@
+"""The weight files of a checkpoint folder, checked before anything of them is loaded. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.core.errors import SecurityRefusal
+from batchinfer.core.hub import PICKLE_SUFFIXES
+from batchinfer.core.hub import WEIGHT_INDEX as INDEX
+from batchinfer.core.hub import WEIGHTS as SINGLE
+from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.fingerprint import Progress, model_fingerprint
+from batchinfer.models.files.folder import CheckpointFolder
+from batchinfer.models.files.safetensors_header import TensorInfo, read_header
+from batchinfer_kernels.arithmetic import Dtype
+
+FLOAT_DTYPES: dict[str, Dtype] = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F64": "float32",
+}
+NAMED = 5  # tensors that a message lists
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and the file that holds it."""
+
+    file: Path
+    info: TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """A checkpoint folder and its weight files; nothing in it leads outside."""
+
+    path: Path
+    files: tuple[Path, ...]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(tensor.info.nbytes for tensor in self.tensors.values())
+
+    @property
+    def stored_dtype(self) -> Dtype:
+        """That of most of the stored bytes."""
+        sizes: Counter[Dtype] = Counter()
+        for tensor in self.tensors.values():
+            if tensor.info.dtype in FLOAT_DTYPES:
+                sizes[FLOAT_DTYPES[tensor.info.dtype]] += tensor.info.nbytes
+        return max(sorted(sizes), key=lambda name: sizes[name], default="float32")
+
+    def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
+        """sha256 in hex of what the model computes: the content of its weights and of config.json.
+
+        `cache` maps `fingerprint.file_identity` to the file's sha256 and is filled with what was missing;
+        `progress` gets the bytes done since its last call, `sum(f.stat().st_size for f in files)` in all.
+        """
+        return model_fingerprint(load_json_object(self.path / "config.json"), self.files, cache, progress)
+
+
+def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
+    """Read the headers of the folder's safetensors files.
+
+    Raises SecurityRefusal (pickle weights, a path that leaves the folder, a malformed header) or JobFileError (files
+    are missing, or an index names other tensors than there are).
+    """
+    files, index = _weight_files(folder)
+    tensors = _stored_tensors(files)
+    _check_index(folder, index, tensors)
+    return WeightFiles(folder.path, tuple(files), tensors)
+
+
+def _weight_files(folder: CheckpointFolder) -> tuple[list[Path], dict[str, str]]:
+    """The files to read, and the index (tensor → file), empty for a single file, which wins as in transformers."""
+    single = folder.file(SINGLE)
+    if single is not None:
+        return [single], {}
+    index = folder.file(INDEX)
+    if index is not None:
+        return _indexed_files(folder, index)
+    raise _no_weights(folder)
+
+
+def _no_weights(folder: CheckpointFolder) -> Exception:
+    pickles = folder.names(*PICKLE_SUFFIXES)
+    others = folder.names(".safetensors")
+    if pickles and not others:
+        return SecurityRefusal(
+            f"{folder.path} holds its weights as pickle ({listed(pickles)}), which can run code when loaded; "
+            "convert it to safetensors (transformers: save_pretrained) on a machine that may run such code"
+        )
+    found = f"; found {listed(others)}" if others else ""
+    return wrong_checkpoint(folder.path, f"no weights: {SINGLE} or {INDEX} is needed in {folder.path}{found}")
+
+
+def _indexed_files(folder: CheckpointFolder, index: Path) -> tuple[list[Path], dict[str, str]]:
+    weight_map = load_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise wrong_checkpoint(
+            index, f"{INDEX}: weight_map is {shown(weight_map)}; wanted tensor names → file names"
+        )
+    files, missing = [], []
+    for name in sorted({_shard_name(index, value) for value in weight_map.values()}):
+        file = folder.file(name, named_by=INDEX)
+        if file is None:
+            missing.append(name)
+        else:
+            files.append(file)
+    if missing:
+        raise wrong_checkpoint(
+            index,
+            f"{INDEX} names {listed(missing)}, missing in {folder.path}",
+            hint="the download may be incomplete",
+        )
+    return files, weight_map
+
+
+def _shard_name(index: Path, value: object) -> str:
+    if not isinstance(value, str) or not value.endswith(".safetensors"):
+        raise SecurityRefusal(
+            f"{index} names the weight file {shown(value)}; only *.safetensors files are read"
+        )
+    return value
+
+
+def _stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, info in read_header(file).items():
+            if name in tensors:
+                raise SecurityRefusal(
+                    f"tensor {shown(name)} is in {tensors[name].file} and in {file}; it may be in one file only"
+                )
+            tensors[name] = StoredTensor(file, info)
+    return tensors
+
+
+def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
+    """Every tensor must be where the index says."""
+    wrong = [
+        name
+        for name, file in index.items()
+        if name not in tensors or tensors[name].file != folder.path / file
+    ]
+    if wrong:
+        raise wrong_checkpoint(folder.path / INDEX, f"{INDEX} names files that do not hold {listed(wrong)}")
+
+
+def listed(names: list[str]) -> str:
+    """The first names, for a message."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(repr(name)[1:-1][:200] for name in names[:NAMED]) + more

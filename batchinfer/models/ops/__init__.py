@@ -1,0 +1,1 @@
+"""The operators that a decoder calls, chosen once for the device."""

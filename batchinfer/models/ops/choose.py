@@ -1,0 +1,173 @@
+"""Chooses the operators of a model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from subprocess import CalledProcessError
+
+import torch
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.models.ops.cpu_ops import CpuOps
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.compilers import NoCompiler
+from batchinfer_kernels.tiles import Grant, tile_grant
+
+_log = logging.getLogger(__name__)
+
+# What Triton's kernels were compiled for: bfloat16 in tensor cores, copies that do not wait
+LEAST_CAPABILITY = 80
+# What to do about matrix tiles
+_OTHER_KIND = "run it where the planning process runs, or on a CPU of that kind"
+_NEWER = "install gcc 11 or clang 12, or a newer one"
+# It builds its link to the driver when it is first asked
+NEEDS_OF_TRITON = "see that there are a driver, a C compiler (gcc or clang) and Python's headers"
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """Why a device's own operators cannot be had, and what could be done about it."""
+
+    reason: str
+    remedy: str
+
+
+def choose_ops(
+    device: torch.device,
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    quantization: Quantization = "none",
+    deterministic: bool = False,
+    kv_heads: int = 1,
+    tiles: bool = False,
+    latent: bool = False,
+    codes: bool = False,
+) -> Ops:
+    """Compiled operators on a CPU that has a compiler, Triton's on a GPU, for the dtypes and sizes that they cover;
+    else torch's.
+
+    `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `tiles`: whether
+    the bits that are promised are those of a CPU's matrix tiles, which are else used wherever they are granted;
+    `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`: whether it is to keep int8
+    codes, for which a CPU has operators of their own. Falling back to torch's operators is logged, and `ops` in the
+    report says it. Raises Unavailable where torch's would have to do, and cannot: they neither quantise, nor keep
+    codes, nor promise row-invariance.
+    """
+    wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
+    wanted += ["engine.deterministic: true"] if deterministic else []
+    wanted += ["model.kv_cache_dtype: int8"] if codes else []
+    sizes, arithmetic = (dtype, group, head_dim), (quantization, deterministic)
+    if device.type == "cpu":
+        needed, found = (
+            "compiled CPU operators",
+            _compiled(
+                *sizes,
+                quantization,
+                latent,
+                tiles if deterministic and dtype == torch.bfloat16 else None,
+                codes,
+            ),
+        )
+    else:
+        needed, found = "Triton operators", _triton(*sizes, *arithmetic, kv_heads, latent)
+    if isinstance(found, Ops):
+        return found
+    if wanted:
+        asked = f"{' and '.join(wanted)} {'needs' if len(wanted) == 1 else 'need'}"
+        automatic = (
+            quantization == "stored" and not deterministic
+        )  # as auto has it: nothing could be taken out
+        other = "take model.quantization: none" if automatic else "take it out"
+        raise Unavailable(f"{asked} the {needed}: {found.reason}; {found.remedy}, or {other}")
+    _log.warning("%s; torch's operators are used, which are several times slower", found.reason)
+    return TorchOps()
+
+
+def _compiled(
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    quantization: Quantization,
+    latent: bool,
+    tiles: bool | None,
+    codes: bool,
+) -> Ops | Lacking:
+    """`tiles`: whether it has to be in matrix tiles; None: wherever they are granted."""
+    if quantization in ("fp8", "stored"):
+        return Lacking("they have no products of fp8", "use engine.device: cuda, or model.quantization: int8")
+    if not CpuOps.can_run(dtype, group, head_dim, latent):
+        return _not_covered(dtype, group, head_dim)
+    grant = tile_grant()
+    if tiles and not grant.given:
+        return Lacking(
+            f"the job's bits are those of matrix tiles; {grant.refusal or 'this CPU has none'}", _OTHER_KIND
+        )
+    try:
+        compiled = CompiledOperators(tiles="none" if tiles is False else None, codes=codes)
+    except NoCompiler as error:
+        return Lacking(str(error), "install one (apt install gcc)")
+    if tiles and not compiled.has_tiles:
+        return Lacking(
+            "the job's bits are those of matrix tiles, for which the C compiler is too old", _NEWER
+        )
+    _warn_of_tiles(grant, compiled.has_tiles or tiles is False)
+    return CpuOps(compiled, group, quantization, latent, dtype)
+
+
+def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:
+    """Says it where the CPU has tiles that are not used."""
+    if grant.refusal:
+        _log.warning("%s; matrix products are computed in vectors, which are slower", grant.refusal)
+    elif grant.given and not as_chosen:
+        _log.warning("the C compiler knows no matrix tiles (AMX), which would be faster; %s", _NEWER)
+
+
+def _not_covered(dtype: torch.dtype, group: int, head_dim: int) -> Lacking:
+    sizes = f"{dtype} with {group} query heads of {head_dim} a KV head"
+    return Lacking(f"they do not cover {sizes}", "take another model.dtype or model")
+
+
+def _triton(
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    quantization: Quantization,
+    deterministic: bool,
+    kv_heads: int,
+    latent: bool,
+) -> Ops | Lacking:
+    """The same for a GPU. Triton is imported only here: it looks for a driver."""
+    if importlib.util.find_spec("triton") is None:
+        return Lacking("triton is not installed", "install it (pip install triton)")
+    from batchinfer.models.ops.triton_ops import TritonOps
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+    if not TritonOps.can_run(dtype, group, head_dim, latent):
+        return _not_covered(dtype, group, head_dim)
+    lacking = _unfit_gpu(quantization)
+    if lacking is not None:
+        return lacking
+    shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic)
+    return TritonOps(shape, quantization, latent)
+
+
+def _unfit_gpu(quantization: Quantization) -> Lacking | None:
+    """Why Triton cannot compile for the GPU that it finds, or the GPU cannot multiply so."""
+    from batchinfer_kernels.gpu import target
+    from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8
+
+    try:
+        found = target.architecture()
+    except (RuntimeError, OSError, CalledProcessError) as error:
+        return Lacking(f"Triton cannot use this GPU: {error}", NEEDS_OF_TRITON)
+    if found.isdigit() and int(found) < LEAST_CAPABILITY:
+        has = f"this GPU has compute capability {found[:-1]}.{found[-1]}, and they need 8.0 or newer"
+        return Lacking(has, "use a newer GPU or engine.device: cpu")
+    missing = why_not_fp8() if quantization in ("fp8", "stored") else None
+    return None if missing is None else Lacking(missing, "use model.quantization: int8 or a newer GPU")

@@ -1,0 +1,54 @@
+"""Experts on a CPU: compiled products, one team of threads over all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.ops.interface import Experts, ExpertWeights, HeadsLinear
+from batchinfer.models.ops.torch_ops import add_loads
+from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.packed import Kind, PackedExperts
+from batchinfer_kernels.experts import Choice
+from batchinfer_kernels.quantized_linear import quantize_weight
+
+
+class CompiledExperts(Experts):
+    """One call, for activations that are compiled; a token's bits do not depend on the other tokens."""
+
+    def __init__(self, compiled: CompiledOperators, gate_up: PackedExperts, down: PackedExperts) -> None:
+        self.loads = torch.zeros(gate_up.count, dtype=torch.int64)
+        self._compiled, self._gate_up, self._down = compiled, gate_up, down
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        loads = self.loads if counted is None else torch.zeros_like(self.loads)
+        if counted is not None:
+            add_loads(self.loads, choice.experts, counted)
+        return self._compiled.experts(x, self._gate_up, self._down, choice, loads)
+
+
+class CompiledHeads(HeadsLinear):
+    """A matrix product for each head, as the experts' are: of each token a row goes to every head."""
+
+    def __init__(self, compiled: CompiledOperators, weight: PackedExperts) -> None:
+        self._compiled, self._weight = compiled, weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        heads, tokens = self._weight.count, len(x)
+        starts = torch.arange(heads + 1) * tokens
+        rows = x.transpose(0, 1).reshape(heads * tokens, -1).contiguous()
+        return (
+            self._compiled.grouped_linear(rows, self._weight, starts).view(heads, tokens, -1).transpose(0, 1)
+        )
+
+
+def pack(
+    compiled: CompiledOperators, weights: ExpertWeights, kind: Kind, quantization: Quantization
+) -> PackedExperts:
+    """The weights in panels."""
+    if quantization == "none":
+        return compiled.pack_experts(weights.weight, weights.bias, kind)
+    coded = [quantize_weight(matrix) for matrix in weights.weight]
+    codes, scales = (torch.stack(parts) for parts in zip(*coded, strict=True))
+    return compiled.pack_expert_codes(codes, scales, weights.bias, kind)

@@ -1,0 +1,137 @@
+"""A decoder layer of compiled operators: one call instead of eight."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from batchinfer.models.ops.cpu_linear import CompiledLinear
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    DecoderLayer,
+    LayerCache,
+    LayerParts,
+    RopeTable,
+)
+from batchinfer.models.spec.spec import AttentionSpec, FeedForwardSpec, LayerSpec
+from batchinfer_kernels.cpu.attention_plan import Items
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.layer import (
+    LayerRoom,
+    LayerRotation,
+    LayerSizes,
+    LayerWeights,
+    PackedLayer,
+    StepPlaces,
+)
+
+
+class ItemPlan(AttentionPlan):
+    """The step cut into pieces of work, and what its layers leave to one another. `beside`: the plan of another cache
+    group for the same step."""
+
+    padded_tokens = 0
+
+    def __init__(self, inputs: AttentionInputs, items: Items, beside: ItemPlan | None = None) -> None:
+        self.inputs, self.items = inputs, items
+        self.room: LayerRoom | None = None
+        self.step: list[ItemPlan] = [] if beside is None else beside.step  # the plans of all groups
+        self.step.append(self)
+
+    def left(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
+        """The room in which a layer of any group left x and residual."""
+        rooms = (plan.room for plan in self.step if plan.room is not None)
+        return next((room for room in rooms if x is room.x and residual is room.residual), None)
+
+
+BEFORE = {"input_norm", "post_norm"}  # the norms that every compiled layer has
+
+
+class CompiledLayer(DecoderLayer):
+    """x and residual of a step stay in its plan's room, which each layer overwrites."""
+
+    def __init__(self, compiled: CompiledOperators, spec: LayerSpec, parts: LayerParts) -> None:
+        """For what `covers` says. Raises ValueError where weights do not fit one another."""
+        self._compiled = compiled
+        attention, norms = spec.attention, parts.norms
+        assert isinstance(attention, AttentionSpec), "see `covers`"
+        assert parts.rope is not None, "heads are rotated, if by an angle of 0"
+        linears = {name: cast(CompiledLinear, linear).weight for name, linear in parts.linears.items()}
+        weights = LayerWeights(
+            input_norm=norms["input_norm"],
+            post_norm=norms["post_norm"],
+            attention_norm=norms.get("attention_norm"),
+            feed_forward_norm=norms.get("feed_forward_norm"),
+            rotation=_rotation(parts, parts.rope),
+            qkv=linears["qkv"],
+            o=linears["o"],
+            gated=linears["gate_up"],
+            down=linears["down"],
+            window=attention.window,
+            sinks=parts.vectors.get("sinks"),
+        )
+        heads, norm = (attention.q_heads, attention.kv_heads, attention.head_dim), spec.norms["input_norm"]
+        sizes = LayerSizes(*heads, attention.scale, norm.eps, attention.soft_cap, norm.offset)
+        self._layer = PackedLayer(weights, sizes)
+
+    @staticmethod
+    def covers(spec: LayerSpec, parts: LayerParts) -> bool:
+        """Whether the compiled layer can do it: an RMSNorm before each half, all norms of one epsilon and offset, and
+        products that are compiled, the gate in one of them."""
+        norms, attention = spec.norms, spec.attention
+        if not isinstance(attention, AttentionSpec):
+            return False
+        heads = attention.norms_heads or attention.q_norm is None
+        return (
+            all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
+            and isinstance(spec.feed_forward, FeedForwardSpec)
+            and spec.feed_forward.gated
+            and norms.keys() >= BEFORE
+            and heads
+            and attention.kv_layer is None
+            and all(norm.kind == "rms" for norm in norms.values())
+            and len({(norm.eps, norm.offset) for norm in norms.values()}) == 1
+            and not spec.parallel
+            and spec.residual_multiplier == 1
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        inputs: AttentionInputs,
+        cache: LayerCache | None,
+        plan: AttentionPlan | None,
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(plan, ItemPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by the CPU's operators")
+        assert cache is not None, "it has attention"
+        room = plan.room
+        if room is None or not self._left(room, x, residual, cache.block_size):
+            room = plan.room = self._room(x, inputs, cache, plan, plan.left(x, residual))
+            if residual is not None and residual is not room.residual:
+                room.residual.copy_(residual)
+        kept = (cache.k, cache.v, residual is None, cache.scales)
+        self._compiled.decoder_layer(self._layer, room, *kept)
+        return room.x, room.residual
+
+    def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
+        """Whether a layer of these sizes, with the same blocks, left x and residual in the room."""
+        same = room.places.block_size == block_size
+        return x is room.x and residual is room.residual and same and room.fits(self._layer)
+
+    def _room(
+        self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: ItemPlan, beside: LayerRoom | None
+    ) -> LayerRoom:
+        tables, sizes, items = inputs.block_tables, self._layer.sizes, plan.items
+        places = (inputs.positions, inputs.slots, tables, items, cache.block_size, inputs.parts)
+        shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
+        state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])
+        return LayerRoom(x, self._layer, StepPlaces(*places), shape, state, beside)
+
+
+def _rotation(parts: LayerParts, rope: RopeTable) -> LayerRotation:
+    norms = parts.norms
+    return LayerRotation(rope.cos, rope.sin, rope.interleaved, norms.get("q_norm"), norms.get("k_norm"))

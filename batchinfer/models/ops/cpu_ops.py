@@ -1,0 +1,253 @@
+"""Compiled operators for the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.ops.cpu_experts import CompiledExperts, CompiledHeads, pack
+from batchinfer.models.ops.cpu_layer import CompiledLayer, ItemPlan
+from batchinfer.models.ops.cpu_linear import CompiledHead, CompiledLinear
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    DecoderLayer,
+    Experts,
+    ExpertWeights,
+    Head,
+    HeadsLinear,
+    LayerCache,
+    LayerParts,
+    Linear,
+    RopeTable,
+    placed,
+)
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.spec.spec import CacheSpec, LayerSpec
+from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
+from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
+from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
+from batchinfer_kernels.cpu.packed import Kind, PackedWeight
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.paged_attention import CODES
+from batchinfer_kernels.quantized_linear import quantize_weight
+
+# Heads that read a tile of latents together: with them it is worth its way from the L2 cache
+MOST_SLICE = 16
+GATES: dict[Activation, Kind] = {
+    "silu": "gated",
+    "gelu_tanh": "gelu_gated",
+    "clamped_swiglu": "clamped_gated",
+    "gelu": "exact_gelu_gated",
+}
+
+
+class CpuOps(TorchOps):
+    """`group` is the model's number of query heads a KV head; `latent`: whether what its cache keeps are latents.
+
+    Every operator gives a row results that depend on that row alone, bit by bit. `dtype`: what the model is computed
+    in, for the name of what is done.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        compiled: CompiledOperators,
+        group: int,
+        quantization: Quantization = "none",
+        latent: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._compiled, self._latent = compiled, latent
+        self._group = _slice(group) if latent else group
+        if quantization == "fp8":
+            raise ValueError("a CPU's operators have no products of fp8")
+        self._quantization, self._dtype = quantization, dtype
+
+    @staticmethod
+    def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
+        """Whether the compiled operators cover a model."""
+        sizes = latent or (group <= MAX_ROWS and head_dim <= MAX_HEAD_DIM)
+        return dtype in (torch.float32, torch.bfloat16) and sizes
+
+    @property
+    def linear(self) -> str:
+        way = "int8" if self._quantization == "int8" else "compiled"
+        tiles = self._compiled.has_tiles and (way == "int8" or self._dtype == torch.bfloat16)
+        return f"{way}, in tiles" if tiles else way
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+        return CompiledLinear(self._compiled, self._packed(weight, bias, GATES[activation]))
+
+    def pack_head(self, weight: Tensor) -> Head:
+        return CompiledHead(self._compiled, self._packed(weight, None, "float"))
+
+    def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, "float"))
+
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        into = pack(self._compiled, gate_up, GATES[activation], self._quantization)
+        back = pack(self._compiled, down, "plain", self._quantization)
+        return CompiledExperts(self._compiled, into, back)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
+        if self._quantization == "int8":
+            return self._compiled.pack_codes(*quantize_weight(weight), bias, kind)
+        return self._compiled.pack_linear(weight, bias, kind)
+
+    def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
+        return CompiledLayer(self._compiled, spec, parts) if CompiledLayer.covers(spec, parts) else None
+
+    def holds(self, cache: CacheSpec) -> bool:
+        """int8 codes of K and V where the compiled operators were asked for them; no fp8, and none of latents."""
+        codes = cache.dtype == "int8" and not cache.latent and self._compiled.keeps_codes
+        return cache.dtype is None or codes
+
+    def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
+        if cache.latent:
+            return super().cache_shape(cache, block_size)
+        return self._compiled.cache_shape(cache.heads, block_size, cache.dim)
+
+    def allocate_cache(
+        self,
+        cache: CacheSpec,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LayerCache:
+        if not self.holds(cache):
+            raise ValueError(f"{self.name} operators keep no {cache.dtype}")
+        shape = (blocks, *self.cache_shape(cache, block_size))
+        kept = dtype if cache.dtype is None else CODES[cache.dtype]
+        made = [zeros_in_huge_pages(shape, kept) for _ in range(cache.tensors)]
+        if cache.dtype is None:
+            return LayerCache(made[0], made[-1], block_size)
+        scales = [zeros_in_huge_pages(shape[:3], torch.float32) for _ in made]
+        return LayerCache(made[0], made[-1], block_size, k_scale=scales[0], v_scale=scales[-1])
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        return self._compiled.rms_norm(x, weight, eps, residual, offset)
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        places = (rope.cos, rope.sin, inputs.positions, cache.k, cache.v, cache.block_size, inputs.slots)
+        norms, pairs = (q_norm, k_norm, eps), rope.interleaved
+        return self._compiled.rope_store(
+            q, k, v, *places, *norms, offset=offset, interleaved=pairs, scales=cache.scales
+        )
+
+    def rope(
+        self,
+        q: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        tables = (rope.cos, rope.sin, inputs.positions)
+        return self._compiled.rope(q, *tables, norm, eps, offset=offset, interleaved=rope.interleaved)
+
+    def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
+        if self._latent:
+            super().copy_parts(cache, parts)
+        else:
+            self._compiled.copy_parts(cache.k, cache.v, parts, cache.scales, self._dtype)
+
+    def plan_attention(
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        beside: AttentionPlan | None = None,
+    ) -> AttentionPlan:
+        before = beside if isinstance(beside, ItemPlan) else None
+        lens = (inputs.query_lens, inputs.context_lens, self._group)
+        if inputs.whole:
+            tables, compiled = inputs.block_tables.numpy(), self._compiled
+            pages = (
+                compiled.latent_pages(block_size, self._dtype) if self._latent else compiled.pages(block_size)
+            )
+            return ItemPlan(inputs, attention_items(*lens, tables, pages), before)
+        # Tables of a window do not show what sequences share: entries that it has left are alike in all of them
+        if before is not None and not before.inputs.whole:
+            return ItemPlan(inputs, before.items, before)
+        return ItemPlan(inputs, attention_items(*lens), before)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(plan, ItemPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        tables = plan.inputs.block_tables
+        places = (cache.k, cache.v, cache.block_size, tables, plan.items)
+        rules = (scale, window, soft_cap, sinks)
+        return placed(self._compiled.paged_attention(q, *places, *rules, scales=cache.scales), out)
+
+    def pack_heads(self, weight: Tensor) -> HeadsLinear:
+        packed = pack(self._compiled, ExpertWeights(weight), "plain", self._quantization)
+        return CompiledHeads(self._compiled, packed)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        rank: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(plan, ItemPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        tables = plan.inputs.block_tables
+        return placed(self._compiled.latent_attention(q, cache.k, tables, plan.items, scale, rank), out)
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return self._compiled.gate(gate_up, GATES[activation])
+
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        if activation == "clamped_swiglu":
+            return super().activation(x, activation)  # which says that it needs a gate and an up
+        return self._compiled.activate(x, GATES[activation])
+
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        self._compiled.cap_logits(logits, cap)
+        return logits
+
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        self._compiled.mask(logits, rows, bits)
+
+    def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        return self._compiled.masked_argmax(logits, bits)
+
+
+def _slice(heads: int) -> int:
+    """How many heads pass over latents together."""
+    return max(n for n in range(1, MOST_SLICE + 1) if heads % n == 0)

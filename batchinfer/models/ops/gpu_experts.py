@@ -1,0 +1,90 @@
+"""Experts on a GPU: Triton's grouped products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.ops.interface import Experts, ExpertWeights, HeadsLinear
+from batchinfer.models.ops.torch_ops import add_loads
+from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.experts import Choice, group_by_expert
+from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.combine import combine
+from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
+from batchinfer_kernels.quantized_linear import quantize_weight
+
+
+class TritonExperts(Experts):
+    """Sorted on the device, so that the host waits for nothing and a graph can replay it."""
+
+    def __init__(
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        activation: Activation,
+        quantization: Quantization,
+        deterministic: bool,
+    ) -> None:
+        self._gate_up, self._down = (_coded(weights, quantization) for weights in (gate_up, down))
+        self._lines = (gate_up.lines, down.lines)
+        self._biases = (gate_up.bias, down.bias)
+        self._activation, self._deterministic = activation, deterministic
+        weight = gate_up.weight
+        self.loads = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        groups = group_by_expert(choice.experts, len(self.loads))
+        if counted is None:
+            self.loads += groups.starts.diff()
+        else:
+            add_loads(self.loads, choice.experts, counted)
+        (gate_up, scales), (down, down_scales) = self._gate_up, self._down
+        inner = grouped_matmul(
+            x,
+            gate_up,
+            groups.starts,
+            self._biases[0],
+            scales=scales,
+            lines=self._lines[0],
+            activation=self._activation,
+            from_rows=groups.order // choice.experts.shape[1],
+            deterministic=self._deterministic,
+        )
+        made = grouped_matmul(
+            inner,
+            down,
+            groups.starts,
+            self._biases[1],
+            scales=down_scales,
+            lines=self._lines[1],
+            deterministic=self._deterministic,
+        )
+        return combine(made, groups.order, choice.weights)
+
+
+class TritonHeads(HeadsLinear):
+    """A grouped product in which each head has a row of every token."""
+
+    def __init__(self, weight: Tensor, quantization: Quantization, deterministic: bool) -> None:
+        self._weight, self._scales = _coded(ExpertWeights(weight.contiguous()), quantization)
+        self._deterministic = deterministic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (tokens, heads, _), weight = x.shape, self._weight
+        starts = torch.arange(heads + 1, device=x.device) * tokens
+        rows = x.transpose(0, 1).reshape(heads * tokens, -1)
+        made = grouped_matmul(rows, weight, starts, scales=self._scales, deterministic=self._deterministic)
+        return made.view(heads, tokens, -1).transpose(0, 1)
+
+
+def _coded(weights: ExpertWeights, quantization: Quantization) -> tuple[Tensor, Tensor | None]:
+    """(values or codes, scales of codes)"""
+    if weights.scales is not None or quantization in ("none", "stored"):
+        return weights.weight, weights.scales
+    quantize = quantize_weight if quantization == "int8" else quantize_rows_fp8
+    coded = [quantize(matrix) for matrix in weights.weight]
+    # As bytes: torch does not stack float8_e4m3fn everywhere
+    codes = torch.stack([each.view(torch.uint8) for each, _ in coded]).view(coded[0][0].dtype)
+    return codes, torch.stack([scales for _, scales in coded])

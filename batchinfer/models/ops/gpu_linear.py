@@ -1,0 +1,175 @@
+"""Linear layers of a GPU: the vendor's matrix products, and kernels where these cannot do it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchinfer.models.ops.interface import CodedWeight, Head, Linear
+from batchinfer_kernels.block_fp8_matmul import BlockWeight
+from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
+from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
+from batchinfer_kernels.gpu.int8_matmul import int8_matmul
+from batchinfer_kernels.gpu.matmul import matmul
+from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.quantized_linear import quantize_weight
+
+
+class LibraryLinear(Linear):
+    """The weight as it was loaded, multiplied by cuBLAS or hipBLAS."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class LibraryHead(Head):
+    """The library's sums as they are, in float32: rounded to the weight's dtype, near logits would become equal."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), self._weight.float())
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return sample(self(x))
+
+
+class LibraryExact(Linear):
+    """The same for a layer that is no head."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._head, self._bias = LibraryHead(weight), None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._head(x)
+        return y if self._bias is None else y + self._bias
+
+
+class InvariantLinear(Linear):
+    """A row's bits do not depend on the other rows; see batchinfer_kernels.gpu.matmul."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.out_features //= 1 if activation is None else 2
+        self._weight, self._bias, self._activation = weight, bias, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(x, self._weight, self._bias, activation=self._activation, deterministic=True)
+
+
+class InvariantHead(Head):
+    """The same with float32 results."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(x, self._weight, out_dtype=torch.float32, deterministic=True)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return sample(self(x))
+
+
+class InvariantExact(Linear):
+    """Float32 results of a layer that is no head."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(x, self._weight, self._bias, out_dtype=torch.float32, deterministic=True)
+
+
+class Int8Linear(Linear):
+    """int8 codes of the weight, and of each row of x when it comes. Sums are exact: a row does not depend on others."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.out_features //= 1 if activation is None else 2
+        self._codes, self._scales = quantize_weight(weight)
+        self._bias, self._activation = bias, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return int8_matmul(x, self._codes, self._scales, self._bias, activation=self._activation)
+
+
+class Int8Head(Head):
+    """The same with float32 results."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._codes, self._scales = quantize_weight(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return int8_matmul(x, self._codes, self._scales, out_dtype=torch.float32)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return sample(self(x))
+
+
+class Fp8Linear(Linear):
+    """float8_e4m3fn codes of the weight, and of each row of x when it comes."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, deterministic: bool
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.out_features //= 1 if activation is None else 2
+        self._codes, self._scales = quantize_rows_fp8(weight)
+        self._bias, self._activation, self._deterministic = bias, activation, deterministic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, how = (self._codes, self._scales, self._bias), self._deterministic
+        return fp8_matmul(x, *weight, activation=self._activation, deterministic=how)
+
+
+class StoredFp8Linear(Linear):
+    """float8_e4m3fn codes as a checkpoint stores them, and of each row or each group of it when it comes."""
+
+    def __init__(
+        self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None, deterministic: bool
+    ) -> None:
+        self.out_features, self.in_features = weight.codes.shape
+        self.out_features //= 1 if activation is None else 2
+        self._codes, self._scales, self._bias = weight.codes, weight.scales, bias
+        self._blocks = None if weight.lines is None else BlockWeight(self._codes, self._scales, weight.lines)
+        self._activation, self._deterministic = activation, deterministic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, how = self._activation, self._deterministic
+        if self._blocks is not None:
+            return block_fp8_matmul(x, self._blocks, self._bias, activation=gate, deterministic=how)
+        rest = (self._codes, self._scales, self._bias)
+        return fp8_matmul(x, *rest, activation=gate, deterministic=how)
+
+
+class Fp8Head(Head):
+    """The same with float32 results."""
+
+    def __init__(self, weight: Tensor, deterministic: bool) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._codes, self._scales = quantize_rows_fp8(weight)
+        self._deterministic = deterministic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        how = self._deterministic
+        return fp8_matmul(x, self._codes, self._scales, out_dtype=torch.float32, deterministic=how)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return sample(self(x))

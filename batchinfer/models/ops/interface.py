@@ -1,0 +1,489 @@
+"""The operators that a decoder is made of, and the tensors of a step that they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.spec.spec import CacheSpec, LayerSpec
+from batchinfer_kernels.copy_parts import copy_parts_reference
+from batchinfer_kernels.experts import Choice, choose_experts
+from batchinfer_kernels.gated_activation import Activation, activation_reference
+from batchinfer_kernels.latent_attention import latent_store_reference
+from batchinfer_kernels.layer_norm import layer_norm_reference
+from batchinfer_kernels.log_probabilities import log_probabilities_reference
+from batchinfer_kernels.mask import bars, mask_reference
+from batchinfer_kernels.paged_attention import CODES
+from batchinfer_kernels.penalties import Penalties, penalise_reference
+from batchinfer_kernels.routing import Routing
+from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
+from batchinfer_kernels.sample import RowSampling, sample_reference
+from batchinfer_kernels.step_tables import StepTables
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """K and V of one layer, (blocks, kv_heads, block_size, head_dim) each; how values lie within a block is the
+    business of the operators that allocated it, which may round its two inner sizes up. Where the layer keeps latents,
+    (blocks, 1, block_size, dim), both are the same tensor. Codes have scales beside them, (blocks, kv_heads,
+    block_size) float32."""
+
+    k: Tensor
+    v: Tensor
+    block_size: int
+    group: int = 0  # which of the step's block tables say where its blocks are
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of codes."""
+        return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
+
+    @property
+    def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """All that a copied token consists of, K and V, as caches of four dimensions."""
+        yield self.k, self.v
+        if self.scales is not None:
+            k_scale, v_scale = self.scales
+            yield k_scale[..., None], v_scale[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Positions and cache slots of a step's tokens: T tokens of S sequences, one chunk a sequence, in order; for the
+    layers of one cache group.
+
+    Lengths are plain ints: the host made them, and no operator should have to ask the device for them.
+    """
+
+    positions: Tensor  # (T,) int64: position of each token in its sequence
+    slots: Tensor  # (T,) int64: where its K and V go, block * block_size + offset
+    block_tables: Tensor  # (S, max blocks) int32, padded with 0
+    query_lens: list[int]  # (S,) tokens of the sequence in this step
+    context_lens: list[int]  # (S,) cached tokens of the sequence, this step's included
+    host_tables: StepTables | None = None  # the block tables where the host can read them
+    padding_slot: int | None = (
+        None  # where padding rows write to, which are nobody's tokens; None: there are none
+    )
+    whole: bool = (
+        True  # False: of blocks that a window has left the tables say nothing, and no operator reads them
+    )
+    parts: Tensor | None = (
+        None  # of blocks that are copied once K and V are stored; see batchinfer_kernels.copy_parts
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """cos and sin per position, (max positions, pairs) float32, any attention scaling multiplied in. A pair of a head's
+    values is (i, i + pairs), or (2i, 2i + 1) where it is `interleaved`."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+class Linear(ABC):
+    """y = x W^T + b with the weight in whatever layout its implementation likes best."""
+
+    in_features: int
+    out_features: int
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in_features) → (T, out_features)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedWeight:
+    """A weight that stays as a checkpoint stores it: codes (out, in) float8_e4m3fn, and scales (out,) float32, or
+    (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
+    batchinfer_kernels.block_fp8_matmul."""
+
+    codes: Tensor
+    scales: Tensor
+    lines: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """One matrix product of each expert: weight (experts, out, in), bias (experts, out). With scales, each expert's,
+    the weight is a CodedWeight's codes; the lines are those of every expert."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+    lines: Tensor | None = None
+
+
+class Head(Linear):
+    """The layer that makes logits, float32."""
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """(T,) int64: the token with the greatest logit, the lowest of equals; NO_TOKEN where that is not finite or a
+        logit is no number."""
+        return finite_argmax(self(x))
+
+
+def finite_argmax(logits: Tensor) -> Tensor:
+    """(n, vocab) → (n,) int64: the greatest, the lowest of equals; NO_TOKEN where it is not finite or one is NaN."""
+    best, tokens = logits.max(-1)
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)
+
+
+def placed(result: Tensor, out: Tensor | None) -> Tensor:
+    """The result where it is wanted."""
+    return result if out is None else out.copy_(result)
+
+
+class HeadsLinear(ABC):
+    """A matrix product for each head."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, heads, in) → (T, heads, out)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentHeads:
+    """What takes queries to the latent that K is made of, and results from the one that V is made of, head by head."""
+
+    k: HeadsLinear
+    v: HeadsLinear
+
+
+class Experts(ABC):
+    """The experts of a layer, with their weights in whatever layout the implementation likes best. `loads` (experts,)
+    int64 counts, in place, the tokens that each was given so far."""
+
+    loads: Tensor
+
+    @abstractmethod
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """x: (T, hidden) → (T, hidden); see batchinfer_kernels.experts. `counted` (T,) bool: the tokens that count as
+        load, all if not given."""
+
+
+class AttentionPlan(ABC):
+    """Prepared by an implementation once a step, and read in every layer."""
+
+    padded_tokens: int  # query positions computed only as padding
+
+
+class FixedPlan(AttentionPlan):
+    """A plan whose launches are the same for every step with the same `sizes`, so that a graph can replay them."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Hashable:
+        """The sizes, beside the number of rows and the bound of the contexts, that the launches depend on."""
+
+    @abstractmethod
+    def refill(self, other: FixedPlan) -> None:
+        """Take over another step's values; its sizes are the same."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """A decoder layer's weights as the operators want them, by the names that its spec gives them."""
+
+    linears: Mapping[str, Linear]
+    norms: Mapping[str, Tensor]
+    rope: RopeTable | None  # None: it has no attention
+    experts: Experts | None = None
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
+    latent_heads: LatentHeads | None = None
+
+
+class DecoderLayer(ABC):
+    """A layer of a decoder."""
+
+    loads: Tensor | None = None  # where it has experts: `Experts.loads`
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        inputs: AttentionInputs,
+        cache: LayerCache | None,
+        plan: AttentionPlan | None,
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual: (T, hidden), to be added; residual is None for the first layer → the next layer's. Writes K and
+        V of the step's tokens to `cache`, unless that is an earlier layer's. A layer without attention has neither
+        cache nor plan, and the inputs of any group. What is given, and what a layer before it returned, may be
+        overwritten."""
+
+
+class Ops(ABC):
+    """One implementation of every operator; `name` goes into the report."""
+
+    name: str
+
+    @property
+    def linear(self) -> str:
+        """How the linear layers packed so far are computed, for the report."""
+        return self.name
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Prepare a weight (out, in) once, at load."""
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+        """A gated layer, gate above up: (T, in) → (T, out / 2), act(gate) * up."""
+        return GatedLinear(self, self.pack_linear(weight, bias), activation)
+
+    def pack_codes(
+        self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
+    ) -> Linear:
+        """A layer whose weight stays in codes of fp8, gated where there is an activation. Raises TypeError where these
+        operators have no products of such codes: who chooses operators has asked before."""
+        raise TypeError(f"{self.name} operators have no products of fp8")
+
+    def pack_activated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+        """A layer with an activation behind it: (T, in) → (T, out)."""
+        return ActivatedLinear(self, self.pack_linear(weight, bias), activation)
+
+    @abstractmethod
+    def pack_head(self, weight: Tensor) -> Head:
+        """The layer that makes logits: (T, in) → (T, out) float32, never rounded to the weight's dtype: among logits of
+        magnitude 100 bfloat16 tells no two apart that differ by less than a half."""
+
+    @abstractmethod
+    def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer whose results are float32, and whose weight is never quantised: the router of experts."""
+
+    @abstractmethod
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        """Experts of gated feed-forward halves, gate above up."""
+
+    @abstractmethod
+    def pack_heads(self, weight: Tensor) -> HeadsLinear:
+        """weight: (heads, out, in)."""
+
+    def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
+        """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""
+        return choose_experts(logits, routing, correction)
+
+    def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
+        """A whole layer, of linear layers that were packed here, as one call; None: these operators do not offer it."""
+        return None
+
+    def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
+        """Values that one block of K takes, or of V, in one layer: (heads, block_size, dim), maybe rounded up."""
+        return cache.heads, block_size, cache.dim
+
+    def holds(self, cache: CacheSpec) -> bool:
+        """Whether they read and write such a cache."""
+        return cache.dtype is None
+
+    def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
+        """Bytes of one block of all these layers, with what is rounded up. `itemsize`: of a value of the run."""
+        found = 0
+        for cache in caches:
+            heads, size, dim = self.cache_shape(cache, block_size)
+            found += cache.tensors * heads * size * cache.head_bytes(dim, itemsize)
+        return found
+
+    def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
+        """What attention of `rows` single queries takes at most while a step runs, beyond what it takes where every
+        row has a context of `longest` tokens and shares none: which steps those are depends on the operators."""
+        return 0
+
+    def allocate_cache(
+        self,
+        cache: CacheSpec,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LayerCache:
+        """A zero-filled cache of one layer, which they hold; `dtype`: of the run."""
+        shape = (blocks, *self.cache_shape(cache, block_size))
+        kept = dtype if cache.dtype is None else CODES[cache.dtype]
+        made = [torch.zeros(shape, dtype=kept, device=device) for _ in range(cache.tensors)]
+        if cache.dtype is None:
+            return LayerCache(made[0], made[-1], block_size)
+        scales = [torch.zeros(shape[:3], device=device) for _ in made]
+        return LayerCache(made[0], made[-1], block_size, k_scale=scales[0], v_scale=scales[-1])
+
+    @abstractmethod
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """token_ids: (T,) int64; table: (vocab, hidden) → (T, hidden)."""
+
+    @abstractmethod
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """(normalised, x + residual); see batchinfer_kernels.rms_norm."""
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(normalised, x + residual); see batchinfer_kernels.layer_norm. torch's own serves every device: it takes each
+        row by itself."""
+        return layer_norm_reference(x, weight, bias, eps, residual)
+
+    @abstractmethod
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        """Rotated q (T, q_heads, D); k and v (T, kv_heads, D) go to the cache. See batchinfer_kernels.rope_store."""
+
+    @abstractmethod
+    def rope(
+        self,
+        q: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        """Rotated q (T, q_heads, D) alone, for a layer that reads the K and V of another. The bits are those of
+        `rope_store`."""
+
+    def store(self, k: Tensor, v: Tensor, inputs: AttentionInputs, cache: LayerCache) -> None:
+        """k and v (T, kv_heads, D), rotated or not, go to the cache as they are: one pair of each head is turned by an
+        angle of 0. For models whose own code rotates; a family of ours uses `rope_store`."""
+        heads, ones = k.shape[1], torch.ones(1, 1, device=k.device)
+        still = RopeTable(ones, torch.zeros_like(ones))
+        both = torch.cat((k, v), dim=1)  # in rows of equal stride, as rope_store takes them
+        at_zero = replace(inputs, positions=torch.zeros_like(inputs.positions))
+        self.rope_store(both[:, :heads], both[:, :heads], both[:, heads:], still, at_zero, cache)
+
+    def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
+        """Copy K and V between blocks; parts are (n, 4) int64. See batchinfer_kernels.copy_parts."""
+        for k, v in cache.copied:
+            copy_parts_reference(k, v, parts)
+
+    @abstractmethod
+    def plan_attention(
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        beside: AttentionPlan | None = None,
+    ) -> AttentionPlan:
+        """Prepare attention for one step of the layers of a cache group; `windows` are the sliding windows that they
+        use. `beside`: the plan of another group for the same step, to share with it what does not depend on tables."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """(T, q_heads, D) → (T, q_heads, D), which is written to `out` if given. See
+        batchinfer_kernels.paged_attention."""
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+    ) -> Tensor:
+        """Rotated q (T, heads, R); latent (T, rank) and rotated k (T, R) go to the cache beside one another. See
+        batchinfer_kernels.latent_attention. torch's own serves every device: it takes each row by itself."""
+        cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
+        places = (cos, sin, cache.k, inputs.slots)
+        return latent_store_reference(q, latent, k, *places, interleaved=rope.interleaved)
+
+    @abstractmethod
+    def latent_attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        rank: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """(T, heads, rank + R) → (T, heads, rank), which is written to `out` if given. See
+        batchinfer_kernels.latent_attention."""
+
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        """cap × tanh(logits / cap) of (n, vocab) float32, perhaps in place."""
+        return (logits / cap).tanh_().mul_(cap)
+
+    def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        """(n, vocab) → (n,) int64. See batchinfer_kernels.sample."""
+        return sample_reference(logits, sampling)
+
+    def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the chosen tokens (n,), and of the `most` most likely ones with their ids. See
+        batchinfer_kernels.log_probabilities."""
+        return log_probabilities_reference(logits, chosen, most)
+
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        """Changes logits (n, vocab). See batchinfer_kernels.penalties."""
+        penalise_reference(logits, penalties)
+
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Changes logits (n, vocab). See batchinfer_kernels.mask."""
+        mask_reference(logits, rows, bits)
+
+    def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """(n,) int64: the greatest of each row's logits whose bit is 1, the lowest of equals; NO_TOKEN where it is not
+        finite or one of them is no number. (n,) bool: whether its bits bar the token with the greatest logit of all.
+
+        logits: (n, vocab), perhaps changed; bits: (n, ceil(vocab / 32)) int32.
+        """
+        rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        barred = bars(bits, logits.argmax(-1))
+        self.mask(logits, rows, bits)
+        return finite_argmax(logits), barred
+
+    @abstractmethod
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """(T, 2 × intermediate) → (T, intermediate). See batchinfer_kernels.gated_activation."""
+
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        """Of each value of (T, intermediate). torch's own serves every device."""
+        return activation_reference(x, activation)
+
+
+class GatedLinear(Linear):
+    """act(gate) * up as two operators."""
+
+    def __init__(self, ops: Ops, inner: Linear, activation: Activation) -> None:
+        self.in_features, self.out_features = inner.in_features, inner.out_features // 2
+        self._ops, self._inner, self._activation = ops, inner, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.gated_activation(self._inner(x), self._activation)
+
+
+class ActivatedLinear(Linear):
+    """act(x W^T + b) as two operators."""
+
+    def __init__(self, ops: Ops, inner: Linear, activation: Activation) -> None:
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+        self._ops, self._inner, self._activation = ops, inner, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.activation(self._inner(x), self._activation)

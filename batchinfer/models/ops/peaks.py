@@ -1,0 +1,131 @@
+"""What this machine reaches: in each dtype the best of 20 packed GEMMs, by torch's libraries and by the compiled
+operators, whichever is faster; and of large reads and copies.
+
+A few seconds per device; on a busy machine the peaks come out low, so measure beside the run they are for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.models.ops.products import Multiplier, compiled_operators, onednn_has_int8, products
+
+GEMM_TRIES = 20
+STREAM_TRIES = 10
+FIRST_WITH_FP8 = (8, 9)  # the first compute capability whose tensor cores know float8_e4m3fn
+# M = N = K. At 790 TFLOP/s a 2048 GEMM takes 22 µs, not much above a launch; an 8192 one takes 1.4 ms.
+GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
+# At least 16 times the last-level cache of usual machines (32 MiB on two EPYC cores, 50 MiB on an H200)
+STREAM_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPeaks:
+    """FLOP/s by dtype name (int8: operations a second; fp8: of float8_e4m3fn), and bytes/s: the better of reading and
+    copying."""
+
+    name: str | None  # the GPU's name as torch and nvidia-smi print it; None on the CPU
+    peak_flops: dict[str, float]
+    read_bytes_per_s: float
+    copy_bytes_per_s: float  # bytes read plus bytes written
+    seconds: float
+    peak_by: dict[str, Multiplier] = field(default_factory=dict)  # who reached it, by dtype name
+
+    @property
+    def bandwidth(self) -> float:
+        return max(self.read_bytes_per_s, self.copy_bytes_per_s)
+
+
+def dtypes_of(device: str) -> tuple[str, ...]:
+    """The dtypes whose GEMM is measured on a device. int8 and fp8 are for quantised linear layers."""
+    where = torch.device(device)
+    if where.type == "cuda":
+        knows_fp8 = torch.cuda.get_device_capability(where) >= FIRST_WITH_FP8
+        return ("bfloat16", "float16", "float32", "int8", *(("fp8",) if knows_fp8 else ()))
+    if onednn_has_int8() or compiled_operators() is not None:
+        return ("bfloat16", "float32", "int8")
+    return ("bfloat16", "float32")
+
+
+def measure_peaks(
+    device: str,
+    dtypes: tuple[str, ...] | None = None,
+    *,
+    size: int | None = None,
+    stream_bytes: int | None = None,
+) -> MeasuredPeaks:
+    """Peaks of `device` ("cpu", "cuda" or "cuda:N") with the present number of threads.
+
+    `size` and `stream_bytes` replace the defaults above.
+    Raises Unavailable when torch finds no such GPU, ValueError for another kind of device.
+    """
+    where = _reachable(device)
+    began = time.perf_counter()
+    m = size or GEMM_SIZE[where.type]
+    with torch.inference_mode():
+        found = {name: _gemm_peak(where, name, m) for name in dtypes or dtypes_of(device)}
+        read, copy = _stream_peaks(where, stream_bytes or STREAM_BYTES[where.type])
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else None
+    flops, by = {n: peak for n, (peak, _) in found.items()}, {n: by for n, (_, by) in found.items()}
+    return MeasuredPeaks(name, flops, read, copy, time.perf_counter() - began, by)
+
+
+def _reachable(device: str) -> torch.device:
+    where = torch.device(device)
+    if where.type not in GEMM_SIZE:
+        raise ValueError(f"device is {device!r}; peaks are measured on 'cpu', 'cuda' and 'cuda:N'")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise Unavailable(
+            f"{device}: this torch ({torch.__version__}) finds {torch.cuda.device_count()} GPUs"
+        )
+    return where
+
+
+def _gemm_peak(where: torch.device, dtype: str, size: int) -> tuple[float, Multiplier]:
+    """Of the fastest, and who that is. Random data: zeros would let a GPU clock higher than it does in a run."""
+    generator = torch.Generator(device=where).manual_seed(0)
+    if dtype == "int8":
+        x, weight = (
+            torch.randint(-127, 128, (size, size), generator=generator, device=where, dtype=torch.int8)
+            for _ in range(2)
+        )
+    else:
+        kind = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
+        x, weight = (torch.randn(size, size, generator=generator, device=where).to(kind) for _ in range(2))
+    best, by = min((_best(call, where, GEMM_TRIES), by) for by, call in products(x, weight))
+    return 2 * size**3 / best, by
+
+
+def _stream_peaks(where: torch.device, size: int) -> tuple[float, float]:
+    """Bytes/s of a sum (faster than max, dot and matrix-vector) and of a copy, read plus written."""
+    source = torch.ones(size // 4, device=where)
+    target = torch.empty_like(source)
+    read = _best(source.sum, where, STREAM_TRIES)
+    copy = _best(lambda: target.copy_(source), where, STREAM_TRIES)
+    moved = source.numel() * source.element_size()
+    return moved / read, 2 * moved / copy
+
+
+def _best(call: Callable[[], Tensor], where: torch.device, tries: int) -> float:
+    """The shortest of `tries` calls in seconds, after one that is not counted."""
+    _timed(call, where)
+    return min(_timed(call, where) for _ in range(tries))
+
+
+def _timed(call: Callable[[], Tensor], where: torch.device) -> float:
+    _wait(where)
+    began = time.perf_counter()
+    call()
+    _wait(where)
+    return time.perf_counter() - began
+
+
+def _wait(where: torch.device) -> None:
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)

@@ -1,0 +1,230 @@
+"""Operators made of torch's own: runs wherever torch does, in any dtype."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    Experts,
+    ExpertWeights,
+    Head,
+    HeadsLinear,
+    LayerCache,
+    Linear,
+    Ops,
+    RopeTable,
+    placed,
+)
+from batchinfer_kernels.cpu.paged_attention import (
+    AttentionGroup,
+    SequenceShape,
+    build_group,
+    group_sequences,
+    grouped_attention,
+    grouped_latent_attention,
+)
+from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
+from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
+from batchinfer_kernels.rms_norm import rms_norm_reference
+from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
+
+# A float32 matrix product of fewer rows goes another way through the BLAS and rounds differently: padding to
+# eight rows makes a row's numbers (almost) independent of how many rows it is computed with.
+MIN_ROWS = 8
+# Values of a head's weight that are widened to float32 at a time: a whole vocabulary would take gigabytes
+WIDENED_VALUES = 1 << 24
+
+
+class TorchLinear(Linear):
+    """The weight as it was loaded."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows >= MIN_ROWS:
+            return F.linear(x, self._weight, self._bias)
+        return F.linear(F.pad(x, (0, 0, 0, MIN_ROWS - rows)), self._weight, self._bias)[:rows]
+
+
+class TorchHead(Head):
+    """Logits as float32 sums of float32 products, whatever dtype the weight has."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._parts = torch.split(weight, max(1, WIDENED_VALUES // self.in_features))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return torch.cat([TorchLinear(part.float(), None)(wide) for part in self._parts], dim=-1)
+
+
+class ExactLinear(TorchLinear):
+    """The same in float32, whatever dtype the weight has."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.float(), None if bias is None else bias.float())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x.float())
+
+
+class TorchExperts(Experts):
+    """One expert after the other. The host waits for the number of each one's rows."""
+
+    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
+        self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
+        self._halves = [
+            tuple(TorchLinear(w.weight[e], None if w.bias is None else w.bias[e]) for w in (gate_up, down))
+            for e in range(len(self.loads))
+        ]
+        self._activation = activation
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        groups = group_by_expert(choice.experts, len(self.loads))
+        add_loads(self.loads, choice.experts, counted)
+        rows = x[groups.order // choice.experts.shape[1]]
+        made = torch.empty_like(rows)
+        for (gate_up, down), (first, end) in zip(self._halves, pairwise(groups.starts.tolist()), strict=True):
+            if first < end:
+                inner = gated_activation_reference(gate_up(rows[first:end]), self._activation)
+                made[first:end] = down(inner)
+        return combine_reference(made, groups.order, choice.weights)
+
+
+def add_loads(loads: Tensor, experts: Tensor, counted: Tensor | None) -> None:
+    """Counts each token's experts, of those tokens that are `counted` if that is given."""
+    each = torch.ones_like(experts) if counted is None else counted[:, None].expand_as(experts).long()
+    loads.index_add_(0, experts.flatten(), each.flatten())
+
+
+class TorchHeads(HeadsLinear):
+    """One product for all heads."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.einsum("thi,hoi->tho", x, self._weight)
+
+
+class GroupedPlan(AttentionPlan):
+    """The step's sequences, grouped by shape."""
+
+    def __init__(self, groups: list[AttentionGroup], tokens: int) -> None:
+        self.groups = groups
+        self.padded_tokens = sum(g.shape[0] * g.shape[1] for g in groups) - tokens
+
+
+class TorchOps(Ops):
+    """The implementation for every device that has no kernels of its own."""
+
+    name = "torch"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return TorchLinear(weight, bias)
+
+    def pack_head(self, weight: Tensor) -> Head:
+        return TorchHead(weight)
+
+    def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return ExactLinear(weight, bias)
+
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        return TorchExperts(gate_up, down, activation)
+
+    def pack_heads(self, weight: Tensor) -> HeadsLinear:
+        return TorchHeads(weight)
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        return rms_norm_reference(x, weight, eps, residual, offset)
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
+        places, norms = (cos, sin, cache.k, cache.v, inputs.slots), (q_norm, k_norm, eps)
+        return rope_store_reference(q, k, v, *places, *norms, offset=offset, interleaved=rope.interleaved)
+
+    def rope(
+        self,
+        q: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
+        return rope_reference(q, cos, sin, norm, eps, offset=offset, interleaved=rope.interleaved)
+
+    def plan_attention(
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        beside: AttentionPlan | None = None,
+    ) -> AttentionPlan:
+        shapes, start = [], 0
+        for row, (queries, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
+            shapes.append(SequenceShape(row, start, queries, context))
+            start += queries
+        members = group_sequences(shapes)
+        return GroupedPlan([build_group(m, inputs.block_tables, block_size, windows) for m in members], start)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(plan, GroupedPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        found = grouped_attention(q, cache.k, cache.v, plan.groups, scale, window, soft_cap, sinks)
+        return placed(found, out)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        rank: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(plan, GroupedPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        return placed(grouped_latent_attention(q, cache.k, plan.groups, scale, rank), out)
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated_activation_reference(gate_up, activation)

@@ -1,0 +1,350 @@
+"""Operators for a GPU: Triton kernels, and the vendor's matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchinfer.models.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
+from batchinfer.models.ops.gpu_experts import TritonExperts, TritonHeads
+from batchinfer.models.ops.gpu_linear import (
+    Fp8Head,
+    Fp8Linear,
+    Int8Head,
+    Int8Linear,
+    InvariantExact,
+    InvariantHead,
+    InvariantLinear,
+    LibraryExact,
+    LibraryHead,
+    LibraryLinear,
+    StoredFp8Linear,
+)
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    CodedWeight,
+    Experts,
+    ExpertWeights,
+    FixedPlan,
+    Head,
+    HeadsLinear,
+    LayerCache,
+    Linear,
+    Ops,
+    RopeTable,
+)
+from batchinfer.models.spec.spec import CacheSpec
+from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu import attention_plan
+from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, moved
+from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
+from batchinfer_kernels.gpu.copy_parts import copy_parts
+from batchinfer_kernels.gpu.gated_activation import gated_activation
+from batchinfer_kernels.gpu.latent_attention import MAX_LATENT, latent_attention
+from batchinfer_kernels.gpu.log_probabilities import log_probabilities
+from batchinfer_kernels.gpu.mask import mask
+from batchinfer_kernels.gpu.paged_attention import paged_attention
+from batchinfer_kernels.gpu.penalties import penalise
+from batchinfer_kernels.gpu.rms_norm import rms_norm
+from batchinfer_kernels.gpu.rope_store import rope as rotate
+from batchinfer_kernels.gpu.rope_store import rope_store
+from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.penalties import Penalties
+from batchinfer_kernels.prefix_groups import Ints
+from batchinfer_kernels.sample import RowSampling
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonPlan(FixedPlan):
+    """A step's plan beside the block tables that it is read with."""
+
+    padded_tokens = 0
+
+    def __init__(
+        self,
+        plan: attention_plan.LaunchPlan,
+        inputs: AttentionInputs,
+        pages: PromptPages | None = None,
+    ) -> None:
+        """`pages`: of chunks that FlashInfer reads in layers that it covers."""
+        self.plan, self.tables, self.pages = plan, inputs.block_tables, pages
+        self.singles = plan if pages is None else replace(plan, items=None)  # what it leaves to our kernels
+        self.shares = inputs.whole  # whether it was planned what sequences share
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        return self.plan.sizes
+
+    def refill(self, other: FixedPlan) -> None:
+        """The block tables stay where they are: who captures a step keeps them filled."""
+        if not isinstance(other, TritonPlan):
+            raise TypeError(f"{type(other).__name__} was not made by these operators")
+        self.plan = self.plan.refilled(other.plan)
+
+
+class LatentPlan(FixedPlan):
+    """Where each token of a step reads latents: its sequence's block table, up to its own position."""
+
+    padded_tokens = 0
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        self.tables, self.positions = inputs.block_tables, inputs.positions
+        rows = np.repeat(np.arange(len(inputs.query_lens)), inputs.query_lens)
+        self.sequences = moved(rows, inputs.block_tables.device, np.int64)
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        return ()
+
+    def refill(self, other: FixedPlan) -> None:
+        """Single queries read the tables and positions that who captures a step keeps filled."""
+        if not isinstance(other, LatentPlan):
+            raise TypeError(f"{type(other).__name__} was not made by these operators")
+
+
+class TritonOps(Ops):
+    """`shape`: of the model whose attention is planned; `latent`: whether its cache keeps latents. Where it is
+    deterministic, a row's results depend on that row alone, bit by bit, in linear layers too.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self, shape: AttentionShape, quantization: Quantization = "none", latent: bool = False
+    ) -> None:
+        self._shape, self._quantization, self._latent = shape, quantization, latent
+        self._prefill: FlashInferPrefill | None = None
+
+    @property
+    def shape(self) -> AttentionShape:
+        """See PromptOps."""
+        return self._shape
+
+    @property
+    def latent(self) -> bool:
+        """See PromptOps."""
+        return self._latent
+
+    def with_prefill(self, prefill: FlashInferPrefill) -> TritonOps:
+        """See PromptOps."""
+        made = TritonOps(self._shape, self._quantization, self._latent)
+        made._prefill, made.name = prefill, f"{self.name}+flashinfer"
+        return made
+
+    @staticmethod
+    def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
+        """Whether the kernels cover a model."""
+        if latent:
+            return dtype in DTYPES and head_dim <= MAX_LATENT
+        return dtype in DTYPES and group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM
+
+    def holds(self, cache: CacheSpec) -> bool:
+        return cache.dtype is None or not cache.latent
+
+    @property
+    def linear(self) -> str:
+        if self._quantization != "none":
+            return "fp8" if self._quantization == "stored" else self._quantization
+        return "triton" if self._shape.deterministic else "library"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._packed(weight, bias, None) or LibraryLinear(weight, bias)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+        return self._packed(weight, bias, activation) or super().pack_gated(weight, bias, activation)
+
+    def pack_codes(
+        self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
+    ) -> Linear:
+        return StoredFp8Linear(weight, bias, activation, self._shape.deterministic)
+
+    def pack_head(self, weight: Tensor) -> Head:
+        if self._quantization == "int8":
+            return Int8Head(weight)
+        if self._quantization == "fp8":
+            return Fp8Head(weight, self._shape.deterministic)
+        return InvariantHead(weight) if self._shape.deterministic else LibraryHead(weight)
+
+    def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        kind = InvariantExact if self._shape.deterministic else LibraryExact
+        return kind(weight, bias)
+
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        return TritonExperts(gate_up, down, activation, self._quantization, self._shape.deterministic)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Linear | None:
+        """As a kernel of ours multiplies it; None where the library does."""
+        if self._quantization == "int8":
+            return Int8Linear(weight, bias, activation)
+        if self._quantization == "fp8":
+            return Fp8Linear(weight, bias, activation, self._shape.deterministic)
+        return InvariantLinear(weight, bias, activation) if self._shape.deterministic else None
+
+    def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
+        return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device)
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        return rms_norm(x, weight, eps, residual, offset)
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        places = (rope.cos, rope.sin, cache.k, cache.v, inputs.slots)
+        return rope_store(
+            *(q, k, v, *places, q_norm, k_norm, eps, inputs.positions),
+            offset=offset,
+            interleaved=rope.interleaved,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
+
+    def rope(
+        self,
+        q: Tensor,
+        rope: RopeTable,
+        inputs: AttentionInputs,
+        norm: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Tensor:
+        norms, pairs = (norm, eps, inputs.positions), rope.interleaved
+        return rotate(q, rope.cos, rope.sin, *norms, offset=offset, interleaved=pairs)
+
+    def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
+        for k, v in cache.copied:
+            copy_parts(k, v, parts)
+
+    def plan_attention(
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        beside: AttentionPlan | None = None,
+    ) -> AttentionPlan:
+        if self._latent:
+            return LatentPlan(inputs)
+        pages = self._prefill.plan(inputs) if self._prefill is not None and None in windows else None
+        if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
+            return TritonPlan(beside.plan.with_windows(windows), inputs, pages)
+        lens, device = _lengths(inputs), inputs.block_tables.device
+        shared = self._shared(inputs, *lens, block_size)
+        plan = attention_plan.plan_attention(*lens, self._shape, device, shared, windows=windows)
+        return TritonPlan(plan, inputs, pages)
+
+    def plan_captured(
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: frozenset[int | None],
+        longest: int,
+        beside: AttentionPlan | None = None,
+        before: FixedPlan | None = None,
+    ) -> FixedPlan:
+        """The plan of single queries for a graph that stays right while contexts grow up to `longest` tokens; see
+        GraphOps."""
+        if self._latent:
+            return before or LatentPlan(inputs)
+        alike = beside.plan if isinstance(beside, TritonPlan) else None
+        if isinstance(before, TritonPlan):
+            return TritonPlan(before.plan.grown(inputs.context_lens, alike), inputs)
+        if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
+            return TritonPlan(beside.plan.with_windows(windows), inputs)
+        lens, device = _lengths(inputs), inputs.block_tables.device
+        shared, room = self._shared(inputs, *lens, block_size), Room(longest, sharing=None)
+        plan = attention_plan.plan_attention(*lens, self._shape, device, shared, room, windows)
+        return TritonPlan(plan, inputs)
+
+    def _shared(
+        self, inputs: AttentionInputs, lens: Ints, contexts: Ints, block_size: int
+    ) -> list[attention_plan.SharedPrefix]:
+        """What single queries share, where the host can see it. Tables of a window do not show it: entries that it has
+        left are alike in all of them."""
+        if inputs.host_tables is None or not inputs.whole:
+            return []
+        return attention_plan.find_shared(lens, contexts, inputs.host_tables, block_size, self._shape.unit)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(plan, TritonPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        todo, prefill = plan.plan, self._prefill
+        if prefill is not None and plan.pages is not None and prefill.covers(cache, window, soft_cap, sinks):
+            out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+            prefill.run(plan.pages, q, cache, scale, out)
+            todo = plan.singles
+        return paged_attention(
+            *(q, cache.k, cache.v, plan.tables, todo, scale, window),
+            soft_cap=soft_cap,
+            sinks=sinks,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=out,
+        )
+
+    def pack_heads(self, weight: Tensor) -> HeadsLinear:
+        return TritonHeads(weight, self._quantization, self._shape.deterministic)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        scale: float,
+        rank: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(plan, LatentPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        places = (cache.k, plan.tables, plan.sequences, plan.positions)
+        return latent_attention(q, *places, scale, rank, out)
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated_activation(gate_up, activation)
+
+    def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        return sample(logits, sampling)
+
+    def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        return log_probabilities(logits, chosen, most)
+
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        penalise(logits, penalties)
+
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        mask(logits, rows, bits)
+
+
+def _lengths(inputs: AttentionInputs) -> tuple[Ints, Ints]:
+    """(S,) queries and contexts. Converted once a step: of many rows that takes long."""
+    return np.array(inputs.query_lens, np.int64), np.array(inputs.context_lens, np.int64)

@@ -1,0 +1,231 @@
+"""What a step of a model costs, derived from its spec. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from batchinfer.models.spec.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    NormSpec,
+    keeping,
+)
+from batchinfer_kernels.cost import (
+    Cost,
+    ModelCost,
+    OperatorCost,
+    activation_cost,
+    attention_cost,
+    block_fp8_grouped_linear_cost,
+    block_fp8_linear_cost,
+    cap_cost,
+    combine_cost,
+    copy_parts_cost,
+    embedding_cost,
+    gated_activation_cost,
+    grouped_linear_cost,
+    latent_attention_cost,
+    latent_store_cost,
+    layer_norm_cost,
+    linear_cost,
+    quantized_grouped_linear_cost,
+    quantized_linear_cost,
+    rms_norm_cost,
+    rope_store_cost,
+    routing_cost,
+    sample_cost,
+    scale_cost,
+)
+
+
+def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCost:
+    """`itemsize`: bytes of an activation, and of a cached value that is no code; `weight_itemsize`: of a weight of a
+    linear layer; 1: int8."""
+    summed: dict[str, OperatorCost] = {}
+    for layer, times in Counter(spec.layers).items():
+        for operator in _layer_operators(layer, itemsize, weight_itemsize):
+            known = summed.get(operator.name, OperatorCost(operator.name))
+            summed[operator.name] = known + operator * times
+    once = (
+        OperatorCost("embedding", token=_embedding(spec, itemsize)),
+        _attention(spec, itemsize),
+        OperatorCost("copy_parts", copied=_copying(spec, itemsize)),
+        _sampled("final_norm", lambda n: _norm(spec.final_norm, n, itemsize, residual=True)),
+        _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize)),
+        *_after_head(spec),
+        _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize)),
+    )
+    return ModelCost(
+        operators=(*summed.values(), *once),
+        windows=spec.windows,
+        parameters=sum(linear.values for linear in spec.linears()),
+        active_parameters=sum(linear.active_values for linear in spec.linears()),
+        head_parameters=spec.head.values,
+        caches=tuple((cache.window, cache.token_bytes(itemsize)) for cache in keeping(spec.caches).values()),
+        itemsize=itemsize,
+        weight_itemsize=1 if _is_coded(spec) else weight_itemsize,
+    )
+
+
+def _is_coded(spec: ModelSpec) -> bool:
+    """Whether most weights stay in codes, as the checkpoint stores them."""
+    values = [(linear.values, linear.coded is not None) for linear in spec.linears()]
+    return 2 * sum(count for count, coded in values if coded) > sum(count for count, _ in values)
+
+
+def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
+    """Of a token: its row, scaled, and that of its position, which is added to it."""
+    found = embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
+    if spec.embedding_multiplier != 1:
+        found += scale_cost(1, spec.hidden, itemsize)
+    return found
+
+
+def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
+    """What is done to logits. They are float32."""
+    if spec.logit_multiplier != 1:
+        yield _sampled("logit_multiplier", lambda n: scale_cost(n, spec.vocab, 4))
+    if spec.logit_cap is not None:
+        yield _sampled("logit_cap", lambda n: cap_cost(n, spec.vocab))
+
+
+def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
+    attention = layer.attention
+    yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
+    if attention is not None:
+        yield _token("rope_store", _store(attention, itemsize))
+    for linear in layer.linears:
+        if linear.heads:
+            assert isinstance(attention, LatentAttentionSpec)
+            yield _token(linear.name, _heads(attention, itemsize, weight_itemsize))
+        elif linear.experts:
+            yield _experts(linear, itemsize, weight_itemsize)
+        else:
+            yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
+        if linear.activation is not None:
+            yield _activation(linear, itemsize)
+    if layer.residual_multiplier != 1:
+        halves = 1 if attention is None else 2
+        yield _token("residual_multiplier", lambda n: scale_cost(n * halves, layer.hidden, itemsize))
+    if isinstance(layer.feed_forward, ExpertsSpec):
+        routing = layer.feed_forward.routing
+        sizes = (routing.experts, routing.chosen)
+        yield _token("routing", lambda n: routing_cost(n, *sizes))
+        yield _token("combine", lambda n: combine_cost(n, routing.chosen, layer.hidden, itemsize))
+
+
+def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Callable[[int], Cost]:
+    """Of rotating heads and filling the cache, if it is the layer's own."""
+    heads, rotation = attention.q_heads, attention.rotation
+    turned = rotation.dim if rotation.rope else 0
+    if isinstance(attention, LatentAttentionSpec):
+        return lambda n: latent_store_cost(n, heads, attention.rank, turned, itemsize)
+    kv_heads = attention.kv_heads if attention.kv_layer is None else 0
+    sizes, normed = (heads, kv_heads, attention.head_dim, itemsize), attention.norms_heads
+    codes = attention.cache_dtype if kv_heads else None
+    return lambda n: rope_store_cost(n, *sizes, rotary_dim=turned, codes=codes, normed=normed)
+
+
+def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
+    """Of the products that take queries into the latent, and results out of it."""
+    into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),)), itemsize, weight_itemsize)
+    out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),)), itemsize, weight_itemsize)
+    return lambda n: (into(n) + out(n)) * attention.q_heads
+
+
+def _attention(spec: ModelSpec, itemsize: int) -> OperatorCost:
+    """Of all layers together: pairs and cached tokens are counted over all of them already, so that each costs what it
+    does in a mean layer."""
+    each = [_attention_of(layer.attention, itemsize) for layer in spec.layers if layer.attention is not None]
+    whole = sum(each[1:], each[0])
+    pair, read = (Cost(c.flops // len(each), c.bytes // len(each)) for c in (whole.pair, whole.kv_token))
+    return replace(whole, pair=pair, kv_token=read)
+
+
+def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> OperatorCost:
+    if isinstance(attention, LatentAttentionSpec):
+        sizes = (attention.q_heads, attention.head_dim, attention.rank, itemsize)
+        cost: Callable[..., Cost] = latent_attention_cost
+    else:
+        sizes = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
+        cost = partial(attention_cost, coded=attention.cache_dtype is not None)
+    return OperatorCost(
+        "attention", token=cost(1, 0, 0, *sizes), pair=cost(0, 1, 0, *sizes), kv_token=cost(0, 0, 1, *sizes)
+    )
+
+
+def _copying(spec: ModelSpec, itemsize: int) -> Cost:
+    """Of a token's K and V, in all layers that keep them."""
+    each = keeping(spec.caches).values()
+    sizes = ((cache.heads, cache.dim, itemsize, cache.tensors, cache.dtype is not None) for cache in each)
+    return sum((copy_parts_cost(1, *size) for size in sizes), Cost())
+
+
+def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
+    """Of the activation behind a product."""
+    if linear.gated:
+        width = linear.outputs // 2
+        return _token("activation", lambda n: gated_activation_cost(n * linear.chosen, width, itemsize))
+    return _token("activation", lambda n: activation_cost(n * linear.chosen, linear.outputs, itemsize))
+
+
+def _experts(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> OperatorCost:
+    """Of the products of experts. Those of the first half read each token once, those of the second each row."""
+
+    def cost(tokens: int, hit: int) -> Cost:
+        rows = tokens * linear.chosen
+        sizes = (rows, hit, linear.inputs, linear.outputs, itemsize)
+        read = tokens if linear.gated else rows
+        if linear.coded == "block":
+            return block_fp8_grouped_linear_cost(*sizes, tokens=read)
+        if weight_itemsize == 1 or linear.coded:
+            return quantized_grouped_linear_cost(*sizes, tokens=read)
+        return grouped_linear_cost(*sizes, weight_itemsize, tokens=read)
+
+    each = OperatorCost(linear.name, token=cost(1, 0), expert=cost(0, 1))
+    return replace(each, experts=linear.experts, chosen=linear.chosen)
+
+
+def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
+    """Those of the hidden state, which add the residual where they stand before a half of the layer, and those of q and
+    k where they are no heads' norms, which `rope_store` has."""
+    found = Cost()
+    for name, norm in layer.norms.items():
+        attention = layer.attention
+        of_heads = isinstance(attention, AttentionSpec) and attention.norms_heads
+        if not (of_heads and name in ("q_norm", "k_norm")):
+            residual = name in ("input_norm", "post_norm")
+            found += _norm(norm, tokens, itemsize, residual)
+    return found
+
+
+def _norm(norm: NormSpec, tokens: int, itemsize: int, residual: bool) -> Cost:
+    if norm.kind == "layer":
+        return layer_norm_cost(tokens, norm.width, itemsize, residual, norm.biased)
+    return rms_norm_cost(tokens, norm.width, itemsize, residual)
+
+
+def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
+    sizes = (linear.inputs, linear.outputs, itemsize)
+    if linear.coded == "block":
+        return lambda n: block_fp8_linear_cost(n, *sizes)
+    if linear.coded or (weight_itemsize == 1 and not linear.exact):
+        return lambda n: quantized_linear_cost(n, *sizes)
+    return lambda n: linear_cost(n, *sizes, itemsize if linear.exact else weight_itemsize)
+
+
+def _token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
+    """Of an operator that every token passes: its cost is linear in their number."""
+    return OperatorCost(name, step=cost(0), token=cost(1) - cost(0))
+
+
+def _sampled(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
+    """Of one that sees nothing but the sampled rows."""
+    return OperatorCost(name, step=cost(0), sampled=cost(1) - cost(0), only_sampled=True)

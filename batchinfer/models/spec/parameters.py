@@ -1,0 +1,68 @@
+"""The parameters of a model, derived from its spec: names, shapes, and how they are fused. No torch.
+
+A weight goes by its part's name ("q"), a bias by that and ".bias", a norm by its own ("input_norm").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec, NormSpec
+
+BIAS, SCALES, LINES = ".bias", ".scales", ".lines"
+EMBEDDING, POSITIONS, HEAD, FINAL_NORM = "embedding", "positions", "head", "final_norm"
+Shape = tuple[int, ...]
+Joined = TypeVar("Joined")
+
+
+def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
+    """Parameter → shape, (out, in) for weights."""
+    shapes: dict[str, Shape] = {}
+    for name, norm in layer.norms.items():
+        shapes |= norm_parameters(name, norm)
+    for linear in layer.linears:
+        for part, outputs in linear.parts:
+            shapes[part] = (outputs, linear.inputs)
+            if linear.biased:
+                shapes[part + BIAS] = (outputs,)
+    return shapes | {name: (length,) for name, length in layer.vectors.items()}
+
+
+def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
+    """Its weight, and its bias if it has one."""
+    return {name: norm.shape, name + BIAS: norm.shape} if norm.biased else {name: norm.shape}
+
+
+def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
+    """The same of what stands before and after the layers; a head that is the embedding is left out."""
+    table: Shape = (spec.vocab, spec.hidden)
+    tables = {EMBEDDING: table} if spec.tied else {EMBEDDING: table, HEAD: table}
+    if spec.learned_positions:
+        tables[POSITIONS] = (spec.max_positions, spec.hidden)
+    return {**tables, **norm_parameters(FINAL_NORM, spec.final_norm)}
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Values in all tensors; a tied head counts once."""
+    shapes = [*table_parameters(spec).values()]
+    for layer in spec.layers:
+        shapes += layer_parameters(layer).values()
+    return sum(map(math.prod, shapes))
+
+
+def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterator[tuple[str, Joined]]:
+    """What the operators take: each linear layer's weight and bias, by its name, its parts above one another; each norm
+    and vector. `joined` makes one of the parameters that it is given. Weights that stay in codes are left out."""
+    for name, norm in layer.norms.items():
+        for parameter in norm_parameters(name, norm):
+            yield parameter, joined([parameter])
+    for vector in layer.vectors:
+        yield vector, joined([vector])
+    for linear in layer.linears:
+        parts = [part for part, _ in linear.parts]
+        if linear.coded is None:
+            yield linear.name, joined(parts)
+        if linear.biased:
+            yield linear.name + BIAS, joined([part + BIAS for part in parts])

@@ -1,0 +1,489 @@
+"""What a model is: one description, from which shapes, names, memory, costs and operators are derived. No torch.
+
+config.json ─▶ families/ ─▶ ModelSpec ─▶ parameters (shapes, dummy weights, what a checkpoint must hold)
+                                     ├─▶ model_cost (what plan, report and step budgets count with)
+                                     ├─▶ caches (memory of a block)
+                                     └─▶ block, decoder (what runs), ops.fuse (a layer as one call)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from batchinfer.models.spec.rope_config import RopeConfig
+from batchinfer_kernels.arithmetic import Activation, CacheDtype, CodedForm, Dtype, KvCacheDtype
+from batchinfer_kernels.routing import Routing
+
+SHARED = "shared."  # begins the names of the products of shared experts
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A norm of `width` values: RMSNorm, or LayerNorm, which may have a bias. Values are multiplied with `offset` and
+    the weight added up: Gemma's weights are differences from 1. `heads`: so many stretches of `width` values are
+    normed, each with a weight of its own."""
+
+    width: int
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    biased: bool = False
+    offset: float = 0.0
+    heads: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its weight."""
+        return (self.width,) if self.heads is None else (self.heads, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One matrix product. `parts` are the parameters that lie above one another in its weight, with their outputs;
+    `biased` says whether each of them has a bias.
+
+    `activation` follows it; where it is `gated`, the upper half of its outputs is the gate of the lower half. One that
+    is `exact` is never quantised, and its results are float32. With `experts` the weight is that of all of them, one
+    above the other, and a token multiplies those of `chosen` experts; 0: it belongs to none. With `heads` it has a part
+    for each of so many, which queries and results of attention are multiplied with (LatentAttentionSpec). `coded`: its
+    weight stays as the checkpoint stores it, in codes of fp8 that are scaled so.
+    """
+
+    name: str
+    inputs: int
+    parts: tuple[tuple[str, int], ...]
+    biased: bool = False
+    activation: Activation | None = None
+    gated: bool = False
+    exact: bool = False
+    experts: int = 0
+    chosen: int = 1
+    heads: int = 0
+    coded: CodedForm | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Of one expert, where it has several."""
+        return sum(outputs for _, outputs in self.parts) // max(1, self.experts)
+
+    @property
+    def values(self) -> int:
+        """Values of the weight, without the bias."""
+        return self.inputs * self.outputs * max(1, self.experts)
+
+    @property
+    def active_values(self) -> int:
+        """Those that a token multiplies."""
+        return self.inputs * self.outputs * self.chosen
+
+
+SCALE_BYTES = 4  # of a head's codes: float32
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What a layer keeps of each token: K and V of `heads` heads of `dim` values. `window`: of how many tokens, the one
+    that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept once.
+    `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of codes, which take a byte
+    each, with a float32 scale for each head; None: values are kept as they are, in the run's dtype.
+    """
+
+    heads: int
+    dim: int
+    window: int | None = None
+    latent: bool = False
+    shared: int | None = None
+    dtype: CacheDtype | None = None
+
+    def head_bytes(self, dim: int, itemsize: int) -> int:
+        """Of `dim` values of a head, which take `itemsize` each where they are no codes."""
+        return dim * itemsize if self.dtype is None else dim + SCALE_BYTES
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Of one token."""
+        return self.tensors * self.heads * self.head_bytes(self.dim, itemsize)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """How a token lies in a block: layers of the same layout may take turns in one."""
+        return self.heads, self.dim, self.latent, self.dtype
+
+    @property
+    def tensors(self) -> int:
+        """Tensors that hold it."""
+        if self.shared is not None:
+            return 0
+        return 1 if self.latent else 2
+
+
+# Of each layer; None: it has no attention, and so no cache
+Caches = Sequence[CacheSpec | None]
+
+
+def keeping(caches: Caches) -> dict[int, CacheSpec]:
+    """The layers that keep K and V of their own."""
+    return {layer: cache for layer, cache in enumerate(caches) if cache is not None and cache.shared is None}
+
+
+def wrong_caches(caches: Caches) -> Iterator[str]:
+    """Why these are no caches of one model, a sentence each."""
+    own = keeping(caches)
+    if not own:
+        yield "no layer keeps K and V"
+    for layer, cache in enumerate(caches):
+        source = None if cache is None else cache.shared
+        if cache is None or source is None:
+            continue
+        if source >= layer or source not in own:
+            yield f"layer {layer} is to read the K and V of layer {source}, which keeps none before it"
+        elif (cache.layout, cache.window) != (own[source].layout, own[source].window):
+            yield f"layer {layer} is to read the K and V of layer {source}, whose heads, window or dtype are others"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotary embedding of a layer: of the first `dim` values of each head, or of none where `rope` is None. A pair
+    is (i, i + dim / 2), or (2i, 2i + 1) where it is `interleaved`."""
+
+    rope: RopeConfig | None
+    dim: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention: q, k and v of the layer's input, rotated, and a projection back.
+
+    `scale` multiplies scores; with a `soft_cap` they then become soft_cap * tanh(score / soft_cap). `window`: how many
+    keys a query sees, its own included; None: all. `q_norm` and `k_norm` come before the rotation: of each head where
+    they are as wide as a head, else of all heads together. With `sinks` each query head has a score without a value,
+    which takes part in every softmax. `kv_layer`: the number of an earlier layer, with equal KV heads and the same
+    window, whose K and V it reads (Brandon et al., 2024, "cross-layer attention"); it then makes none, and k_norm is
+    that layer's. `cache_dtype` is the cache's (CacheSpec).
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rotation: Rotation
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    kv_layer: int | None = None
+    cache_dtype: CacheDtype | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def plain(self) -> bool:
+        """Whether every query sees all keys before it, by their scores alone, and the cache keeps values."""
+        rules = (self.window, self.soft_cap, self.cache_dtype)
+        return rules == (None, None, None) and not self.sinks
+
+    @property
+    def q_width(self) -> int:
+        return self.q_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether all heads of q, and all of k, pass the same RMSNorm: the operator that rotates them knows it."""
+        norm = self.q_norm
+        return norm is not None and norm.shape == (self.head_dim,) and norm.kind == "rms"
+
+    @property
+    def cache(self) -> CacheSpec:
+        kept = (self.window, False, self.kv_layer, self.cache_dtype)
+        return CacheSpec(self.kv_heads, self.head_dim, *kept)
+
+    @property
+    def first(self) -> str:
+        """The name of the product that its input goes through."""
+        return "qkv" if self.kv_layer is None else "q"
+
+    def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
+        """Its products, in the order in which they run."""
+        q, kv = ("q", self.q_width), (("k", self.kv_width), ("v", self.kv_width))
+        return (
+            LinearSpec(self.first, hidden, (q, *kv) if self.kv_layer is None else (q,), self.qkv_bias),
+            LinearSpec("o", self.q_width, (("o", hidden),), self.o_bias),
+        )
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        """By the name of their parameter."""
+        return {"q_norm": self.q_norm} | ({"k_norm": self.k_norm} if self.kv_layer is None else {})
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2"): K and V of all heads are products of the same
+    `rank` values of a token, its latent, which are normed. The cache keeps the latent, and beside it values of k that
+    are rotated and that all heads share.
+
+    A head of q and k has `plain_dim` values without a position, then rotated ones; one of v has `v_dim`. With a
+    `q_rank` q is a product of so many values, which are normed. `eps` is of both norms.
+    """
+
+    q_heads: int
+    rank: int
+    plain_dim: int
+    v_dim: int
+    scale: float
+    rotation: Rotation
+    q_rank: int | None = None
+    biased: bool = False
+    eps: float = 1e-6
+    window: None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """All query heads read the same values."""
+        return 1
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.q_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Values of a head of q."""
+        return self.plain_dim + self.rotation.dim
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a token that a query is multiplied with."""
+        return self.rank + self.rotation.dim
+
+    @property
+    def cache(self) -> CacheSpec:
+        return CacheSpec(1, self.head_dim, latent=True)
+
+    def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
+        """Its products, in the order in which they run; `kv_b` has k and v of each head above one another."""
+        width = self.q_heads * self.q_dim
+        if self.q_rank is None:
+            q = [LinearSpec("q", hidden, (("q", width),))]
+        else:
+            first = LinearSpec("q_a", hidden, (("q_a", self.q_rank),), self.biased)
+            q = [first, LinearSpec("q_b", self.q_rank, (("q_b", width),))]
+        made = self.q_heads * (self.plain_dim + self.v_dim)
+        return (
+            *q,
+            LinearSpec("kv_a", hidden, (("kv_a", self.head_dim),), self.biased),
+            LinearSpec("kv_b", self.rank, (("kv_b", made),), heads=self.q_heads),
+            LinearSpec("o", self.q_heads * self.v_dim, (("o", hidden),), self.biased),
+        )
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        """By the name of their parameter."""
+        q = None if self.q_rank is None else NormSpec(self.q_rank, self.eps)
+        return {"q_a_norm": q, "kv_a_norm": NormSpec(self.rank, self.eps)}
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardSpec:
+    """down(activation(gate(x)) * up(x)), `inner` values wide (Shazeer, 2020), or down(activation(up(x))) where it is
+    not `gated`."""
+
+    inner: int
+    activation: Activation
+    biased: bool = False
+    gated: bool = True
+
+    @property
+    def first(self) -> str:
+        """The name of the product that its input goes through."""
+        return "gate_up" if self.gated else "up"
+
+    def linears(self, hidden: int, start: str = "") -> tuple[LinearSpec, LinearSpec]:
+        """Its products, in the order in which they run; `start` begins their names and those of their parts."""
+        names = ("gate", "up") if self.gated else ("up",)
+        into = tuple((start + name, self.inner) for name in names)
+        return (
+            LinearSpec(start + self.first, hidden, into, self.biased, self.activation, self.gated),
+            LinearSpec(start + "down", self.inner, ((start + "down", hidden),), self.biased),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Experts, each a gated feed-forward half that is `inner` values wide, of which a token uses those that `routing`
+    chooses by the logits of a router; their weighted results are added up (Shazeer et al., 2017).
+
+    `shared`: what all tokens pass beside them, added to the rest; where it is `shared_gated`, it is multiplied with the
+    sigmoid of a number that is computed of each token.
+    """
+
+    routing: Routing
+    inner: int
+    activation: Activation
+    biased: bool = False
+    router_biased: bool = False
+    shared: FeedForwardSpec | None = None
+    shared_gated: bool = False
+
+    def linears(self, hidden: int) -> Iterator[LinearSpec]:
+        """Its products, in the order in which they run."""
+        count = self.routing.experts
+        numbers = range(count)
+        yield LinearSpec("router", hidden, (("router", count),), self.router_biased, exact=True)
+        into = tuple((f"expert.{e}.{name}", self.inner) for e in numbers for name in ("gate", "up"))
+        first = LinearSpec("experts.gate_up", hidden, into, self.biased, self.activation, gated=True)
+        yield replace(first, experts=count, chosen=self.routing.chosen)
+        back = tuple((f"expert.{e}.down", hidden) for e in numbers)
+        second = LinearSpec("experts.down", self.inner, back, self.biased)
+        yield replace(second, experts=count, chosen=self.routing.chosen)
+        if self.shared is not None:
+            yield from self.shared.linears(hidden, SHARED)
+        if self.shared_gated:
+            yield LinearSpec("shared_gate", hidden, (("shared_gate", 1),), exact=True)
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        """Parameters that no product has, and their lengths."""
+        return {"correction": self.routing.experts} if self.routing.corrected else {}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A decoder layer: h += m * attention_norm(attention(input_norm(h))); then
+    h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
+    Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm. Without
+    an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm. `coded`: the names
+    of its products whose weights stay in codes of fp8, and how these are scaled.
+    """
+
+    hidden: int
+    input_norm: NormSpec | None
+    attention: AttentionSpec | LatentAttentionSpec | None
+    post_norm: NormSpec | None
+    feed_forward: FeedForwardSpec | ExpertsSpec
+    attention_norm: NormSpec | None = None
+    feed_forward_norm: NormSpec | None = None
+    residual_multiplier: float = 1.0
+    parallel: bool = False
+    coded: tuple[tuple[str, CodedForm], ...] = ()
+
+    def __post_init__(self) -> None:
+        halved = self.input_norm is None and self.attention_norm is None and not self.parallel
+        if self.attention is None and not halved:
+            raise ValueError("a layer without attention has no norm of it, and no half beside it")
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """None: it has no attention."""
+        return None if self.attention is None else self.attention.rotation
+
+    @property
+    def cache(self) -> CacheSpec | None:
+        """None: it keeps nothing, and reads nothing that another keeps."""
+        return None if self.attention is None else self.attention.cache
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Its matrix products, in the order in which they run."""
+        attending = () if self.attention is None else self.attention.linears(self.hidden)
+        found, coded = (*attending, *self.feed_forward.linears(self.hidden)), dict(self.coded)
+        return tuple(replace(each, coded=coded.get(each.name)) for each in found) if coded else found
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        """Parameters that belong to neither a product nor a norm, and their lengths. They are float32."""
+        attention = self.attention
+        of_experts = self.feed_forward.vectors if isinstance(self.feed_forward, ExpertsSpec) else {}
+        if isinstance(attention, AttentionSpec) and attention.sinks:
+            return {"sinks": attention.q_heads, **of_experts}
+        return of_experts
+
+    @property
+    def norms(self) -> dict[str, NormSpec]:
+        """By the name of their parameter."""
+        found = {
+            "input_norm": self.input_norm,
+            "attention_norm": self.attention_norm,
+            "post_norm": self.post_norm,
+            "feed_forward_norm": self.feed_forward_norm,
+            **({} if self.attention is None else self.attention.norms),
+        }
+        return {name: norm for name, norm in found.items() if norm is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder: an embedding, layers, a norm, and a head that makes logits. Sizes are counts of values.
+
+    Embeddings and logits are multiplied with their multipliers, that of embeddings rounded to the run's dtype. With
+    `learned_positions` an embedding of the position is added; with a `logit_cap` logits become cap * tanh(logit / cap).
+    """
+
+    family: str
+    hidden: int
+    vocab: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    tied: bool  # the head is the embedding, unless the checkpoint brings a different one
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: Dtype | None  # as config.json states it
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_cap: float | None = None
+    learned_positions: bool = False
+
+    @property
+    def attention(self) -> AttentionSpec | LatentAttentionSpec:
+        """Of the first layer that has one: heads and their sizes are those of all."""
+        return next(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def caches(self) -> Caches:
+        """Of each layer; None: it has no attention."""
+        return tuple(layer.cache for layer in self.layers)
+
+    def caching(self, kept: KvCacheDtype) -> ModelSpec:
+        """The same model with a cache of these codes; auto: as it is. Latents have none: see `Checkpoint.refusals`."""
+        if kept == "auto":
+            return self
+        layers = (
+            replace(layer, attention=replace(layer.attention, cache_dtype=kept))
+            if isinstance(layer.attention, AttentionSpec)
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def long_from(self) -> int | None:
+        """Sequences that may become longer are rotated in another way; None: there is but one."""
+        rope = self.attention.rotation.rope
+        return rope.original_max_positions if rope is not None and rope.kind == "longrope" else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer that has attention."""
+        return tuple(cache.window for cache in self.caches if cache is not None)
+
+    @property
+    def head(self) -> LinearSpec:
+        return LinearSpec("lm_head", self.hidden, (("head", self.vocab),))
+
+    def linears(self) -> Iterator[LinearSpec]:
+        """Those of all layers, the head not among them."""
+        for layer in self.layers:
+            yield from layer.linears

@@ -1,1 +1,0 @@
-"""The operators that a model calls: one interface, one implementation a device, chosen once by `choose_ops`."""

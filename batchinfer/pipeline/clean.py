@@ -1,0 +1,122 @@
+"""What a job's state no longer needs is removed: after a run, and by `batchinfer clean`, which says what that gave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import InputMissing, Locked, StorageError
+from batchinfer.core.sizes import size
+from batchinfer.core.units import count
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.join import used_rows
+from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.data.store.cleaning import CHEAP, Cleaned, Keep, clean_store
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.data.store.uses import User, stored_keep, uses_of, write_uses
+from batchinfer.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Cleanup:
+    """What was removed, or with `dry_run` would be."""
+
+    store: Path
+    keep_days: int | None
+    dry_run: bool
+    answers: Cleaned
+    folders: int  # replaced results, and what is left of results whose last run is a day ago
+    folder_bytes: int
+
+    @property
+    def bytes_freed(self) -> int:
+        return self.answers.bytes_freed + self.folder_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        answers = asdict(self.answers) | {"bytes_freed": self.bytes_freed}
+        return {
+            "exit_code": 0,
+            "dry_run": self.dry_run,
+            "store": str(self.store),
+            "keep_days": self.keep_days,
+            "folders_removed": self.folders,
+            **answers,
+        }
+
+    def text(self) -> str:
+        """Two lines for people."""
+        days = "for ever" if self.keep_days is None else f"for {self.keep_days} days"
+        would = "would be " if self.dry_run else ""
+        about = "about " if self.dry_run else ""
+        answers = self.answers
+        return (
+            f"{self.store}: {count(answers.rows_dropped)} answers {would}dropped, {count(answers.rows_kept)} kept, in "
+            f"{count(answers.parts_after)} parts instead of {count(answers.parts_before)} "
+            f"(unused answers are kept {days})\n"
+            f"{count(self.folders)} old folders {would}removed; {about}{size(self.bytes_freed)} {would}freed"
+        )
+
+
+def note_use(
+    state: StateFolder, keep: int | None, index_parts: Sequence[Path], store: CompletionStore
+) -> None:
+    """Note which stored answers a result is about to be made of: then none of them is taken for unused.
+
+    Raises StorageError, OutOfMemory."""
+    user = User(str(state.root), str(state.published), keep)
+    used = used_rows(index_parts, store.parts(), state.staging / "uses")
+    now = time.time()  # not the run's start: a run may take longer than answers are kept
+    write_uses(store.path, uses_of(user, used, store.rows_by_part(), now), state.ops)
+
+
+def clean_after_run(
+    state: StateFolder, keep: int | None, go_on: Callable[[], bool], notice: Callable[[str], None]
+) -> None:
+    """Drop what no result used lately, if that is worth the copying and nobody else uses the store.
+
+    The results are published: a disk that fails now is told to `notice`, and fails no run.
+    """
+    try:
+        clean_store(state.completions, Keep(keep, str(state.root)), CHEAP, go_on=go_on, ops=state.ops)
+    except Locked:
+        return  # whoever uses it cleans it
+    except StorageError as error:
+        notice(f"the results are published, but stored answers that no result uses were not removed: {error}")
+
+
+def clean_job(job: Job, dry_run: bool) -> Cleanup:
+    """Clean what belongs to a job. Raises Locked while it runs, StorageError."""
+    return _clean(state_of(job), job.cache.keep, dry_run)
+
+
+def clean_result(results: Path, dry_run: bool) -> Cleanup:
+    """Clean what belongs to the job of this result, with the `keep` of its last run.
+
+    Raises InputMissing where no job has left its state, Locked, StorageError.
+    """
+    state = find_state(results)
+    if not state.job.is_dir():
+        raise InputMissing(f"{results}: no job has its state beside this folder; name the job file instead")
+    return _clean(state, stored_keep(state.completions, str(state.root)), dry_run)
+
+
+def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
+    whole = StateFolder(
+        state.root
+    )  # no result's part of the state is spared for being the one that was named
+    old = [*whole.old_generations(), *whole.idle()]
+    folder_bytes = sum(_bytes_in(old))
+    if not dry_run:
+        if whole.old_generations():
+            with whole.lock():
+                whole.remove_old_generations()
+        whole.remove_idle()
+    answers = clean_store(state.completions, Keep(keep, str(state.root)), dry_run=dry_run, ops=state.ops)
+    return Cleanup(state.completions, keep, dry_run, answers, len(old), folder_bytes)
+
+
+def _bytes_in(folders: Iterable[Path]) -> Iterable[int]:
+    return (path.lstat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,109 @@
+"""Where the engine's answers go: the store, the meter and the progress display, and whether it is worth going on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from batchinfer.core.request import JSON_CONSTRAINTS, Completion, Request
+from batchinfer.data.columns.answer_check import AnswerCheck
+from batchinfer.data.results.error_budget import Budget
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.pipeline.workers.messages import WorkDone
+from batchinfer.plan.forecast.deadline import DeadlineWatch
+from batchinfer.plan.forecast.revised_forecast import RevisedForecast
+from batchinfer.plan.order.plan import Window
+from batchinfer.report.progress import Progress
+from batchinfer.report.tables.meter import Meter
+
+
+class _Expected(NamedTuple):
+    """What is known of a request in flight."""
+
+    tokens: int  # of its answer, at most
+    prompt_tokens: int
+    users: int  # rows that its answer serves
+
+
+class Collector:
+    """The sink of `run_plan`."""
+
+    def __init__(
+        self,
+        store: CompletionStore,
+        meter: Meter,
+        progress: Progress,
+        budget: Budget,
+        check: AnswerCheck,
+        deadline: DeadlineWatch | None = None,
+        revised: RevisedForecast | None = None,
+    ) -> None:
+        self._deadline, self._revised = deadline, revised
+        self._check = check
+        self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
+        self._in_flight: dict[bytes, _Expected] = {}
+        self._of_json: set[bytes] = set()  # requests in flight whose answers are JSON
+        self._errors = budget.already
+        self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
+
+    def planned(self, window: Window, requests: Sequence[Request]) -> None:
+        """These requests go to the engine now."""
+        self._meter.planned(requests)
+        columns = (window.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
+        self._of_json.update(one.key for one in requests if one.params.constraint in JSON_CONSTRAINTS)
+        self._in_flight.update(
+            zip(window.keys, map(_Expected._make, zip(*columns, strict=True)), strict=True)
+        )
+
+    def take(self, done: WorkDone) -> None:
+        """Store the answers, count the rest."""
+        completions = self._checked(done.completions)
+        self._store.append(completions)
+        for step in done.steps:
+            self._meter.step(step, done.engine, done.replica)
+            self._progress.step(step, done.engine)
+        for request in done.requests:
+            rows = self._in_flight[request.key].users
+            self._meter.request(request, rows, done.engine, done.replica)
+        cut = {request.key for request in done.requests if request.cut}
+        for completion in completions:
+            self._count(completion, completion.key in cut, done.engine)
+        self._store.maybe_commit()
+
+    def _checked(self, completions: Sequence[Completion]) -> list[Completion]:
+        """The completions, those that are JSON checked."""
+        of_json = [one for one in completions if one.key in self._of_json]
+        checked = {one.key: one for one in self._check.checked(of_json)} if of_json else {}
+        self._of_json.difference_update(checked)
+        return [checked.get(one.key, one) for one in completions]
+
+    def enough(self) -> bool:
+        """No result can come of it any more, and none was asked for."""
+        return not self._budget.publish and self._budget.exceeded(self._errors)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._store.maybe_commit()
+        self._progress.tick()
+        if self._deadline is not None:
+            self._deadline.look(self._progress.left_s())
+        if self._revised is not None:
+            self._revised.look(self._progress)
+
+    def _count(self, completion: Completion, cut: bool, engine: int) -> None:
+        known, tokens = self._in_flight.pop(completion.key), len(completion.token_ids)
+        if completion.error is not None:
+            self._errors += known.users
+        else:
+            self.saved_tokens += (known.users - 1) * known.prompt_tokens
+            self.saved_output_tokens += (known.users - 1) * tokens
+            if self._deadline is not None:
+                self._deadline.answered(known.users, tokens)
+        self._progress.finished(
+            expected_tokens=known.tokens,
+            completion_tokens=tokens,
+            rows=known.users,
+            error=None if completion.error is None else completion.error.code,
+            cut=cut,
+            engine=engine,
+        )

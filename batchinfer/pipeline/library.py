@@ -1,0 +1,160 @@
+"""`batchinfer.run` for notebooks and schedulers. The command line runs jobs by the same function."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TextIO
+
+from batchinfer.core.errors import JobFileError, UsageError
+from batchinfer.job import Job, load_job
+from batchinfer.machine.limits import check_limits
+from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline.options import wrong
+from batchinfer.pipeline.result import RunResult
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.report.progress import Progress
+
+SettingValue = str | int | float | bool | None | list[str] | Path
+_OFFLINE = "HF_HUB_OFFLINE"
+
+
+def run(
+    job_file: str | os.PathLike[str],
+    overrides: Mapping[str, SettingValue] | None = None,
+    *,
+    date: str | None = None,
+    limit: int | None = None,
+    replace: bool = False,
+    retry_errors: bool = False,
+    verify: bool = False,
+    to_openai: str | os.PathLike[str] | None = None,
+    openai_timestamps: bool = False,
+    price_per_hour: float | None = None,
+    progress: TextIO | None = None,
+) -> RunResult:
+    """Run a job, or continue it, as `batchinfer run` does; what the options mean stands in docs/cli.md.
+
+    `overrides` are keys of the job file with their values, e.g. {"engine.max_num_seqs": 64}. Nothing is printed, unless
+    `progress` names a stream for it, e.g. sys.stderr. Raises the errors of `batchinfer.core.errors`, which have the
+    `exit_code` of the command; a run that published more error rows than the job allows returns with exit code 65.
+    """
+    pairs = _pairs(overrides)
+    options = pipeline.RunOptions(
+        limit,
+        replace,
+        retry_errors,
+        verify,
+        None if to_openai is None else _path("to_openai", to_openai),
+        openai_timestamps,
+        price_per_hour=price_per_hour,
+    )
+    if date is not None and not isinstance(date, str):
+        raise wrong("date", date, "a text, YYYY-MM-DD")
+    if progress is not None and not callable(getattr(progress, "write", None)):
+        raise wrong("progress", progress, "a stream of text such as sys.stderr, or None")
+    job = load_job(_path("job_file", job_file), pairs, date)
+    shown = Progress(progress, job=job.name, quiet=progress is None)
+    return run_loaded(job, options, shown, _silent if progress is None else shown.note)
+
+
+def run_loaded(
+    job: Job, options: pipeline.RunOptions, progress: Progress, notice: Callable[[str], None]
+) -> RunResult:
+    """Run a job that is loaded. Signals end it in an orderly way where this is the main thread."""
+    check_limits()
+    with located(job), _interrupts() as interrupts, _offline(), progress:
+        outcome = pipeline.run_job(job, options, progress, interrupts, notice)
+    row = MappingProxyType(outcome.row)
+    return RunResult(
+        results=Path(row["output"]),
+        exit_code=outcome.exit_code,
+        status=row["exit_status"],
+        message=outcome.error,
+        report=outcome.report,
+        rows=row["rows"],
+        rows_ok=row["rows_ok"],
+        rows_error=row["rows_error"],
+        error_codes=MappingProxyType(dict(row["error_codes"] or {})),
+        computed=row["computed_requests"],
+        reused=row["reused_requests"],
+        row=row,
+    )
+
+
+def run_verified(job: Job, limit: int | None, progress: Progress, notice: Callable[[str], None]) -> RunResult:
+    """Run a job, or a trial of it, such that nothing damaged is used of what earlier runs left."""
+    return run_loaded(job, pipeline.RunOptions(limit, verify=True), progress, notice)
+
+
+@contextlib.contextmanager
+def located(job: Job) -> Iterator[None]:
+    """What turns out to be wrong with the job file only later is told with its line, too."""
+    try:
+        yield
+    except JobFileError as error:
+        raise job.located(error) from error
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Interrupts]:
+    """Only the main thread may handle signals; in any other they stay the program's business."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    with interrupts.installed():
+        yield interrupts
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """No library may download anything, here or in the processes that a run starts; afterwards it is as before."""
+    before = os.environ.get(_OFFLINE)
+    os.environ[_OFFLINE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_OFFLINE]
+        else:
+            os.environ[_OFFLINE] = before
+
+
+def _pairs(overrides: Mapping[str, SettingValue] | None) -> list[tuple[str, str]]:
+    """What `--set` says. Raises UsageError."""
+    if overrides is None:
+        return []
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise wrong(
+            "overrides", overrides, 'a mapping of keys to values, such as {"engine.max_num_seqs": 64}'
+        )
+    return [(key, _yaml(key, value)) for key, value in overrides.items()]
+
+
+def _yaml(key: str, value: SettingValue) -> str:
+    """A value as the YAML that `--set` takes: JSON is YAML, and a text in quotes stays a text."""
+    try:
+        return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise UsageError(
+            f"overrides (--set {key}): found {repr(value)[:80]}; it must be a number, a text, a path, True, False, "
+            "None, or a list of these"
+        ) from None
+
+
+def _path(name: str, value: str | os.PathLike[str]) -> Path:
+    """Raises UsageError for what is no path."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise wrong(name, value, "a path, as a text or a pathlib.Path")
+    return Path(path)
+
+
+def _silent(_: str) -> None:
+    """For who asks for no progress."""

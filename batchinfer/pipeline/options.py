@@ -1,0 +1,48 @@
+"""What a run is asked for beside its job: checked here for the command line and for `batchinfer.run`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.core.errors import UsageError
+
+ENGINE = "batchinfer.engine.load.build:build_engine"
+_SWITCHES = ("replace", "retry_errors", "verify", "openai_timestamps")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the command line adds to a job. Raises UsageError for what it cannot be."""
+
+    limit: int | None = None
+    replace: bool = False
+    retry_errors: bool = False
+    verify: bool = False
+    to_openai: Path | None = None
+    openai_timestamps: bool = False
+    engine: str = ENGINE  # "module:function" that builds the engine in its process
+    price_per_hour: float | None = None  # what the machine costs, in any currency
+    already_s: float = 0.0  # what the command took before: interpreter, imports, job file
+
+    def __post_init__(self) -> None:
+        limit, price = self.limit, self.price_per_hour
+        if limit is not None and (not _is_whole(limit) or limit < 1):
+            raise wrong("limit", limit, "a whole number of rows from 1 up, or None for all")
+        if price is not None and not (
+            (_is_whole(price) or isinstance(price, float)) and 0 <= price < math.inf
+        ):
+            raise wrong("price_per_hour", price, "a number from 0 up")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise wrong(name, getattr(self, name), "True or False")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def wrong(name: str, value: object, right: str) -> UsageError:
+    """The error of an argument that cannot be."""
+    return UsageError(f"{name}: found {repr(value)[:80]}; it must be {right}")

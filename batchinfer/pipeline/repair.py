@@ -1,0 +1,44 @@
+"""`batchinfer verify --repair`: the job that published a result runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from batchinfer.core.errors import UsageError
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.made_by import MadeBy, read_made_by
+from batchinfer.job import load_job
+from batchinfer.pipeline.library import run_verified
+from batchinfer.report.progress import Progress
+
+
+def made_by(results: Path) -> MadeBy | None:
+    """The command that published a result; None where its state does not say."""
+    return read_made_by(find_state(results))
+
+
+def next_step(results: Path) -> str:
+    """What to do about damage."""
+    made = made_by(results)
+    again = "run its job again" if made is None else f"`{made.command} --verify`"
+    how = "" if made is None else f"; `batchinfer verify {results} --repair` does the same"
+    return (
+        f"next: {again}: what is damaged is dropped, and the result is published again from the stored answers; those "
+        f"that are gone are computed{how}"
+    )
+
+
+def repair_result(results: Path, progress: Progress, notice: Callable[[str], None]) -> None:
+    """Run the job that published a result again, such that what is damaged of it and of its store is made anew.
+
+    Raises UsageError where its state does not say which job that was, and what a run raises.
+    """
+    made = made_by(results)
+    if made is None:
+        raise UsageError(
+            f"--repair: nothing beside {results} says which job published it; run that job: "
+            "batchinfer run JOB.YAML --verify"
+        )
+    job = load_job(made.job_file, made.overrides, made.date)
+    run_verified(job, made.limit, progress, notice)

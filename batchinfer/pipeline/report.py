@@ -1,0 +1,236 @@
+"""Gathers what a run's report needs while the pipeline passes the rooms, and writes it however the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import duckdb
+
+from batchinfer.core.errors import BatchInferError, known
+from batchinfer.core.hub import described
+from batchinfer.core.request import ExpertTokens
+from batchinfer.core.text import json_line
+from batchinfer.data.storage.durable import FileOps, write_bytes
+from batchinfer.engine.config import EngineInfo
+from batchinfer.job import Job
+from batchinfer.machine.energy import EnergyMeter
+from batchinfer.machine.memory import peak_memory
+from batchinfer.plan.forecast.engine import EngineForecast
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.setup.resolve import Setting
+from batchinfer.report.stopwatch import Stopwatch
+from batchinfer.report.tables.columns import RUN
+from batchinfer.report.tables.details import Machine
+from batchinfer.report.tables.expert_tokens import write_experts
+from batchinfer.report.tables.folder import LAST_RUN, new_run_id, report_folder, table_path
+from batchinfer.report.tables.meter import Measured, Meter
+from batchinfer.report.tables.row_keys import write_rows
+from batchinfer.report.tables.tables import RunFacts, RunRow, run_row, write_run
+from batchinfer_kernels.cost import ModelCost
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended. `row` is the run table's; `error` says why the exit code is not 0."""
+
+    exit_code: int
+    row: RunRow
+    error: str | None = None
+    report: Path | None = None  # the run table; a run that changed nothing leaves none
+
+
+class RunReport:
+    """The facts of one run. `done` or `failed` says how it ended; `close` writes the run table."""
+
+    def __init__(self, job: Job, setting: Setting, watch: Stopwatch) -> None:
+        """`watch` was started with the command."""
+        self._job, self._setting, self._watch = job, setting, watch
+        self.folder = report_folder(job.results_root)
+        self._run_id = new_run_id()
+        self._started = datetime.now(UTC) - timedelta(seconds=sum(watch.read().values()))
+        self._facts: dict[str, Any] = {
+            "dtype": setting.dtype,
+            "quantization": setting.quantization,
+            "kv_cache_dtype": setting.kv_cache,
+            "deterministic": setting.deterministic,
+            "replicas": setting.replicas,
+        }
+        self._meter: Meter | None = None
+        self._measured: Measured | None = None
+        self._row: RunRow | None = None
+        self._expert_tokens: ExpertTokens = {}
+        self._kept = True
+
+    def note(self, **facts: Any) -> None:
+        """Facts by their names in `RunFacts`."""
+        self._facts |= facts
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """The time inside belongs to that phase alone, also when an exception leaves it; phases may nest."""
+        return self._watch.timed(phase)
+
+    def keep_keys(self, index_parts: Sequence[Path]) -> None:
+        """Which request answered which row of the result that was just published. Raises OSError."""
+        write_rows(self.folder, self._run_id, index_parts)
+
+    def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
+        """What is to be done, and what the engine is expected to take for it; None: nothing is expected."""
+        self.note(
+            distinct_requests=plan.distinct,
+            duplicate_rows=plan.duplicates,
+            reused_requests=plan.present,
+            duplicate_saved_tokens=0,
+            duplicate_saved_output_tokens=0,
+        )
+        if seen is not None:
+            self.note(
+                forecast_s=seen.seconds,
+                forecast_steps=seen.run.steps,
+                forecast_prompt_tokens=seen.run.prompt_tokens,
+                forecast_recomputed_tokens=seen.run.recomputed_tokens,
+                forecast_output_tokens=seen.run.sampled_tokens,
+                forecast_mfu=seen.mfu,
+                forecast_mbu=seen.mbu,
+                forecast_basis=seen.times.known,
+                forecast_answers_from=seen.answers_from,
+                **{f"forecast_{name}": number for name, number in (seen.run.launches or {}).items()},
+            )
+
+    def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
+        """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
+        self._setting = setting
+        self.note(replicas=setting.replicas)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, setting.replicas))
+        return self._meter
+
+    def began(self, infos: Sequence[EngineInfo]) -> None:
+        """These engines are ready; none where a signal came before."""
+        if self._meter is None or not infos:
+            return
+        self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
+        if self._job.engine.enable_prefix_caching:
+            self._meter.share_prefixes()
+
+    @property
+    def metered(self) -> bool:
+        """Whether this run has computed anything."""
+        return self._meter is not None
+
+    def ran(
+        self,
+        infos: Sequence[EngineInfo],
+        worker_peak_rss: int | None,
+        other_cores: float | None = None,
+        expert_tokens: ExpertTokens = MappingProxyType({}),
+    ) -> None:
+        """What the engines' processes turned out to be; none where no one got so far."""
+        self._expert_tokens = expert_tokens
+        if self._meter is not None:
+            self._meter.end_energy()
+        self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores)
+        if infos:
+            linear = {"linear": infos[0].linear} if infos[0].linear else {}
+            self.note(ops={"decoder": infos[0].ops} | linear, threads=sum(info.threads for info in infos))
+            self.note(**_captured(infos))
+
+    def done(self, status: str, exit_code: int = 0) -> RunRow:
+        """The run table's row, complete."""
+        if self._row is None:
+            self._row = self._finished_row(status, exit_code)
+        return self._row
+
+    def failed(self, error: BaseException) -> None:
+        """The run ends with this error."""
+        meant = known(error)
+        self.done(meant.status, meant.exit_code)
+
+    def close(self) -> None:
+        """Write the run table, and that of the experts if there are some. Raises OSError."""
+        row = self.row
+        if self._kept and self._expert_tokens:
+            write_experts(self.folder, self._run_id, self._expert_tokens)
+        if self._kept:
+            write_run(self.folder, row)
+
+    @property
+    def row(self) -> RunRow:
+        """The run table's row, once `done` or `failed` has said how the run ended."""
+        return self.done(BatchInferError.status, BatchInferError.exit_code)
+
+    def write_last(self, message: str | None, ops: FileOps) -> None:
+        """Replace `last_run.json`; `message` says why the exit code is not 0. Raises OSError, StorageError."""
+        path = None if self.path is None else str(self.path)
+        text = json_line({**self.row, "message": message, "report": path})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(self.folder / LAST_RUN, (text + "\n").encode(), ops)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Which run this is."""
+        return {
+            "run_id": self._run_id,
+            "job": self._job.name,
+            "output": str(self._job.output.path),
+            "started_at": self._started.isoformat(),
+        }
+
+    def discard(self) -> None:
+        """The run changed nothing: it leaves no table."""
+        self._kept = False
+
+    @property
+    def path(self) -> Path | None:
+        """Where the run table is, or will be."""
+        return table_path(self.folder, RUN, self._run_id) if self._kept else None
+
+    def _finished_row(self, status: str, exit_code: int) -> RunRow:
+        meter, self._meter = (
+            self._meter,
+            None,
+        )  # a signal may end this before it is done: never finished twice
+        with self.timed("close_s"):
+            if meter is not None:
+                self._measured = meter.finish()
+        phases = self._watch.read()
+        self.note(**phases)
+        facts = RunFacts(
+            run_id=self._run_id,
+            job=self._job.name,
+            output=str(self._job.output.path),
+            model=described(self._job.model.path),
+            started_at=self._started,
+            finished_at=self._started + timedelta(seconds=sum(phases.values())),
+            exit_code=exit_code,
+            exit_status=status,
+            parent_peak_rss_bytes=peak_memory(),
+            **self._facts,
+        )
+        return run_row(facts, self._setting.hardware, self._measured)
+
+
+@contextmanager
+def told_by(notice: Callable[[str], None]) -> Iterator[None]:
+    """A report that cannot be written must not hide why the run failed: it becomes a line of its own."""
+    try:
+        yield
+    except (OSError, BatchInferError, duckdb.Error, MemoryError, ArithmeticError, ValueError) as error:
+        notice(f"the report of this run could not be written: {error}")
+
+
+def _captured(infos: Sequence[EngineInfo]) -> dict[str, float | None]:
+    """What capturing graphs took while the engines were loaded."""
+    seconds = [info.capture_s for info in infos if info.capture_s is not None]
+    taken = [info.graph_bytes for info in infos if info.graph_bytes is not None]
+    free = [info.free_bytes for info in infos if info.free_bytes is not None]
+    return {
+        "load_capture_s": max(seconds, default=None),
+        "load_graph_bytes": max(taken, default=None),
+        "load_free_bytes": min(free, default=None),
+    }

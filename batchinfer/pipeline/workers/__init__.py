@@ -1,0 +1,1 @@
+"""The engines' processes: started, fed, replaced."""

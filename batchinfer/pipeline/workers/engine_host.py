@@ -1,0 +1,232 @@
+"""The parent's end of the engine's process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NoReturn
+
+from batchinfer.core.errors import (
+    BatchInferError,
+    InputCorrupt,
+    JobFileError,
+    Mistake,
+    OutOfMemory,
+    SecurityRefusal,
+    Unavailable,
+)
+from batchinfer.core.request import ExpertTokens, Request
+from batchinfer.engine.config import EngineInfo
+from batchinfer.machine.spawning import Child, receiving
+from batchinfer.pipeline.workers.messages import (
+    Add,
+    Answer,
+    Ask,
+    Chosen,
+    Failed,
+    Finish,
+    Left,
+    Pulse,
+    Ready,
+    WorkDone,
+    WorkerSpec,
+)
+
+WORKER = "batchinfer.pipeline.workers.worker:main"
+CONTINUES = "the same command resumes the job"
+LEAVE_S = 10.0  # a worker that was told to leave and has not by then is killed
+_BY_CODE: dict[int, type[BatchInferError]] = {
+    kind.exit_code: kind for kind in (Unavailable, OutOfMemory, SecurityRefusal, InputCorrupt)
+}
+# A worker that was ready and then failed with one of these may do better anew; what it refuses it refuses again.
+_AT_WORK = (BatchInferError.exit_code, OutOfMemory.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """An end of the worker that need not happen again: it was killed, or failed at work. `silent`: it was killed by
+    this process, because it had said nothing for too long."""
+
+    kind: type[BatchInferError]
+    what: str
+    advice: str
+    detail: str = ""  # a traceback
+    silent: bool = False
+
+    def error(self, *more: str) -> BatchInferError:
+        """For a user; `more` stands between what happened and what helps."""
+        return self.kind(
+            "; ".join([self.what, *more, self.advice]) + (f"\n{self.detail}" if self.detail else "")
+        )
+
+
+class EngineHost:
+    """Starts the worker, feeds it, hears from it, and outlives it. A context manager: leaving it ends the worker."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._child = Child(WORKER, spec)
+        self.connection = self._child.connection  # readable when there is something to receive
+        self._left = False
+        self._failed: Failed | None = None  # raised once all that was finished before it was received
+        self.peak_rss: int | None = None  # bytes; known once the worker has left
+        self.other_cores: float | None = (
+            None  # CPU cores that others used meanwhile, this process included; known then, too
+        )
+        self.expert_tokens: ExpertTokens = {}  # known then, too
+        self.info: EngineInfo | None = None  # known once it is ready
+        self.asks = self.decides = False  # see Chooser
+        self.chosen: str | None = None  # see Chooser
+        self.untimed = False  # what it does until its next message takes as long as it takes
+        self._silent_s: float | None = None  # for so long, when it was given up
+        self.crash: Crash | None = None  # what `receive` raised, if it is one
+
+    def __enter__(self) -> EngineHost:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Should the worker be gone, the next `receive` tells."""
+        self._send(Add(requests))
+
+    def finish(self, within_s: float) -> None:
+        """Tell the worker to drop what waits, finish what runs within `within_s` seconds, and leave."""
+        self._send(Finish(within_s))
+
+    def answer(self, chosen: str | None) -> None:
+        """See Chooser."""
+        self.asks, self.decides = False, chosen is None
+        self._send(Answer(chosen))
+
+    def _send(self, message: Add | Finish | Answer) -> None:
+        """Raises nothing when nobody reads it: what the worker said before it ended is still to be received."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+    @property
+    def left(self) -> bool:
+        """The worker has said all it had to say."""
+        return self._left
+
+    def receive(self, timeout_s: float) -> list[WorkDone]:
+        """What has come, waiting for at most `timeout_s` when there is nothing.
+
+        Raises what ended the worker, once everything that it had finished was received.
+        """
+        heard: list[WorkDone] = []
+        while not self.ended and self.connection.poll(0 if heard else timeout_s):
+            try:
+                with receiving():
+                    message = self.connection.recv()
+            except EOFError:
+                if heard:
+                    return heard  # the next call finds the end again
+                self._raise_death()
+            if not isinstance(message, WorkDone):
+                self._note(message)
+                break
+            self.untimed = False
+            heard.append(message)
+        if self._failed is not None and not heard:
+            self._raise_death()
+        return heard
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more is read of its connection; `receive` still raises what ended it."""
+        return self._left or self._failed is not None
+
+    def give_up(self, silent_s: float) -> None:
+        """End a worker that has said nothing for so many seconds; the next `receive` tells."""
+        self._silent_s = silent_s
+        self._child.kill()
+
+    def close(self) -> None:
+        """End the worker, gently when it has left already."""
+        if self._left:
+            self._child.wait(LEAVE_S)
+        self._child.close()
+
+    def _note(self, message: object) -> None:
+        if isinstance(message, Ready):
+            self.info = message.info
+        elif isinstance(message, Ask):
+            self.asks = True
+        elif isinstance(message, Chosen):
+            self.decides, self.chosen = False, message.chosen
+        elif isinstance(message, Pulse):
+            self.untimed = message.untimed
+        elif isinstance(message, Left):
+            self._left, self.peak_rss = True, message.peak_rss
+            self.other_cores, self.expert_tokens = message.other_cores, message.expert_tokens
+        elif isinstance(message, Failed):
+            self._failed = message
+        else:
+            raise BatchInferError(f"the engine's process sent {type(message).__name__}, which nobody expects")
+
+    def _raise_death(self) -> NoReturn:
+        failed = self._last_words()
+        if failed is None:
+            self.crash = self._crash()
+        elif self.info is not None and failed.exit_code in _AT_WORK:
+            self.crash = _crash_of(failed)
+        if self.crash is not None:
+            raise self.crash.error()
+        assert failed is not None
+        raise _error_of(failed, str(self._spec.config.model))
+
+    def _crash(self) -> Crash:
+        """Of a worker that could not say why."""
+        if self._silent_s is not None:
+            what = f"the engine's process was ended: it had done nothing for {self._silent_s:.0f} s"
+            return Crash(Unavailable, what, CONTINUES, silent=True)
+        ended = self._child.wait(LEAVE_S)
+        what = f"the engine's process {'closed its connection' if ended is None else ended}"
+        if ended is not None and ended.out_of_memory:
+            return Crash(OutOfMemory, what, f"lower engine.kv_memory or engine.max_num_seqs; {CONTINUES}")
+        if ended is not None and ended.out_of_cpu_time:
+            return Crash(Unavailable, what, f"raise it; {CONTINUES}")
+        return Crash(Unavailable, what, CONTINUES)
+
+    def _last_words(self) -> Failed | None:
+        """What the worker sent before it died, if it could still say why."""
+        if self._failed is not None:
+            return self._failed
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and self.connection.poll(0.1):
+            try:
+                with receiving():
+                    message = self.connection.recv()
+            except EOFError:
+                return None
+            if isinstance(message, Failed):
+                return message
+        return None
+
+
+def _error_of(failed: Failed, model: str) -> BatchInferError:
+    if failed.exit_code == JobFileError.exit_code:
+        return JobFileError(model, _mistakes(failed.message))
+    kind = _BY_CODE.get(failed.exit_code)
+    if kind is not None:
+        return kind(failed.message)
+    return BatchInferError(f"the engine failed: {failed.message}\n{failed.detail}")
+
+
+def _crash_of(failed: Failed) -> Crash:
+    """What is not of our own tree comes with its traceback."""
+    kind = _BY_CODE.get(failed.exit_code)
+    if kind is not None:
+        return Crash(kind, failed.message, CONTINUES)
+    return Crash(BatchInferError, f"the engine failed: {failed.message}", CONTINUES, failed.detail)
+
+
+def _mistakes(text: str) -> list[Mistake]:
+    return [Mistake("model", line.strip()) for line in text.splitlines()[1:]] or [Mistake("model", text)]

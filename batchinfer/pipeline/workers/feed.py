@@ -1,0 +1,98 @@
+"""Runs a plan on an engine or several: keeps them fed, and hands on what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from batchinfer.core.request import Request
+from batchinfer.engine.config import WINDOW, EngineInfo
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.messages import WorkDone
+from batchinfer.plan.order.plan import Plan, Window
+from batchinfer.plan.order.requests import Prompts, planned_requests
+
+POLL_S = 0.1
+DRAIN_S = 15.0  # after a signal: what runs may finish for so long
+LATE_S = 3.0  # a worker in the middle of a long step hears of it only afterwards
+
+
+class Host(Protocol):
+    """An engine, or several, wherever they run: ReplicaPool says what these mean."""
+
+    @property
+    def info(self) -> EngineInfo | None: ...
+    @property
+    def left(self) -> bool: ...
+    @property
+    def wants_more(self) -> bool: ...
+    def submit(self, requests: Sequence[Request]) -> None: ...
+    def receive(self, timeout_s: float) -> list[WorkDone]: ...
+    def finish(self, within_s: float) -> None: ...
+
+
+class Sink(Protocol):
+    """Takes what the engine gives back."""
+
+    def planned(self, window: Window, requests: Sequence[Request]) -> None:
+        """These requests, the window's, are handed out next, in this order."""
+
+    def take(self, done: WorkDone) -> None:
+        """These completions and samples came."""
+
+    def enough(self) -> bool:
+        """Whether to stop early, because going on is pointless."""
+
+    def tick(self) -> None:
+        """Time has passed."""
+
+
+def run_plan(
+    plan: Plan,
+    prompts: Prompts,
+    host: Host,
+    sink: Sink,
+    interrupts: Interrupts,
+    draining: Callable[[float], None],
+) -> None:
+    """Feed the plan's windows in order until all is answered, `sink` has enough, or a signal comes.
+
+    After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
+    """
+    windows = planned_requests(plan, prompts, WINDOW)
+    in_flight, more = 0, True
+    while more or in_flight:
+        if interrupts.pending is not None:
+            if (
+                in_flight and host.info is not None
+            ):  # else nothing runs: a model may be loading, again perhaps
+                draining(DRAIN_S)
+                _drain(host, sink)
+            return
+        if sink.enough():
+            return
+        while more and host.wants_more:
+            read = next(windows, None)
+            if read is None:
+                more = False
+                break
+            window, requests = read
+            sink.planned(window, requests)
+            host.submit(requests)
+            in_flight += len(requests)
+        for done in host.receive(POLL_S):
+            in_flight -= len(done.completions)
+            sink.take(done)
+        sink.tick()
+    _drain(host, sink)
+
+
+def _drain(host: Host, sink: Sink) -> None:
+    """Have the worker finish what runs and leave; whoever closes the host ends one that did not."""
+    host.finish(DRAIN_S)
+    give_up = time.monotonic() + DRAIN_S + LATE_S
+    while not host.left and time.monotonic() < give_up:
+        for done in host.receive(POLL_S):
+            sink.take(done)
+        sink.tick()

@@ -1,0 +1,180 @@
+"""One engine of a pool: its process, and what it was given and has not given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchinfer.core.request import Completion, Request, RowError
+from batchinfer.engine.config import EngineInfo
+from batchinfer.machine.waiting import Waited
+from batchinfer.pipeline.workers.engine_host import EngineHost
+from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
+from batchinfer.pipeline.workers.suspects import Group
+from batchinfer.plan.order.backlog import tokens_of
+
+# Deaths in a row with next to nothing done in between, after which an engine is not started again: rows that ran by
+# themselves have died one after the other by then, so that it is no row that kills it.
+FRUITLESS = 4
+FRUITLESS_LOADING = 2  # of an engine that has not come to work again: no row has to do with it
+# From so many on, it first runs a row that was answered before; where none was, rows under suspicion run one by one.
+DOUBTED = 2
+CODE = "engine_died"
+# An engine that has work and says nothing for so long is taken to hang: so many times the longest step that it was
+# forecast to have, or had, and at least so many seconds. A worker sends something after each step.
+SILENT_STEPS, SILENT_S = 10, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What an engine's process left behind when it died."""
+
+    in_work: list[Request]
+    waiting: list[Request]  # behind those in work
+    apart: Group | None  # those in work are of it, and ran with no others
+    fresh: bool  # the process had finished nothing
+    loaded: bool  # it had come to work
+    restarts: int  # processes of the same engine that died before
+    fruitless: int  # deaths in a row, this one included, between which it got next to nothing done
+
+
+class Replica:
+    """A place for an engine: should its process die, another one may be started in its place."""
+
+    def __init__(self, number: int, spec: WorkerSpec) -> None:
+        self.number, self._spec = number, spec
+        self._engine = number  # how many were started in the run before the present process
+        self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
+        self.restarts = 0
+        self.apart: Group | None = None  # what it runs with no other rows
+        self.answered: Request | None = None  # the last row that it answered without an error
+        self.accused: list[Request] = []  # died by themselves, and it has finished nothing since
+        self.fruitless = 0  # deaths in a row between which it got next to nothing done
+        self._finished = 0  # rows, by the present process
+        self.gone = False  # nothing more is to be heard or expected
+        self.load = 0  # tokens of what is unfinished, prompts and answers as long as they may be
+        self._running = self._waiting = 0  # rows, after its last step
+        self._longest_step_s = 0.0
+        self._silence = Waited()
+        self.host = EngineHost(spec)
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the present process has built; None while it loads."""
+        return self.host.info
+
+    @property
+    def loads_first(self) -> bool:
+        """It has not come to work yet."""
+        return self.info is None and not self.gone and not self.restarts
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None and not self.gone
+
+    @property
+    def at_once(self) -> int:
+        """Rows that it runs at once: as many as its limit, or as its cache has room for."""
+        assert self.info is not None
+        return self._running if self._waiting else self.info.max_num_seqs
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        self.unfinished.update((request.key, request) for request in requests)
+        self.load += sum(map(tokens_of, requests))
+        self.host.submit(requests)
+
+    def receive(self) -> list[WorkDone]:
+        """What has come. Raises what ended the process."""
+        heard = self.host.receive(0)
+        self._silence.again()
+        for done in heard:
+            done.engine, done.replica = self._engine, self.number
+            for completion in done.completions:
+                request = self.unfinished.pop(completion.key)
+                self.load -= tokens_of(request)
+                if completion.error is None:
+                    self.answered = request
+            self._finished += len(done.completions)
+            if self.apart is not None and self.apart.is_proof:  # its steps count, its answer is nobody's
+                done.completions, done.requests = [], []
+            self._longest_step_s = max([self._longest_step_s, *(step.duration_s for step in done.steps)])
+            if done.steps:
+                self._running, self._waiting = done.steps[-1].running, done.steps[-1].waiting
+        return heard
+
+    def listen(self, longest_step_s: Callable[[], float]) -> None:
+        """It has said nothing, once more. Ends a process that has work, and has said nothing for too long while this
+        process ran: a step is forecast to take `longest_step_s` at the most."""
+        if not self.unfinished or self.host.untimed:
+            self._silence.again()
+            return
+        if self._silence.look() <= SILENT_S:
+            return
+        limit_s = max(SILENT_S, SILENT_STEPS * max(longest_step_s(), self._longest_step_s))
+        if self._silence.seconds > limit_s:
+            self.host.give_up(limit_s)
+
+    def run_apart(self, group: Group) -> None:
+        """Queue rows that are to run with no others; nothing else is unfinished."""
+        self.apart = group
+        self.submit(group.requests)
+
+    def died(self) -> Death:
+        """Its process died: it will not be asked any more for what it had not given back.
+
+        It admits requests in order, so those in work are among the first of these.
+        """
+        requests, running = list(self.unfinished.values()), self._most_running()
+        in_work, apart, fresh = requests[:running], self.apart, not self._finished
+        little = fresh if apart is not None else self._finished < max(1, len(in_work))
+        self.fruitless = self.fruitless + 1 if little else 0
+        self.unfinished, self.apart = {}, None
+        self.load = self._running = self._waiting = self._finished = 0
+        return Death(
+            in_work, requests[running:], apart, fresh, self.info is not None, self.restarts, self.fruitless
+        )
+
+    def _most_running(self) -> int:
+        if self.info is None:
+            return 0
+        return self.info.max_num_seqs if self.apart is None else len(self.unfinished)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another process may do better."""
+        return self.fruitless < (FRUITLESS if self.info is not None else FRUITLESS_LOADING)
+
+    @property
+    def doubted(self) -> bool:
+        """It, and not a row, may be at fault: it died in a row, and has not shown since that it works."""
+        return self.fruitless >= DOUBTED and not self.works
+
+    @property
+    def works(self) -> bool:
+        """Its present process has finished rows."""
+        return self._finished > 0
+
+    def convict(self) -> WorkDone:
+        """The rows that it had accused, as error rows."""
+        text = "the engine's process died when it ran this row, with others and by itself"
+        error = RowError(CODE, "engine", text, retryable=True)
+        none = np.empty(0, np.int32)
+        rows, self.accused = self.accused, []
+        found = [Completion(row.key, none, "error", error=error) for row in rows]
+        return WorkDone(found, engine=self._engine, replica=self.number)
+
+    def restart(self, engine: int) -> None:
+        """Start another process, the `engine`-th of the run."""
+        self.restarts += 1
+        self._engine = engine
+        self.host.close()
+        self.host = EngineHost(self._spec)
+        self._silence.again()
+
+    def close(self) -> None:
+        """End the process."""
+        self.gone = True
+        self.host.close()

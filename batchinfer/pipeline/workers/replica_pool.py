@@ -1,0 +1,368 @@
+"""One or several engines over one plan: rows are handed out as engines finish theirs, and outlive an engine's death."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import wait
+from types import TracebackType
+
+from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
+from batchinfer.core.request import ExpertTokens, Request
+from batchinfer.engine.config import EngineInfo, most_queued
+from batchinfer.pipeline.workers.agreement import Agreement
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
+from batchinfer.pipeline.workers.replica import CODE, Death, Replica
+from batchinfer.pipeline.workers.suspects import Group, Suspects, proof_of
+from batchinfer.plan.order.backlog import Backlog, piece_rows
+
+# The fewer rows are left, the fewer wait in an engine: its even share of them divided by this.
+WAITING_LEFT = 2
+# Deaths without a row that is found to be at fault, while rows under suspicion are run: halving 1,024 rows costs twelve
+# at most. What dies as often as this does so for another reason.
+MOST_APART = 24
+# What ends one engine and need not end another: its device is not there or full, or it failed. A checkpoint that is
+# refused is refused by all.
+_OF_ONE = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_code)
+
+
+class ReplicaPool:
+    """All engines of a run, as one engine to whoever feeds it; `specs` has one for each.
+
+    An engine whose process was killed or failed at work is replaced, unless it gets nothing done between one death and
+    the next; then the others go on, and the last one's death is an error. No answer is lost, none is received twice.
+    Rows that waited in it are handed out again before anything else. Rows in work may have killed it: they run at the
+    end, by themselves, until those that kill are found. These become error rows. After a signal no process is started.
+
+    `rows`: how many there are in the plan. `name_rows` says in words which rows some keys stand for, `notice` tells a
+    user of a death, and the time inside `loading` is that in which no engine can work yet. `longest_step_s` forecasts
+    the longest step of an engine: one that is silent for far longer is ended and replaced.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        rows: int,
+        interrupts: Interrupts,
+        name_rows: Callable[[Sequence[bytes]], str],
+        notice: Callable[[str], None],
+        loading: Callable[[], AbstractContextManager[None]],
+        longest_step_s: Callable[[EngineInfo], float] = lambda _: 0.0,
+    ) -> None:
+        self._longest_step_s = longest_step_s
+        self._silent: set[bytes] = set()  # rows that were in work when an engine fell silent
+        self._interrupts, self._notice, self._loading = interrupts, notice, loading
+        self._name_rows, self._backlog, self._suspects = name_rows, Backlog(), Suspects()
+        self._left = rows  # that no engine has been given
+        self._finishing = False
+        self._deaths_apart = 0  # of engines that ran rows under suspicion, since a row was found to kill
+        self._ready_at: tuple[float, float] | None = None  # seconds: of the clock, and of this process's work
+        self.restarts = 0
+        self._agreement = Agreement()
+        self._replicas: list[Replica] = []
+        try:
+            with self._loading():
+                for number, spec in enumerate(specs):
+                    self._replicas.append(Replica(number, spec))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ReplicaPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes, also should ending one of them fail."""
+        with ExitStack() as stack:
+            for replica in self._replicas:
+                stack.callback(replica.close)
+
+    # What whoever feeds it sees
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What an engine that can work has built; None while there is none, or some load for the first time."""
+        if any(replica.loads_first for replica in self._replicas):
+            return None
+        return next((replica.info for replica in self._replicas if replica.is_ready), None)
+
+    @property
+    def infos(self) -> list[EngineInfo]:
+        """What each engine that came to work has built."""
+        return [replica.info for replica in self._replicas if replica.info is not None]
+
+    @property
+    def left(self) -> bool:
+        """Nothing more is to be heard."""
+        return all(replica.gone or replica.host.left for replica in self._replicas)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether there is an engine that would run the next rows of the plan soon, or wait for them; also where there
+        are none: whoever asks finds that the plan has ended, also if no engine is left by then."""
+        if not self._left:
+            return True
+        return self.info is not None and not self._divisible and self._next() is not None
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """The next rows of the plan."""
+        self._backlog.append(requests)
+        self._hand_out()
+
+    def receive(self, timeout_s: float) -> list[WorkDone]:
+        """What has come, waiting for at most `timeout_s` when there is nothing. Raises what ended the last engine."""
+        with self._loading() if self.info is None else nullcontext():
+            heard = [done for replica in self._speaking(timeout_s) for done in self._from(replica)]
+        self._agreement.settle(replica.host for replica in self._live)
+        heard += self._verdicts()
+        if self._ready_at is None and self.info is not None:
+            self._ready_at = time.monotonic(), time.process_time()
+        self._hand_out()
+        return heard
+
+    def finish(self, within_s: float) -> None:
+        """Tell all engines to drop what waits, finish what runs within `within_s` seconds, and leave."""
+        self._finishing = True
+        self._backlog.take_all()
+        for replica in self._live:
+            if replica.info is None:
+                replica.close()
+            else:
+                replica.host.finish(within_s)
+
+    # What is known once they have left
+
+    @property
+    def peak_rss(self) -> int | None:
+        """The most bytes that each engine's process held, added up; None while none has left."""
+        known = [r.host.peak_rss for r in self._replicas if r.host.peak_rss is not None]
+        return sum(known) if known else None
+
+    @property
+    def other_cores(self) -> float | None:
+        """CPU cores that other processes used meanwhile. For an engine this process is another one, too."""
+        known = [r.host.other_cores for r in self._replicas if r.host.other_cores is not None]
+        if not known or self._ready_at is None:
+            return None
+        began, worked = self._ready_at
+        elapsed = time.monotonic() - began
+        own = (time.process_time() - worked) / elapsed if elapsed > 0 else 0.0
+        return max(0.0, sum(known) - own)
+
+    @property
+    def expert_tokens(self) -> ExpertTokens:
+        """What the experts of all engines were given. The counts of processes that died are lost: to send them now
+        and then, a step would have to wait for the device."""
+        found: dict[int, Counter[int]] = {}
+        for replica in self._replicas:
+            for layer, tokens in replica.host.expert_tokens.items():
+                found.setdefault(layer, Counter()).update(dict(enumerate(tokens)))
+        return {
+            layer: [counts[expert] for expert in range(len(counts))]
+            for layer, counts in found.items()
+        }  # fmt: skip
+
+    # Handing out
+
+    @property
+    def _live(self) -> list[Replica]:
+        return [replica for replica in self._replicas if not replica.gone]
+
+    @property
+    def _divisible(self) -> bool:
+        """Whether a part of the backlog can be cut off where it costs least: what follows has been read."""
+        return len(self._backlog) >= 2 * self._piece or len(self._backlog) >= self._left > 0
+
+    @property
+    def _piece(self) -> int:
+        """Rows that are handed out at once."""
+        return piece_rows(self._left, len(self._live))
+
+    def _hand_out(self) -> None:
+        if self._finishing or self.info is None:
+            return
+        if len(self._replicas) == 1:
+            self._give(self._replicas[0], self._backlog.take_all())
+        while self._divisible and (replica := self._next()) is not None:
+            self._give(replica, self._backlog.take(self._piece, len(self._live)))
+        if not self._left:
+            self._run_apart()
+
+    def _run_apart(self) -> None:
+        """Nothing of the plan is left: engines without work get rows that were in work when one died."""
+        for replica in self._live:
+            if replica.is_ready and not replica.unfinished and self._suspects:
+                group = self._group_for(replica)
+                if group is not None:
+                    replica.run_apart(group)
+
+    def _group_for(self, replica: Replica) -> Group | None:
+        """What it runs by itself; if it is doubted first a row that was answered, so that rows that kill do not have
+        it given up."""
+        answered = next((one.answered for one in self._replicas if one.answered is not None), None)
+        if replica.doubted and answered is not None:
+            return proof_of(answered)
+        another = replica.number if len(self._live) > 1 else None
+        return self._suspects.take(one=replica.doubted, not_of=another)
+
+    def _give(self, replica: Replica, requests: list[Request]) -> None:
+        self._left -= len(requests)
+        if requests:
+            replica.submit(requests)
+
+    def _next(self) -> Replica | None:
+        """The engine with the least to do, if it may have more."""
+        free = [replica for replica in self._live if replica.is_ready and replica.apart is None]
+        able = [replica for replica in free if len(replica.unfinished) < self._most(replica)]
+        return min(able, key=lambda replica: replica.load, default=None)
+
+    def _most(self, replica: Replica) -> int:
+        """Rows that an engine may have at a time."""
+        assert replica.info is not None
+        engines, most = len(self._live), most_queued(replica.info.max_num_seqs)
+        if engines == 1:
+            return most
+        return max(1, min(most, replica.at_once + self._left // (WAITING_LEFT * engines)))
+
+    # Hearing
+
+    def _speaking(self, timeout_s: float) -> Iterator[Replica]:
+        """Engines that have something to say."""
+        heard = {r.host.connection: r for r in self._live if not r.host.left}
+        failed = [replica for replica in heard.values() if replica.host.ended]
+        if failed:
+            yield from failed
+            return
+        spoke = [heard[connection] for connection in wait(list(heard), timeout_s)]  # type: ignore[index]
+        for replica in heard.values():
+            if replica not in spoke and replica.info is not None:
+                replica.listen(partial(self._longest_step_s, replica.info))
+        yield from spoke
+
+    def _from(self, replica: Replica) -> list[WorkDone]:
+        try:
+            heard = replica.receive()
+        except BatchInferError as error:
+            self._after(replica, error)
+            return []
+        if replica.apart is not None and not replica.unfinished:
+            self._suspects.finished(replica.apart)
+            replica.apart = None
+        return heard
+
+    def _verdicts(self) -> list[WorkDone]:
+        """Rows that killed an engine by themselves, once an engine has shown that it runs others, or all are done."""
+        found = []
+        for replica in self._replicas:
+            if replica.accused and (replica.works or not self._has_work):
+                named = self._name_rows([request.key for request in replica.accused])
+                self._notice(f"error row, {CODE}: {named}; an engine that ran nothing else died of it")
+                found.append(replica.convict())
+                self._deaths_apart = 0
+        return found
+
+    # Deaths
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._left or self._suspects or any(replica.unfinished for replica in self._live))
+
+    def _after(self, replica: Replica, error: BatchInferError) -> None:
+        """Go on after what ended an engine's process, with a new one or with the others. Raises when neither can be."""
+        crash, others = replica.host.crash, len(self._live) > 1
+        if crash is None and not (others and error.exit_code in _OF_ONE):
+            raise error
+        if crash is not None and self._finishing and not replica.unfinished:
+            replica.close()  # what it still had to say was of no use to anybody
+            return
+        death = replica.died()
+        self._deaths_apart += death.apart is not None
+        again = crash is not None and self._may_restart(replica)
+        if crash is not None and not again and not others:
+            raise crash.error(self._told(death)) from error
+        what = str(error) if crash is None else f"{crash.what}; {self._told(death)}"
+        if crash is not None and crash.silent:
+            self._take_back_silent(replica, death)
+        else:
+            self._take_back(replica, death, blamed=crash is not None)
+        self._go_on(replica, what, again)
+
+    def _take_back_silent(self, replica: Replica, death: Death) -> None:
+        """What an engine was given that fell silent: rows in work are not blamed for the first time."""
+        again = [request for request in death.in_work if request.key in self._silent]
+        first = [request for request in death.in_work if request.key not in self._silent]
+        self._silent.update(request.key for request in first)
+        if death.apart is None:
+            rest = replace(death, in_work=again, waiting=[*first, *death.waiting])
+            self._take_back(replica, rest, blamed=True)
+        elif again or death.apart.is_proof:
+            self._take_back(replica, death, blamed=True)
+        else:
+            self._suspects.add(first)
+
+    def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
+        """What it was given: rows that waited are the first to be handed out again, those in work are `blamed`."""
+        if death.apart is not None and death.apart.is_proof:
+            return
+        waiting = death.waiting if blamed else [*death.in_work, *death.waiting]
+        self._left += len(waiting)
+        self._backlog.put_back(waiting)
+        if blamed and death.apart is None:
+            self._suspects.add(death.in_work)
+        elif blamed and death.apart is not None:
+            if len(death.in_work) == 1 and self._is_certain(death):
+                replica.accused += death.in_work
+            else:
+                self._suspects.died(death.in_work, replica.number)
+
+    def _is_certain(self, death: Death) -> bool:
+        """Whether one row that ran by itself killed an engine: neither what its process had run before, nor an engine
+        that dies of anything, as long as there is another one to show that."""
+        again = death.apart is not None and death.apart.died_in is not None
+        return again or (death.fresh and len(self._live) == 1)
+
+    def _go_on(self, replica: Replica, what: str, again: bool) -> None:
+        who = f"engine {replica.number}: " if len(self._replicas) > 1 else ""
+        if not again or not self._has_work:
+            replica.close()
+            self._notice(f"{who}{what}; {'nothing is left to run' if again else 'the other engines go on'}")
+            return
+        self._notice(f"{who}{what}; a new one is started")
+        self.restarts += 1
+        with self._loading() if self.info is None else nullcontext():
+            replica.restart(len(self._replicas) + self.restarts - 1)
+
+    def _may_restart(self, replica: Replica) -> bool:
+        if self._interrupts.pending is not None or self._finishing:
+            return False
+        return replica.may_restart and self._deaths_apart < MOST_APART
+
+    def _named(self, death: Death) -> str:
+        """What was in work, in words."""
+        if death.apart is not None and death.apart.is_proof:
+            return "in work by itself: a row that had been answered before"
+        how = "in work by themselves" if death.apart else "in work"
+        return f"{how}: {self._name_rows([request.key for request in death.in_work])}"
+
+    def _told(self, death: Death) -> str:
+        """In words."""
+        if not death.loaded:
+            return "it was loading the model" + (" again, after a restart" if death.restarts else "")
+        if not death.in_work:
+            return "no row was in work"
+        named = self._named(death)
+        return (
+            named
+            if death.fruitless < 2
+            else f"{named}; death {death.fruitless} in a row with little done before"
+        )

@@ -1,0 +1,79 @@
+"""Rows that were in work when an engine died: which of them it is that kills engines is found by halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+from batchinfer.core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Rows that an engine runs with no others."""
+
+    requests: list[Request]
+    twin: Group | None = None  # the other half of the group that died
+    died_in: int | None = None  # the engine that died of it, if it is one row
+    is_proof: bool = False  # no row that waits: whoever answers it works
+
+
+def proof_of(answered: Request) -> Group:
+    """A row that was answered, to be run by an engine that is doubted. Its key is another one: nobody takes its answer
+    for the row's."""
+    key = sha256(b"proof" + answered.key).digest()
+    return Group([replace(answered, key=key, shares_next=0)], is_proof=True)
+
+
+class Suspects:
+    """Groups of rows that wait to be run by themselves.
+
+    A group that dies is halved. If one half then finishes, what kills is in the other one, which is halved before it is
+    run: of n rows, one that kills is found after log2(n) groups, about half of which die.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Group] = []  # the last one is next: halves follow the group that they are of
+
+    def __len__(self) -> int:
+        """Groups."""
+        return len(self._waiting)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Rows that were in work when an engine died, with others or not."""
+        if requests:
+            self._waiting.append(Group([replace(request, shares_next=0) for request in requests]))
+
+    def take(self, one: bool = False, not_of: int | None = None) -> Group | None:
+        """The group to run next; if `one`, a single row, which is as far as can be from those that died last: rows that
+        kill may be neighbours. None of which the engine `not_of` died."""
+        fit = [group for group in self._waiting if not_of is None or group.died_in != not_of]
+        if not fit:
+            return None
+        group = next((far for far in fit if far.died_in is None), fit[0]) if one else fit[-1]
+        self._waiting.remove(group)
+        if one and len(group.requests) > 1:
+            self.add(group.requests[1:])
+            return Group(group.requests[:1])
+        return group
+
+    def died(self, requests: Sequence[Request], engine: int) -> None:
+        """What was unfinished of a group when its engine died."""
+        if len(requests) == 1:
+            self._waiting.append(Group(list(requests), died_in=engine))
+        else:
+            self._halve(requests)
+
+    def finished(self, group: Group) -> None:
+        """All rows of a group were answered."""
+        twin = group.twin
+        if twin in self._waiting and twin is not None and len(twin.requests) > 1:
+            self._waiting.remove(twin)
+            self._halve(twin.requests)
+
+    def _halve(self, requests: Sequence[Request]) -> None:
+        middle = len(requests) // 2
+        first, second = Group(list(requests[:middle])), Group(list(requests[middle:]))
+        first.twin, second.twin = second, first
+        self._waiting += [second, first]

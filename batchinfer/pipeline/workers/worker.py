@@ -1,0 +1,214 @@
+"""The engine's process: reads requests, steps, sends back what came of them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from batchinfer.core.errors import BatchInferError, OutOfMemory
+from batchinfer.core.request import Request
+from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.schedule.constraints import ConstraintsFor
+from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.engine.tensors.garbage import loaded_for_good
+from batchinfer.machine.memory import peak_memory
+from batchinfer.machine.spawning import receiving
+from batchinfer.pipeline.workers.messages import (
+    Add,
+    Answer,
+    Ask,
+    Chosen,
+    EnginePlace,
+    Failed,
+    Finish,
+    Left,
+    Pulse,
+    Ready,
+    WorkDone,
+    WorkerSpec,
+)
+from batchinfer.pipeline.workers.shared_cores import SharedCores
+
+# A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
+SEND_EVERY_S = 0.05
+SEND_AT = 256  # completions
+PULSE_S = 5.0  # while requests are taken in, whose constraints are compiled
+
+
+def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
+    """Entry point of the spawned process."""
+    try:
+        settle(spec.place)
+        worker = _Worker(spec, connection)
+        with loaded_for_good():
+            worker.run()
+    except (BrokenPipeError, EOFError):
+        return  # the parent is gone: nobody is left to tell
+    except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
+        connection.send(_failure(error))
+        raise SystemExit(1) from None
+
+
+def settle(place: EnginePlace) -> None:
+    """Keep to the place, before anything is imported that starts threads or asks for GPUs. Raises OSError."""
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+    if place.gpu is not None:
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its numbers are in CUDA's own order
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
+
+
+def _failure(error: BaseException) -> Failed:
+    detail = traceback.format_exc()
+    if isinstance(error, BatchInferError):
+        return Failed(error.exit_code, str(error), detail)
+    if _is_out_of_memory(error):
+        text = (
+            f"out of memory in the engine: {error}; lower engine.kv_memory or engine.max_num_batched_tokens"
+        )
+        return Failed(OutOfMemory.exit_code, text, detail)
+    return Failed(BatchInferError.exit_code, f"{type(error).__name__}: {error}", detail)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    named = type(error).__name__ == "OutOfMemoryError"
+    return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _beside(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
+    """What the engine needs a tokenizer for."""
+    if spec.tokenizer is None:
+        return None, None
+    from batchinfer.data.constraints.constrained import grammar_constraints
+    from batchinfer.data.tokenizer.stop_strings import stop_streams
+    from batchinfer.data.tokenizer.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(spec.tokenizer)
+    return stop_streams(tokenizer.rust), grammar_constraints(tokenizer)
+
+
+def _shared_cores(info: EngineInfo) -> SharedCores | None:
+    """None where the engine's work is not done by the CPU's cores."""
+    if info.device != "cpu":
+        return None
+    from batchinfer_kernels.cpu.spinning import Spinning
+
+    return SharedCores(info.threads, Spinning())
+
+
+class _Worker:
+    """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
+
+    def __init__(self, spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        module, _, name = spec.factory.partition(":")
+        make = getattr(importlib.import_module(module), name)
+        built = make(spec.config, *_beside(spec), self._untimed, self._agreed)
+        self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._done, self._sent_at = WorkDone(), time.monotonic()
+        self._cores = _shared_cores(info)
+        self._leave_at: float | None = None
+        threading.Thread(target=self._read, daemon=True, name="inbox").start()
+        connection.send(Ready(info))
+
+    def run(self) -> None:
+        """Until told to finish, or until the parent is gone. When a step fails, what was finished before is sent."""
+        try:
+            self._work()
+        finally:
+            self._send(force=True)
+        others = self._cores.other_cores if self._cores else None
+        self._connection.send(Left(peak_memory(), others, self._read_loads()))
+
+    def _work(self) -> None:
+        while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):
+            self._take_messages()
+            if self._engine.unfinished:
+                self._collect(self._engine.step())
+            self._send(force=not self._engine.unfinished)
+            if self._cores is not None:
+                self._cores.tick()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                with receiving():
+                    message = self._connection.recv()
+            except EOFError:
+                message = None  # the parent is gone
+            self._inbox.put(message)
+            if message is None:
+                return
+
+    def _take_messages(self) -> None:
+        """All that is there; waits for one when there is nothing else to do."""
+        block = not self._engine.unfinished
+        while block or not self._inbox.empty():
+            self._handle(self._inbox.get())
+            block = False
+
+    def _handle(self, message: object) -> None:
+        if isinstance(message, Add):
+            self._add(message.requests)
+        elif isinstance(message, Finish):
+            self._engine.forget_waiting()
+            self._leave_at = time.monotonic() + message.within_s
+        else:
+            raise EOFError("the parent closed the connection")
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Constraints are compiled as they come: the parent hears in between that this goes on."""
+        if all(request.params.constraint is None for request in requests):
+            self._engine.add(requests)
+            return
+        for request in requests:
+            self._engine.add([request])
+            if time.monotonic() - self._sent_at >= PULSE_S:
+                self._connection.send(Pulse())
+                self._sent_at = time.monotonic()
+
+    def _agreed(self, choose: Callable[[], str]) -> str:
+        """What all engines of this run choose: this one, if it is the first that asks. It loads as yet, so that nothing
+        but the answer is received. Raises EOFError when the parent is gone."""
+        self._connection.send(Ask())
+        with receiving():
+            answer = self._connection.recv()
+        if not isinstance(answer, Answer):
+            raise EOFError("the parent did not answer")
+        if answer.chosen is not None:
+            return answer.chosen
+        chosen = choose()
+        self._connection.send(Chosen(chosen))
+        return chosen
+
+    @contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """What is done inside takes as long as it takes: the parent is not to take that for a hang."""
+        self._connection.send(Pulse(untimed=True))
+        try:
+            yield
+        finally:
+            self._connection.send(Pulse())
+
+    def _collect(self, output: Any) -> None:
+        self._done.completions += output.completions
+        self._done.requests += output.requests
+        if output.sample is not None:
+            self._done.steps.append(output.sample)
+
+    def _send(self, force: bool) -> None:
+        done, now = self._done, time.monotonic()
+        due = force or now - self._sent_at >= SEND_EVERY_S or len(done.completions) >= SEND_AT
+        if due and (done.steps or done.completions):
+            self._connection.send(done)
+            self._done, self._sent_at = WorkDone(), now

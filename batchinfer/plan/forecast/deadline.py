@@ -1,0 +1,114 @@
+"""Whether a job's results will be there when they are wanted, and how many answers were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from batchinfer.core.units import about
+from batchinfer.job import Job
+from batchinfer.job.deadline import deadline_after
+from batchinfer.plan.forecast.engine import EngineForecast
+
+Clock = Callable[[], datetime]
+
+# The time left is taken from the rate of the last seconds, which says little at first: a run begins by reading prompts.
+FIRST_LOOK_S = 30.0
+
+
+def now() -> datetime:
+    return datetime.now().astimezone()
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When the results are wanted, and what is left until then once the engine has done its part."""
+
+    at: datetime
+    left_s: float  # from now on
+    engine_s: float | None  # what the engine is forecast to take; None: not known
+    upper_bound: bool = False  # the engine may take less: the forecast does not know how long answers become
+
+    @classmethod
+    def of(
+        cls, job: Job, started: datetime, forecast: EngineForecast | None, clock: Clock = now
+    ) -> Deadline | None:
+        """The first one after a run `started`, which may be past by now; None: the job has none."""
+        if job.deadline is None:
+            return None
+        at = deadline_after(job.deadline, started)
+        left_s = (at - clock()).total_seconds()
+        return (
+            cls(at, left_s, None)
+            if forecast is None
+            else cls(at, left_s, forecast.seconds, forecast.upper_bound)
+        )
+
+    @property
+    def spare_s(self) -> float | None:
+        """Seconds to spare, negative where it will be missed; None: not known."""
+        return None if self.engine_s is None else self.left_s - self.engine_s
+
+    @property
+    def text(self) -> str:
+        """For people: when it is, and whether it will be met."""
+        when = f"{self.at:%Y-%m-%d %H:%M}"
+        when += f", in {about(self.left_s)}" if self.left_s > 0 else f", {about(-self.left_s)} ago"
+        if self.spare_s is None:
+            return f"{when}: without a forecast of the engine's time nobody knows whether it will be met"
+        least = "at least " if self.upper_bound else ""
+        if self.spare_s >= 0:
+            return f"{when}: the engine is forecast to finish {least}{about(self.spare_s)} before it"
+        late = f"the engine is forecast to finish {about(-self.spare_s)} after it"
+        if not self.upper_bound:
+            return f"{when}: {late}"
+        return (
+            f"{when}: {late} if every answer becomes as long as its max_tokens; the run tells more once its first "
+            "answers are there"
+        )
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the forecast says for sure that it will be missed."""
+        return self.spare_s is not None and self.spare_s < 0 and not self.upper_bound
+
+
+class DeadlineWatch:
+    """Counts what is answered by the deadline, and says once that it will not be met."""
+
+    def __init__(self, deadline: Deadline, notice: Callable[[str], None], clock: Clock = now) -> None:
+        self._at, self._notice, self._clock = deadline.at, notice, clock
+        self._began = clock()
+        self._told = deadline.is_missed  # the forecast has said so already
+        self.rows = self.output_tokens = 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the run's report, by their names in `RunFacts`."""
+        return {
+            "deadline": self._at,
+            "deadline_rows": self.rows,
+            "deadline_output_tokens": self.output_tokens,
+        }
+
+    def answered(self, rows: int, output_tokens: int) -> None:
+        """So many rows got an answer of so many tokens."""
+        if self._clock() <= self._at:
+            self.rows += rows
+            self.output_tokens += output_tokens
+
+    def look(self, left_s: float | None) -> None:
+        """`left_s`: seconds that the engine still takes, at its present rate; None: not known."""
+        if self._told:
+            return
+        moment = self._clock()
+        late_s = (moment - self._at).total_seconds() + (left_s or 0.0)
+        known = left_s is not None and (moment - self._began).total_seconds() >= FIRST_LOOK_S
+        if late_s > 0 and (known or moment > self._at):
+            self._told = True
+            self._notice(
+                f"the deadline ({self._at:%Y-%m-%d %H:%M}) will be missed by about {about(late_s)} at the present "
+                "rate; finished answers are kept, and the same command continues from them"
+            )

@@ -1,0 +1,190 @@
+"""What the engine will do with a plan: the same simulation for `plan` and at the start of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from batchinfer.core.request import Request
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, WINDOW
+from batchinfer.engine.kv.cache_layout import cache_layout
+from batchinfer.engine.kv.memory import JobSize, cache_blocks
+from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.job import Job
+from batchinfer.machine.memory import available_memory
+from batchinfer.models.checkpoint.checkpoint import OWN
+from batchinfer.models.spec.spec import CacheSpec
+from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
+from batchinfer.plan.order.backlog import share_of
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.policies import OrderChoice
+from batchinfer.plan.order.requests import Prompts, planned_requests
+from batchinfer.plan.setup.preflight import Setup
+from batchinfer.plan.simulation.answer_lengths import AnswerLengths
+from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolated
+from batchinfer.plan.simulation.launching import Captures
+from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes, simulate
+from batchinfer.report.tables.earlier_runs import earlier_lengths, earlier_power, earlier_steps
+from batchinfer.report.tables.folder import report_folder
+from batchinfer_kernels.cost import ModelCost, StepShape, roofline_seconds
+
+T = TypeVar("T")
+# What a simulation takes: the bench's mixed, decode and shared-prefix with 2,000 and 4,000 rows took 0.13 ms a row and
+# 4 to 5 microseconds an output token on a Zen 4 server core.
+ROW_S, OUTPUT_TOKEN_S = 150e-6, 5e-6
+PLAN_MOST_S = 5.0  # what `plan` may simulate for
+RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # a run: of the time that it takes at the least, or so many seconds
+STRETCHES, LEAST_STRETCH = 16, 16  # of the requests that are simulated; requests
+TWO_PARTS = 1.5  # a part and its half are simulated
+# Nor more than twice so many rows, and tokens of their prompts: they are held in memory
+MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 25
+FULL_BATCHES = 4  # in a part, at the least: in its half, too, rows have to wait until others have ended
+
+
+@dataclass(frozen=True, slots=True)
+class EngineForecast:
+    """What the engine will do. Seconds are None where this machine's peaks are not known."""
+
+    run: Simulated  # scaled from the rows that were simulated to all of them
+    simulated: float  # 0…1, the share of the rows that were simulated
+    answers_from: int  # earlier runs whose answers say how long these will be; 0: as long as they may be
+    upper_bound: bool  # some answers may be shorter than the max_tokens with which they were simulated
+    times: StepTimes  # what steps take, and how that is known
+    seconds: float | None
+    mfu: float | None
+    mbu: float | None
+    energy_j: float | None  # None where no run of this model on this machine knows what it took
+    order: OrderChoice | None = None  # None: the default one, without a choice
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastEngine:
+    """The engine that a job would get."""
+
+    job: Job
+    setup: Setup
+    plan: Plan
+    machine: SimulatedEngine
+    times: StepTimes
+    multiple: float = (
+        1.0  # how many times as much as the plan the job is, of which the plan has only a sample
+    )
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.machine.blocks * block_bytes(self.machine.layout, self.machine.cost)
+
+    def least_s(self) -> float | None:
+        """What the run takes at the hardware's limit, attention left out; None without peaks."""
+        setting = self.setup.setting
+        if setting.peaks is None:
+            return None
+        outputs = self.plan.expected_tokens
+        tokens = self.plan.prompt_tokens - self.plan.shared_prefix_tokens + outputs
+        step = self.machine.cost.step(StepShape(tokens, outputs, 0, 0))
+        return roofline_seconds(step, setting.peaks) / setting.replicas
+
+    def run_budget_s(self) -> float:
+        """How long a run may simulate itself: little beside what it takes."""
+        return max(RUN_LEAST_S, RUN_SHARE * (self.least_s() or 0.0))
+
+    def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
+        """Simulate the plan, or of a large one as many windows as take about `budget_s` to simulate."""
+        lengths, answers_from = self.lengths()
+        windows = self._windows(prompts, self.every(budget_s))
+        guessed = any(not request.params.has_known_length for window in windows for request in window)
+        known = (answers_from, guessed and not answers_from, self.times)
+        whole = self._whole(windows, lengths)
+        share = sum(map(len, windows)) / (self.plan.to_run * self.multiple)
+        peaks = self.setup.setting.peaks
+        if peaks is None or not whole.seconds:
+            return EngineForecast(whole, share, *known, None, None, None, None)
+        spent_s = whole.seconds * self.setup.setting.replicas
+        mfu = whole.flops / spent_s / peaks.fastest
+        mbu = whole.bytes / spent_s / peaks.bytes_per_s
+        watts = earlier_power(report_folder(self.job.results_root), alike(self.job, self.setup.setting))
+        energy_j = None if watts is None else watts * whole.seconds
+        return EngineForecast(whole, share, *known, whole.seconds, mfu, mbu, energy_j)
+
+    def _whole(self, windows: list[list[Request]], lengths: AnswerLengths) -> Simulated:
+        """The run of all windows, from those that are there and a half of them. Of several engines one is simulated."""
+        engines = self.setup.setting.replicas
+        requests = share_of([request for window in windows for request in window], engines)
+        all_of_them = self._simulated(requests, lengths)
+        whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
+        if self.multiple == 1 and sum(map(len, windows)) == self.plan.to_run:
+            return all_of_them.run if engines == 1 else all_of_them.run.counted(whole / all_of_them.size)
+        half = half_of(requests)
+        smaller = (
+            self._simulated(half, lengths) if len(half) < len(requests) else SimulatedPart(0, Simulated())
+        )
+        return extrapolated(smaller, all_of_them, round(whole / engines)).counted(engines)
+
+    def _simulated(self, requests: list[Request], lengths: AnswerLengths) -> SimulatedPart:
+        outputs = lengths.of_requests(requests)
+        size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
+        return SimulatedPart(size, simulate(self.machine, requests, outputs))
+
+    def lengths(self) -> tuple[AnswerLengths, int]:
+        """How long answers will be, and from how many earlier runs that is known."""
+        earlier = earlier_lengths(report_folder(self.job.results_root))
+        if earlier is None:
+            return AnswerLengths.unknown(), 0
+        found = AnswerLengths.of(earlier.prompts, earlier.answers, earlier.cut)
+        return found, earlier.runs if found.are_known else 0
+
+    def every(self, budget_s: float) -> int:
+        """Which windows are simulated: every so many."""
+        windows = math.ceil(self.plan.to_run / WINDOW)
+        takes_s = self.plan.to_run * ROW_S + self.plan.expected_tokens * OUTPUT_TOKEN_S
+        engines = self.setup.setting.replicas  # of which one is simulated
+        within = int(windows * budget_s * engines / takes_s / TWO_PARTS)
+        least = max(2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / WINDOW))
+        rows = min(MOST_ROWS, MOST_TOKENS * self.plan.to_run // max(1, self.plan.prompt_tokens))
+        return max(1, windows // max(min(within, rows // WINDOW), least))
+
+    def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
+        return [requests for _, requests in planned_requests(self.plan, prompts, WINDOW, every)]
+
+
+def half_of(requests: Sequence[T]) -> list[T]:
+    """Every other stretch of them, short enough that the half has as much of what comes first as of what comes last;
+    long enough that rows which share a prefix mostly stay together."""
+    stretch = max(1, min(WINDOW, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2))
+    return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
+
+
+def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
+    """The engine that would run the plan, which is not empty. Raises OutOfMemory where its longest row does not fit."""
+    setting = setup.setting
+    config = setting.engine_config(job, plan.longest)
+    cost = setting.model_cost(setup.checkpoint)
+    limits = scheduler_config(config, cost, setup.checkpoint.modelling == OWN)
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE
+    layout = cache_layout(
+        [CacheSpec(1, 1, window=window) for window in cost.windows], block_size, plan.longest
+    )
+    size = JobSize(plan.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
+    free = setting.hardware.memory_bytes if config.device == "cuda" else config.memory or available_memory()
+    free = free or 1 << 62
+    free -= setup.checkpoint.weight_bytes
+    blocks = cache_blocks(
+        block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, config.device
+    )
+    times = step_times(setting, cost, earlier_steps(report_folder(job.results_root), alike(job, setting)))
+    captures = _captures(setup, cost, limits, plan.longest) if config.device == "cuda" else None
+    places = (cost, layout, blocks, limits, plan.longest, times.time)
+    machine = SimulatedEngine(*places, looks_ahead=captures is not None, captures=captures)
+    return ForecastEngine(job, setup, plan, machine, times)
+
+
+def _captures(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
+    """What a GPU's host captures of such a model: nothing of one that transformers' code computes."""
+    if setup.checkpoint.modelling != OWN:
+        return Captures(0, 0, 0)
+    most = limits.max_num_batched_tokens
+    tokens = captured_tokens(cost, setup.setting.peaks, most)
+    return Captures(min(limits.max_num_seqs, most), longest, tokens)

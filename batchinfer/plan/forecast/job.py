@@ -1,0 +1,189 @@
+"""What a job will take, known before it runs and without its model: `batchinfer plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from batchinfer.core.errors import OutOfMemory
+from batchinfer.data.index.index import Index
+from batchinfer.data.index.ingest import IngestOptions, IngestProgress, ingest, job_files, over_files
+from batchinfer.data.input.reader import Strata
+from batchinfer.data.results.error_summary import summarise_errors
+from batchinfer.data.storage.remembered import read_strings
+from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.data.storage.temporary import temporary_folder
+from batchinfer.data.store.completion_store import read_records
+from batchinfer.job import Job
+from batchinfer.machine.hardware import Hardware
+from batchinfer.plan.forecast.deadline import Deadline, now
+from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
+from batchinfer.plan.forecast.lint import Linter, LintFinding
+from batchinfer.plan.forecast.order_choice import settled_forecast
+from batchinfer.plan.forecast.sampled_rows import SampledRows, sampled_rows, strata_of
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.planner import plan_job
+from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
+from batchinfer.plan.setup.preflight import Setup, check_input, check_setup
+from batchinfer.plan.setup.resolve import Setting
+
+PREFIXES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Prompts that are to run, by length."""
+
+    shortest: int
+    median: int
+    longest: int
+    buckets: tuple[tuple[int, int], ...]  # (tokens at most, a power of two; prompts), none of them empty
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that all engines of the run take, at the least, and that they may take."""
+
+    weights: int
+    kv_cache: int
+    blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobForecast:
+    """All that is known of a job before it runs."""
+
+    job: str
+    plan: Plan
+    error_codes: dict[str, int]
+    setting: str  # what is computed in, and on which device
+    lengths: Lengths | None = None  # None: nothing is to run
+    memory: Memory | None = None  # None: nor where the job does not fit
+    forecast: EngineForecast | None = None
+    context: int = 0  # tokens of the longest row that there may be
+    rows_over: int | None = (
+        None  # rows that are longer, which become error rows; None: they are cut, and not counted
+    )
+    prefixes: list[PlannedPrefix] = field(default_factory=list)  # those that save most, and those above them
+    misfit: str | None = None  # why the job does not fit into memory
+    deadline: Deadline | None = None  # as if the engine began now; None: the job has none
+    findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
+    sample: SampledRows | None = None  # what the counts were scaled from; None: every row was read
+
+
+def forecast_job(
+    job: Job,
+    reading: Callable[[IngestProgress], None],
+    notice: Callable[[str], None],
+    hardware: Hardware | None = None,
+    sample: int | None = None,
+) -> JobForecast:
+    """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
+
+    `notice` gets what the input's check warns of. `hardware`: a machine other than this one. `sample`: about
+    how many rows to render and tokenise instead of all. Raises what `run` raises before it loads the model, but
+    OutOfMemory: that is part of the forecast.
+    """
+    state = state_of(job)
+    setup = check_setup(job, state, replace=True, hardware=hardware)
+    for warning in check_input(job, setup, state).warnings:
+        notice(warning)
+    if job.sampling.from_columns:
+        notice(f"rows set their own {job.sampling.row_parameters()}")
+    with temporary_folder("plan") as scratch:
+        strata = None
+        if sample is not None:
+            job = over_files(job, job_files(job, Path(scratch)))
+            strata = strata_of(job, sample)
+        index = _index(job, setup, state, Path(scratch), reading, None if strata is None else strata[0])
+        drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
+        stored = (
+            sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
+        )
+        plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan")
+        found = _counted(job, setup, plan, index, drawn)
+        if not plan.to_run:
+            return found
+        try:
+            engine = forecast_engine(job, setup, plan)
+        except OutOfMemory as error:
+            return replace(found, misfit=str(error))
+        if drawn is not None:
+            engine = replace(engine, multiple=drawn.times)
+        machine = engine.machine
+        engines, size = setup.setting.replicas, machine.layout.block_size
+        weights, blocks = setup.checkpoint.weight_bytes * engines, machine.blocks * engines
+        memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
+        forecast = settled_forecast(engine, index.tokens, PLAN_MOST_S)
+        deadline = Deadline.of(job, now(), forecast)
+        # of a sample they would count the sample's tokens
+        findings = () if drawn is not None else tuple(Linter(job, setup, index, Path(scratch)).findings())
+        return replace(found, memory=memory, forecast=forecast, deadline=deadline, findings=findings)
+
+
+def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRows | None) -> JobForecast:
+    """What is known without the engine, scaled to all rows."""
+    times = 1.0 if drawn is None else drawn.times
+    codes = {code: round(rows * times) for code, rows in summarise_errors(index.index_parts).codes.items()}
+    found = JobForecast(
+        job.name,
+        plan if drawn is None else drawn.whole_plan(plan),
+        codes,
+        _setting(setup.setting),
+        context=setup.setting.max_model_len,
+        rows_over=_rows_over(job, codes),
+        sample=drawn,
+    )
+    if not plan.to_run:
+        return found
+    prefixes = largest_prefixes(plan.prefixes, PREFIXES_SHOWN)
+    if drawn is not None:
+        prefixes = [drawn.whole_prefix(node) for node in prefixes]
+    return replace(found, lengths=_lengths(plan, times), prefixes=prefixes)
+
+
+def _setting(setting: Setting) -> str:
+    engines = f", {setting.replicas} engines" if setting.replicas > 1 else ""
+    return f"{setting.arithmetic} on {setting.hardware.name or setting.device}{engines}"
+
+
+def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:
+    cut = job.prompt is not None and job.prompt.truncate != "error"
+    return None if cut else codes.get("prompt_too_long", 0)
+
+
+def _index(
+    job: Job,
+    setup: Setup,
+    state: StateFolder,
+    scratch: Path,
+    reading: Callable[[IngestProgress], None],
+    strata: Strata | None,
+) -> Index:
+    options = IngestOptions(
+        context=_context(setup, state),
+        max_model_len=setup.setting.max_model_len,
+        vocab_size=setup.checkpoint.spec.vocab,
+        now=datetime.now().astimezone(),
+        strata=strata,
+    )
+    return ingest(job, setup.tokenizer, options, scratch, reading)
+
+
+def _context(setup: Setup, state: StateFolder) -> bytes:
+    """As of a run: keys are compared with those of stored answers. Without a store weights need not be hashed."""
+    return setup.context(read_strings(state.fingerprints)) if state.completions.is_dir() else b""
+
+
+def _lengths(plan: Plan, times: float) -> Lengths:
+    tokens = np.concatenate([window.numbers("token_count") for window in plan.windows(65_536)])
+    bits, numbers = np.unique(np.ceil(np.log2(np.maximum(tokens, 1))).astype(int), return_counts=True)
+    buckets = tuple(
+        (1 << one, round(number * times)) for one, number in zip(bits.tolist(), numbers.tolist(), strict=True)
+    )
+    return Lengths(int(tokens.min()), int(np.median(tokens)), int(tokens.max()), buckets)

@@ -1,0 +1,226 @@
+"""What in a job's input keeps rows from sharing work, and what it would save to write it differently."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import OutOfMemory
+from batchinfer.core.request import RowError
+from batchinfer.core.units import count
+from batchinfer.data.index.index import Index
+from batchinfer.data.index.ingest import IngestOptions, ingest, over_files
+from batchinfer.data.input.job_input import open_input
+from batchinfer.data.prompts.template_parts import TemplatePart, in_order, template_parts
+from batchinfer.job import Job
+from batchinfer.plan.forecast.engine import forecast_engine
+from batchinfer.plan.order.field_order import field_order
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.planner import plan_job
+from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.setup.preflight import Setup
+
+MOST_ROWS = 20_000  # are looked at: some seconds for each way to write the prompt
+SIMULATE_S = 1.0  # for each way
+WORTH = 0.01  # of the prompt tokens that run: less is not told
+_BATCH = 1024
+_SPACE = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class LintFinding:
+    """Something to write differently. Savings are of the whole job, as if no answer were stored."""
+
+    kind: str  # text_behind_fields, field_order or near_duplicates
+    text: str  # for people
+    saved_tokens: int  # prompt tokens that need not run
+    share: float  # of the prompt tokens that run
+    saved_s: float | None  # None: not known
+    template: str | None = None  # for prompt.user
+    rows: int | None = None  # near_duplicates: how many
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """One way to write the prompt, and what the rows that are looked at take in it."""
+
+    plan: Plan
+    index: Index
+    seconds: float | None
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that run."""
+        return self.plan.prompt_tokens - self.plan.shared_prefix_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Linter:
+    """Looks at the first rows of a job's input. `index` is that of all of it; `scratch` is a folder for others."""
+
+    job: Job
+    setup: Setup
+    index: Index
+    scratch: Path
+
+    def findings(self) -> list[LintFinding]:
+        """What is worth telling. Raises StorageError, OutOfMemory."""
+        if not self.index.rows:
+            return []
+        first = self._planned(self._first_rows())
+        return [*self._templates(first), *self._near_duplicates(first)]
+
+    def _templates(self, first: Looked) -> Iterator[LintFinding]:
+        source = None if self.job.prompt is None else self.job.prompt.user
+        parts = None if source is None else template_parts(source)
+        if source is None or not parts:
+            return
+        parts, end = (parts[:-1], parts[-1:]) if parts[-1].waits else (parts, [])
+        texts = [part for part in parts if not part.columns]
+        fields = [part for part in parts if part.columns]
+        ways = {"text_behind_fields": [*texts, *fields], "field_order": [*texts, *self._sorted(fields)]}
+        before, seen = first, parts
+        for kind, ordered in ways.items():
+            if ordered == seen:
+                continue
+            template = in_order([*ordered, *end], source)
+            after = self._planned(self._read(template))
+            if before.tokens - after.tokens >= max(1, WORTH * before.tokens):
+                yield self._reordered(kind, _advice(kind, ordered, seen), template, before, after)
+                before, seen = after, ordered
+
+    def _sorted(self, fields: Sequence[TemplatePart]) -> list[TemplatePart]:
+        """The fields in the order that shares most."""
+        if len(fields) < 2:
+            return list(fields)
+        values: list[list[bytes]] = [[] for _ in fields]
+        lengths, rows = [0] * len(fields), 0
+        for row in self._rows():
+            rows += 1
+            for number, field in enumerate(fields):
+                found = _value(row, field.columns)
+                values[number].append(_digest(found))
+                lengths[number] += len(found)
+        return [fields[number] for number in field_order(values, [size / max(1, rows) for size in lengths])]
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        reader = open_input(self.job, self.index.inputs)
+        for batch in reader.batches(limit=self._looked_at):
+            yield from (row for row in batch.rows if not isinstance(row, RowError))
+
+    @property
+    def _looked_at(self) -> int:
+        return min(self.index.rows, MOST_ROWS)
+
+    def _first_rows(self) -> Index:
+        """Those that are looked at, as they are."""
+        return self.index if self._looked_at == self.index.rows else self._read(None)
+
+    def _read(self, template: str | None) -> Index:
+        """The first rows, with this prompt.user if there is one."""
+        job = _with_template(self.job, template, self.index).first_rows(self._looked_at)
+        options = IngestOptions(
+            context=b"",
+            max_model_len=self.setup.setting.max_model_len,
+            vocab_size=self.setup.checkpoint.spec.vocab,
+            now=datetime.now().astimezone(),
+        )
+        return ingest(job, self.setup.tokenizer, options, self.scratch)
+
+    def _planned(self, index: Index) -> Looked:
+        plan = plan_job(index.index_dir, index.tokens, [], index.folder / "plan")
+        return Looked(plan, index, self._seconds(plan, index))
+
+    def _seconds(self, plan: Plan, index: Index) -> float | None:
+        if self.setup.setting.peaks is None or not plan.to_run:
+            return None
+        try:
+            engine = forecast_engine(self.job, self.setup, plan)
+        except OutOfMemory:  # the forecast of the job says so
+            return None
+        return engine.forecast(index.tokens, SIMULATE_S).seconds
+
+    def _reordered(self, kind: str, text: str, template: str, before: Looked, after: Looked) -> LintFinding:
+        saved, scale = before.tokens - after.tokens, self.index.rows / self._looked_at
+        saved_s = None
+        if before.seconds is not None and after.seconds is not None:
+            saved_s = (before.seconds - after.seconds) * scale
+        return LintFinding(kind, text, round(saved * scale), saved / before.tokens, saved_s, template)
+
+    def _near_duplicates(self, first: Looked) -> Iterator[LintFinding]:
+        """Prompts that are equal but for white space and case; the shortest of them is kept."""
+        alike: dict[bytes, dict[bytes, int]] = {}  # by what they have in common: by text, its own tokens
+        for text, params, own in self._texts(first):
+            common = _digest(_SPACE.sub(" ", text).strip().casefold(), params)
+            alike.setdefault(common, {})[_digest(text)] = own
+        rows = sum(len(texts) - 1 for texts in alike.values())
+        tokens = sum(sum(texts.values()) - min(texts.values()) for texts in alike.values())
+        if tokens >= WORTH * first.tokens and rows:
+            scale, share = self.index.rows / self._looked_at, tokens / first.tokens
+            rows = round(rows * scale)
+            text = "differ from another row only in white space or case; written alike they would run once"
+            yield LintFinding("near_duplicates", text, round(tokens * scale), share, None, rows=rows)
+
+    def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:
+        """Of each prompt whose answer is greedy: its text, its parameters, and how many of its tokens no other has."""
+        before = 0  # tokens that a prompt shares with the one before it
+        for window, requests in planned_requests(first.plan, first.index.tokens, _BATCH):
+            texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])
+            for text, params, request in zip(texts, window.params, requests, strict=True):
+                shared, before = max(before, request.shares_next), request.shares_next
+                if request.params.greedy:
+                    yield text, params, len(request.prompt) - min(shared, len(request.prompt) - 1)
+
+
+def _with_template(job: Job, template: str | None, index: Index) -> Job:
+    """The job, with another prompt.user if there is one, over the rows that its index was made of: a query is not run
+    again."""
+    prompt = job.prompt
+    if prompt is not None and template is not None:
+        prompt = prompt.model_copy(update={"user": template})
+    output = job.output.model_copy(update={"columns": ()})
+    return over_files(job, index.inputs).model_copy(update={"prompt": prompt, "output": output})
+
+
+def _digest(*texts: str) -> bytes:
+    """Equal for equal texts, which may be long: many rows' are compared."""
+    found = blake2b(digest_size=16)
+    for text in texts:
+        data = text.encode(errors="surrogatepass")
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.digest()
+
+
+def _value(row: dict[str, Any], columns: Sequence[str]) -> str:
+    """What a field has of a row."""
+    found = [row.get(name) if name != "row" else row for name in columns]
+    return json.dumps(found, default=str, sort_keys=True)
+
+
+def _advice(kind: str, ordered: Sequence[TemplatePart], before: Sequence[TemplatePart]) -> str:
+    if kind == "field_order":
+        names = ", ".join("{{ " + " }}, {{ ".join(part.columns) + " }}" for part in ordered if part.columns)
+        return f"prompt.user would share more with its fields in this order: {names}"
+    fields = [number for number, part in enumerate(before) if part.columns]
+    late = [part for part in before[fields[0] :] if not part.columns]
+    lines = ", ".join(
+        str(part.first_line) if part.first_line == part.last_line else f"{part.first_line}-{part.last_line}"
+        for part in late
+    )
+    name = "line" if lines.isdigit() else "lines"
+    same = f"what is the same for all rows in {name} {lines} of prompt.user"
+    return f"{same} would be shared if written before the first field"
+
+
+def finding_text(found: LintFinding) -> str:
+    """One line, for people."""
+    prefix = f"{count(found.rows)} rows " if found.rows is not None else ""
+    less = f"{found.saved_tokens:,} prompt tokens fewer ({found.share:.0%})"
+    faster = f", about {found.saved_s:,.1f} s" if found.saved_s is not None and found.saved_s > 0 else ""
+    return f"{prefix}{found.text}: {less}{faster}"

@@ -1,0 +1,185 @@
+"""In which order a plan runs: that which takes the engine least time, found by simulating a part of the job in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from batchinfer.core.errors import OutOfMemory, StorageError
+from batchinfer.core.request import Request, common_prefix
+from batchinfer.engine.config import WINDOW
+from batchinfer.plan.forecast.engine import (
+    OUTPUT_TOKEN_S,
+    ROW_S,
+    TWO_PARTS,
+    EngineForecast,
+    ForecastEngine,
+    half_of,
+)
+from batchinfer.plan.order.block_hashes import block_hashes, shared_blocks
+from batchinfer.plan.order.policies import BY_DEFAULT, Capacity, OrderChoice, OrderPolicy, SharedWork
+from batchinfer.plan.order.prefix_forest import ForestBuilder
+from batchinfer.plan.order.reorder import reorder
+from batchinfer.plan.order.requests import Prompts, planned_requests
+from batchinfer.plan.simulation.answer_lengths import AnswerLengths
+from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolated
+from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate
+
+# What comparing orders may take: so many seconds, or a share of what the run takes at the least
+COMPARE_LEAST_S, COMPARE_SHARE = 1.0, 0.02
+# Of a job that was simulated in part another order has to be better by this much. Of 6,000 rows, half of which mostly
+# read and half decode, `blended` takes 0.989 of the time of `depth-first`; 1,024 of them said 0.993, 2,048 0.974.
+SURE = 0.015
+# Of equals the first one is taken
+POLICIES = (BY_DEFAULT, OrderPolicy.BLENDED, OrderPolicy.LENGTH_SORTED, OrderPolicy.ARRIVAL)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSample:
+    """Some windows of a plan, and where in the input their rows are."""
+
+    windows: Sequence[Sequence[Request]]
+    arrivals: Sequence[Sequence[int]]
+    whole: int | None  # prompt and output tokens of the job; None: these windows are all of it
+
+    @property
+    def half(self) -> PlanSample:
+        """Every other stretch of their requests."""
+        requests = half_of([request for window in self.windows for request in window])
+        arrivals = half_of([place for window in self.arrivals for place in window])
+        return PlanSample([requests], [arrivals], self.whole)
+
+    def ordered(self, policy: OrderPolicy, capacity: Capacity) -> list[Request]:
+        """Their requests as a plan of them alone has them under a policy."""
+        requests = [request for window in self.windows for request in window]
+        arrivals = [place for window in self.arrivals for place in window]
+        chains = sorted(zip(block_hashes([r.prompt for r in requests]), range(len(requests)), strict=True))
+        builder = ForestBuilder()
+        builder.add(shared_blocks([chain for chain, _ in chains]).tolist())
+        rows = [row for _, row in chains]
+        work = SharedWork(
+            builder.finished(),
+            np.array([len(requests[row].prompt) for row in rows], np.int32),
+            np.array([requests[row].params.max_tokens for row in rows], np.int32),
+            np.array([arrivals[row] for row in rows], np.int64),
+        )
+        places = work.places(policy, capacity).tolist()
+        return _linked([requests[row] for _, row in sorted(zip(places, rows, strict=True))])
+
+
+def settled_forecast(engine: ForecastEngine, prompts: Prompts, budget_s: float) -> EngineForecast:
+    """Settle the order of the engine's plan, then forecast it.
+
+    Orders were compared over fewer rows than the forecast simulates: their seconds are scaled, so that the chosen one
+    takes what the forecast says.
+    """
+    order = settle_order(engine, prompts)
+    found = engine.forecast(prompts, budget_s)
+    compared_s = order.seconds.get(order.policy)
+    if found.seconds is not None and compared_s:
+        scaled = {policy: found.seconds * (takes / compared_s) for policy, takes in order.seconds.items()}
+        order = replace(order, seconds=scaled)
+    return replace(found, order=order)
+
+
+def settle_order(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
+    """Choose the order of the engine's plan, which is in the default one, and write the plan in it.
+
+    The choice is the same for `plan` and for a run. Where disk or memory do not suffice to write the plan anew it stays
+    as it is, and the choice says why.
+    """
+    chosen = _choice(engine, prompts)
+    if chosen.policy is BY_DEFAULT:
+        return chosen
+    try:
+        reorder(engine.plan, chosen.policy, capacity_of(engine.machine))
+    except (StorageError, OutOfMemory, MemoryError) as error:
+        why = (
+            f"because the plan could not be written in {chosen.policy} order, which would be faster: {error}"
+        )
+        return replace(chosen, policy=BY_DEFAULT, why=why, failed=True)
+    return chosen
+
+
+def capacity_of(machine: SimulatedEngine) -> Capacity:
+    """What the engine has room for."""
+    return Capacity(machine.scheduler.max_num_seqs, machine.blocks * machine.layout.block_size)
+
+
+def compared(
+    machine: SimulatedEngine, sampled: PlanSample, lengths: AnswerLengths
+) -> dict[OrderPolicy, float]:
+    """Seconds of the whole job in the engine, by policy."""
+    return {policy: _seconds(machine, sampled, policy, lengths) for policy in POLICIES}
+
+
+def best(seconds: Mapping[OrderPolicy, float], all_rows: bool) -> OrderPolicy:
+    """The fastest; the default one unless another is better for sure."""
+    found = min(POLICIES, key=lambda policy: seconds[policy])
+    least = 1.0 if all_rows else 1.0 - SURE
+    return found if seconds[found] < least * seconds[BY_DEFAULT] else BY_DEFAULT
+
+
+def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
+    least_s, plan = engine.least_s(), engine.plan
+    if least_s is None:
+        return OrderChoice(
+            BY_DEFAULT, "the usual order: to compare others, this machine's peaks have to be known"
+        )
+    budget_s = max(COMPARE_LEAST_S, COMPARE_SHARE * least_s) / len(POLICIES)
+    every = engine.every(budget_s)
+    if simulation_s(engine, every) > budget_s:
+        return OrderChoice(
+            BY_DEFAULT,
+            "the usual order: in so short a job, comparing others takes longer than they could save",
+        )
+    read = list(planned_requests(plan, prompts, WINDOW, every))
+    arrivals = [window.numbers("token_offset").tolist() for window, _ in read]
+    all_rows = every == 1 and engine.multiple == 1
+    whole = None if all_rows else round((plan.prompt_tokens + plan.expected_tokens) * engine.multiple)
+    sampled = PlanSample([requests for _, requests in read], arrivals, whole)
+    seconds = compared(engine.machine, sampled, engine.lengths()[0])
+    share = sum(map(len, sampled.windows)) / (plan.to_run * engine.multiple)
+    policy = best(seconds, all_rows)
+    why = (
+        "the usual order: no other is faster in the simulation"
+        if policy is BY_DEFAULT
+        else "the fastest in the simulation"
+    )
+    return OrderChoice(policy, why, seconds, share)
+
+
+def simulation_s(engine: ForecastEngine, every: int) -> float:
+    """Seconds that simulating such a part of the plan in one order takes."""
+    all_rows = engine.plan.to_run * ROW_S + engine.plan.expected_tokens * OUTPUT_TOKEN_S
+    return all_rows if every == 1 else all_rows / every * TWO_PARTS
+
+
+def _seconds(
+    machine: SimulatedEngine, sampled: PlanSample, policy: OrderPolicy, lengths: AnswerLengths
+) -> float:
+    found = _part(machine, sampled, policy, lengths)
+    if sampled.whole is None:
+        return found.run.seconds
+    half = _part(machine, sampled.half, policy, lengths)
+    if half.size == found.size:  # a single request
+        half = SimulatedPart(0, Simulated())
+    return extrapolated(half, found, sampled.whole).seconds
+
+
+def _part(
+    machine: SimulatedEngine, sampled: PlanSample, policy: OrderPolicy, lengths: AnswerLengths
+) -> SimulatedPart:
+    requests = sampled.ordered(policy, capacity_of(machine))
+    size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
+    outputs = lengths.of_requests(requests)
+    return SimulatedPart(size, simulate(machine, requests, outputs))
+
+
+def _linked(requests: list[Request]) -> list[Request]:
+    """Each told what it shares with the next one."""
+    shared = [*(common_prefix(a.prompt, b.prompt) for a, b in pairwise(requests)), 0]
+    return [replace(request, shares_next=one) for request, one in zip(requests, shared, strict=True)]

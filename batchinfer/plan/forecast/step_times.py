@@ -1,0 +1,85 @@
+"""What the steps of a job will take, by the best that is known of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from batchinfer.core.hub import described
+from batchinfer.engine.schedule.budget import HOST_ROW_S, HOST_STEP_S, LAUNCH_LAYER_S, REPLAY_LAYER_S
+from batchinfer.job import Job
+from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.simulation.step_parts import TimedStep
+from batchinfer.plan.simulation.step_time import MeasuredStep, StepTime, measured_step_time, shape_of
+from batchinfer.report.tables.earlier_runs import EarlierSteps
+from batchinfer_kernels.cost import ModelCost, Peaks
+
+# What steps are taken to reach of a GPU's peaks while no run tells more: a round figure, declared and not measured,
+# since no GPU has run this engine often enough to say.
+DECLARED_EFFICIENCY = 0.6
+MOST_STEPS = 5_000  # of earlier runs that are compared with what they should have taken, at some 0.1 ms each
+
+# Earlier runs of the job; `doctor --measure` on this machine; the share above; or the least that the peaks allow
+Known = Literal["runs", "measured", "declared", "limit", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Times of steps, and how they are known. `unknown`: without peaks; then seconds mean nothing."""
+
+    time: StepTime
+    known: Known
+    runs: int = 0  # how many earlier runs' steps they are from
+
+
+def alike(job: Job, setting: Setting) -> dict[str, object]:
+    """What the run table says of this model, machine and arithmetic."""
+    return {
+        "model": described(job.model.path),
+        "hardware": setting.hardware.name,
+        "cores": setting.hardware.cores,
+        "device": setting.device,
+        "dtype": setting.dtype,
+        "quantization": setting.quantization,
+        "kv_cache_dtype": setting.kv_cache,
+        "deterministic": setting.deterministic,
+        "replicas": setting.replicas,
+    }
+
+
+def step_times(setting: Setting, cost: ModelCost, earlier: EarlierSteps | None) -> StepTimes:
+    """`earlier`: steps of runs that are alike."""
+    if setting.peaks is None:  # counts are right all the same, and nobody is told of the seconds
+        return StepTimes(StepTime(Peaks(1.0, 1.0)), "unknown")
+    expected = _expected(setting, setting.peaks)
+    if earlier is None:
+        return expected
+    found = measured_step_time(expected.time, _measured(earlier, cost))
+    return expected if found is None else StepTimes(found, "runs", earlier.runs)
+
+
+def _expected(setting: Setting, peaks: Peaks) -> StepTimes:
+    measured = setting.hardware.step_time(setting.dtype, setting.quantization)
+    calibrated = None if measured is None else StepTime.calibrated(peaks, measured)
+    if calibrated is not None:
+        return StepTimes(calibrated, "measured")
+    if setting.device == "cpu":
+        return StepTimes(StepTime(peaks), "limit")
+    share = DECLARED_EFFICIENCY
+    host = (HOST_STEP_S, HOST_ROW_S, LAUNCH_LAYER_S, REPLAY_LAYER_S)
+    return StepTimes(StepTime(peaks, share, share, *host), "declared")
+
+
+def _measured(earlier: EarlierSteps, cost: ModelCost) -> Iterator[MeasuredStep]:
+    columns = earlier.columns
+    tokens = columns["prefill_tokens"] + columns["decode_tokens"] - columns["recomputed_tokens"]
+    wall = np.where(np.isfinite(columns["interval_s"]), columns["interval_s"], columns["duration_s"])
+    rows = np.maximum(columns["running"], columns["sampled_tokens"])
+    for at in np.linspace(0, len(tokens) - 1, min(len(tokens), MOST_STEPS)).astype(int):
+        sampled, model_s = int(columns["sampled_tokens"][at]), float(columns["model_s"][at])
+        counted = int(columns["flops"][at]), int(columns["bytes"][at])
+        shape = shape_of(cost, int(tokens[at]), sampled, *counted)
+        yield MeasuredStep(TimedStep(cost, shape, int(rows[at]), model_s), float(wall[at]) - model_s)

@@ -1,0 +1,275 @@
+"""A forecast as people read it, and as an object for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from batchinfer.core.request import LAUNCH_MODES
+from batchinfer.core.sizes import size
+from batchinfer.core.units import count, percent, seconds, short
+from batchinfer.plan.forecast.engine import EngineForecast
+from batchinfer.plan.forecast.job import JobForecast, Lengths
+from batchinfer.plan.forecast.lint import finding_text
+from batchinfer.plan.forecast.sampled_rows import SampledRows
+from batchinfer.plan.forecast.step_times import DECLARED_EFFICIENCY
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.policies import BY_DEFAULT, OrderChoice
+from batchinfer.plan.order.prefixes import PlannedPrefix
+from batchinfer.report.tables.launches import launch_text
+
+NAME = 10  # characters of a line's name
+MOST_CODES = 3
+UPPER_BOUND = "(upper bound: no earlier run to learn lengths from)"
+
+
+def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str]:
+    """A heading, and a line for each of what is known. `price_per_hour`: of the machine, in any currency."""
+    named = _named(found, price_per_hour)
+    return [f"{found.job}: {found.setting}", *(f"  {name:<{NAME}}{text}" for name, text in named)]
+
+
+def plan_line(plan: Plan) -> str:
+    """The plan in one line, before it runs."""
+    duplicates = _plural(plan.duplicates, "duplicate")
+    rows = f"plan: {_plural(plan.rows, 'row')}, {plan.error_rows:,} of them bad, {duplicates}"
+    if not plan.to_run:
+        return f"{rows}; every answer is stored already"
+    present = f", {_plural(plan.present, 'answer')} stored already" if plan.present else ""
+    tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
+    return (
+        f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens"
+    )
+
+
+def engine_text(forecast: EngineForecast) -> str:
+    """Seconds, which are known, and how they are."""
+    which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
+    bound = f" {UPPER_BOUND}" if forecast.upper_bound else ""
+    return f"{seconds(forecast.seconds)}{bound}, {_plural(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
+
+
+def order_line(order: OrderChoice | None) -> tuple[str, ...]:
+    """A line for a run where the order is another than usual, or would be."""
+    if order is None or (order.policy is BY_DEFAULT and not order.failed):
+        return ()
+    return (f"order: {_order_text(order)}",)
+
+
+def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:
+    """Null is what is not known; a part that does not apply is null, too."""
+    plan, lengths, memory, forecast = found.plan, found.lengths, found.memory, found.forecast
+    return {
+        "job": found.job,
+        "setting": found.setting,
+        "rows": plan.rows,
+        "error_rows": plan.error_rows,
+        "error_codes": found.error_codes,
+        "duplicate_rows": plan.duplicates,
+        "stored": plan.present,
+        "to_run": plan.to_run,
+        "prompt_tokens": plan.prompt_tokens,
+        "shared_prefix_tokens": plan.shared_prefix_tokens,
+        "most_output_tokens": plan.expected_tokens,
+        "prompt_lengths": None
+        if lengths is None
+        else {
+            "shortest": lengths.shortest,
+            "median": lengths.median,
+            "longest": lengths.longest,
+            "buckets": [{"tokens_at_most": most, "prompts": number} for most, number in lengths.buckets],
+        },
+        "sample": None if found.sample is None else asdict(found.sample),
+        "context": {"tokens": found.context, "rows_over": found.rows_over},
+        "prefixes": [_node_json(node) for node in found.prefixes],
+        "memory": None
+        if memory is None
+        else {"weight_bytes": memory.weights, "kv_cache_bytes": memory.kv_cache, "blocks": memory.blocks},
+        "misfit": found.misfit,
+        "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
+        "lint": [asdict(finding) for finding in found.findings],
+        "deadline": None
+        if found.deadline is None
+        else {"at": found.deadline.at.isoformat(), "spare_s": found.deadline.spare_s},
+    }
+
+
+def _node_json(node: PlannedPrefix) -> dict[str, Any]:
+    """Without the place of its tokens, which is gone when the forecast is there."""
+    return {name: value for name, value in asdict(node).items() if name != "token_offset"}
+
+
+def _order_text(order: OrderChoice) -> str:
+    """The order, why, and what the others take, the fastest first."""
+    others = sorted(order.seconds.items(), key=lambda one: one[1])
+    told = ", ".join(f"{policy} {seconds(takes)}" for policy, takes in others)
+    part = f" of {percent(order.share)} of the rows" if 0 < order.share < 1 else ""
+    return f"{order.policy} ({order.why}{part}){': ' if told else ''}{told}"
+
+
+def _order_json(order: OrderChoice) -> dict[str, Any]:
+    return {
+        "chosen": order.policy.value,
+        "why": order.why,
+        "seconds": {policy.value: takes for policy, takes in order.seconds.items()} or None,
+        "simulated_share": order.share,
+    }
+
+
+def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> dict[str, Any]:
+    run = forecast.run
+    return {
+        "engine_s": forecast.seconds,
+        "steps": run.steps,
+        "prompt_tokens_run": run.prompt_tokens,
+        "recomputed_tokens": run.recomputed_tokens,
+        "cached_tokens": run.cached_tokens,
+        "decode_tokens": run.decode_tokens,
+        "output_tokens": run.sampled_tokens,
+        "preemptions": run.preemptions,
+        "launches": None
+        if run.launches is None
+        else {
+            mode: {unit: run.launches[f"{mode}_{unit}"] for unit in ("steps", "tokens")}
+            for mode in LAUNCH_MODES
+        },
+        "mfu": forecast.mfu,
+        "mbu": forecast.mbu,
+        "simulated_share": forecast.simulated,
+        "answers_from_runs": forecast.answers_from,
+        "upper_bound": forecast.upper_bound,
+        "times_from": forecast.times.known,
+        "times_from_runs": forecast.times.runs,
+        "energy_j": forecast.energy_j,
+        "cost": _cost(forecast, price_per_hour),
+        "order": None if forecast.order is None else _order_json(forecast.order),
+    }
+
+
+def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
+    plan = found.plan
+    yield "rows", f"{count(plan.rows)}: {_bad(found)}, {_plural(plan.duplicates, 'duplicate')}"
+    yield "work", f"{_plural(plan.present, 'answer')} stored already, {count(plan.to_run)} to run"
+    if found.sample is not None:
+        yield "sample", _sample_text(found.sample)
+    if found.rows_over:
+        longer = _plural(found.rows_over, "row")
+        yield "context", f"{longer} longer than {count(found.context)} tokens, the model's most"
+    if found.lengths is None:
+        return
+    shared = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
+    yield (
+        "prompts",
+        f"{short(plan.prompt_tokens)} tokens, {short(plan.shared_prefix_tokens)} of them ({shared}) in prefixes "
+        "that an earlier row shares",
+    )
+    yield from _tree(found.prefixes)
+    yield "lengths", _spread(found.lengths)
+    if found.misfit is not None:
+        yield "memory", f"does not fit: {found.misfit}"
+    if found.memory is None or found.forecast is None:
+        return
+    yield "answers", _answers(found.forecast, plan.expected_tokens)
+    memory = found.memory
+    yield (
+        "memory",
+        f"weights {size(memory.weights)}, KV cache {size(memory.kv_cache)} ({count(memory.blocks)} blocks of "
+        f"{memory.block_size} tokens)",
+    )
+    yield from _times(found.forecast, price_per_hour)
+    if found.deadline is not None:
+        yield "deadline", found.deadline.text
+    for finding in found.findings:
+        yield "lint", finding_text(finding)
+
+
+def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
+    """A line for each of these nodes, deeper ones further to the right."""
+    depth: dict[int | None, int] = {None: 0}
+    for node in prefixes:
+        depth[node.node] = depth[node.parent] + 1
+        more = " more" if node.parent is not None else ""
+        what = f"{count(node.own_tokens)} tokens{more} shared by {count(node.users)} rows: saves "
+        name = "tree" if node is prefixes[0] else ""
+        yield name, "  " * depth[node.parent] + what + short(node.saved_tokens)
+
+
+def _sample_text(sample: SampledRows) -> str:
+    far = (
+        "too few to say how far token counts may be off"
+        if sample.error is None
+        else f"19 times of 20, token counts are off by at most {percent(sample.error)}"
+    )
+    return (
+        f"counts are scaled from {count(sample.rows)} of {count(sample.of_rows)} rows: {far}; there may be more "
+        "duplicates and shared prefixes, because a row whose twin is outside the sample looks unique"
+    )
+
+
+def _bad(found: JobForecast) -> str:
+    if not found.plan.error_rows:
+        return "none bad" if found.sample is None else "none bad among those sampled"
+    codes = sorted(found.error_codes.items(), key=lambda one: -one[1])
+    told = ", ".join(f"{code} {number}" for code, number in codes[:MOST_CODES])
+    more = ", …" if len(codes) > MOST_CODES else ""
+    return f"{count(found.plan.error_rows)} bad ({told}{more})"
+
+
+def _spread(lengths: Lengths) -> str:
+    buckets = ", ".join(f"{count(number)} of at most {most}" for most, number in lengths.buckets)
+    return f"{lengths.shortest} to {lengths.longest} tokens, median {lengths.median}: {buckets}"
+
+
+def _answers(forecast: EngineForecast, most: int) -> str:
+    if forecast.answers_from:
+        runs = _plural(forecast.answers_from, "earlier run")
+        return f"{short(forecast.run.sampled_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"
+    return (
+        f"{short(most)} tokens {UPPER_BOUND if forecast.upper_bound else '(every answer has a fixed length)'}"
+    )
+
+
+def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
+    run = forecast.run
+    steps = f"{count(run.steps)} steps"
+    if forecast.seconds is None:
+        yield (
+            "engine",
+            f"{steps}; how long they take is not known: run `batchinfer doctor --measure` once on this machine",
+        )
+        return
+    yield "engine", engine_text(forecast)
+    if (launched := launch_text(run.launches or {})) is not None:
+        yield "", launched
+    if forecast.simulated < 1:
+        yield "", f"extrapolated from simulating {percent(forecast.simulated)} of the rows"
+    if forecast.order is not None:
+        yield "order", _order_text(forecast.order)
+    if forecast.energy_j is not None:
+        yield "energy", f"{short(forecast.energy_j)}J, if the machine takes as much power as in earlier runs"
+    cost = _cost(forecast, price_per_hour)
+    if cost is not None:
+        yield "cost", f"{cost:,.2f} at {price_per_hour:g} an hour, for the engine's time"
+
+
+def _known(forecast: EngineForecast) -> str:
+    """How the times of steps are known."""
+    if forecast.times.known == "runs":
+        return f"steps as fast as in {_plural(forecast.times.runs, 'earlier run')}"
+    if forecast.times.known == "measured":
+        return "steps as fast as `batchinfer doctor --measure` found this machine"
+    if forecast.times.known == "declared":
+        share = percent(DECLARED_EFFICIENCY)
+        return f"steps at {share} of the hardware's peaks: an assumption, until a run on this machine measures it"
+    return "steps at the hardware's peaks; they will take longer: `batchinfer doctor --measure` finds out how much"
+
+
+def _cost(forecast: EngineForecast, price_per_hour: float | None) -> float | None:
+    if price_per_hour is None or forecast.seconds is None:
+        return None
+    return forecast.seconds / 3600 * price_per_hour
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number:,} {word}{'s' * (number != 1)}"

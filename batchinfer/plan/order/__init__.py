@@ -1,0 +1,1 @@
+"""In which order a job's requests run: duplicates, the prefix forest, policies."""

@@ -1,0 +1,160 @@
+"""The planner: which keys are missing, and in which order to run them.
+
+Pure: index parts and completion parts in, an ordered Plan out. Equal index rows and equal keys present give
+an equal plan, however the rows are split into parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.storage.duck import connection, naming_errors, parquet
+from batchinfer.data.storage.durable import storage
+from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
+from batchinfer.plan.order.prefix_forest import ROOT, Ints, PrefixForest
+from batchinfer.plan.order.prefixes import write_prefixes
+from batchinfer.plan.order.requests import Prompts
+from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
+from batchinfer.plan.order.sorted_prompts import sorted_prompts
+
+_ROWS_PER_GROUP = 65_536
+_PARAMS_BYTES = 256 << 20  # that a batch of rows holds, of which a row's schema may make a megabyte
+
+
+def plan_job(
+    index_dir: Path,
+    prompts: Prompts,
+    completion_parts: Sequence[Path],
+    out_dir: Path,
+    *,
+    retry_errors: bool = False,
+    memory_limit: str | None = None,
+    threads: int = 2,
+) -> Plan:
+    """Plan every distinct key of the index that the completion parts lack, once each.
+
+    Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`), at each node by descending
+    effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
+    the token ids that the index points to.
+
+    `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
+    which spills into `out_dir`. Raises StorageError, OutOfMemory.
+    """
+    index = sorted(index_dir.glob("part-*.parquet"))
+    with connection(out_dir / "spill", memory_limit, threads) as database:
+        _load_work(database, index, completion_parts, retry_errors)
+        forest, rows = sorted_prompts(database, prompts)
+        _place(database, forest, rows)
+        path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
+        write_plan(database.sql(_ordered_sql()), path, longest_params(database, "work"))
+        offsets = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
+        write_prefixes(prefixes, forest, offsets[rows[forest.first]])
+        saved = int(forest.saved.sum())
+        return Plan(path=path, prefixes=prefixes, shared_prefix_tokens=saved, **_counts(database))
+
+
+def _load_work(database: Any, index: Sequence[Path], completions: Sequence[Path], retry_errors: bool) -> None:
+    database.execute(
+        "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
+        "expected_tokens INTEGER, users INTEGER)"
+    )
+    database.execute("CREATE TEMP TABLE present(key BLOB)")
+    database.execute("CREATE TEMP TABLE tally(rows BIGINT, error_rows BIGINT)")
+    if index:
+        database.execute(f"INSERT INTO wanted {_distinct_sql(index)}")
+        database.execute(f"INSERT INTO tally SELECT count(*), count(*) - count(key) FROM {parquet(index)}")
+    if completions:
+        usable = "WHERE error_code IS NULL OR retryable IS NOT TRUE" if retry_errors else ""
+        database.execute(f"INSERT INTO present SELECT DISTINCT key FROM {parquet(completions)} {usable}")
+    database.execute(
+        "CREATE TEMP TABLE work AS SELECT * FROM wanted ANTI JOIN present USING (key) ORDER BY token_offset, key"
+    )
+
+
+def _distinct_sql(index: Sequence[Path]) -> str:
+    # equal keys mean equal tokens and parameters: only the offset differs, and the smallest is as good as any
+    return (
+        "SELECT key, min(token_offset), min(token_count), min(params), min(expected_tokens), count(*) "
+        f"FROM {parquet(index)} WHERE key IS NOT NULL GROUP BY key"
+    )
+
+
+def _place(database: Any, forest: PrefixForest, rows: Ints) -> None:
+    """Create the table `place`: where each row of `work` runs, in which node, and how much of it is shared."""
+    numbers = database.sql("SELECT token_count, expected_tokens FROM work").fetchnumpy()
+    effort = efforts(numbers["token_count"], numbers["expected_tokens"])
+    deepest = forest.node_of
+    depths = np.append(forest.depth, np.int32(0))  # behind the last, where ROOT points
+    columns = depth_first(kept_together(forest), effort[rows]), deepest, depths[deepest]
+    names = ("seq", "prefix_group", "prefix_tokens")
+    placed = {name: _by_row(column, rows) for name, column in zip(names, columns, strict=True)}
+    database.register("placed", pa.table(placed))
+    database.execute("CREATE TEMP TABLE place AS SELECT * FROM placed")
+    database.unregister("placed")
+
+
+def _by_row(values: Ints, rows: Ints) -> Ints:
+    found = np.empty_like(values)
+    found[rows] = values
+    return found
+
+
+def longest_params(database: Any, source: str) -> int:
+    """Bytes of the longest parameters of the rows of a table, or of what else SQL reads from."""
+    found = database.execute(f"SELECT coalesce(max(strlen(params)), 0) FROM {source}").fetchall()
+    return int(found[0][0])
+
+
+def write_plan(query: Any, path: Path, longest: int) -> None:
+    """Write what a DuckDB query gives, all columns of PLAN_SCHEMA but `seq`, in its order. `longest`: of its rows, as
+    `longest_params` has it. Raises StorageError.
+    """
+    done, rows = 0, min(_ROWS_PER_GROUP, max(1, _PARAMS_BYTES // max(1, longest)))
+    with naming_errors(path), storage(path, "write"):
+        writer = pq.ParquetWriter(path, PLAN_SCHEMA, compression="zstd", write_page_checksum=True)
+        for batch in query.to_arrow_reader(rows):
+            seq = pa.array(range(done, done + batch.num_rows), pa.int64())
+            columns = [
+                seq,
+                *(batch.column(i).cast(PLAN_SCHEMA.types[i + 1]) for i in range(batch.num_columns)),
+            ]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=PLAN_SCHEMA))
+            done += batch.num_rows
+        writer.close()  # on success only
+
+
+def _ordered_sql() -> str:
+    return (
+        "SELECT key, token_offset, token_count, params, expected_tokens, "
+        "ceil(log2(greatest(token_count + expected_tokens, 1)))::INTEGER AS bucket, "
+        f"nullif(prefix_group, {ROOT}) AS prefix_group, prefix_tokens, users "
+        "FROM work POSITIONAL JOIN place ORDER BY seq"
+    )
+
+
+def _counts(database: Any) -> dict[str, int]:
+    names = [
+        "rows",
+        "error_rows",
+        "distinct",
+        "duplicates",
+        "present",
+        "to_run",
+        "prompt_tokens",
+        "expected_tokens",
+        "longest",
+    ]
+    values = database.execute(
+        "WITH t AS (SELECT coalesce(sum(rows), 0) r, coalesce(sum(error_rows), 0) e FROM tally), "
+        "w AS (SELECT count(*) n FROM wanted), "
+        "k AS (SELECT count(*) n, coalesce(sum(token_count::BIGINT), 0) p, "
+        "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(token_count + expected_tokens), 0) l FROM work) "
+        "SELECT t.r, t.e, w.n, t.r - t.e - w.n, w.n - k.n, k.n, k.p, k.o, k.l FROM t, w, k"
+    ).fetchall()
+    return {name: int(value) for name, value in zip(names, values[0], strict=True)}

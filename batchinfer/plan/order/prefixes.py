@@ -1,0 +1,113 @@
+"""The nodes of a plan's prefix forest on disk: written once, read for the largest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush, nlargest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from batchinfer.data.storage.durable import storage
+from batchinfer.plan.order.prefix_forest import ROOT, PrefixForest
+
+_GROUP = 1 << 18  # nodes that are held at a time
+
+PREFIX_SCHEMA = pa.schema(
+    [
+        ("node", pa.int64()),  # what `prefix_group` of a plan refers to; parents before children
+        ("parent", pa.int64()),  # null: nothing shorter is shared
+        ("prefix_tokens", pa.int32()),  # from the start of the prompt
+        ("own_tokens", pa.int32()),  # of these behind the parent's
+        ("users", pa.int32()),  # requests that begin with it
+        ("saved_tokens", pa.int64()),  # own_tokens × (users - 1)
+        ("token_offset", pa.int64()),  # in the token store: where a prompt lies that begins with it
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPrefix:
+    """A node; fields as in PREFIX_SCHEMA."""
+
+    node: int
+    parent: int | None
+    prefix_tokens: int
+    own_tokens: int
+    users: int
+    saved_tokens: int
+    token_offset: int
+
+
+def write_prefixes(path: Path, forest: PrefixForest, offsets: NDArray[np.int64]) -> None:
+    """Write all nodes. `offsets`: of each node, where in the token store a prompt of it lies. Raises StorageError."""
+    own, saved = forest.own, forest.saved
+    with storage(path, "write"), pq.ParquetWriter(path, PREFIX_SCHEMA, compression="zstd") as writer:
+        for start in range(0, len(forest), _GROUP):
+            some = slice(start, start + _GROUP)
+            columns: list[Any] = [
+                np.arange(len(forest))[some],
+                pa.array(forest.parent[some], mask=forest.parent[some] == ROOT),
+                forest.depth[some],
+                own[some],
+                forest.users[some],
+                saved[some],
+                offsets[some],
+            ]
+            kinds = zip(columns, PREFIX_SCHEMA.types, strict=True)
+            arrays = [pa.array(column).cast(kind) for column, kind in kinds]
+            writer.write_batch(pa.record_batch(arrays, schema=PREFIX_SCHEMA))
+
+
+def largest_prefixes(path: Path, most: int) -> list[PlannedPrefix]:
+    """The `most` nodes that save most tokens and the nodes above them, parents before children and what saves most
+    first among those of one parent. Raises StorageError."""
+    with storage(path, "read"), pq.ParquetFile(path) as file:
+        rows = _with_those_above(file, _saving_most(file, most))
+    return _walked([PlannedPrefix(**row) for row in rows])
+
+
+def _saving_most(file: pq.ParquetFile, most: int) -> list[int]:
+    """Of equals those that come first."""
+    best: list[tuple[int, int]] = []  # saved tokens, - node
+    first = 0
+    for group in range(file.num_row_groups):
+        saved = file.read_row_group(group, columns=["saved_tokens"]).column(0).to_numpy()
+        largest = np.argsort(-saved, kind="stable")[:most]
+        pairs = zip(saved[largest].tolist(), (-first - largest).tolist(), strict=True)
+        best, first = nlargest(most, [*best, *pairs]), first + len(saved)
+    return [-node for _, node in best]
+
+
+def _with_those_above(file: pq.ParquetFile, nodes: list[int]) -> list[dict[str, Any]]:
+    """The rows of these nodes and of all above them, of which each comes before its children."""
+    waiting, rows = {-node for node in nodes}, []
+    heap = sorted(waiting)  # the last node first
+    for group in reversed(range(file.num_row_groups)):
+        table = file.read_row_group(group)
+        first, above, places = table.column("node")[0].as_py(), table.column("parent"), []
+        while heap and -heap[0] >= first:
+            places.append(-heappop(heap) - first)
+            parent = above[places[-1]].as_py()
+            if parent is not None and -parent not in waiting:
+                waiting.add(-parent)
+                heappush(heap, -parent)
+        rows += table.take(pa.array(places, pa.int64())).to_pylist()
+    return rows
+
+
+def _walked(nodes: list[PlannedPrefix]) -> list[PlannedPrefix]:
+    children: dict[int | None, list[PlannedPrefix]] = {}
+    for node in sorted(
+        nodes, key=lambda one: (one.saved_tokens, -one.node)
+    ):  # what saves most is taken first
+        children.setdefault(node.parent, []).append(node)
+    walked, waiting = [], children.get(None, [])
+    while waiting:
+        walked.append(waiting.pop())
+        waiting += children.get(walked[-1].node, [])
+    return walked

@@ -1,0 +1,87 @@
+"""The requests of a plan, in the order in which the engine gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.core.request import Request, SamplingParams, TokenIds, common_prefix
+from batchinfer.plan.order.plan import Plan, Window
+
+LONG_PARAMS = 16 << 10  # characters
+_AT_ONCE = 1 << 18  # tokens
+
+
+class Prompts(Protocol):
+    """Where the prompts' token ids lie."""
+
+    def read(self, offset: int, count: int) -> TokenIds: ...
+
+
+def read_prompts(
+    prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int32]
+) -> Iterator[list[TokenIds]]:
+    """Prompts in the order given, some at a time: those that follow one another in the store are read at once, up to
+    about _AT_ONCE tokens."""
+    ends = offsets + counts
+    read = np.cumsum(counts, dtype=np.int64) // _AT_ONCE
+    cuts = np.flatnonzero((offsets[1:] != ends[:-1]) | (read[1:] != read[:-1])) + 1
+    for start, end in pairwise([0, *cuts.tolist(), len(offsets)]):
+        if start < end:
+            tokens = prompts.read(int(offsets[start]), int(ends[end - 1] - offsets[start]))
+            yield np.split(tokens, (offsets[start + 1 : end] - offsets[start]).tolist())
+
+
+def planned_requests(
+    plan: Plan, prompts: Prompts, rows: int, every: int = 1
+) -> Iterator[tuple[Window, list[Request]]]:
+    """The plan's windows of so many rows, and their requests, each of which knows what it shares with the next one. A
+    window is held back until the next one is read, for its last request.
+
+    `every`: of so many windows only the one in their middle, as if the plan had no others.
+    """
+    held: tuple[Window, list[Request]] | None = None
+    for number, window in enumerate(plan.windows(rows)):
+        if number % every != every // 2:
+            continue
+        requests = _read(window, prompts)
+        if held is not None:
+            before = held[1]
+            before[-1] = replace(before[-1], shares_next=common_prefix(before[-1].prompt, requests[0].prompt))
+            yield held
+        held = window, requests
+    if held is not None:
+        yield held
+
+
+def _read(window: Window, prompts: Prompts) -> list[Request]:
+    offsets, counts = window.numbers("token_offset").tolist(), window.numbers("token_count").tolist()
+    expected, keys, params = window.numbers("expected_tokens").tolist(), window.keys, window.params
+    ids = [np.asarray(prompts.read(*place), np.int32) for place in zip(offsets, counts, strict=True)]
+    shared = [*map(common_prefix, ids, ids[1:]), 0]
+    return [
+        Request(key, prompt, _params(*asked), common)
+        for key, prompt, asked, common in zip(
+            keys, ids, zip(params, expected, strict=True), shared, strict=True
+        )
+    ]
+
+
+def _params(text: str, expected: int) -> SamplingParams:
+    """`expected` is max_tokens within the model's context. Fewer of the long ones are remembered: a row's schema may
+    have a megabyte."""
+    return (_few if len(text) > LONG_PARAMS else _many)(text, expected)
+
+
+@lru_cache(maxsize=4096)
+def _many(text: str, expected: int) -> SamplingParams:
+    return replace(SamplingParams.from_json(text), max_tokens=expected)
+
+
+_few = lru_cache(maxsize=64)(_many.__wrapped__)

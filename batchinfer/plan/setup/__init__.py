@@ -1,0 +1,1 @@
+"""What a job means on this machine."""

@@ -1,0 +1,288 @@
+"""What the job's `auto` means here: device, dtype, lengths; and the digest of all that decides an answer. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any, Literal
+
+from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig
+from batchinfer.job import Job
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.hardware import (
+    Hardware,
+    arithmetic_text,
+    arm_sums,
+    detect,
+    has_fast_bf16,
+    multiplies_fp8,
+    nvidia_gpus,
+    several_kinds,
+    usable_gpus,
+)
+from batchinfer.machine.memory import available_memory
+from batchinfer.models.checkpoint.checkpoint import OWN
+from batchinfer.models.files.stored import StoredModel
+from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
+from batchinfer_kernels.cost import ModelCost, Peaks
+from batchinfer_kernels.tiles import tile_grant
+
+# What the context of a work key says by leaving it out. These never change: a stored key would mean another value.
+_ABSENT: Mapping[str, Any] = {
+    "quantization": "none",
+    "deterministic": False,
+    "kv_cache_dtype": "auto",
+    "block_size": "auto",
+    "device": "cpu",
+    "tiles": False,
+    "arm": "",
+    "integer_codes": False,
+    "modelling": OWN,
+    "columns": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and how a job runs."""
+
+    device: Device
+    dtype: Dtype
+    max_model_len: int
+    hardware: Hardware
+    quantization: Quantization = "none"
+    deterministic: bool = False
+    block_size: int | Literal["auto"] = "auto"
+    tiles: bool = False  # whether this CPU grants its matrix tiles
+    replicas: int = 1  # engines that share the work
+    gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
+    arm: str = ""  # how an Arm CPU adds up; empty elsewhere
+    kv_cache: KvCacheDtype = "auto"
+
+    def for_rows(self, rows: int) -> Setting:
+        """With no more engines than there are rows."""
+        replicas = max(1, min(self.replicas, rows))
+        return replace(self, replicas=replicas, gpus=self.gpus[:replicas] if replicas > 1 else ())
+
+    @property
+    def arithmetic(self) -> str:
+        """What is computed in, for people: `bfloat16 with int8 weights, deterministic`."""
+        return arithmetic_text(self.dtype, self.quantization, self.kv_cache, self.deterministic)
+
+    @property
+    def peaks(self) -> Peaks | None:
+        """What the hardware of one engine reaches in this arithmetic: a GPU, or its part of a CPU; None where that is
+        not known."""
+        whole = self.hardware.peaks(self.dtype, self.quantization)
+        return whole if whole is None or self.device == "cuda" else whole.part(self.replicas)
+
+    def model_cost(self, checkpoint: StoredModel) -> ModelCost:
+        """What steps of the model cost as it will lie in memory."""
+        itemsize = 4 if self.dtype == "float32" else 2
+        weights = itemsize if self.quantization in ("none", "stored") else 1
+        return checkpoint.cost(itemsize, weights, self.kv_cache)
+
+    def context(
+        self, checkpoint: StoredModel, model_fingerprint: str, tokenizer_fingerprint: str, columns: int = 0
+    ) -> bytes:
+        """sha256 over everything but the row itself that can change an answer; the first part of every work key.
+
+        An option at its default is absent, so that one which is added later throws no stored answer away. `columns`:
+        the version of the rules by which answers are checked against typed columns; 0: they have none. An answer
+        that another job stored unchecked could not be published, and one that is refused is an answer elsewhere.
+        """
+        parts = {
+            "model": model_fingerprint,
+            "tokenizer": tokenizer_fingerprint,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "eos": sorted(checkpoint.spec.eos_token_ids),
+            "numerics": NUMERICS_VERSION,
+        }
+        options = {**self._options(), "modelling": checkpoint.modelling, "columns": columns}
+        parts |= {name: value for name, value in options.items() if value != _ABSENT[name]}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+    def _options(self) -> dict[str, Any]:
+        """What can change an answer and has a default. Blocks, a device's operators, matrix tiles and Arm's vectors
+        decide in what order is added, which counts only where the bits are promised."""
+        options: dict[str, Any] = {
+            "quantization": self.quantization,
+            "deterministic": self.deterministic,
+            "kv_cache_dtype": self.kv_cache,
+        }
+        if self.deterministic:
+            options |= {"block_size": self.block_size, "device": self.device}
+            options["tiles"] = (
+                self.tiles and self.dtype == "bfloat16"
+            )  # in float32 all sums are those of vectors
+            options["arm"] = self.arm
+            # a CPU widened the cache's codes to bfloat16 once, and multiplies them as integers now
+            options["integer_codes"] = (self.device, self.kv_cache, self.dtype) == ("cpu", "int8", "bfloat16")
+        return options
+
+    def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
+        """Of the first engine. `longest`: tokens, prompt and output, of the longest sequence that is to run;
+        `logprobs`: the most that one of them asks for."""
+        engine, shared = job.engine, self.replicas > 1 and self.device == "cpu"
+        kv_memory = None if engine.kv_memory == "auto" else engine.kv_memory
+        threads = _chosen(engine.threads)
+        return EngineConfig(
+            model=job.model.path,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            longest=longest,
+            max_num_seqs=_chosen(engine.max_num_seqs),
+            max_num_batched_tokens=_chosen(engine.max_num_batched_tokens),
+            block_size=_chosen(engine.block_size),
+            kv_memory=kv_memory // self.replicas if shared and isinstance(kv_memory, int) else kv_memory,
+            prefix_caching=engine.enable_prefix_caching,
+            threads=threads if self.replicas == 1 else thread_shares(threads, self.replicas)[0],
+            memory=available_memory() // self.replicas if shared else None,
+            peaks=self.peaks,
+            quantization=self.quantization,
+            deterministic=self.deterministic,
+            tiles=self.tiles,
+            kv_cache=self.kv_cache,
+            logprobs=logprobs,
+        )
+
+
+def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None) -> Setting:
+    """`hardware`: a machine other than this one, as if the job ran there.
+
+    Raises JobFileError for a max_model_len that the model was not made for, and for what the device cannot do.
+    """
+    device: Device
+    if hardware is not None:
+        device = hardware.device
+    else:
+        device = job.engine.device if job.engine.device != "auto" else _device()
+    dtype = (
+        job.model.dtype
+        if job.model.dtype != "auto"
+        else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
+    )
+    positions = checkpoint.spec.max_positions
+    coded_cache = job.model.kv_cache_dtype != "auto"
+    quantized = job.model.quantization not in ("auto", "none")
+    refused = checkpoint.refusals(quantized, job.engine.deterministic, coded_cache)
+    mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, dtype, job)]
+    mistakes += _nothing_stored(job, checkpoint)
+    mistakes += [Mistake(key, text) for key, text in refused]
+    if mistakes:
+        raise JobFileError(str(job.source), mistakes)
+    length = job.model.max_model_len or positions
+    place = hardware or detect(device)
+    quantization = job.model.quantization
+    if quantization == "auto":
+        quantization = auto_quantization(checkpoint, place, hardware is None)
+    chosen = quantization, job.engine.deterministic, job.engine.block_size
+    replicas, gpus = _replicas(job, device, hardware is None)
+    tiles = runs_in_tiles(device)
+    arm = arm_sums(dtype) if device == "cpu" else ""
+    kept = job.model.kv_cache_dtype
+    return Setting(device, dtype, length, place, *chosen, tiles, replicas, gpus, arm, kept)
+
+
+def _nothing_stored(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
+    if job.model.quantization == "stored" and not checkpoint.stores_codes:
+        text = "the checkpoint stores no weights in fp8 that products are computed of (docs/models.md); leave it out"
+        yield Mistake("model.quantization", f"stored: {text}")
+
+
+def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
+    """How many engines share the work, and on which GPUs; none are named for a single one, or for a machine elsewhere.
+
+    Raises JobFileError for more than this machine has room for.
+    """
+    asked = job.engine.data_parallel
+    if not here or (device == "cpu" and asked == "auto"):
+        return (1 if asked == "auto" else asked), ()
+    gpus = usable_gpus() if device == "cuda" else []
+    wanted = max(1, len(gpus)) if asked == "auto" else asked
+    room = len(gpus) if device == "cuda" else _most_threads(_chosen(job.engine.threads))
+    if wanted > max(1, room):
+        what = f"GPUs, and CUDA may use {room}" if device == "cuda" else f"cores, and {room} may be used"
+        text = f"{wanted} engines need as many {what}; lower it, or leave it out"
+        raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
+    if wanted > 1 and device == "cuda" and job.engine.deterministic and several_kinds():
+        text = (
+            "a deterministic job's bits must not depend on the GPU that a row gets, and this machine has GPUs of "
+            "several kinds; unset CUDA_VISIBLE_DEVICES, which takes all of the first one's kind, or make it 1"
+        )
+        raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
+    return wanted, tuple(gpus[:wanted]) if wanted > 1 else ()
+
+
+def thread_shares(threads: int | None, engines: int) -> list[int]:
+    """CPU threads of each engine; None: as many as there are cores."""
+    most = _most_threads(threads)
+    return [max(1, most * (engine + 1) // engines - most * engine // engines) for engine in range(engines)]
+
+
+def _most_threads(threads: int | None) -> int:
+    usable = usable_cpus()
+    return min(threads or usable, usable)
+
+
+def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:
+    if asked is not None and asked > positions:
+        text = (
+            f"{asked} is more than the {positions} positions that the checkpoint was made for; leave it out"
+        )
+        yield Mistake("model.max_model_len", text)
+
+
+def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
+    """A CPU that the job names was refused with the job file; here it is one that `auto` has found."""
+    if device == "cpu" and job.model.kv_cache_dtype == "fp8":
+        text = "only a GPU's operators read and write it, and device: auto means the CPU here; take int8"
+        yield Mistake("model.kv_cache_dtype", f"fp8: {text}")
+    asked = job.model.quantization
+    fp8 = device == "cpu" and asked in ("fp8", "stored")
+    if fp8:
+        text = "a CPU's operators have no products of fp8, and device: auto means the CPU here; take int8"
+        yield Mistake("model.quantization", f"{asked}: {text}")
+    if device == "cpu" and dtype == "float16":
+        text = "not available in float16 on a CPU, which device: auto means here; take dtype: bfloat16 or float32"
+        if job.model.kv_cache_dtype == "int8":
+            yield Mistake("model.kv_cache_dtype", f"int8 is {text}, or leave it out")
+        if asked not in ("auto", "none") and not fp8:
+            yield Mistake("model.quantization", f"{job.model.quantization} is {text}, or leave it out")
+        if job.engine.deterministic:
+            yield Mistake("engine.deterministic", f"true is {text}, or leave it out")
+
+
+def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
+    """As the checkpoint is stored, where the device is fast in it; a CPU without fast bfloat16 runs float32."""
+    if device == "cuda" or stored == "float32":
+        return stored
+    return "bfloat16" if fast_bf16 else "float32"
+
+
+def auto_quantization(checkpoint: StoredModel, hardware: Hardware, here: bool = True) -> Quantization:
+    """In codes as they are stored, where there are some and the GPU multiplies them. `here`: whether the hardware is
+    this machine's."""
+    stored = checkpoint.stores_codes and multiplies_fp8(hardware, here)
+    return "stored" if stored else "none"
+
+
+def runs_in_tiles(device: Device) -> bool:
+    """Whether the operators will compute in the CPU's matrix tiles: where the system grants them."""
+    return device == "cpu" and tile_grant().given
+
+
+def _device() -> Device:
+    """A GPU counts only with a torch that can use it; its CPU build says so in its version."""
+    can = not version("torch").endswith("+cpu")
+    return "cuda" if can and nvidia_gpus() else "cpu"
+
+
+def _chosen(value: int | Literal["auto"]) -> int | None:
+    return None if value == "auto" else value

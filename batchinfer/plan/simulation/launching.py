@@ -1,0 +1,60 @@
+"""How a GPU's host launches the steps of a simulated engine: see LaunchMode."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+from batchinfer.core.request import LaunchMode
+from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.tensors.graph_sizes import LATER_FIRST, SHORTEST, batch_sizes, context_bound
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """The largest steps that are captured; nothing is where all are 0."""
+
+    rows: int  # of a decode step
+    longest: int  # tokens of a sequence in it
+    tokens: int  # of a step that is captured in pieces
+
+
+class Launching:
+    """Which steps of one run are launched in which way; see `DecodeGraphs` and `PiecewiseGraphs`.
+
+    Kinds of decode steps are told apart by their number of rows, the bound of their contexts, and whether rows share
+    blocks. On a GPU it also counts how long rows are split among programs, and how many groups of sharing rows there
+    are, so that a few more steps are launched otherwise before each kind has its graph.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+        self._sizes = batch_sizes(captures.rows) if captures.rows else []
+        self._seen: Counter[tuple[int, int, bool]] = Counter()
+
+    def mode(self, chunks: list[Chunk], decodes: bool, shares: bool) -> LaunchMode:
+        """Of a step that is to be launched now. `decodes`: every row runs one token and samples the next, and nothing
+        is copied; `shares`: rows have blocks in common."""
+        if decodes and self._is_covered(chunks) and self._is_replayed(chunks, shares):
+            return "full_graph"
+        tokens = sum(chunk.length for chunk in chunks)
+        return "piecewise_graph" if tokens <= self._captures.tokens else "eager"
+
+    def _is_covered(self, chunks: list[Chunk]) -> bool:
+        return len(chunks) <= self._captures.rows and _longest(chunks) <= self._captures.longest
+
+    def _is_replayed(self, chunks: list[Chunk], shares: bool) -> bool:
+        """Whether it has a graph, or gets one now. The warm-up captures the shortest contexts of rows that share
+        nothing."""
+        bound = context_bound(_longest(chunks), self._captures.longest)
+        if bound <= SHORTEST and not shares:
+            return True
+        kind = self._sizes[bisect_left(self._sizes, len(chunks))], bound, shares
+        self._seen[kind] += 1
+        return self._seen[kind] >= LATER_FIRST
+
+
+def _longest(chunks: list[Chunk]) -> int:
+    """Tokens."""
+    return max(start + length for _, start, length in chunks)

@@ -1,0 +1,161 @@
+"""Runs requests on the real engine with a runner that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from batchinfer.core.request import LAUNCH_MODES, Request, SamplingParams, StepSample
+from batchinfer.engine.config import most_queued
+from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.loop.engine import Engine, EngineLimits, StepOutput
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.plan.simulation.counting_runner import END, CountingRunner
+from batchinfer.plan.simulation.launching import Captures, Launching
+from batchinfer.plan.simulation.step_time import StepTime
+from batchinfer_kernels.cost import ModelCost
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """All of an engine but its weights: limits, the cache, and what its steps cost and take."""
+
+    cost: ModelCost
+    layout: CacheLayout
+    blocks: int
+    scheduler: SchedulerConfig
+    max_model_len: int
+    time: StepTime
+    looks_ahead: bool  # as GPUs do: the host schedules a step while the one before runs
+    captures: Captures | None = None  # of a GPU; None on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a simulated run came to. Tokens as in the report's run table."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    sampled_tokens: int = 0
+    preemptions: int = 0
+    running: int = 0  # summed over steps
+    flops: int = 0
+    bytes: int = 0
+    roofline_s: float = 0.0
+    # On a GPU steps, and the tokens that they ran, by the way they were launched: see LaunchMode
+    full_graph_steps: int = 0
+    piecewise_graph_steps: int = 0
+    eager_steps: int = 0
+    full_graph_tokens: int = 0
+    piecewise_graph_tokens: int = 0
+    eager_tokens: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that the model runs, each once: without those that it runs again after a preemption."""
+        return self.prefill_tokens - self.recomputed_tokens
+
+    @property
+    def tokens(self) -> int:
+        """All that the model runs."""
+        return self.prefill_tokens + self.decode_tokens
+
+    @property
+    def launches(self) -> dict[str, int] | None:
+        """Steps and tokens by the way they were launched; None on a CPU."""
+        found = {name: getattr(self, name) for name in _LAUNCHED}
+        return found if any(found.values()) else None
+
+    def counted(self, times: float) -> Simulated:
+        """With so many times the counts, in the same time: of engines beside this one."""
+        names = ("steps", *_SUMMED, *_LAUNCHED)
+        counts = {name: round(getattr(self, name) * times) for name in names}
+        return replace(self, **counts)
+
+    def plus(self, sample: StepSample, seconds: float) -> Simulated:
+        """With another step, after which the run has taken so many seconds."""
+        sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}
+        if sample.launch is not None:
+            steps, tokens = f"{sample.launch}_steps", f"{sample.launch}_tokens"
+            sums[steps] = getattr(self, steps) + 1
+            sums[tokens] = getattr(self, tokens) + sample.prefill_tokens + sample.decode_tokens
+        return replace(
+            self,
+            **sums,
+            seconds=seconds,
+            steps=self.steps + 1,
+            roofline_s=self.roofline_s + (sample.roofline_s or 0.0),
+        )
+
+
+_SUMMED = (
+    "prefill_tokens",
+    "decode_tokens",
+    "cached_tokens",
+    "recomputed_tokens",
+    "sampled_tokens",
+    "preemptions",
+    "running",
+    "flops",
+    "bytes",
+)
+_LAUNCHED = tuple(f"{mode}_{unit}" for unit in ("steps", "tokens") for mode in LAUNCH_MODES)
+
+
+def simulate(
+    machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
+) -> Simulated:
+    """Run the requests in this order. `outputs`: by work key, how many tokens each answer will have."""
+    found = Simulated()
+    for output in simulated_steps(machine, requests, outputs):
+        if output.sample is not None:
+            ended = output.sample.started_s + output.sample.duration_s
+            found = found.plus(output.sample, ended)
+    return found
+
+
+def simulated_steps(
+    machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
+) -> Iterator[StepOutput]:
+    """Each step of such a run. The engine is fed as a plan is run, so that few requests wait at a time."""
+    engine = _engine(machine, outputs)
+    waiting, more = iter(requests), True
+    while more or engine.unfinished:
+        room = most_queued(machine.scheduler.max_num_seqs) - engine.unfinished
+        fed = list(islice(waiting, max(0, room)))
+        more = more and (room <= 0 or len(fed) == room)
+        engine.add([_counted(request) for request in fed])
+        if engine.unfinished:
+            yield engine.step()
+
+
+def _counted(request: Request) -> Request:
+    """The request with what decides how long its answer may be, and whether that is known, and nothing else."""
+    params = request.params
+    counted = SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.has_known_length)
+    return replace(request, params=counted)
+
+
+def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
+    """Bytes of a block, by what the layers' costs say of their caches."""
+    return layout.depth * layout.block_size * max(size for _, size in cost.caches)
+
+
+def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
+    windows = machine.layout.sizes.windows
+    pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
+    scheduler = Scheduler(machine.scheduler, pool, windows=windows)
+    places = (machine.cost, machine.layout, machine.time, outputs, machine.looks_ahead)
+    launching = None if machine.captures is None else Launching(machine.captures)
+    block = block_bytes(machine.layout, machine.cost)
+    runner = CountingRunner(
+        *places, scheduler.shared_blocks, lambda: block * (pool.used + pool.cached), launching
+    )
+    limits = EngineLimits(machine.max_model_len, frozenset([END]))
+    return Engine(runner, scheduler, limits, machine.time.peaks, clock=lambda: runner.clock.host)

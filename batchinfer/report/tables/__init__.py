@@ -1,0 +1,1 @@
+"""The tables of a run: what is measured, and the columns that follow."""

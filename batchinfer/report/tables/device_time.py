@@ -1,0 +1,137 @@
+"""Where the device's time went: the roofline, padding, recomputation, and what each kind of operator took beyond its
+roofline.
+
+No operator is timed by itself: that would slow the run down. What each kind takes per second of its roofline is found
+from the steps, which mix the kinds in different ways: by least squares over all steps of the run, in relative errors.
+Where the steps cannot tell two kinds apart, both take the same multiple of their rooflines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.core.least_squares import nonnegative
+from batchinfer_kernels.cost import OPERATOR_KINDS, ModelCost, OperatorCost, Peaks, operator_kind
+
+Floats = NDArray[np.float64]
+Columns = Mapping[str, Floats]  # of the table `steps`
+
+ROOFLINE, PADDING, RECOMPUTATION, OTHER = "roofline", "padding", "recomputation", "other"
+LOSSES = (*OPERATOR_KINDS, OTHER)  # `other`: what steps take whatever they run, and what the fit leaves over
+# How much the guess that all kinds take the same multiple counts beside the steps: in runs of one kind of step, whose
+# columns are nearly multiples of one another, it decides; where reading and decoding differ it hardly counts.
+PRIOR = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What some steps ran: a number for each."""
+
+    tokens: Floats
+    sampled: Floats
+    pairs: Floats
+    kv_tokens: Floats
+    copied: Floats
+
+    @classmethod
+    def useful(cls, steps: Columns) -> StepCounts:
+        """As FLOPs and bytes count it: without padding and recomputation."""
+        tokens = steps["prefill_tokens"] - steps["recomputed_tokens"] + steps["decode_tokens"]
+        return cls(
+            tokens, steps["sampled_tokens"], steps["pairs"], steps["kv_tokens"], steps["copied_tokens"]
+        )
+
+    def plus(self, tokens: Floats) -> StepCounts:
+        """With further tokens. What these attend to is not recorded."""
+        return replace(self, tokens=self.tokens + tokens)
+
+
+def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str, Floats]:
+    """By kind of operator, the least seconds of each step at these peaks."""
+    found: dict[str, Floats] = {kind: np.zeros(len(counts.tokens)) for kind in OPERATOR_KINDS}
+    for operator in cost.operators:
+        kind = operator_kind(operator)
+        found[kind] = found[kind] + _operator_seconds(operator, peaks, counts)
+    return found
+
+
+def _operator_seconds(operator: OperatorCost, peaks: Peaks, counts: StepCounts) -> Floats:
+    """As `OperatorCost.of` and `Cost.seconds` have it, for many steps at once."""
+    integer = _sum(operator, counts, "coded_ops")
+    computing = (_sum(operator, counts, "flops") - integer) / peaks.flops_per_s
+    computing += integer / (peaks.coded_ops_per_s or peaks.flops_per_s)
+    runs = counts.tokens > 0
+    if operator.only_sampled:
+        runs &= counts.sampled > 0
+    return np.where(runs, np.maximum(computing, _sum(operator, counts, "bytes") / peaks.bytes_per_s), 0.0)
+
+
+def _sum(operator: OperatorCost, counts: StepCounts, unit: Literal["flops", "bytes", "coded_ops"]) -> Floats:
+    each = {
+        "token": counts.tokens,
+        "sampled": counts.sampled,
+        "pair": counts.pairs,
+        "kv_token": counts.kv_tokens,
+        "copied": counts.copied,
+    }
+    found = np.full(len(counts.tokens), float(getattr(operator.step, unit)))
+    for part, many in each.items():
+        found += many * float(getattr(getattr(operator, part), unit))
+    if operator.experts:
+        idle = (1 - operator.chosen / operator.experts) ** counts.tokens
+        found += np.round(operator.experts * (1 - idle)) * float(getattr(operator.expert, unit))
+    return found
+
+
+def attention_share(cost: ModelCost, peaks: Peaks | None, steps: Columns) -> Floats:
+    """Which share of each step's roofline is attention's; without peaks, of its FLOPs."""
+    found = kind_seconds(cost, peaks or Peaks(1.0, np.inf), StepCounts.useful(steps))
+    whole = sum(found.values(), np.zeros(len(steps["pairs"])))
+    return np.divide(found["attention"], whole, out=np.zeros_like(whole), where=whole > 0)
+
+
+def device_split(cost: ModelCost, peaks: Peaks, steps: Columns) -> dict[str, float]:
+    """Seconds by part: ROOFLINE, PADDING, RECOMPUTATION and LOSSES, which add up to the steps' `model_s`.
+
+    A kind of operator that was faster than its roofline has a negative loss: its data came from a cache, whose
+    bandwidth is above the memory's.
+    """
+    useful = StepCounts.useful(steps)
+    again = useful.plus(steps["recomputed_tokens"])
+    padded = again.plus(steps["padded_tokens"])
+    least, with_again, with_all = (kind_seconds(cost, peaks, counts) for counts in (useful, again, padded))
+    took = multiples(with_all, steps["model_s"])
+    found = {
+        ROOFLINE: sum(float(seconds.sum()) for seconds in least.values()),
+        PADDING: sum(took[kind] * float((with_all[kind] - with_again[kind]).sum()) for kind in took),
+        RECOMPUTATION: sum(took[kind] * float((with_again[kind] - least[kind]).sum()) for kind in took),
+    }
+    found |= {kind: (took[kind] - 1) * float(least[kind].sum()) for kind in OPERATOR_KINDS}
+    return found | {OTHER: float(steps["model_s"].sum()) - sum(found.values())}
+
+
+def multiples(least: Mapping[str, Floats], took: Floats) -> dict[str, float]:
+    """By kind of operator, how many times its `least` seconds it took, where whole steps `took` so long."""
+    timed = took > 0
+    columns = np.stack([*(each[timed] for each in least.values()), np.ones(int(timed.sum()))], axis=1)
+    whole = float(columns[:, :-1].sum())
+    if whole <= 0:
+        return dict.fromkeys(least, 1.0)
+    shares = columns / took[timed, None]
+    sizes = np.maximum(np.sqrt((shares**2).sum(axis=0)), np.finfo(float).tiny)
+    guess = np.array([float(took[timed].sum()) / whole] * len(least) + [0.0]) * sizes
+    weight = np.sqrt(PRIOR)
+    every = np.concatenate([shares / sizes, weight * np.eye(len(sizes))])
+    found = _solved(every, np.concatenate([np.ones(len(shares)), weight * guess])) / sizes
+    return dict(zip(least, found[:-1].tolist(), strict=True))
+
+
+def _solved(columns: Floats, wanted: Floats) -> Floats:
+    """Least squares without negative coefficients, over as many rows as there are columns."""
+    orthogonal, triangle = np.linalg.qr(columns)
+    return nonnegative(triangle, orthogonal.T @ wanted)

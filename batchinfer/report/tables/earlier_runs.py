@@ -1,0 +1,122 @@
+"""What earlier runs of a job tell of the next one: how long answers became, and what steps took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from batchinfer.report.tables.columns import REQUESTS, RUN, STEPS
+from batchinfer.report.tables.folder import tables
+
+NEWEST = 3  # runs that are looked at: an older one may have had other rows, other templates or other code
+MOST_REQUESTS = 500_000  # read of each run
+STEP_COLUMNS = (
+    "prefill_tokens",
+    "decode_tokens",
+    "recomputed_tokens",
+    "sampled_tokens",
+    "running",
+    "flops",
+    "bytes",
+    "model_s",
+    "duration_s",
+    "interval_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierLengths:
+    """Prompts and answers of requests that finished in `runs` earlier runs, in tokens. `cut`: whether an answer had no
+    room to become longer."""
+
+    runs: int
+    prompts: NDArray[np.int64]
+    answers: NDArray[np.int64]
+    cut: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierSteps:
+    """Steps of `runs` earlier runs on the same machine in the same arithmetic; columns of the table `steps`."""
+
+    runs: int
+    columns: dict[str, NDArray[Any]]
+
+
+def earlier_lengths(folder: Path) -> EarlierLengths | None:
+    """Of the newest runs that finished any request; None: there are none. A file that cannot be read is ignored."""
+    found = []
+    for path in reversed(tables(folder, REQUESTS)):
+        read = _columns(path, ("prompt_tokens", "completion_tokens", "cut"), MOST_REQUESTS)
+        if read is not None and len(read["prompt_tokens"]):
+            found.append(read)
+        if len(found) == NEWEST:
+            break
+    if not found:
+        return None
+    joined = _joined(found)
+    return EarlierLengths(len(found), joined["prompt_tokens"], joined["completion_tokens"], joined["cut"])
+
+
+def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
+    """Of the newest runs whose run table says the same of hardware and arithmetic as `alike`."""
+    found = []
+    for path in reversed(tables(folder, STEPS)):
+        run = path.with_name(path.name.replace(STEPS, RUN, 1))
+        told = _columns(run, tuple(alike), 1)
+        if told is None or not _says(told, alike):
+            continue
+        read = _columns(path, STEP_COLUMNS, MOST_REQUESTS)
+        if read is not None and len(read["running"]):
+            found.append(read)
+        if len(found) == NEWEST:
+            break
+    return EarlierSteps(len(found), _joined(found)) if found else None
+
+
+def _says(told: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
+    """Whether a run's columns have these values. None is null, of which Arrow makes NaN for NumPy."""
+    found = {name: told[name][0] for name in alike}
+    return {name: None if value != value else value for name, value in found.items()} == dict(alike)
+
+
+def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
+    """Watts that the machine took while the engine ran, over the newest runs that are alike and know their energy.
+
+    None: there are none.
+    """
+    joules = seconds = 0.0
+    found = 0
+    for path in reversed(tables(folder, RUN)):
+        told = _columns(path, (*alike, "energy_j", "engine_wall_s"), 1)
+        if told is None or not _says(told, alike):
+            continue
+        energy, took = told["energy_j"][0], told["engine_wall_s"][0]
+        if energy is None or took is None or not (energy > 0 and took > 0):  # NaN is Arrow's null in NumPy
+            continue
+        joules, seconds, found = joules + float(energy), seconds + float(took), found + 1
+        if found == NEWEST:
+            break
+    return joules / seconds if found else None
+
+
+def _columns(path: Path, names: Sequence[str], most: int) -> dict[str, NDArray[Any]] | None:
+    """None for a file that is gone, damaged or older than one of the columns: a forecast can do without it."""
+    try:
+        with pq.ParquetFile(path) as file:
+            batch = next(file.iter_batches(batch_size=most, columns=list(names)), None)
+    except (OSError, ValueError):  # pyarrow's errors are among these
+        return None
+    if batch is None or set(batch.schema.names) != set(names):
+        return None
+    return {name: batch.column(name).to_numpy(zero_copy_only=False) for name in names}
+
+
+def _joined(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,20 @@
+"""The table of how many tokens each expert was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchinfer.core.request import ExpertTokens
+from batchinfer.report.tables.columns import EXPERT_SCHEMA, EXPERTS
+from batchinfer.report.tables.folder import table_path
+from batchinfer.report.tables.spool import Spool
+
+
+def write_experts(folder: Path, run_id: str, loads: ExpertTokens) -> Path:
+    """Write the table, whole or not at all. Raises OSError."""
+    with Spool(table_path(folder, EXPERTS, run_id), EXPERT_SCHEMA) as spool:
+        for layer, tokens in sorted(loads.items()):
+            mean = sum(tokens) / len(tokens)
+            for expert, count in enumerate(tokens):
+                spool.append((run_id, layer, expert, count, count / mean if mean else None))
+        return spool.finish()

@@ -1,0 +1,63 @@
+"""The table `rows`: which piece of work answered which row, so that results can be joined to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.report.tables.columns import ROW_SCHEMA, ROWS
+from batchinfer.report.tables.folder import table_path
+from batchinfer.report.tables.spool import TEMPORARY, naming, sync_and_rename
+
+BATCH_ROWS = 65_536  # 4 MiB of keys as text
+KEY_BYTES = 32
+
+
+def write_rows(folder: Path, run_id: str, parts: Sequence[Path]) -> Path:
+    """Write the table, whole or not at all. Raises OSError.
+
+    `parts` are Parquet files with `row_id` and `key` (binary); rows without a key became no request and are left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = table_path(folder, ROWS, run_id)
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        with naming(path):
+            writer = pq.ParquetWriter(temporary, ROW_SCHEMA, compression="zstd", use_dictionary=["run_id"])
+        for batch in _batches(parts):
+            with naming(path):
+                writer.write_batch(_row_batch(run_id, batch))
+        with naming(path):
+            writer.close()
+        sync_and_rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _batches(parts: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            yield from file.iter_batches(BATCH_ROWS, columns=["row_id", "key"])
+
+
+def _row_batch(run_id: str, batch: pa.RecordBatch) -> pa.RecordBatch:
+    batch = batch.filter(pc.is_valid(batch.column("key")))
+    run = pa.array([run_id], pa.string()).take(pa.array(np.zeros(len(batch), np.int8)))
+    columns = [run, batch.column("row_id"), hexadecimal(batch.column("key"))]
+    return pa.RecordBatch.from_arrays(columns, schema=ROW_SCHEMA)
+
+
+def hexadecimal(keys: pa.Array) -> pa.StringArray:
+    """32-byte keys without nulls as text, all at once: ten million one by one would take as long as the rest."""
+    data = keys.buffers()[1]
+    raw = b"" if data is None else data.to_pybytes()
+    text = raw[keys.offset * KEY_BYTES : (keys.offset + len(keys)) * KEY_BYTES].hex().encode()
+    offsets = np.arange(len(keys) + 1, dtype=np.int32) * (2 * KEY_BYTES)
+    return pa.StringArray.from_buffers(len(keys), pa.py_buffer(offsets), pa.py_buffer(text))

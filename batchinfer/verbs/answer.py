@@ -1,0 +1,210 @@
+"""How the answer to a query is shown: a table where it fits, blocks where it does not, or a format for programs."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Literal, get_args
+
+from batchinfer.core.errors import UsageError
+from batchinfer.core.text import printable
+
+if TYPE_CHECKING:
+    import duckdb
+
+Format = Literal["auto", "table", "blocks", "json", "jsonl", "csv", "parquet"]
+FORMATS: tuple[str, ...] = get_args(Format)
+JSON_FORMATS = ("json", "jsonl")  # the same: an object a line
+BATCH_ROWS = 1000  # held at a time; a table is laid out by its first so many rows
+_GAP = "  "
+_ROW = "batchinfer_answer_row"
+_NUMBERS = ("INT", "DECIMAL", "DOUBLE", "FLOAT", "HUGEINT", "BIGINT")
+_NESTED = ("STRUCT", "MAP", "UNION")  # and what ends in brackets: lists and arrays
+_LEAST_WIDTH = 20  # of a block's values, however narrow the terminal
+Cells = Sequence[str | None]
+
+
+def check_format(form: str, output: Path | None) -> None:
+    """Raises UsageError for a format that is not there, or that cannot go where it is to go."""
+    if form not in FORMATS:
+        raise UsageError(f"--format {form}: it can be {', '.join(FORMATS)}")
+    if form == "parquet" and output is None:
+        raise UsageError("--format parquet needs a file: --output FILE")
+
+
+def format_for(form: str, output: Path | None) -> str:
+    """What `auto` means for a file: the format that its name ends in, else blocks' and tables' own choice."""
+    if form != "auto" or output is None:
+        return form
+    ending = output.suffix.lower().lstrip(".")
+    known = {"json": "jsonl", "ndjson": "jsonl", "pq": "parquet"}.get(ending, ending)
+    return known if known in FORMATS else form
+
+
+def shown(answer: duckdb.DuckDBPyRelation, form: str, width: int | None) -> Iterator[str]:
+    """The answer in lines, without their ends. `width` is the terminal's; None: long lines are not broken.
+
+    `auto` is a table where one fits into `width` (80 without), else blocks; neither holds a control character.
+    """
+    if form in JSON_FORMATS:
+        yield from _json_lines(answer)
+        return
+    if form == "csv":
+        yield from _csv_lines(_Texts.of(answer, nested="json"))
+        return
+    texts = _Texts.of(answer)
+    first = next(texts.batches, [])
+    rows = chain(first, chain.from_iterable(texts.batches))
+    layout = _Table.of(texts, first)
+    if form == "table" or (form == "auto" and layout.fits(width or 80)):
+        yield from layout.lines(rows)
+    else:
+        yield from _blocks(texts.names, rows, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """An answer whose values DuckDB has written out: Python knows no year 290000, and no two columns of one name."""
+
+    names: list[str]
+    numeric: list[bool]
+    batches: Iterator[list[Cells]]
+
+    @classmethod
+    def of(cls, answer: duckdb.DuckDBPyRelation, nested: Literal["duckdb", "json"] = "duckdb") -> _Texts:
+        """`nested`: how structs, lists and maps are written."""
+        kinds = [str(kind) for kind in answer.types]
+        numeric = [kind.startswith(_NUMBERS) or kind.endswith("INT") for kind in kinds]
+        as_json = [kind.startswith(_NESTED) or kind.endswith("]") for kind in kinds]
+        if nested == "duckdb" or not any(as_json):
+            texts = answer.project("CAST(COLUMNS(*) AS VARCHAR)")
+            return cls(list(answer.columns), numeric, _batches(texts, ()))
+        columns = [f"to_json(#{at})" if json else f"#{at}" for at, json in enumerate(as_json, 1)]
+        texts = answer.project(", ".join(f"CAST({column} AS VARCHAR)" for column in columns))
+        return cls(
+            list(answer.columns), numeric, _batches(texts, [at for at, json in enumerate(as_json) if json])
+        )
+
+
+def _batches(texts: duckdb.DuckDBPyRelation, json_columns: Sequence[int]) -> Iterator[list[Cells]]:
+    for batch in texts.to_arrow_reader(BATCH_ROWS):
+        columns = [column.to_pylist() for column in batch.columns]
+        for at in json_columns:
+            columns[at] = [None if text is None else _strict(text) for text in columns[at]]
+        yield list(zip(*columns, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Columns side by side, a row a line."""
+
+    names: list[str]
+    numeric: list[bool]
+    widths: list[int]
+    one_line: bool  # whether no value breaks its line
+
+    @classmethod
+    def of(cls, texts: _Texts, rows: Sequence[Cells]) -> _Table:
+        names = [_one_line(name) for name in texts.names]
+        columns = zip(*rows, strict=True) if rows else [()] * len(names)
+        widths = [
+            max(map(columns_of, [name, *map(_one_line, map(_said, cells))]))
+            for name, cells in zip(names, columns, strict=True)
+        ]
+        broken = any(cell is not None and "\n" in cell for row in rows for cell in row)
+        return cls(names, texts.numeric, widths, not broken)
+
+    def fits(self, width: int) -> bool:
+        return self.one_line and sum(self.widths) + len(_GAP) * (len(self.widths) - 1) <= width
+
+    def lines(self, rows: Iterator[Cells]) -> Iterator[str]:
+        yield self._line(self.names)
+        yield _GAP.join("─" * width for width in self.widths)
+        for row in rows:
+            yield self._line([_one_line(_said(cell)) for cell in row])
+
+    def _line(self, cells: Sequence[str]) -> str:
+        padded = (
+            _padded(cell, width, right)
+            for cell, width, right in zip(cells, self.widths, self.numeric, strict=True)
+        )
+        return _GAP.join(padded).rstrip()
+
+
+def _padded(text: str, width: int, right: bool) -> str:
+    room = " " * max(0, width - columns_of(text))
+    return room + text if right else text + room
+
+
+def _blocks(names: Sequence[str], rows: Iterator[Cells], width: int | None) -> Iterator[str]:
+    """A row a block, a column a line or as many as its text has."""
+    shown_names = [_one_line(name) for name in names]
+    indent = max(map(columns_of, shown_names), default=0) + len(_GAP)
+    for number, row in enumerate(rows, 1):
+        head = f"── {number} "
+        yield head + "─" * max(0, (width or 80) - len(head))
+        for name, cell in zip(shown_names, row, strict=True):
+            lines = _wrapped(printable(_said(cell)), None if width is None else width - indent)
+            yield (_padded(name, indent, False) + lines[0]).rstrip()
+            yield from ((" " * indent + line).rstrip() for line in lines[1:])
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    lines = text.expandtabs(4).split("\n")
+    if width is None:
+        return lines
+    room = max(width, _LEAST_WIDTH)
+    pieces = (wrap(line, room, replace_whitespace=False, drop_whitespace=True) for line in lines)
+    return [piece for found in pieces for piece in (found or [""])]
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes: two for a wide character, none for an accent on the one before."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        for char in text
+    )
+
+
+def _said(cell: str | None) -> str:
+    return "NULL" if cell is None else cell
+
+
+def _one_line(text: str) -> str:
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _csv_lines(texts: _Texts) -> Iterator[str]:
+    """As RFC 4180 has it, but for the line ends; a null is empty, an empty text is quoted."""
+    yield ",".join(map(_quoted, texts.names))
+    for rows in texts.batches:
+        yield from (",".join("" if cell is None else _quoted(cell) for cell in row) for row in rows)
+
+
+def _quoted(text: str) -> str:
+    if text and not any(char in text for char in ',"\n\r'):
+        return text
+    return '"' + text.replace('"', '""') + '"'
+
+
+def _json_lines(answer: duckdb.DuckDBPyRelation) -> Iterator[str]:
+    """An object a row. JSON has no NaN and no infinity: they become null, as in the reports."""
+    # a name that no column has: to_json(x) would take a column x for the row
+    objects = answer.query(_ROW, f"SELECT CAST(to_json({_ROW}) AS VARCHAR) AS line FROM {_ROW}")
+    for batch in objects.to_arrow_reader(BATCH_ROWS) if objects is not None else ():
+        yield from map(_strict, batch.column(0).to_pylist())
+
+
+def _strict(line: str) -> str:
+    if "NaN" not in line and "Infinity" not in line:
+        return line
+    return json.dumps(
+        json.loads(line, parse_constant=lambda _: None), ensure_ascii=False, separators=(",", ":")
+    )

@@ -1,0 +1,106 @@
+"""`batchinfer history`: the runs of a job, from the run tables in its report folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from batchinfer.core.errors import InputMissing, StorageError, UsageError
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.storage.duck import parquet
+from batchinfer.job import Job
+from batchinfer.report.history import (
+    Comparison,
+    PastRun,
+    compare,
+    history_lines,
+    history_sql,
+    trends,
+    verdict,
+)
+from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.folder import report_folder, tables
+
+SLOWER = 65  # the exit code: the runs do not meet the limit that the command line sets
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All runs of a job, oldest first."""
+
+    report: Path
+    runs: tuple[PastRun, ...]
+
+    @property
+    def comparison(self) -> Comparison:
+        return compare(self.runs)
+
+    def lines(self, limit: int) -> list[str]:
+        """A table of the newest runs, and how the newest compares with those before."""
+        older = len(self.runs) - limit
+        more = [f"{older} older runs are not shown; --limit {len(self.runs)} shows all"] if older > 0 else []
+        return [*history_lines(trends(self.runs, limit)), *more, *verdict(self.comparison)]
+
+    def to_json(self, limit: int) -> dict[str, Any]:
+        runs = [asdict(run) | {"change": change} for run, change in trends(self.runs, limit)]
+        found = self.comparison
+        return {
+            "report": str(self.report),
+            "runs": runs,
+            "comparison": asdict(found) | {"change": found.change},
+        }
+
+
+def history_of(target: Path | Job) -> History:
+    """The runs of a job, or of the job of a result or report folder. Raises InputMissing, StorageError."""
+    folder = report_folder(target.results_root) if isinstance(target, Job) else _report_of(target)
+    files = tables(folder, RUN)
+    if not files:
+        raise InputMissing(
+            f"{folder}: no run of this job has left a table there yet; `batchinfer run` writes one for each run"
+        )
+    return History(folder, _read(folder, files))
+
+
+def _report_of(folder: Path) -> Path:
+    return folder if tables(folder, RUN) else report_folder(find_state(folder).root)
+
+
+def _read(folder: Path, files: list[Path]) -> tuple[PastRun, ...]:
+    with duckdb.connect(config={"python_enable_replacements": False}) as database:
+        try:
+            add_report_view(database, RUN, files)
+            rows = database.sql(history_sql(RUN)).to_arrow_table().to_pylist()
+        except duckdb.Error as error:
+            raise StorageError(
+                f"{folder}: {error}; move a damaged table away, and the other runs are shown"
+            ) from error
+    return tuple(PastRun(**{**row, "started_at": _utc(row["started_at"])}) for row in rows)
+
+
+def _utc(time: datetime | None) -> datetime | None:
+    return None if time is None else time.astimezone(UTC)
+
+
+def share_of(text: str) -> float:
+    """`10%` as 0.1. Raises UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if found is None or not 0 < float(found[1]) < 100:
+        raise UsageError(f"--fail-if-slower {text}: wanted a percentage above 0% and below 100%, e.g. 10%")
+    return float(found[1]) / 100
+
+
+def add_report_view(
+    database: duckdb.DuckDBPyConnection, table: str, files: Sequence[Path], where: str = ""
+) -> None:
+    """One table of all runs as a view. Columns that only newer versions write are null in older runs."""
+    known = f"known_{table}"
+    database.register(known, SCHEMAS[table].empty_table())
+    rows = parquet(files, ", union_by_name = true")
+    database.execute(f'CREATE VIEW "{table}" AS FROM {known} UNION ALL BY NAME FROM {rows}{where}')

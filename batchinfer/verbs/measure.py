@@ -1,0 +1,103 @@
+"""`doctor --measure`: peaks of this machine and what steps take on it, measured while it is quiet, and remembered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from batchinfer.core.errors import Busy, Unavailable
+from batchinfer.machine.core_load import CoreLoad
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.hardware import (
+    Gpu,
+    Hardware,
+    arithmetic_name,
+    detect,
+    has_fast_bf16,
+    nvidia_gpus,
+    remember,
+)
+from batchinfer.pipeline.operators_build import build_operators
+from batchinfer.plan.simulation.step_parts import TimedStep, fitted
+from batchinfer.plan.simulation.step_time import FIRST_USE, HOST_ROW, HOST_STEP, host_line
+from batchinfer_kernels.arithmetic import Dtype, Quantization
+from batchinfer_kernels.cost import Peaks
+
+LOOK_S = 1.0  # for how long to look whether the machine is quiet
+MOST_BUSY = 0.2  # cores that other processes may use meanwhile
+
+
+def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] = lambda _: None) -> Path:
+    """Measure the CPU, and the peaks of the GPU where torch sees one, and remember it all; the file written. `notice`
+    gets a line where the CPU operators have to be compiled first.
+
+    Raises Busy, and remembers nothing, when other processes use the cores before or meanwhile, but for `although_busy`.
+    """
+    import torch  # slow to import, and only this verb's business
+
+    from batchinfer.models.ops.peaks import measure_peaks
+
+    build_operators("cpu", notice)
+    load = CoreLoad()
+    time.sleep(LOOK_S)
+    if not although_busy:
+        refuse_busy(load)  # before the measurement, too: it takes some seconds
+    torch.set_num_threads(usable_cpus())
+    found = measure_peaks("cpu")
+    here = detect("cpu").measured(found.peak_flops, found.bandwidth)
+    times = dict(measured_step_times(here))
+    if not although_busy:
+        refuse_busy(load)
+    path = remember(here.measured(found.peak_flops, found.bandwidth, times, found.peak_by))
+    if nvidia_gpus() and torch.cuda.is_available():
+        found = measure_peaks("cuda")
+        gpu = Gpu(found.name or "unknown GPU", None)
+        path = remember(
+            detect("cuda", gpu=gpu).measured(found.peak_flops, found.bandwidth, peak_by=found.peak_by)
+        )
+    return path
+
+
+def measured_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
+    """What parts of a step take on this CPU, in each arithmetic that `dtype: auto` may choose and in float32."""
+    for dtype, quantization in _arithmetics():
+        peaks = here.peaks(dtype, quantization)
+        if peaks is not None:
+            yield from _step_times(dtype, quantization, peaks)
+
+
+def _arithmetics() -> Iterator[tuple[Dtype, Quantization]]:
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "float32") if has_fast_bf16() else ("float32",)
+    quantizations: tuple[Quantization, ...] = ("none", "int8")
+    yield from ((dtype, quantization) for dtype in dtypes for quantization in quantizations)
+
+
+def _step_times(
+    dtype: Dtype, quantization: Quantization, peaks: Peaks
+) -> Iterator[tuple[str, dict[str, float]]]:
+    from batchinfer.engine.load.calibration import calibrate
+
+    try:
+        found = calibrate(dtype, quantization)
+    except Unavailable:
+        return  # without a C compiler there is no int8, for jobs neither
+    parts = fitted([TimedStep(*step) for step in found.steps], peaks)
+    rows, host_s = np.array([one[0] for one in found.host], float), np.array([one[1] for one in found.host])
+    step_s, row_s = host_line(rows, host_s)
+    yield (
+        arithmetic_name(dtype, quantization),
+        {**parts, HOST_STEP: step_s, HOST_ROW: row_s, FIRST_USE: found.first_use_s},
+    )
+
+
+def refuse_busy(load: CoreLoad) -> None:
+    """Raises Busy when other processes used more than MOST_BUSY cores since the last look."""
+    others = load.look()
+    if others is not None and others > MOST_BUSY:
+        raise Busy(
+            f"other processes use {others:.1f} of {load.cores} cores: what is measured now would be too low, and every "
+            "report and forecast would be compared with it. Measure when the machine is quiet, or add --although-busy"
+        )

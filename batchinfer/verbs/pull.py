@@ -1,0 +1,293 @@
+"""Downloads a model from a Hugging Face hub into the cache of this machine: what a run reads of it, nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchinfer.core.errors import (
+    BatchInferError,
+    InputMissing,
+    Locked,
+    SecurityRefusal,
+    StorageError,
+    Unavailable,
+)
+from batchinfer.core.hub import (
+    CONFIG,
+    HUB_PREFIX,
+    PICKLE_SUFFIXES,
+    WEIGHT_INDEX,
+    WEIGHTS,
+    ModelName,
+    cache_folder,
+    indexed_names,
+    missing_files,
+)
+from batchinfer.data.storage.durable import check_free_space, storage
+from batchinfer.data.tokenizer.tokenizer import FILES as TOKENIZER_FILES
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.models.opening import open_checkpoint
+from batchinfer.report.progress import Progress
+from batchinfer.verbs.transfer import Blob, Transfer
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
+
+AT_ONCE = 4  # files; a hub serves one at some 100 MB/s
+SMALL_FILES = (CONFIG, "generation_config.json", WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json")
+_LOOK_S = 0.1  # between two looks at what has arrived
+_CONTINUES = "the same command continues with what is there"
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A model that is whole in the cache. `problem` says why it cannot be run."""
+
+    name: ModelName
+    commit: str
+    folder: Path
+    files: int
+    bytes: int
+    downloaded_bytes: int  # of the weights, by this command
+    problem: BatchInferError | None
+
+
+def pull_model(name: ModelName, progress: Progress) -> Pulled:
+    """Raises Unavailable, InputMissing, SecurityRefusal, StorageError, Locked."""
+    with _told(name):
+        pull = _Pull(name, *_listing(name))
+        with pull.locked():
+            return pull.complete(progress)
+
+
+def _listing(name: ModelName) -> tuple[str, dict[str, RepoFile]]:
+    """The commit that the revision stands for, and the files right in the model's folder: all that a run reads."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # what goes wrong is told by an error, between the progress's lines
+    api = HfApi(library_name="batchinfer")
+    commit = api.model_info(name.repo, revision=name.revision).sha
+    if commit is None:
+        raise Unavailable(f"{_endpoint()} does not say which commit {name} is; is it a Hugging Face hub?")
+    tree = api.list_repo_tree(name.repo, revision=commit, recursive=False)
+    return commit, {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+
+
+def _endpoint() -> str:
+    from huggingface_hub.constants import ENDPOINT
+
+    return str(ENDPOINT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """One model at one commit."""
+
+    name: ModelName
+    commit: str
+    tree: dict[str, RepoFile]
+
+    @property
+    def entry(self) -> Path:
+        """The model's folder in the cache."""
+        return cache_folder() / (HUB_PREFIX + self.name.repo.replace("/", "--"))
+
+    @property
+    def snapshot(self) -> Path:
+        return self.entry / "snapshots" / self.commit
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Two commands that write the same partial file would spoil it."""
+        path = self.entry / ".batchinfer-pull.lock"
+        with storage(path, "open"):
+            self.entry.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock(fd)
+            yield
+        finally:
+            os.close(fd)
+
+    def _lock(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Locked(
+                f"another batchinfer pull of {self.name.repo} is at work; try again later"
+            ) from error
+
+    def complete(self, progress: Progress) -> Pulled:
+        """Small files first: which weights there are stands in one of them. The reference moves when all is there."""
+        self._refuse_unusable()
+        ref = self.entry / "refs" / self.name.revision
+        if not ref.exists():
+            self._refer(ref)  # a first download that is cut short is known by its name
+        small = [name for name in SMALL_FILES if name in self.tree]
+        progress.phase("listing")
+        self._link(small)
+        weights = self._weights()
+        downloaded = self._download(weights, progress)
+        self._link([*small, *weights])
+        if missing := missing_files(self.snapshot):
+            raise Unavailable(f"{missing[0]} of {self.name} did not arrive; {_CONTINUES}")
+        self._refer(ref)
+        total = sum(self.tree[file].size for file in (*small, *weights))
+        problem = _problem(self.snapshot)
+        count = len(small) + len(weights)
+        return Pulled(self.name, self.commit, self.snapshot, count, total, downloaded, problem)
+
+    def _refuse_unusable(self) -> None:
+        """Before a byte is downloaded."""
+        if CONFIG not in self.tree:
+            raise InputMissing(f"{self.name} has no {CONFIG}: it is no checkpoint in Hugging Face's format")
+        if WEIGHTS in self.tree or WEIGHT_INDEX in self.tree:
+            return
+        if any(name.endswith(PICKLE_SUFFIXES) for name in self.tree):
+            raise SecurityRefusal(
+                f"{self.name} has its weights as pickle only, which can run code when loaded, and is not downloaded; "
+                "look for a revision with safetensors, e.g. @refs/pr/1, or convert it"
+            )
+        raise InputMissing(
+            f"{self.name} has neither {WEIGHTS} nor {WEIGHT_INDEX}: no weights that could be run"
+        )
+
+    def _weights(self) -> list[str]:
+        """A single file wins, as it does when the checkpoint is loaded."""
+        if WEIGHTS in self.tree:
+            return [WEIGHTS]
+        names = indexed_names(self.snapshot / WEIGHT_INDEX)
+        if lost := [name for name in names if name not in self.tree]:
+            raise InputMissing(
+                f"{WEIGHT_INDEX} of {self.name} names {lost[0]}, which the model does not have"
+            )
+        if not names:
+            raise InputMissing(f"{WEIGHT_INDEX} of {self.name} names no *.safetensors file")
+        return names
+
+    def _download(self, weights: list[str], progress: Progress) -> int:
+        """Fetch the content of the weights into the cache's blobs; how many bytes that were."""
+        parts = [part for name in weights if (part := self._part(name)) is not None]
+        there = sum(part.there() for part in parts)
+        needed = sum(part.size for part in parts)
+        needing = f"{cache_folder()}: what is missing of {self.name} needs"
+        check_free_space(self.entry, needed - there, needing, "set HF_HUB_CACHE to a folder on another disk")
+        before = sum(self.tree[name].size for name in weights) - needed
+        progress.downloading(before + there, before + needed)
+        _transfer(parts, before, progress)
+        return needed - there
+
+    def _part(self, name: str) -> Blob | None:
+        """What is to be fetched of a file; None where it is there, or so small that git holds it."""
+        from huggingface_hub import hf_hub_url
+
+        file = self.tree[name]
+        if file.lfs is None or (self.snapshot / name).exists():
+            return None
+        blob = self.entry / "blobs" / file.lfs.sha256
+        if blob.exists():
+            return None
+        url = hf_hub_url(self.name.repo, name, revision=self.commit, endpoint=_endpoint())
+        return Blob(name, url, blob, file.size)
+
+    def _link(self, names: list[str]) -> None:
+        """Let huggingface_hub lay out the snapshot, with what is not there yet: small files, and links to the blobs."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # not in its __all__
+
+        disable_progress_bars()
+        snapshot_download(
+            self.name.repo, revision=self.commit, allow_patterns=[glob.escape(name) for name in names],
+            cache_dir=cache_folder(), library_name="batchinfer", max_workers=AT_ONCE,
+        )  # fmt: skip
+
+    def _refer(self, ref: Path) -> None:
+        """Let the revision's name stand for this commit."""
+        if self.name.revision == self.commit:
+            return
+        with storage(ref, "write"):
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            temporary = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
+            temporary.write_text(self.commit)
+            temporary.replace(ref)
+
+
+def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
+    """Several files at once. Whatever ends it ends them all, and leaves what has arrived."""
+    transfer = Transfer()
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pull") as pool:
+        waiting: set[Future[None]] = {pool.submit(transfer.fetch, part) for part in parts}
+        try:
+            while waiting:
+                done, waiting = wait(waiting, _LOOK_S)
+                progress.received(before + sum(part.there() for part in parts))
+                for one in done:
+                    one.result()
+        except BaseException:
+            transfer.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _problem(folder: Path) -> BatchInferError | None:
+    """Why the checkpoint cannot be run; None where it can."""
+    try:
+        open_checkpoint(folder)
+        Tokenizer.load(folder)
+    except BatchInferError as error:
+        return error
+    return None
+
+
+@contextmanager
+def _told(name: ModelName) -> Iterator[None]:
+    """What a hub refuses or the network fails with, in words and with the next step."""
+    import httpx2
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.OfflineModeIsEnabled as error:
+        raise Unavailable(
+            "HF_HUB_OFFLINE is set, so nothing is downloaded; unset it to pull a model"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise Unavailable(
+            f"{name.repo} is gated: accept its terms at {_endpoint()}/{name.repo}, and set HF_TOKEN to a token of "
+            "that account"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise InputMissing(
+            f"{name.repo} at {_endpoint()} has no branch, tag or commit {name.revision}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputMissing(
+            f"there is no model {name.repo} at {_endpoint()}, or it is private; check the name, or set HF_TOKEN to a "
+            "token that may read it"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise _answered(name, error.response.status_code, str(error)) from error
+    except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
+        raise Unavailable(f"{_endpoint()} cannot be reached: {error}; {_CONTINUES}") from error
+    except OSError as error:
+        if error.errno is None:  # huggingface_hub's own words for a file that ended early
+            raise Unavailable(f"the download of {name} failed: {error}; {_CONTINUES}") from error
+        raise StorageError(f"{cache_folder()}: {error}; {_CONTINUES}") from error
+
+
+def _answered(name: ModelName, status: int, words: str) -> BatchInferError:
+    if status in (401, 403):
+        return Unavailable(
+            f"{_endpoint()} does not let you read {name.repo} ({status}); set HF_TOKEN to a token that may"
+        )
+    return Unavailable(f"{_endpoint()} answered {status}: {words}; {_CONTINUES}")

@@ -1,0 +1,120 @@
+"""`batchinfer report`: one HTML file about a run, from the tables of its report."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import InputMissing, OutputConflict
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.manifest import read_manifest
+from batchinfer.data.storage.duck import naming_errors
+from batchinfer.data.storage.durable import FileOps, replace_bytes, storage
+from batchinfer.report.page.document import MARK, page
+from batchinfer.report.page.reported import ReportedRun, find_run, is_in_place
+from batchinfer.report.tables.columns import RUN
+from batchinfer.report.tables.folder import report_folder, tables
+from batchinfer.report.tables.tables import RunRow
+from batchinfer.verbs.query import RESULTS, ResultPlace, add_views, opened_database
+from batchinfer.verbs.status import status_of
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPage:
+    """Which page was written, and about which run."""
+
+    path: str
+    bytes: int
+    run_id: str
+    exit_status: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def write_page(folder: Path, output: Path | None = None, run_id: str | None = None) -> WrittenPage:
+    """Write the page of a result's or a report's newest run, or of the run with that id.
+
+    `output` None: `report.html` in the report folder. An earlier page is replaced, any other file is not. Raises
+    InputMissing where no run has left a table, OutputConflict, StorageError, OutOfMemory.
+    """
+    place, report = _place(folder)
+    path = report / PAGE if output is None else output
+    _check_ours(path)
+    with opened_database() as (database, _, _), naming_errors(report):
+        names = add_views(database, place)
+        row = find_run(database, run_id, "" if folder == report else place.ending)
+        if row is None:
+            raise InputMissing(_no_run(folder, report, run_id))
+        in_place = RESULTS in names and is_in_place(database, row, place.ending)
+        text = page(ReportedRun(database, row, in_place, _newer(folder, row)))
+    content = text.encode()
+    replace_bytes(path, content, FileOps())
+    return WrittenPage(str(path), len(content), str(row["run_id"]), row["exit_status"])
+
+
+def _place(folder: Path) -> tuple[ResultPlace, Path]:
+    """A result, published or not, and its report. Raises InputMissing."""
+    if not tables(folder, RUN) and read_manifest(folder) is None:
+        report = report_folder(find_state(folder).root)
+        if tables(report, RUN):
+            return ResultPlace(folder, report), report
+        _check_begun(folder)
+    place = ResultPlace.of(folder)
+    if place.report is None:
+        raise InputMissing(
+            f"{folder}: no run has left a report of it; the next `batchinfer run` that computes something writes one"
+        )
+    return place, place.report
+
+
+def _check_begun(folder: Path) -> None:
+    """Raises InputMissing where a run has begun, and none has come to the end at which it writes its tables."""
+    try:
+        state = status_of(folder).state
+    except InputMissing:  # none has begun: what is said then is what `query` says, too
+        return
+    how = "is at work" if state == "running" else state
+    raise InputMissing(
+        f"{folder}: no run of it has left a report yet; its last run {how}, `batchinfer status {folder}` says more"
+    )
+
+
+def _check_ours(path: Path) -> None:
+    """Raises OutputConflict for what is there and is no page of ours, StorageError."""
+    if not os.path.lexists(path):
+        return
+    if not _is_page(path):
+        raise OutputConflict(
+            f"{path}: is there already, and is no page that batchinfer wrote; choose another name, or move it away"
+        )
+
+
+def _is_page(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with storage(path, "read"), path.open("rb") as file:
+        return file.read(len(MARK)) == MARK.encode()
+
+
+def _no_run(folder: Path, report: Path, run_id: str | None) -> str:
+    if run_id is None:
+        return f"{folder}: no run of it has ended yet, only others of {report}; `batchinfer status {folder}` says more"
+    return f"{report}: no run {run_id} there; `batchinfer history {report} --json` names all"
+
+
+def _newer(folder: Path, row: RunRow) -> str:
+    """What a newer run does, of which there is no table yet, as a sentence; else nothing."""
+    try:
+        status = status_of(folder)
+    except InputMissing:  # a report folder, or a state that was removed
+        return ""
+    if status.run_id == row["run_id"] or status.state not in ("running", "crashed"):
+        return ""
+    if status.state == "running":
+        return "A newer run is at work; this page is about the one before it."
+    return "A newer run crashed before it could write its tables; this page is about the one before it."

@@ -1,0 +1,101 @@
+"""What `batchinfer init` writes: a job that runs, rows for it, and a small model where there is no other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from batchinfer.core.errors import UsageError
+from batchinfer.core.hub import CONFIG, ModelName, find_snapshot, missing_files
+from batchinfer.data.storage.durable import FileOps, storage, write_new
+from batchinfer.job.template import ORDERS, QUESTIONS, init_files
+from batchinfer.verbs.schema_starter import SchemaFile
+
+_PACKAGE = Path(str(files("batchinfer"))).resolve()  # an editable installation reaches it by a link
+# Where the quickstart's model lies: in an installed package, and in a clone
+_SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstart" / "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """What was written, the checkpoint folder or the name of the model that the job names, and whether it is there.
+
+    `stand_in`: the model is the quickstart's, and the schema another: answers follow it and mean nothing.
+    """
+
+    wrote: tuple[Path, ...]
+    model: Path | ModelName
+    ready: bool
+    stand_in: bool = False
+
+
+def write_starter(folder: Path, model: str | None, schema: Path | None = None) -> Starter:
+    """Write a new job into `folder`: on `model`, a folder or a name in the Hugging Face cache, else on the model that
+    lies there, else on a copy of the quickstart's. Its answers follow the JSON Schema in the file `schema`.
+
+    Raises UsageError when a job is there already, InputMissing and InputCorrupt for the schema, StorageError.
+    """
+    answer = None if schema is None else SchemaFile.read(schema)
+    name = None if model is None else _name(model)
+    here = folder / "model"
+    shipped = None if model is not None or os.path.lexists(here) else _shipped_model()
+    sample = QUESTIONS if shipped is None else ORDERS  # the quickstart's model can do nothing else
+    if answer is not None:
+        sample = answer.sample(answer.path.name)
+    # a job file's paths start from its folder
+    named = "model" if model is None else model if name else os.path.relpath(model, folder)
+    files = {name: text.encode() for name, text in init_files(named, sample).items()}
+    if shipped is not None:
+        files |= {
+            f"model/{path.name}": path.read_bytes() for path in sorted(shipped.iterdir()) if path.is_file()
+        }
+    if answer is not None:
+        files |= _beside(answer, folder, files)
+    wrote = _write(folder, files)
+    if name is not None:
+        return Starter(wrote, name, _is_cached(name))
+    used = here if model is None else Path(model)
+    return Starter(wrote, used, (used / CONFIG).is_file(), shipped is not None and answer is not None)
+
+
+def _name(model: str) -> ModelName | None:
+    """The name of a model in the cache; None for a folder, also for a new one in a folder that exists."""
+    if Path(model).exists() or Path(model).parent.exists():
+        return None
+    try:
+        return ModelName.parse(model)
+    except ValueError:
+        return None
+
+
+def _beside(answer: SchemaFile, folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """The schema's copy; none where it lies in the folder already."""
+    name = answer.path.name
+    if name in files:
+        raise UsageError(f"{answer.path}: has the name of a file that is written beside it; rename it")
+    if os.path.realpath(answer.path) == os.path.realpath(folder / name):
+        return {}
+    return {name: answer.data}
+
+
+def _is_cached(name: ModelName) -> bool:
+    snapshot = find_snapshot(name)
+    return snapshot is not None and not missing_files(snapshot)
+
+
+def _shipped_model() -> Path | None:
+    return next((folder for folder in _SHIPPED if (folder / CONFIG).is_file()), None)
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> tuple[Path, ...]:
+    there = [name for name in files if os.path.lexists(folder / name)]
+    if there:
+        raise UsageError(f"{folder / there[0]}: exists already; choose another folder")
+    for name, data in files.items():
+        path = folder / name
+        with storage(path.parent, "create"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_new(path, [data], FileOps())
+    return tuple(folder / name for name in files)

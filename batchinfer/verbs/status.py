@@ -1,0 +1,199 @@
+"""`batchinfer status`: how a job's run stands, from what it has written. Nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from batchinfer.core.errors import InputMissing, Interrupted, StorageError
+from batchinfer.core.sizes import size
+from batchinfer.core.units import about, count, percent, seconds, short
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.manifest import read_manifest
+from batchinfer.data.storage.durable import FileOps, replace_bytes
+from batchinfer.data.storage.remembered import read_json
+from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.job import Job
+from batchinfer.pipeline.progress_file import PROGRESS_FORMAT, STARTING
+from batchinfer.report.tables.exit_status import PUBLISHED, is_published
+
+Standing = Literal["running", "finished", "interrupted", "failed", "crashed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """How a run stands. None: not known, or nothing that its present phase counts."""
+
+    state: Standing
+    output: str
+    job: str | None = None
+    run_id: str | None = None
+    pid: int | None = None
+    started_at: str | None = None
+    updated_at: str | None = None
+    phase: str | None = None  # the present one; of a run that has ended, its last
+    rows: int | None = None
+    rows_total: int | None = None
+    tokens: int | None = None
+    tokens_total: int | None = None
+    share: float | None = None  # of the phase, 0 … 1
+    per_s: float | None = None
+    left_s: float | None = None  # to the end of the phase
+    errors: dict[str, int] = field(default_factory=dict)  # rows by error code
+    memory_bytes: int | None = None
+    exit_code: int | None = None
+    exit_status: str | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.state == "running"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self, now: datetime) -> list[str]:
+        """For people, a heading first."""
+        told = [("phase", self._phase()), ("rows", _of(count(self.rows), self.rows_total, count)),
+                ("tokens", _of(short(self.tokens), self.tokens_total, short)), ("speed", self._speed()),
+                ("errors", self._errors()), ("memory", size(self.memory_bytes) if self.memory_bytes else ""),
+                ("started", self.started_at or ""), ("written", self._age(now)),
+                ("results", self.output)]  # fmt: skip
+        known = {"rows": self.rows is not None, "tokens": self.tokens is not None}
+        shown = [f"  {name:<9}{text}" for name, text in told if text and known.get(name, True)]
+        return [self._head(), *shown]
+
+    def _head(self) -> str:
+        head = f"{self.job or self.output}: {self.state}"
+        if self.state == "crashed":
+            return f"{head}; the same command continues where it stopped"
+        if self.exit_status is None or self.running:
+            return head
+        told = [] if self.exit_status == self.state else [self.exit_status]
+        told += [f"exit code {self.exit_code}"] if self.exit_code else []
+        return f"{head} ({', '.join(told)})" if told else head
+
+    def _phase(self) -> str:
+        share = "" if self.share is None else f", {percent(self.share)} of it done"
+        return f"{self.phase}{share}" if self.phase else ""
+
+    def _speed(self) -> str:
+        if self.per_s is None or not self.running:
+            return ""
+        left = "" if self.left_s is None else f", about {about(self.left_s)} left"
+        return f"{short(self.per_s)} {'rows' if self.tokens is None else 'tok'}/s{left}"
+
+    def _errors(self) -> str:
+        ranked = sorted(self.errors.items(), key=lambda item: (-item[1], item[0]))
+        return ", ".join(f"{code} {count(number)}" for code, number in ranked)
+
+    def _age(self, now: datetime) -> str:
+        if self.updated_at is None:
+            return ""
+        return f"{seconds(max(0.0, (now - datetime.fromisoformat(self.updated_at)).total_seconds()))} ago"
+
+
+def _of(done: str, total: int | None, shown: Any) -> str:
+    return done if total is None else f"{done} of {shown(total)}"
+
+
+def status_of(target: Path | Job) -> RunStatus:
+    """How the run of a job, or of a result folder, stands. Raises InputMissing where none has run, StorageError."""
+    state = state_of(target) if isinstance(target, Job) else find_state(target)
+    parts = state.recorded_parts()
+    running = [part for part in parts if state.is_running(part)]
+    if parts:
+        part = (running or parts)[0]
+        return _read(part / state.progress.name, bool(running))
+    return _unrecorded(state)
+
+
+def _read(path: Path, running: bool) -> RunStatus:
+    facts = read_json(path)
+    if not isinstance(facts, dict) or facts.pop("format", None) != PROGRESS_FORMAT:
+        raise StorageError(
+            f"{path}: not a progress file that this version reads; the next run writes it anew"
+        )
+    ended = facts.get("exit_status")
+    if (
+        running and ended is not None
+    ):  # of the run before: this one holds the lock and has written nothing yet
+        return RunStatus("running", facts["output"], facts["job"], phase=STARTING)
+    return RunStatus(state=_standing(running, ended), **facts)
+
+
+def _standing(running: bool, ended: str | None) -> Standing:
+    if running:
+        return "running"
+    if ended is None:  # the lock goes with the process, and this one could not say how it ended
+        return "crashed"
+    if ended == Interrupted.status:
+        return "interrupted"
+    return "finished" if is_published(ended) else "failed"
+
+
+def _unrecorded(state: StateFolder) -> RunStatus:
+    """Before the first run recorded anything, or long after the last."""
+    if state.path.is_dir() and state.is_running(state.path):
+        return RunStatus("running", str(state.results), phase=STARTING)
+    manifest = read_manifest(state.results)
+    if manifest is None:
+        raise InputMissing(f"{state.results}: no run of this job has begun yet; `batchinfer run` starts one")
+    return RunStatus("finished", str(state.results), manifest.job, rows=manifest.rows, rows_total=manifest.rows,
+                     exit_status=PUBLISHED)  # fmt: skip
+
+
+def prometheus_lines(found: RunStatus) -> Iterator[str]:
+    """The status as text that Prometheus reads (exposition format 0.0.4)."""
+    labels = {"job": found.job or "", "output": found.output}
+    for name, help_text, value in _metrics(found):
+        if value is not None:
+            yield from _metric(name, help_text, [(labels, value)])
+    codes = [({**labels, "code": code}, number) for code, number in sorted(found.errors.items())]
+    if codes:
+        yield from _metric("error_rows", "Error rows of the run by code.", codes)
+
+
+def _metrics(found: RunStatus) -> list[tuple[str, str, float | None]]:
+    return [
+        ("running", "Whether a run of the job is at work.", float(found.running)),
+        ("crashed", "Whether the last run ended without a word.", float(found.state == "crashed")),
+        ("exit_code", "Exit code of the last run; absent while one is at work.", found.exit_code),
+        ("start_time_seconds", "When the run started, in Unix time.", _unix(found.started_at)),
+        (
+            "update_time_seconds",
+            "When the run last wrote its progress, in Unix time.",
+            _unix(found.updated_at),
+        ),
+        ("rows", "Rows that are done in the present phase.", found.rows),
+        ("rows_expected", "Rows of the present phase.", found.rows_total),
+        ("tokens", "Tokens that are done, those that a prefix saved included.", found.tokens),
+        ("tokens_expected", "Tokens that the run is expected to come to.", found.tokens_total),
+        ("progress_ratio", "Share of the present phase that is done.", found.share),
+        ("left_seconds", "Estimated time to the end of the present phase.", found.left_s),
+        ("memory_bytes", "Resident memory of the run's processes.", found.memory_bytes),
+    ]
+
+
+def _metric(name: str, help_text: str, samples: Sequence[tuple[dict[str, str], float]]) -> Iterator[str]:
+    yield f"# HELP batchinfer_{name} {help_text}"
+    yield f"# TYPE batchinfer_{name} gauge"
+    for labels, value in samples:
+        shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        yield f"batchinfer_{name}{{{shown}}} {value!r}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _unix(text: str | None) -> float | None:
+    return None if text is None else datetime.fromisoformat(text).astimezone(UTC).timestamp()
+
+
+def write_prometheus(found: RunStatus, path: Path) -> None:
+    """Write the file whole or not at all: node_exporter may read it at any time. Raises StorageError."""
+    text = "".join(f"{line}\n" for line in prometheus_lines(found))
+    replace_bytes(path, text.encode(), FileOps())

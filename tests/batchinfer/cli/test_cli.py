@@ -1,0 +1,509 @@
+"""The verbs as a user meets them: help, documentation, output, signals, and what comes after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import typer
+
+from batchinfer import cli
+from batchinfer.core import errors
+from batchinfer.pipeline import run as pipeline
+from tests.batchinfer.wrong_jobs import (
+    FAKE,
+    NO_ENGINE,
+    ROWS,
+    Ended,
+    Place,
+    alive,
+    children,
+    command,
+    copy_of,
+    environment,
+    flip,
+    hears_signals,
+    make_place,
+)
+from tests.patience import PATIENCE_S, wait_until
+
+ROOT = Path(__file__).parents[3]
+REFERENCE = ROOT / "docs" / "cli.md"
+# Slow enough that what a test does while they run is done by then: a step has 4 of them, and takes 0.3 s.
+MANY = [{"id": f"r{i}", "text": f"word number {i}"} for i in range(400)]
+SLOW = {"FAKE_ENGINE_DELAY_S": "0.3", "FAKE_ENGINE_BATCH": "4"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
+    """A job that has run once, quietly. Tests that change it take a copy."""
+    place = make_place(tmp_path_factory.mktemp("finished") / "job", model)
+    with started(place, "run", "job.yaml", "--quiet") as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out, err) == (0, "", "")
+    return place
+
+
+@contextmanager
+def started(place: Place, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """The command line with the fake engine in a process of its own, which does not survive the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.fake_cli", *arguments],
+        cwd=place.folder, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, preexec_fn=hears_signals,
+    )  # fmt: skip
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def finish(place: Place, *arguments: str) -> Ended:
+    """Run a command to its end, without delays."""
+    with started(place, *arguments) as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    return Ended(process.returncode, out, err)
+
+
+# --- help and documentation
+
+
+def verbs() -> dict[str, Any]:
+    """With those that a verb has of its own, as `schema infer`."""
+    found = {}
+    for name, verb in typer.main.get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+        found[name] = verb
+        found |= {f"{name} {inner}": one for inner, one in getattr(verb, "commands", {}).items()}
+    return found
+
+
+def sections() -> dict[str, str]:
+    """The parts of docs/cli.md by their headings."""
+    parts = re.split(r"^## ", REFERENCE.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    return {part.splitlines()[0].strip().strip("`"): part for part in parts}
+
+
+def options(verb: Any) -> list[Any]:
+    return [parameter for parameter in verb.params if parameter.name != "help"]
+
+
+@pytest.mark.parametrize("name", verbs())
+def test_every_verb_and_option_has_help_and_is_documented(name: str) -> None:
+    verb, text = verbs()[name], sections()[name]
+    assert verb.help
+    for parameter in options(verb):
+        assert parameter.help, f"{name} {parameter.name}"
+        shown = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
+        assert f"`{shown}" in text, f"{shown} of {name} is not in {REFERENCE.name}"
+
+
+@pytest.mark.parametrize("name", verbs())
+def test_nothing_is_documented_that_is_not_there(name: str) -> None:
+    known = {
+        option
+        for parameter in options(verbs()[name])
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    told = set(re.findall(r"(?m)^\| `(--[a-z-]+)", sections()[name]))
+    assert told == {option for option in known if option.startswith("--")}
+
+
+def test_the_sections_are_the_verbs() -> None:
+    assert [name for name in sections() if name != "Exit codes"] == list(verbs())
+
+
+def kinds(of: type[errors.BatchInferError]) -> Iterator[type[errors.BatchInferError]]:
+    yield of
+    for kind in of.__subclasses__():
+        yield from kinds(kind)
+
+
+def test_every_exit_code_is_documented() -> None:
+    told = set(map(int, re.findall(r"(?m)^\| (\d+)", sections()["Exit codes"])))
+    assert told == {0, 129, 130, 143} | {kind.exit_code for kind in kinds(errors.BatchInferError)}
+
+
+def test_help_and_completion_import_nothing_large() -> None:
+    """A verb imports what it needs once it runs: a shell's completion starts the program at each key."""
+    large = "{'duckdb', 'jinja2', 'numpy', 'pyarrow', 'pydantic', 'tokenizers', 'torch', 'transformers'}"
+    code = (
+        "import sys; from batchinfer import cli; cli.app(['--help'], standalone_mode=False); "
+        f"print({large} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "Run a job, or carry on with it" in out
+    assert out.splitlines()[-1] == "set()"
+
+
+def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    assert "run" in run("--help").out
+    for verb in verbs():
+        assert run(*verb.split(), "-h").code == 0
+    assert run("--version").out.startswith("batchinfer ")
+
+
+# --- output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("run", "job.yaml", "--json", "--set", "engine.threds=1"), 78),
+        (("run", "job.yaml", "--json", "--set", "input.path=gone.jsonl"), 66),
+        (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ nobody }}"'), 78),
+        (("run", "job.yaml", "--json", "--set", 'prompt.user="{{ text / 2 }}"'), 65),
+        (("run", "job.yaml", "--json", "--fast"), 2),
+        (("run", "empty.yaml", "--json"), 0),
+    ],
+)
+def test_json_is_one_line(arguments: tuple[str, ...], code: int, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(place.folder)
+    place.rows(name="empty.jsonl")
+    place.job(file="empty.yaml", input="input: {path: empty.jsonl}", output="output: {path: out/empty}")
+    ended = command(capsys, monkeypatch, NO_ENGINE)(*arguments)
+    assert ended.code == code
+    (line,) = ended.out.splitlines()
+    assert json.loads(line)["exit_code"] == code
+
+
+def test_a_finished_job_has_nothing_to_do(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    before = finished.published()
+    assert run("run", finished.folder / "job.yaml", "--quiet") == Ended(0, "", "")
+    told = json.loads(run("run", finished.folder / "job.yaml", "--json").out)
+    assert (told["rows"], told["rows_ok"], told["computed_requests"]) == (len(ROWS), len(ROWS), None)
+    assert finished.published() == before
+
+
+def test_the_folder_of_a_job_stands_for_it(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, FAKE)
+    assert run("run", place.folder, "-q").code == 0
+    assert json.loads(run("status", place.folder, "--json").out)["state"] == "finished"
+    assert len(json.loads(run("history", place.folder, "--json").out)["runs"]) == 1
+    assert run("clean", place.folder, "--dry-run", "--set", "cache.keep=7").code == 0
+    (place.folder / "job.yaml").unlink()
+    got = run("run", place.folder)
+    assert got.code == 66
+    assert f"there is no job file {place.folder / 'job.yaml'}" in got.err
+
+
+def test_validate(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    ended = run("validate", finished.folder / "job.yaml")
+    assert ended.code == 0
+    for words in (
+        "max_tokens: 8",
+        "model: llama",
+        "with a chat template",
+        "input: 1 file",
+        "the job file is right",
+    ):
+        assert words in ended.out
+    assert run("validate", finished.folder / "job.yaml", "--quiet") == Ended(0, "", "")
+
+
+def test_preview(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    place.rows(ROWS[0], {"id": "bad"}, *ROWS[1:])
+    ended = command(capsys, monkeypatch, NO_ENGINE)("preview", place.folder / "job.yaml", "--rows", "2")
+    assert ended.code == 0
+    assert "rows.jsonl row 0, id r0" in ended.out
+    assert "<|im_start|>user\nSay word 0<|im_end|>\n<|im_start|>assistant\n" in ended.out
+    assert "rows.jsonl row 1, id bad\nerror template_error: " in ended.out
+    assert ended.out.startswith("sampling: max_tokens: 8\n")
+    assert ended.out.count("sampling") == ended.out.count("temperature") + 1 == 1, (
+        "it is said once, for all rows"
+    )
+    assert "word 1" not in ended.out
+    assert not (place.folder / "out").exists()
+
+
+def test_parameters_of_rows_are_named(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """A row's own parameters are never a surprise: each verb says which there are."""
+    place.rows(*({**row, "most": 3} for row in ROWS))
+    place.job(sampling="sampling: {max_tokens: 8, from_columns: {max_tokens: most}}")
+    run = command(capsys, monkeypatch)
+    said = "rows set their own max_tokens (column most)"
+    assert said in run("validate", place.folder / "job.yaml").out
+    shown = run("preview", place.folder / "job.yaml", "--rows", "1").out
+    assert said in shown
+    assert "sampling of this row: max_tokens: 3\n" in shown
+    assert said in run("run", place.folder / "job.yaml").err
+    assert {row["completion_tokens"] for row in place.table()} == {3}
+    place.job(file="plain.yaml", output="output: {path: out/plain}")
+    for verb in ("validate", "preview", "run"):
+        ended = run(verb, place.folder / "plain.yaml")
+        assert ended.code == 0
+        assert "rows set their own" not in ended.out + ended.err
+
+
+def test_paths_are_shown_as_they_are_typed(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Relative below the current folder: no verb names the same file in two ways."""
+    monkeypatch.chdir(place.folder.parent)
+    run, folder = command(capsys, monkeypatch), place.folder.name
+    told = [run(verb, folder) for verb in ("validate", "plan", "run", "run", "status", "history", "clean")]
+    told += [run("verify", place.results.relative_to(place.folder.parent)), run("run", f"{folder}/none.yaml")]
+    told += [run("validate", folder, "--set", "prompt.user={{ nothing }}")]
+    assert [one.code for one in told] == [0] * 8 + [66, 78]
+    shown = "".join(one.out + one.err for one in told)
+    assert str(place.folder) not in shown
+    assert f"{folder}/job.yaml" in shown
+    assert str(place.results.relative_to(place.folder.parent)) in shown
+
+
+def test_verbs_mean_the_job_of_the_current_folder(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch)
+    monkeypatch.chdir(place.folder.parent)
+    for verb in ("validate", "preview", "plan", "run", "status", "clean"):
+        ended = run(verb)
+        assert (ended.code, ended.out) == (66, "")
+        assert "there is no job file job.yaml" in ended.err
+    monkeypatch.chdir(place.folder)
+    for verb in ("validate", "preview", "plan", "run", "status", "clean"):
+        assert run(verb).code == 0, verb
+
+
+def test_a_job_file_with_a_similar_name_is_proposed(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch)
+    place.job(file="tickets.yaml")
+    assert "did you mean" not in run("run", place.folder.parent / "job.yaml").err
+    for named, meant in (("tikets.yaml", "tickets.yaml"), ("jop.yaml", "job.yaml")):
+        assert f"did you mean {place.folder / meant}?" in run("run", place.folder / named).err
+
+
+def test_schema(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    ended = command(capsys, monkeypatch, NO_ENGINE)("schema")
+    assert set(json.loads(ended.out)["properties"]) >= {"name", "model", "input", "prompt", "output"}
+
+
+def test_init_makes_a_job_that_runs(tmp_path: Path, model: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, pipeline.ENGINE)
+    ended = run("init", tmp_path / "new", "--model", model)
+    assert ended.code == 0
+    job = tmp_path / "new" / "job.yaml"
+    assert f"batchinfer validate {job}" in ended.out
+    assert run("validate", job).code == 0
+    told = run("run", job, "--json", "--set", "engine.device=cpu")
+    assert told.code == 0, told.err
+    row = json.loads(told.out)
+    assert (row["rows_ok"], row["duplicate_rows"]) == (4, 1)
+    assert run("query", tmp_path / "new" / "results", "select question from results").code == 0
+
+
+def test_doctor(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    ended = run("doctor")
+    assert ended.code == 0
+    assert "torch" in ended.out
+    idle = run("doctor", "--although-busy")
+    assert (idle.code, idle.out, "add --measure" in idle.err) == (2, "", True)
+
+
+def test_query(finished: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    ended = run("query", finished.results, "select status, count(*) as n from results group by all")
+    assert ended.code == 0
+    assert re.search(r"ok\W+20\b", ended.out)
+    missing = run("query", finished.folder / "nothing")
+    assert (missing.code, "nothing: there is no such folder" in missing.err) == (66, True)
+    over = run("query", finished.results, "--partial")
+    assert (over.code, "no unfinished run" in over.err) == (66, True)
+
+
+def test_limit_publishes_beside(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """A trial's answers count for the whole job."""
+    run = command(capsys, monkeypatch)
+    assert run("run", place.folder / "job.yaml", "--limit", "3", "-q").code == 0
+    assert not place.results.exists()
+    assert len(pq.read_table(place.folder / "out" / "res-first-3")) == 3
+    told = json.loads(run("run", place.folder / "job.yaml", "--json").out)
+    assert (told["reused_requests"], told["computed_requests"]) == (3, 17)
+
+
+def test_verify(finished: Place, tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    ended = run("verify", finished.results)
+    assert (ended.code, ended.err) == (0, "")
+    assert "0 problems found" in ended.out
+    place = copy_of(finished, tmp_path / "copy")
+    (part,) = place.results.glob("*.parquet")
+    flip(part, part.stat().st_size // 3)
+    (stored,) = (place.state / "completions").glob("*.parquet")
+    flip(stored, 200)
+    ended = run("verify", place.results)
+    assert ended.code == 74
+    assert f"{part}: its sha256 is not the one in the manifest" in ended.err
+    assert str(stored) in ended.err
+    nothing = run("verify", place.folder)
+    assert (nothing.code, "not a published result" in nothing.err) == (74, True)
+
+
+# --- signals and kills
+
+
+def committed(place: Place) -> int:
+    """Answers that are stored for good."""
+    records = (place.state / "completions").glob("*.json")
+    return sum(json.loads(record.read_text())["rows"] for record in records)
+
+
+def runs(place: Place) -> list[dict[str, Any]]:
+    """The run tables, oldest first."""
+    tables = [
+        pq.read_table(path).to_pylist()
+        for path in (place.folder / "out" / "res-report").glob("run-*.parquet")
+    ]
+    return sorted((row for table in tables for row in table), key=lambda row: row["started_at"])
+
+
+def long_job(place: Place) -> Place:
+    place.rows(*MANY)
+    place.job("commit: {rows: 4, seconds: 1}")
+    return place
+
+
+def check_whole(place: Place) -> None:
+    """The result is what a run that nothing disturbs publishes, to the byte."""
+    assert [row["custom_id"] for row in place.table()] == [row["id"] for row in MANY]
+    assert finish(place, "run", "job.yaml", "--set", "output.path=out/whole", "-q").code == 0
+    undisturbed = {path.name: path.read_bytes() for path in (place.folder / "out" / "whole").iterdir()}
+    assert place.published() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """What is finished is kept and readable, the rest is done by the same command, nothing is done twice."""
+    long_job(place)
+    with started(place, "run", "job.yaml", **SLOW) as process:
+        wait_until(lambda: committed(place) >= 8)
+        partial = command(capsys, monkeypatch, NO_ENGINE)(
+            "query", place.results, "select count(*) as n from results", "--partial", "--json"
+        )
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (code, "")
+    assert partial.code == 0, partial.err
+    print(partial.out)
+    assert json.loads(partial.out)["n"] >= 8
+    assert "stopping: rows in work may finish" in err
+    assert "the same command continues" in err
+    assert "\r" not in err
+    assert "Traceback" not in err
+    assert place.published() == {}
+    done = committed(place)
+    assert 8 <= done < len(MANY)
+    assert finish(place, "run", "job.yaml", "-q").code == 0
+    first, second = runs(place)
+    assert (first["exit_code"], first["computed_requests"]) == (code, done)
+    assert (second["reused_requests"], second["computed_requests"]) == (done, len(MANY) - done)
+    check_whole(place)
+
+
+def interrupt_the_group(place: Place, when: Callable[[], bool]) -> None:
+    """As Ctrl-C does in a terminal: the children hear it, too."""
+    with started(place, "run", "job.yaml", **SLOW) as process:
+        wait_until(when)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (130, ""), err
+    assert "the same command continues" in err
+    assert "Traceback" not in err
+    assert place.published() == {}
+
+
+def test_ctrl_c_while_the_model_loads(place: Place) -> None:
+    long_job(place)
+    interrupt_the_group(place, lambda: any(place.state.glob("scratch/*/plan")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0])
+def test_ctrl_c_at_any_time(after_s: float, place: Place) -> None:
+    """From the moment on when the run has its lock."""
+    long_job(place)
+    lock = place.state / "state.json"
+    interrupt_the_group(place, lambda: lock.exists() and time.time() > lock.stat().st_mtime + after_s)
+    assert finish(place, "run", "job.yaml", "-q").code == 0
+    check_whole(place)
+
+
+def test_the_parent_is_killed(place: Place) -> None:
+    """No process is left behind, and the next run finishes."""
+    long_job(place)
+    with started(place, "run", "job.yaml", **SLOW) as process:
+        wait_until(lambda: committed(place) >= 4)
+        below = list(children(process.pid))
+        assert below
+        process.kill()
+        process.communicate(timeout=PATIENCE_S)
+    wait_until(lambda: not alive(below))
+    done = committed(place)
+    assert finish(place, "run", "job.yaml", "-q").code == 0
+    assert runs(place)[-1]["reused_requests"] == done
+    assert [row["custom_id"] for row in place.table()] == [row["id"] for row in MANY]
+
+
+def engines_of(pid: int) -> list[int]:
+    """The engine's process, if there is one just now."""
+    return [c for c in children(pid) if b"workers.worker:main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+
+def kill_engine(place: Place, pid: int, signum: signal.Signals) -> None:
+    """Once it has got some work done."""
+    before = committed(place)
+    wait_until(lambda: committed(place) >= before + 4)
+    (engine,) = engines_of(pid)
+    os.kill(engine, signum)
+    wait_until(lambda: not alive([engine]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "words"), [(signal.SIGKILL, "memory"), (signal.SIGSEGV, "signal 11")])
+def test_an_engine_that_is_killed_again_and_again_costs_nothing(
+    signum: signal.Signals, words: str, place: Place
+) -> None:
+    """As long as it gets some work done between."""
+    long_job(place)
+    with started(place, "run", "job.yaml", **SLOW) as process:
+        for _ in range(3):
+            kill_engine(place, process.pid, signum)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert err.count(words) == 3
+    assert err.count("a new one is started") == 3
+    assert "in work: rows.jsonl row " in err
+    assert "Traceback" not in err
+    (row,) = runs(place)
+    assert (row["worker_restarts"], row["computed_requests"]) == (3, len(MANY))
+    check_whole(place)
+
+
+@pytest.mark.slow
+def test_progress_in_plain_lines(place: Place) -> None:
+    long_job(place)
+    with started(place, "run", "job.yaml", FAKE_ENGINE_DELAY_S="0.5", FAKE_ENGINE_BATCH="20") as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} nightly: "
+    assert re.search(rf"(?m)^{stamp}(running \d+% · .* tokens .* of 400 rows|loading model)$", err)
+    assert not re.search(r"[\r\x1b]", err + out)
+    assert "400 ok" in out

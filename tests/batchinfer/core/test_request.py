@@ -1,0 +1,132 @@
+"""Sampling parameters as text: what a work key hashes and an index keeps."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchinfer.core.request import (
+    Completion,
+    Request,
+    RequestSample,
+    RowError,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WithMadeUpOption(SamplingParams):
+    """The parameters as a later version may have them: with one more."""
+
+    made_up: int = 3
+
+
+GIVEN: list[dict[str, Any]] = [
+    {},
+    {"max_tokens": 8, "stop": ("x",), "stop_token_ids": (7,)},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 5},
+    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": -0.5, "ignore_eos": True},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_an_option_that_is_added_later_changes_no_text(given: dict[str, Any]) -> None:
+    later = WithMadeUpOption(**given).canonical().to_json()
+    assert later == SamplingParams(**given).canonical().to_json()
+    assert WithMadeUpOption.from_json(later) == WithMadeUpOption(**given).canonical(), "read by that version"
+    assert WithMadeUpOption(**given, made_up=4).canonical().to_json() != later
+
+
+def test_the_defaults_stay() -> None:
+    """A stored text leaves them out: with another default it would mean other parameters, under the same key."""
+    assert {f.name: f.default for f in fields(SamplingParams)} == {
+        "max_tokens": 256,
+        "min_tokens": 0,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": 0,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": None,
+        "json_schema": None,
+        "json_object": False,
+        "regex": None,
+        "choice": (),
+        "grammar": None,
+    }, "a new parameter is added here; one that is here never changes"
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (SamplingParams(), "{}"),
+        (SamplingParams(temperature=-0.0, seed=7, top_k=5), "{}"),
+        (SamplingParams(temperature=0.5, seed=7), '{"seed":7,"temperature":0.5}'),
+        (
+            SamplingParams(stop=("b", "a", "b"), stop_token_ids=(9, 2)),
+            '{"stop":["a","b"],"stop_token_ids":[2,9]}',
+        ),
+        (SamplingParams(max_tokens=9, frequency_penalty=0.5), '{"frequency_penalty":0.5,"max_tokens":9}'),
+    ],
+)
+def test_equal_answers_have_one_spelling(params: SamplingParams, text: str) -> None:
+    assert params.canonical().to_json() == text
+    assert SamplingParams.from_json(text) == params.canonical()
+
+
+def test_each_constraint_has_its_digest() -> None:
+    params = [
+        SamplingParams(),
+        SamplingParams(regex="a"),
+        SamplingParams(regex="\ud83d"),
+        SamplingParams(grammar="a"),
+        SamplingParams(choice=("a",)),
+        SamplingParams(choice=("a", "b")),
+        SamplingParams(choice=("a, b",)),
+        SamplingParams(json_object=True),
+    ]
+    assert len({one.constraint_digest for one in params}) == len(params)
+    same = SamplingParams(regex="a", temperature=1.0).constraint_digest
+    assert same == params[1].constraint_digest
+
+
+IDS = np.array([5, 3, 2**31 - 1], np.int32)
+LOGPROBS = TokenLogprobs(np.ones(3, np.float32), np.ones((3, 1), np.float32), IDS[:, None])
+ERROR = RowError("engine_died", "engine", "words", True)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Request(b"k" * 32, IDS, SamplingParams(max_tokens=3), 2),
+        Request(b"k" * 32, IDS[::2], SamplingParams()),
+        Completion(b"k" * 32, IDS, "stop", 7, ERROR, LOGPROBS),
+        Completion(b"k" * 32, IDS[:0], "error"),
+        RequestSample(b"k" * 32, 1, 2, 3, 4, 0.5, 0.6, 0.7, 0.8, True, True, 9),
+    ],
+    ids=lambda sent: type(sent).__name__,
+)
+def test_what_processes_send_each_other_arrives_whole(sent: Any) -> None:
+    """Field by field, also those that are added later: they are pickled by hand."""
+    got = pickle.loads(pickle.dumps(sent))
+    assert type(got) is type(sent)
+    for field in fields(sent):
+        mine, theirs = getattr(sent, field.name), getattr(got, field.name)
+        if isinstance(mine, np.ndarray):
+            assert (theirs.dtype, theirs.flags.writeable) == (mine.dtype, True)
+            np.testing.assert_array_equal(theirs, mine)
+        elif isinstance(mine, TokenLogprobs):
+            np.testing.assert_array_equal(theirs.top_ids, mine.top_ids)
+        else:
+            assert theirs == mine, field.name

@@ -1,0 +1,42 @@
+"""Sizes as people read them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.sizes import size, sizes
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1024, "1 KiB"),
+        (1536, "1.50 KiB"),
+        (310 * 2**20, "310 MiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (int(1.25 * 2**30), "1.25 GiB"),
+        (23.5 * 2**30, "23.5 GiB"),
+        (274e9, "255 GiB"),
+        (3 * 2**60, "3,072 PiB"),
+    ],
+)
+def test_three_digits_in_the_unit_that_fits(value: float, shown: str) -> None:
+    assert size(value) == shown
+
+
+def test_two_sizes_have_the_digits_that_tell_them_apart() -> None:
+    assert sizes(2**30, 2**20) == ("1 GiB", "1 MiB")
+    assert sizes(1_073_800_000, 1_073_700_000) == ("1.0001 GiB", "1.0000 GiB")
+    assert sizes(10**15 + 1, 10**15) == ("1,000,000,000,000,001 bytes", "1,000,000,000,000,000 bytes")
+    assert sizes(7, 7) == ("7 bytes", "7 bytes")
+
+
+@given(st.integers(0, 2**62), st.integers(0, 2**62))
+def test_two_different_sizes_never_look_alike(one: int, other: int) -> None:
+    shown = sizes(one, other)
+    assert (shown[0] == shown[1]) == (one == other)

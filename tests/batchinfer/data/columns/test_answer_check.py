@@ -1,0 +1,67 @@
+"""Answers that their columns cannot hold become errors, whatever their JSON holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from batchinfer.core.request import Completion, RowError
+from batchinfer.data.columns.answer_check import AnswerCheck
+from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
+
+NUMBER = schema_columns({"type": "object", "properties": {"n": {"type": "number"}, "rest": {}}})
+
+
+class Utf8:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [bytes(row).decode() for row in rows]
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        raise NotImplementedError
+
+
+def answered(text: str, error: RowError | None = None) -> Completion:
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    return Completion(b"k" * 32, tokens, "stop", error=error)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"n": 1e9999999999999999999}', "exponent"),
+        ('{"rest": [1e-9999999999999999999]}', "exponent"),
+        ('{"rest": ' + "9" * 5000 + "}", "5000 digits"),
+        ('{"n": "x"}', "n: this is not a number"),
+        ('{"n": ', "no JSON"),
+        ("[" * 100_000, "no JSON"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_cannot_be_held_is_an_error(text: str, words: str) -> None:
+    (found,) = AnswerCheck(NUMBER, Utf8()).checked([answered(text)])
+    assert found.error is not None
+    assert (found.error.code, found.finish_reason) == ("unfit_output", "error")
+    assert words in found.error.message
+
+
+def test_others_stay_as_they_are() -> None:
+    failed = RowError("incomplete_output", "policy", "cut")
+    given = [answered('{"n": 1.5, "rest": 1e999}'), answered('{"n"', failed), answered("{}")]
+    assert AnswerCheck(NUMBER, Utf8()).checked(given) == given
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "\\u0061": 1}}]', '{"": 1, "x": 2, "": 1}']
+)
+@pytest.mark.parametrize("columns", [NUMBER, None])
+def test_a_name_that_stands_twice_in_an_object_is_an_error(text: str, columns: SchemaColumns | None) -> None:
+    """Readers of JSON differ in which of them counts."""
+    (found,) = AnswerCheck(columns, Utf8()).checked([answered(text)])
+    assert found.error is not None
+    assert "a name may stand once" in found.error.message
+    apart = answered('[{"a": 1}, {"a": {"a": 1e9999}}]')
+    assert AnswerCheck(None, Utf8()).checked([apart]) == [apart]

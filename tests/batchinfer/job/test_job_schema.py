@@ -1,0 +1,113 @@
+"""What tells people and editors about the job file: schema, documentation, the example to start from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.job import Job, init_files, init_text, job_schema, load_job
+from batchinfer.job.yaml_tree import read_yaml, resolve
+
+REPOSITORY = Path(__file__).parents[3]
+DOCUMENT = (REPOSITORY / "docs/job-file.md").read_text()
+
+
+def options() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Dotted key → its part of the schema, for sections too."""
+    schema = job_schema()
+    for name, part in schema["properties"].items():
+        yield name, part
+        for one in [part, *part.get("anyOf", [])]:
+            if "$ref" in one:
+                section = schema["$defs"][one["$ref"].rsplit("/", 1)[1]]
+                yield from ((f"{name}.{key}", inner) for key, inner in section["properties"].items())
+
+
+OPTIONS = dict(options())
+LEAVES = {key: part for key, part in OPTIONS.items() if "." in key}
+
+
+def test_the_schema_is_json_and_strict() -> None:
+    schema = job_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    assert set(schema["required"]) == {"name", "model", "input", "output"}
+    assert schema["additionalProperties"] is False
+    assert all(one["additionalProperties"] is False for one in schema["$defs"].values())
+    assert set(schema["properties"]) == set(Job.model_fields)
+    assert len(LEAVES) > 40
+
+
+@pytest.mark.parametrize("key", OPTIONS)
+def test_every_option_says_what_it_is_for(key: str) -> None:
+    description = OPTIONS[key]["description"]
+    assert len(description) > 15
+    assert description.endswith(".")
+    assert "\n" not in description
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_every_option_is_documented_with_its_default(key: str) -> None:
+    row = next((line for line in DOCUMENT.splitlines() if line.startswith(f"| `{key}` |")), None)
+    assert row is not None, f"docs/job-file.md has no row for {key}"
+    default = LEAVES[key].get("default")
+    said = row.split("|")[2].strip()
+    if said.startswith("`"):
+        documented = json.loads(said.strip("`")) if said == "`[]`" else resolve(said.strip("`"))
+        assert documented == ("auto" if key == "model.max_model_len" and default is None else default)
+        if key == "model.max_model_len":
+            assert documented == "auto"
+    else:
+        assert default is None
+
+
+def test_the_document_names_no_option_that_is_none() -> None:
+    sections = {name for name in OPTIONS if "." not in name}
+    named = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", DOCUMENT)) - {"config.json", "tokenizer.json"}
+    assert {key for key in named if key.split(".")[0] in sections} == set(LEAVES)
+
+
+def test_the_example_of_the_document_loads(tmp_path: Path) -> None:
+    (tmp_path / "models/qwen2.5-7b").mkdir(parents=True)
+    example = re.search(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert example is not None
+    (tmp_path / "job.yaml").write_text(example[1])
+    job = load_job(tmp_path / "job.yaml", date="2026-03-04")
+    assert job.output.path == tmp_path / "results/tickets/2026-03-04"
+    assert job.results_root == tmp_path / "results/tickets"
+    assert job.prompt is not None
+    assert job.prompt.user == "Answer with one word: billing, technical or other.\n{{ body }}\n"
+
+
+@pytest.mark.parametrize("model", ["m", "my models/ü 'x' \"y\"", "a$b/${c}", "a\\b: c"])
+def test_the_first_job_loads(tmp_path: Path, model: str) -> None:
+    (tmp_path / model).mkdir(parents=True)
+    for name, text in init_files(model).items():
+        (tmp_path / name).write_text(text)
+    job = load_job(tmp_path / "job.yaml", env={})
+    assert job.model.path == tmp_path / model
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert job.input.path == str(tmp_path / "prompts.jsonl")
+    assert job.input.id is not None
+    assert all({job.input.id, *job.output.columns, "question"} <= set(row) for row in rows)
+    assert init_files(model)["job.yaml"] == init_text(model)
+
+
+def test_the_first_job_uses_only_what_the_schema_has() -> None:
+    root, findings = read_yaml(init_text("m"))
+    assert findings == []
+    assert root is not None
+    assert isinstance(root.value, dict)
+    for section, entry in root.value.items():
+        inner = entry.node.value
+        keys = [f"{section}.{key}" for key in inner] if isinstance(inner, dict) else [section]
+        assert set(keys) <= set(OPTIONS)
+
+
+def test_the_job_that_is_shipped_loads() -> None:
+    job = load_job(REPOSITORY / "jobs/quickstart/job.yaml", [("model.path", ".")])
+    assert job.output.path == REPOSITORY / "results/quickstart"

@@ -1,0 +1,75 @@
+"""What other processes take of the cores, by the kernel's count less this process's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from batchinfer.machine.core_load import CoreLoad
+
+TICKS = os.sysconf("SC_CLK_TCK")
+CORES = sorted(os.sched_getaffinity(0))
+
+
+class Machine:
+    """Counts as the kernel does; `foreign` is a core that this process may not use."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stat = folder / "stat"
+        self.now = self.own = self.busy = self.foreign = 0.0
+        self.write()
+
+    def write(self) -> None:
+        waits = int(self.now * TICKS)  # idle, for a disk, and for the hypervisor: no work of anybody's here
+        first = f"cpu{CORES[0]} {int(self.busy * TICKS)} 0 0 {waits} {waits} 0 0 {waits} 0 0"
+        foreign = f"cpu{CORES[-1] + 1} {int(self.foreign * TICKS)} 0 0 0 0 0 0 0 0 0"
+        self.stat.write_text(f"cpu 1 2 3 4 5 6 7 8 9 10\n{first}\n{foreign}\nintr 1 2\n")
+
+    def load(self) -> CoreLoad:
+        return CoreLoad(self.stat, lambda: self.now, lambda: self.own)
+
+    def passes(self, seconds: float, own: float, others: float, foreign: float = 0.0) -> None:
+        self.now += seconds
+        self.own += own
+        self.busy += own + others
+        self.foreign += foreign
+        self.write()
+
+
+def test_what_others_use_is_counted_and_nothing_else(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    load = machine.load()
+    machine.passes(2.0, own=1.0, others=1.0, foreign=2.0)
+    assert load.look() == pytest.approx(0.5)
+    machine.passes(1.0, own=1.0, others=0.0)
+    assert load.look() == pytest.approx(0.0)
+    assert load.look() is None, "no time has passed"
+    assert load.cores == len(CORES)
+
+
+def test_rounding_gives_neither_less_than_nothing_nor_more_than_there_is(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    load = machine.load()
+    machine.passes(1.0, own=0.5, others=-0.01)
+    assert load.look() == 0.0
+    machine.passes(1.0, own=0.0, others=len(CORES) + 0.5)
+    assert load.look() == len(CORES)
+
+
+@pytest.mark.parametrize("text", [None, "cpu 1 2 3 4 5 6 7 8 9 10\n"])
+def test_a_system_that_does_not_tell_is_unknown(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "stat").write_text(text)
+    times = iter([0.0, 1.0])
+    load = CoreLoad(tmp_path / "stat", lambda: next(times), lambda: 0.0)
+    assert load.look() is None
+
+
+def test_this_machine_tells() -> None:
+    load = CoreLoad()
+    sum(range(3_000_000))
+    others = load.look()
+    assert others is not None
+    assert 0 <= others <= len(CORES)

@@ -1,0 +1,111 @@
+"""A process that may have too little is told so, before a library ends it without a word."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core.errors import Unavailable, known
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.limits import (
+    PROCESSES,
+    PROCESSES_OF_A_CORE,
+    SPACE_MIB,
+    SPACE_OF_A_CORE_MIB,
+    check_limits,
+)
+from tests.batchinfer.wrong_jobs import Place, environment
+from tests.patience import PATIENCE_S
+
+CORES = usable_cpus()
+NEEDED_MIB = SPACE_MIB + SPACE_OF_A_CORE_MIB * CORES
+NEEDED = PROCESSES + PROCESSES_OF_A_CORE * CORES
+
+
+def ended(place: Place, limit: str, *before: str) -> tuple[int, str]:
+    """How a run under that `ulimit` ends."""
+    command = [
+        *before,
+        "bash",
+        "-c",
+        f'ulimit {limit} && exec "$@"',
+        "-",
+        sys.executable,
+        "-m",
+        "batchinfer",
+        "run",
+    ]
+    done = subprocess.run(
+        [*command, "job.yaml", "--quiet"], cwd=place.folder, env=environment(), capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere there is no such limit")
+@pytest.mark.parametrize("mib", [200, 1500, pytest.param(NEEDED_MIB - 1, marks=pytest.mark.slow)])
+def test_too_little_address_space_is_told(place: Place, mib: int) -> None:
+    code, told = ended(place, f"-v {mib * 1024}")
+    assert (code, len(told.splitlines())) == (71, 1)
+    assert f"{mib:,} MiB of address space (RLIMIT_AS; `ulimit -v`" in told
+    assert f"needs {NEEDED_MIB:,} MiB" in told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere there is no such limit")
+def test_as_much_address_space_as_is_asked_for_is_enough(place: Place) -> None:
+    assert ended(place, f"-v {NEEDED_MIB * 1024}") == (0, "")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="root lends its rights to a user without processes",
+)
+def test_too_few_processes_are_told(place: Place) -> None:
+    rights = "+dac_override,+fowner"
+    as_another = [
+        "setpriv",
+        "--reuid=54321",
+        "--clear-groups",
+        f"--inh-caps={rights}",
+        f"--ambient-caps={rights}",
+    ]
+    code, told = ended(place, "-u 10", *as_another)
+    assert (code, len(told.splitlines())) == (69, 1)
+    assert f"9 more processes and threads may be started, and batchinfer needs {NEEDED} on" in told
+    assert "raise the limit" in told
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
+    """That of any control group above, too."""
+    proc, above = tmp_path / "proc", tmp_path / "groups" / "box"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("0::/box/job\n")
+    (above / "job").mkdir(parents=True)
+    for folder, most in ((above / "job", "max"), (above, "100")):
+        (folder / "pids.max").write_text(f"{most}\n")
+        (folder / "pids.current").write_text(f"{100 - NEEDED}\n")
+    check_limits(tmp_path / "groups", proc)
+    (above / "pids.current").write_text(f"{101 - NEEDED}\n")
+    with pytest.raises(Unavailable, match=f"{NEEDED - 1} more processes and threads may be started"):
+        check_limits(tmp_path / "groups", proc)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+        RuntimeError("can't start new thread"),
+        RuntimeError("Unknown error: Failed to launch worker thread: Resource temporarily unavailable"),
+    ],
+)
+def test_a_limit_that_is_reached_in_mid_job_is_told(error: Exception) -> None:
+    meant = known(error)
+    assert isinstance(meant, Unavailable)
+    assert "raise the limit on processes and threads" in str(meant)

@@ -1,0 +1,196 @@
+"""`batchinfer.run`: jobs from Python."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import FrozenInstanceError, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+import batchinfer
+from batchinfer.core.errors import InputMissing, JobFileError, Locked, UsageError
+from batchinfer.data.storage.state import state_of
+from batchinfer.job import load_job
+from batchinfer.pipeline import run as pipeline
+from tests.batchinfer.wrong_jobs import FAKE, ROWS, Place
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "library.md"
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
+
+
+def test_a_job_is_run_and_its_result_read(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    result = batchinfer.run(place.folder / "job.yaml")
+    assert tuple(capfd.readouterr()) == ("", "")  # nobody asked for progress
+    assert {name: signal.getsignal(name) for name in before} == before
+    assert (result.exit_code, result.status, result.message) == (0, "published", None)
+    assert (result.rows, result.rows_ok, result.rows_error, result.computed, result.reused) == (
+        20,
+        20,
+        0,
+        20,
+        0,
+    )
+    assert result.report is not None
+    assert result.report.is_file()
+    table = result.to_arrow()
+    assert table.column("custom_id").to_pylist() == [row["id"] for row in ROWS]
+    assert result.to_duckdb().aggregate("status, count(*)").fetchall() == [("ok", 20)]
+    with duckdb.connect() as mine:
+        assert len(result.to_duckdb(mine).filter("row_id < 3").fetchall()) == 3
+    with pytest.raises(FrozenInstanceError):
+        result.exit_code = 1  # type: ignore[misc]
+    again = batchinfer.run(place.folder / "job.yaml")
+    assert (again.status, again.report, again.computed) == ("already published", None, None)
+
+
+def test_overrides_are_pythons_values(place: Place) -> None:
+    settings = {
+        "output.path": place.folder / "out/64",
+        "output.columns": ["text"],
+        "sampling.max_tokens": 4,
+        "sampling.seed": 7,
+    }
+    result = batchinfer.run(str(place.folder / "job.yaml"), settings, limit=3)
+    assert (result.results.name, result.rows) == ("64-first-3", 3)
+    assert "rows=3" in repr(result)
+    assert set(re.findall(r"\b\w+(?==)", repr(result))) == {field.name for field in fields(result)} - {"row"}
+    with pytest.raises(JobFileError, match="max_tokens"):
+        batchinfer.run(place.folder / "job.yaml", {"sampling.max_tokens": "many"})
+
+
+def test_too_many_errors_that_are_published_come_back(place: Place) -> None:
+    place.job("on_error: {max_error_rate: 0.01, publish: true}")
+    place.rows(*ROWS, b"{")
+    result = batchinfer.run(place.folder / "job.yaml")
+    assert (result.exit_code, result.status, result.rows_error) == (65, "published over budget", 1)
+    assert sum(result.error_codes.values()) == 1
+    assert "max_error_rate" in (result.message or "")
+    assert result.to_arrow().num_rows == 21
+
+
+def test_what_the_command_would_end_with_is_raised(place: Place) -> None:
+    with state_of(load_job(place.folder / "job.yaml")).lock(), pytest.raises(Locked) as caught:
+        batchinfer.run(place.folder / "job.yaml")
+    assert caught.value.exit_code == 75
+
+
+def test_a_result_that_went_is_named(place: Place) -> None:
+    result = batchinfer.run(place.folder / "job.yaml")
+    result.results.rename(place.folder / "elsewhere")
+    with pytest.raises(InputMissing, match="no longer there"):
+        result.to_arrow()
+
+
+def test_a_thread_may_run_a_job(place: Place) -> None:
+    """As in a notebook's or a scheduler's worker thread: no signal handler can be installed there."""
+    found: list[batchinfer.RunResult] = []
+    worker = threading.Thread(target=lambda: found.append(batchinfer.run(place.folder / "job.yaml")))
+    worker.start()
+    worker.join(120)
+    assert [result.rows_ok for result in found] == [20]
+
+
+def test_progress_goes_where_it_is_wanted(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    batchinfer.run(place.folder / "job.yaml", progress=stream)
+    assert "nightly: " in stream.getvalue()
+    assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_the_environment_is_as_before(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    batchinfer.run(place.folder / "job.yaml")
+    assert "HF_HUB_OFFLINE" not in os.environ
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    batchinfer.run(place.folder / "job.yaml")
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+
+
+def test_a_script_needs_no_guard(place: Place) -> None:
+    """The engine's process does not run the script again."""
+    script = place.folder / "script.py"
+    script.write_text(
+        "from functools import partial\nimport batchinfer\nfrom batchinfer import pipeline\n"
+        f"pipeline.RunOptions = partial(pipeline.RunOptions, engine={FAKE!r})\n"
+        "print(batchinfer.run('job.yaml').rows_ok)\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=place.folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
+
+
+def test_importing_it_is_cheap() -> None:
+    lines = "import sys, batchinfer\nprint([n for n in ('torch', 'pyarrow', 'duckdb', 'pydantic') if n in sys.modules])"
+    lines += "\nbatchinfer.run, batchinfer.RunResult\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.stdout == "[]\nFalse\n", done.stderr
+    with pytest.raises(AttributeError, match="has no attribute 'walk'"):
+        batchinfer.walk  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_every_field_is_documented_and_the_example_runs(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = DOCUMENT.read_text("utf-8")
+    assert re.findall(r"(?m)^\| `(\w+)`", text) == [field.name for field in fields(batchinfer.RunResult)]
+    monkeypatch.chdir(place.folder)
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)  # noqa: S102
+    assert capsys.readouterr().out == "published 20 0\n"
+
+
+class Unknown:
+    """Nothing that an argument could be."""
+
+    def __repr__(self) -> str:
+        """Without its address: test processes name the tests alike."""
+        return "Unknown()"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"limit": value} for value in (0, -5, "3", 2.0, True, Unknown())),
+        *({"price_per_hour": value} for value in (-1, float("nan"), float("inf"), "3", True)),
+        *({name: 1} for name in ("replace", "retry_errors", "verify", "openai_timestamps")),
+        *({"replace": "no"}, {"date": 20260101}, {"to_openai": 3}, {"to_openai": ""}, {"progress": 3}),
+        *(
+            {"overrides": value}
+            for value in ([("a", 1)], {1: 2}, {"name": Unknown()}, {"name": float("nan")})
+        ),
+        *({"job_file": value} for value in (3, None, b"job.yaml", "job\0.yaml")),
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_be_is_refused_before_anything_happens(
+    place: Place, wrong: dict[str, Any]
+) -> None:
+    before = sorted(place.folder.rglob("*"))
+    given: dict[str, Any] = {"job_file": place.folder / "job.yaml", **wrong}
+    with pytest.raises(UsageError) as refused:
+        batchinfer.run(**given)
+    assert next(iter(wrong)) in str(refused.value)
+    assert refused.value.exit_code == 2
+    assert sorted(place.folder.rglob("*")) == before

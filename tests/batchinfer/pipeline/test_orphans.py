@@ -1,0 +1,189 @@
+"""No child outlives its parent, at whatever instant it is killed; and what a child's end is called."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from batchinfer.machine.spawning import Child, Ended, receiving
+from tests.batchinfer.pipeline.test_pipeline import people, write_job
+from tests.batchinfer.wrong_jobs import alive, environment
+from tests.patience import PATIENCE_S
+
+MARK = "BATCHINFER_TEST_MARK"
+TASKS = "tests.batchinfer.child_tasks"
+# A child is to be gone after 2 s, and one that nothing ends stays for 600: in between a busy machine has its time.
+GONE_S = 120.0
+PARENT = f"""
+import os, signal, sys, threading
+from batchinfer.machine.spawning import Child
+threading.Timer(float(sys.argv[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+while True:
+    Child("{TASKS}:sleep")
+"""
+
+pytestmark = [
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="only Linux kills a child with its parent"
+    ),
+    pytest.mark.usefixtures("cold_children"),
+]
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that have the mark in their environment."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes():
+                found.append(int(path.parent.name))
+        except (OSError, ValueError):
+            continue
+    return alive(found)
+
+
+def killed_after(delay_s: float, command: list[str], cwd: Path, **env: str) -> list[int]:
+    """Those that outlived a command which was killed then; none but a failing test leaves them running."""
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=cwd, start_new_session=True, env=environment(**{MARK: mark}, **env),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        time.sleep(delay_s)
+        process.kill()
+    deadline = time.monotonic() + GONE_S
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
+@pytest.mark.parametrize("turn", range(6))
+def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: int, tmp_path: Path) -> None:
+    """The parent kills itself while it starts one child after another: some have not begun, some run already."""
+    delay = random.Random(turn).uniform(0.02, 0.4)
+    mark = uuid.uuid4().hex
+    subprocess.run(
+        [sys.executable, "-c", PARENT, str(delay)],
+        env=environment(**{MARK: mark}),
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    deadline = time.monotonic() + GONE_S
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == [], f"killed after {delay} s"
+
+
+@pytest.mark.parametrize(
+    "turn", [*range(2), *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(2, 60))]
+)
+def test_nothing_is_left_of_a_run_that_is_killed(turn: int, tmp_path: Path, model: Path) -> None:
+    """At a random time of its start, of rendering, of the engine's start, or of its work."""
+    write_job(tmp_path, model, people(3000))
+    delay = random.Random(turn).uniform(0.3, 6.0)
+    command = ["-m", "tests.fake_cli", "run", "job.yaml"]
+    left = killed_after(delay, command, tmp_path, FAKE_ENGINE_DELAY_S="0.5")
+    assert left == [], f"killed after {delay} s"
+
+
+def test_a_child_whose_parent_is_gone_imports_nothing() -> None:
+    """Started for a parent that has ended by the time it runs: no module of ours is read."""
+    with Child(f"{TASKS}:greet") as child:
+        child.connection.recv()  # it runs: before, the kernel may not have set its command line up yet
+        command = Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    orphan = [os.fsdecode(word) for word in command]
+    orphan[orphan.index(str(os.getpid()))] = "999999999"
+    done = subprocess.run(
+        [*orphan[:1], "-v", *orphan[1:]], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 1
+    assert "import 'site'" in done.stderr
+    assert "import 'ctypes'" not in done.stderr
+    assert "import 'batchinfer" not in done.stderr
+
+
+def test_a_child_is_killed_with_the_thread_that_made_it() -> None:
+    """That is what the kernel means by a parent: children are made in threads that live as long."""
+    made: list[Child] = []
+
+    def make() -> None:
+        made.append(Child(f"{TASKS}:greet"))
+        made[0].connection.recv()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    ended = made[0].wait(GONE_S)
+    made[0].close()
+    assert ended is not None
+    assert ended.code == -signal.SIGKILL
+
+
+def test_a_child_gets_its_arguments_and_hears_no_signal_of_a_terminal() -> None:
+    with Child(f"{TASKS}:echo", {"a": [1, None]}, "ü" * 100_000) as child:
+        values, blocked = child.connection.recv()
+        ended = child.wait(GONE_S)
+    assert values == [{"a": [1, None]}, "ü" * 100_000]
+    assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= set(blocked)
+    assert ended is not None
+    assert ended.code == 0
+
+
+def test_a_child_has_no_descriptor_but_its_own(tmp_path: Path) -> None:
+    """Least of all the one that holds the lock of the state folder."""
+    with open(tmp_path / "lock", "w"), Child(f"{TASKS}:greet") as child:
+        child.connection.recv()  # it runs
+        links = {os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()}
+    assert str(tmp_path / "lock") not in links
+
+
+def test_a_child_that_ends_in_the_middle_of_a_message_is_gone_like_any_other() -> None:
+    with Child(f"{TASKS}:die_in_a_message") as child:
+        for _ in range(2):
+            with pytest.raises(EOFError), receiving():
+                child.connection.recv()
+        ended = child.wait(GONE_S)
+    assert ended is not None
+    assert ended.code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "memory"),
+    [
+        ("3", "ended with exit status 3", False),
+        (f"signal {int(signal.SIGSEGV)}", "ended by signal 11 (SIGSEGV)", False),
+        (f"signal {int(signal.SIGKILL)}", "memory ran out", True),
+        ("cpu", "limit on a process's CPU time (RLIMIT_CPU", False),
+    ],
+)
+def test_how_a_child_ended(how: str, words: str, memory: bool) -> None:
+    with Child(f"{TASKS}:end", how) as child:
+        ended = child.wait(PATIENCE_S)
+    assert ended is not None
+    assert words in str(ended)
+    assert ended.out_of_memory == memory
+
+
+def test_a_kill_at_the_limit_on_cpu_time_is_not_taken_for_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ulimit -t 5` sets both limits, and then the kernel sends SIGKILL at once."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (5, 5))
+    at_limit, early = Ended(-signal.SIGKILL, 5.01), Ended(-signal.SIGKILL, 2.0)
+    assert (at_limit.out_of_cpu_time, at_limit.out_of_memory) == (True, False)
+    assert "limit of 5 s" in str(at_limit)
+    assert (early.out_of_cpu_time, early.out_of_memory) == (False, True)

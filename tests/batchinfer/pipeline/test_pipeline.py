@@ -1,0 +1,453 @@
+"""Whole jobs, from the file to the published Parquet: with a fake engine, and with a tiny real model."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+from collections import Counter
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer import cli
+from batchinfer.core.errors import BatchInferError, ErrorBudgetExceeded, StorageError
+from batchinfer.job import load_job
+from batchinfer.pipeline.report import Outcome
+from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.report.progress import Progress
+from batchinfer.report.summary import PHASES
+
+FAKE = RunOptions(engine="tests.fake_engine:build")
+NO_ENGINE = RunOptions(
+    engine="tests.batchinfer.pipeline.test_pipeline:no_engine"
+)  # a run that needs an engine fails
+
+
+def no_engine(*_: object) -> None:
+    raise BatchInferError("this run must not need an engine")
+
+
+def write_job(folder: Path, checkpoint: Path, rows: list[Any] | None = None, **sections: Any) -> Path:
+    """job.yaml (JSON is YAML) and its input; `sections` are merged into a job that greets `text`."""
+    if rows is not None:
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (folder / "in.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    job: dict[str, Any] = {
+        "name": "greetings",
+        "model": {"path": str(checkpoint)},
+        "input": {"path": "in.jsonl"},
+        "prompt": {"system": "Be brief and friendly to everyone.", "user": "Greet {{ text }}"},
+        "sampling": {"max_tokens": 8},
+        "output": {"path": "out/res"},
+    }
+    for name, section in sections.items():
+        job[name] = section if not isinstance(section, dict) else job.get(name, {}) | section
+    path = folder / "job.yaml"
+    path.write_text(json.dumps({k: v for k, v in job.items() if v is not None}))
+    return path
+
+
+def run(path: Path, options: RunOptions = FAKE, *sets: tuple[str, str]) -> Outcome:
+    notices: list[str] = []
+    return run_job(
+        load_job(path, sets), options, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append
+    )
+
+
+def table(path: Path, columns: str = "*") -> list[dict[str, Any]]:
+    query = f"SELECT {columns} FROM read_parquet('{path.parent}/out/res/*.parquet') ORDER BY row_id"
+    return duckdb.sql(query).to_arrow_table().to_pylist()
+
+
+def people(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"p{i}", "text": f"person {i}", "age": i} for i in range(count)]
+
+
+def test_rows_come_back_in_order_with_their_columns_duplicates_and_errors(tmp_path, model):
+    rows: list[Any] = people(50)
+    rows[10] = "{not json"
+    rows[20] = {"id": "p20", "text": None, "age": 20}
+    rows[30] = rows[5] | {"id": "p30"}
+    path = write_job(
+        tmp_path,
+        model,
+        rows,
+        input={"path": "in.jsonl", "id": "id"},
+        output={"path": "out/res", "columns": ["age"]},
+        on_error={"max_error_rate": 0.1},
+    )
+    outcome = run(path)
+    got = table(path)
+    assert outcome.exit_code == 0
+    assert [r["row_id"] for r in got] == list(range(50))
+    assert [r["row_index"] for r in got] == list(range(50))
+    assert {r["file"] for r in got} == {"in.jsonl"}
+    assert [r["status"] for r in got] == ["error" if i in (10, 20) else "ok" for i in range(50)]
+    assert (got[10]["error_code"], got[20]["error_code"]) == ("bad_json", "null_in_template")
+    assert got[20]["custom_id"] == "p20"
+    assert [r["age"] for r in got[:10]] == list(range(10))
+    assert got[30]["generated_text"] == got[5]["generated_text"] is not None
+    assert outcome.row["duplicate_rows"] == 1
+    assert outcome.row["computed_requests"] == 47
+    assert (outcome.row["rows_ok"], outcome.row["rows_error"]) == (48, 2)
+
+
+def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model):
+    path = write_job(tmp_path, model, people(20))
+    run(path)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()}
+    again = run(path, NO_ENGINE)
+    assert again.exit_code == 0
+    assert again.row["exit_status"] == "already published"
+    (tmp_path / "out/.batchinfer-res/published.json").unlink()  # and without the shortcut: joined anew
+    assert run(path, NO_ENGINE).row["reused_requests"] == 20
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()} == before
+
+
+def test_a_nightly_run_computes_only_what_is_new(tmp_path, model):
+    path = write_job(tmp_path, model, people(20))
+    run(path)
+    rows = people(25)
+    random.Random(0).shuffle(rows)
+    write_job(tmp_path, model, rows)
+    outcome = run(path)
+    assert outcome.row["computed_requests"] == 5
+    assert outcome.row["reused_requests"] == 20
+    assert len(table(path)) == 25
+
+
+def test_every_run_that_reads_its_input_asks_for_space_first(tmp_path, model, monkeypatch):
+    """Not the first one alone; only what an unfinished run has read already needs no more."""
+    path = write_job(tmp_path, model, people(5))
+    run(path)
+    write_job(tmp_path, model, people(6))
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+        with pytest.raises(StorageError, match="make room"):
+            run(path)
+    with pytest.raises(BatchInferError, match="must not need an engine"):
+        run(path, NO_ENGINE)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    assert run(path).exit_code == 0
+
+
+def test_a_changed_prompt_is_new_work(tmp_path, model):
+    path = write_job(tmp_path, model, people(5))
+    run(path)
+    write_job(tmp_path, model, prompt={"system": "Be rude."})
+    assert run(path).row["computed_requests"] == 5
+
+
+def test_a_run_with_too_many_bad_rows_starts_no_engine_and_publishes_nothing(tmp_path, model):
+    path = write_job(tmp_path, model, [*people(20), "{", "{"])
+    with pytest.raises(ErrorBudgetExceeded, match=r"2 of 22 rows are errors .* allows 0 \(1.00%\)") as caught:
+        run(path, NO_ENGINE)
+    assert "bad_json" in str(caught.value)
+    assert "in.jsonl" in str(caught.value)
+    assert not (tmp_path / "out/res").exists()
+
+
+def test_over_budget_is_published_when_the_job_says_so_and_still_fails(tmp_path, model):
+    path = write_job(tmp_path, model, [*people(20), "{"], on_error={"publish": True})
+    outcome = run(path)
+    assert outcome.exit_code == 65
+    assert outcome.error is not None
+    assert len(table(path)) == 21
+
+
+def test_the_engines_errors_count_and_are_retried_only_when_asked(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
+    path = write_job(tmp_path, model, people(40), on_error={"max_error_rate": 1.0})
+    failed = run(path).row["rows_error"]
+    assert 5 < failed < 35
+    bad = [r for r in table(path) if r["status"] == "error"]
+    assert {(r["error_code"], r["error_class"], r["retryable"]) for r in bad} == {
+        ("fake_failure", "engine", True)
+    }
+    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
+    assert run(path, NO_ENGINE).row["rows_error"] == failed
+    mended = run(path, replace(FAKE, retry_errors=True))
+    assert mended.row["computed_requests"] == failed
+    assert mended.row["rows_error"] == 0
+
+
+def test_a_run_stops_early_when_the_budget_cannot_hold(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.02")
+    path = write_job(tmp_path, model, people(2000))
+    with pytest.raises(ErrorBudgetExceeded):
+        run(path)
+    stored = (tmp_path / "out/.batchinfer-res/completions").glob("*.json")
+    assert 20 < sum(json.loads(p.read_text())["rows"] for p in stored) < 1000
+
+
+def test_an_engine_that_dies_loses_nothing(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "15")
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.1")
+    path = write_job(tmp_path, model, people(40))
+    with pytest.raises(BatchInferError, match="same command resumes") as caught:
+        run(path)
+    assert caught.value.exit_code == 69
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")
+    outcome = run(path)
+    assert outcome.row["reused_requests"] == 15
+    assert len(table(path)) == 40
+
+
+def phases_of(row: dict[str, Any]) -> dict[str, float]:
+    """What was spent in each phase; together it is the whole run."""
+    spent = {name: row[f"{name}_s"] for name in PHASES if row[f"{name}_s"] is not None}
+    assert sum(spent.values()) == pytest.approx(row["wall_s"], rel=0.01)
+    assert row["wall_s"] == pytest.approx((row["finished_at"] - row["started_at"]).total_seconds())
+    return spent
+
+
+def test_every_moment_of_a_run_is_in_a_phase(tmp_path, model, monkeypatch):
+    """Before, a second of the quickstart stood in none. A busy machine may hold a run up in none, but not each run."""
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.5")
+    path = write_job(tmp_path, model, people(30))
+    starts = replace(FAKE, already_s=0.7)
+    works = (run(path, starts, ("output.path", f"out/{turn}")).row for turn in range(10))
+    assert any(phases_of(row)["other"] <= 0.05 * row["wall_s"] for row in works)
+    done = [run(path, NO_ENGINE, ("output.path", "out/0")).row for _ in range(3)]  # has nothing to do
+    assert any(phases_of(row)["other"] <= 0.05 * row["wall_s"] for row in done)
+    assert done[-1]["engine_s"] is None
+    assert set(phases_of(done[-1])) == {"startup", "close", "other"}
+
+
+def test_a_run_that_fails_has_its_phases_too(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "0")
+    path = write_job(tmp_path, model, people(30))
+    with pytest.raises(BatchInferError):
+        run(path)
+    (report,) = (tmp_path / "out/res-report").glob("run-*.parquet")
+    (row,) = pq.read_table(report).to_pylist()
+    spent = [row[f"{name}_s"] or 0.0 for name in PHASES]
+    assert sum(spent) == pytest.approx(row["wall_s"], rel=0.01)
+    assert row["engine_s"] > 0
+    assert row["publish_s"] is None
+
+
+def test_what_duplicates_saved_is_counted(tmp_path, model):
+    """Eight rows ask the same, and one of the others asks it in an earlier run: that is no saving of this one."""
+    rows = [*people(10), *[people(1)[0] | {"id": f"again{i}"} for i in range(7)]]
+    first = run(write_job(tmp_path, model, rows)).row
+    _, prompt, answer = table(tmp_path / "job.yaml", "row_id, prompt_tokens, completion_tokens")[0].values()
+    assert first["duplicate_rows"] == 7
+    assert first["duplicate_saved_tokens"] == 7 * prompt > 0
+    assert first["duplicate_saved_output_tokens"] == 7 * answer > 0
+    again = run(write_job(tmp_path, model, [*rows, people(1)[0] | {"id": "late"}, {"text": "new"}])).row
+    assert (again["duplicate_rows"], again["duplicate_saved_tokens"]) == (8, 0)
+    assert run(write_job(tmp_path, model, rows)).row["duplicate_saved_output_tokens"] == 0
+
+
+def test_a_trial_publishes_beside_and_its_answers_are_kept(tmp_path, model):
+    path = write_job(tmp_path, model, people(30))
+    run(path, replace(FAKE, limit=10))
+    trial = pq.read_table(tmp_path / "out/res-first-10")
+    assert trial.num_rows == 10
+    assert not (tmp_path / "out/res").exists()
+    assert run(path).row["reused_requests"] == 10
+
+
+def test_parquet_and_sql_keep_types(tmp_path, model):
+    rows = pa.table(
+        {
+            "text": ["a", "b"],
+            "at": pa.array([1, 2], pa.timestamp("ns", "UTC")),
+            "small": pa.array([1, None], pa.int8()),
+            "tags": [["x"], []],
+        }
+    )
+    pq.write_table(rows, tmp_path / "in.parquet")
+    output = {"path": "out/res", "columns": ["at", "small", "tags"]}
+    path = write_job(tmp_path, model, input={"path": "in.parquet"}, output=output)
+    run(path)
+    got = pq.read_table(next((tmp_path / "out/res").glob("*.parquet")))
+    assert got.schema.field("at").type == pa.timestamp("ns", "UTC")
+    assert got.schema.field("small").type == pa.int8()
+    assert got.column("tags").to_pylist() == [["x"], []]
+    sql = {"path": None, "sql": "SELECT text, small FROM 'in.parquet' WHERE small IS NOT NULL"}
+    path = write_job(
+        tmp_path, model, name="by-sql", input=sql, output={"path": "out/sql", "columns": ["small"]}
+    )
+    assert run(path).row["rows"] == 1
+
+
+def test_an_interrupted_query_is_asked_again(tmp_path, model, monkeypatch):
+    """What was answered before the interruption is kept; rows that changed since are not published as they were."""
+    sql = {"path": None, "sql": "SELECT text FROM 'in.jsonl'"}
+    path = write_job(tmp_path, model, people(12), input=sql)
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "6")
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "3")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")
+    with pytest.raises(BatchInferError, match="same command resumes"):
+        run(path)
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")
+    write_job(tmp_path, model, [*people(12)[1:], {"id": "new", "text": "somebody new", "age": 0}], input=sql)
+    outcome = run(path, FAKE)
+    assert outcome.row["rows"] == 12
+    assert outcome.row["computed_requests"] + outcome.row["reused_requests"] == 12
+    assert 2 <= outcome.row["reused_requests"] <= 6, "two steps, as far as they were sent"
+    assert not any(r["generated_text"] is None for r in table(path))
+
+
+def test_an_openai_batch_goes_in_and_comes_out(tmp_path, model):
+    bodies = [{"messages": [{"role": "user", "content": f"hello {i}"}], "max_tokens": 4} for i in range(3)]
+    rows = [
+        {
+            "custom_id": f"c{i}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "m", **body},
+        }
+        for i, body in enumerate(bodies)
+    ]
+    rows.append(rows[0] | {"custom_id": "bad", "body": {"model": "m", "messages": []}})
+    path = write_job(
+        tmp_path, model, rows, prompt=None, on_error={"max_error_rate": 0.5}
+    )  # found out by itself
+    run(path, replace(FAKE, to_openai=tmp_path / "batch.jsonl"))
+    lines = [json.loads(line) for line in (tmp_path / "batch.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == ["c0", "c1", "c2", "bad"]
+    answer = lines[0]["response"]["body"]["choices"][0]["message"]
+    assert (answer["role"], answer["content"]) == ("assistant", table(path)[0]["generated_text"])
+    assert lines[3]["error"] is not None
+
+
+# With a model ---------------------------------------------------------------------------------------------------
+
+
+def mixed_rows() -> list[dict[str, Any]]:
+    """Greedy and sampled rows, equal sampled rows among them, prompts of many lengths."""
+    rng = random.Random(2)
+    rows = []
+    for i in range(36):
+        text = " ".join(rng.choice(["ant", "bee", "cat", "dog"]) for _ in range(rng.randrange(1, 30)))
+        rows.append({"id": f"r{i}", "text": text, "temperature": (0, 0.9, 1.4)[i % 3]})
+    return rows + [{"id": f"same{i}", "text": "the same", "temperature": 1.0} for i in range(4)]
+
+
+def answers(folder: Path, model: Path, rows: list[dict[str, Any]], seqs: int) -> Counter[tuple[Any, ...]]:
+    """(text, temperature, answer) of every row: equal rows are compared as a multiset."""
+    folder.mkdir()
+    path = write_job(
+        folder,
+        model,
+        rows,
+        model={"dtype": "float32"},
+        sampling={"max_tokens": 12, "seed": 5, "top_p": 0.95, "from_columns": ["temperature"]},
+        output={"columns": ["text", "temperature"]},
+    )
+    outcome = run(
+        path, RunOptions(), ("engine.max_num_seqs", str(seqs)), ("engine.max_num_batched_tokens", "512")
+    )
+    assert outcome.exit_code == 0
+    got = table(path, "row_id, text, temperature, generated_text")
+    return Counter((r["text"], float(r["temperature"]), r["generated_text"]) for r in got)
+
+
+@pytest.mark.parametrize("seqs", [1, pytest.param(7, marks=pytest.mark.slow)])
+def test_answers_do_not_depend_on_the_batch_or_the_order_of_rows(tmp_path, model, seqs):
+    rows = mixed_rows()
+    wanted = answers(tmp_path / "seqs64", model, rows, 64)
+    assert len({k for k in wanted if k[0] == "the same"}) == 4, (
+        "equal sampled rows must get different samples"
+    )
+    random.Random(9).shuffle(rows)
+    assert answers(tmp_path / "shuffled", model, rows, seqs) == wanted
+
+
+def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
+    rows = [{"text": f"n {i}"} for i in range(6)]
+    path = write_job(tmp_path, model, rows, sampling={"max_tokens": 40, "ignore_eos": True})
+    run(path, RunOptions())
+    full = [r["generated_text"] for r in table(path)]
+    stop = full[0][10:13]
+    path = write_job(tmp_path, model, rows, sampling={"max_tokens": 40, "ignore_eos": True, "stop": [stop]})
+    run(path, RunOptions())
+    cut = table(path)
+    assert [r["generated_text"] for r in cut] == [text.split(stop)[0] for text in full]
+    assert cut[0]["finish_reason"] == "stop"
+    assert cut[0]["completion_tokens"] < 40
+    assert len(list((tmp_path / "out/res-report").glob("steps-*.parquet"))) == 2
+    assert not list(tmp_path.rglob("experts-*")), "a model without experts has no table of theirs"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [
+        (OSError(5, "Input/output error"), 74, "storage error"),
+        (MemoryError("no more of it"), 71, "out of memory"),
+        (ValueError("nobody expects it"), 70, "bug"),
+    ],
+)
+def test_the_run_table_says_of_an_error_what_the_process_says(
+    tmp_path, model, monkeypatch, capsys, error, code, status
+):
+    """Also of errors that are not of our own tree."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    path = write_job(tmp_path, model, people(3))
+    monkeypatch.setattr("batchinfer.pipeline.run.plan_job", fails)
+    assert cli._guarded(["run", str(path), "--json"]) == code
+    said = json.loads(capsys.readouterr().out)
+    (report,) = (tmp_path / "out/res-report").glob("run-*.parquet")
+    (row,) = pq.read_table(report).to_pylist()
+    assert (said["exit_code"], said["exit_status"]) == (code, status)
+    assert (row["exit_code"], row["exit_status"]) == (code, status)
+
+
+def test_a_result_over_its_budget_is_no_success_the_second_time_either(tmp_path, model):
+    path = write_job(tmp_path, model, [*people(20), "{"], on_error={"publish": True})
+    first = run(path)
+    second = run(path, NO_ENGINE)
+    assert (first.exit_code, second.exit_code) == (65, 65)
+    assert first.error is not None
+    assert second.error == first.error.replace("are published", "are already published")
+    assert second.row["exit_status"] == "already published over budget"
+    write_job(tmp_path, model, on_error={"publish": True, "max_error_rate": 0.5})
+    assert run(path, NO_ENGINE).exit_code == 0
+
+
+def test_errors_that_may_pass_are_told_with_their_cure(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
+    path = write_job(tmp_path, model, people(4))
+    with pytest.raises(ErrorBudgetExceeded, match="--retry-errors runs 4 of them again"):
+        run(path)
+
+
+def test_a_template_that_tells_the_day_makes_new_work_every_day(tmp_path, model, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    template = "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    path = write_job(tmp_path, folder, people(3))
+    for day, computed in ((1, 3), (1, 0), (2, 3)):
+        at_noon(monkeypatch, day)
+        assert (run(path).row["computed_requests"] or 0) == computed
+
+
+def at_noon(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2026, 1, day, 12, tzinfo=tz or UTC)
+
+    monkeypatch.setattr("batchinfer.pipeline.run.datetime", Clock)

@@ -1,0 +1,108 @@
+"""What one engine of a run chooses by time, all of them use, whoever of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed, alone
+from batchinfer.pipeline.workers.agreement import Agreement
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.messages import WorkerSpec
+from batchinfer.pipeline.workers.replica_pool import ReplicaPool
+from tests import fake_engine
+
+CONFIG = EngineConfig(Path("no model"), "cpu", "float32", 64, 64)
+
+
+@dataclass
+class Engine:
+    """As an EngineHost."""
+
+    number: int
+    asks: bool = False
+    decides: bool = False
+    chosen: str | None = None
+    told: str | None = None
+
+    def answer(self, chosen: str | None) -> None:
+        self.asks, self.decides, self.told = False, chosen is None, chosen
+
+    def goes_on(self) -> None:
+        """It loads as far as it can."""
+        if self.decides:
+            self.decides, self.chosen = False, f"as {self.number} chose"
+        elif self.told is None and self.chosen is None:
+            self.asks = True
+
+    @property
+    def uses(self) -> str | None:
+        return self.told or self.chosen
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.sampled_from(("goes on", "dies")), st.integers(0, 3)), max_size=40),
+)
+def test_all_engines_use_one_choice(count: int, events: list[tuple[str, int]]) -> None:
+    """In whatever order they ask, choose, die and are started again."""
+    agreement, engines, used = Agreement(), [Engine(n) for n in range(count)], set()
+    for number, (event, which) in enumerate(events):
+        if event == "dies":
+            engines[which % count] = Engine(100 + number)
+        else:
+            engines[which % count].goes_on()
+        agreement.settle(engines)
+        used |= {one.uses for one in engines if one.uses is not None and not one.decides}
+    assert used <= {agreement.chosen}
+    for _ in range(3):
+        for one in engines:
+            one.goes_on()
+            agreement.settle(engines)
+    assert {one.uses for one in engines} == {agreement.chosen}, "nobody waits for ever"
+    assert not any(one.asks or one.decides for one in engines)
+
+
+def asking(
+    config: EngineConfig,
+    stop_streams: None = None,
+    constraints: None = None,
+    untimed: Untimed = nullcontext,
+    agreed: Agreed = alone,
+) -> fake_engine.BuiltFake:
+    """Chooses the number of its process; the first one that is to choose dies of it."""
+
+    def choose() -> str:
+        died = Path(os.environ["DIED"])
+        if not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return str(os.getpid())
+
+    built = fake_engine.build(config)
+    return fake_engine.BuiltFake(built.engine, replace(built.info, ops=agreed(choose)))
+
+
+def test_processes_agree_although_the_first_that_chooses_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    spec = WorkerSpec(CONFIG, None, "tests.batchinfer.pipeline.workers.test_agreement:asking")
+    with ReplicaPool([spec] * 3, 1, Interrupts(), str, lambda _: None, nullcontext) as pool:
+        infos: list[EngineInfo] = []
+        until = time.monotonic() + 60
+        while len(infos) < 3 and time.monotonic() < until:
+            pool.receive(0.2)
+            infos = pool.infos
+        assert (tmp_path / "died").exists()
+        assert len(infos) >= 2
+        assert len({info.ops for info in infos}) == 1
+        assert infos[0].ops.isdigit()

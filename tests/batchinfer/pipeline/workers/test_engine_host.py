@@ -1,0 +1,59 @@
+"""The parent's end of the engine's process: nothing that it sent before it failed is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchinfer.core.errors import BatchInferError
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.engine.config import EngineConfig
+from batchinfer.pipeline.workers.engine_host import EngineHost
+from batchinfer.pipeline.workers.messages import WorkerSpec
+from tests import fake_engine
+from tests.patience import PATIENCE_S
+
+CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
+
+
+class FailsInItsSecondStep(fake_engine.FakeEngine):
+    """Finishes what it was given in one step, and fails in the next."""
+
+    @property
+    def unfinished(self) -> int:
+        return 1 if self._steps else len(self._waiting)
+
+    def step(self) -> fake_engine.FakeOutput:
+        if self._steps:
+            raise MemoryError("no more of it")
+        return super().step()
+
+
+def failing(config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
+    return fake_engine.BuiltFake(FailsInItsSecondStep(), fake_engine.build(config).info)
+
+
+def receive_for_ever(host: EngineHost, done: list[bytes]) -> None:
+    while True:
+        done += [c.key for p in host.receive(0.1) for c in p.completions]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "after-its-death"])
+def test_what_was_finished_before_a_failure_is_received_before_the_failure(late):
+    requests = [Request(bytes([i] * 32), np.array([1, 2], np.int32), SamplingParams()) for i in range(5)]
+    with EngineHost(
+        WorkerSpec(CONFIG, None, "tests.batchinfer.pipeline.workers.test_engine_host:failing")
+    ) as host:
+        while host.info is None:
+            host.receive(0.1)
+        host.submit(requests)
+        if late:
+            host._child.wait(PATIENCE_S)
+            host.submit(requests)  # nobody reads it, and nothing is lost by it
+        done: list[bytes] = []
+        with pytest.raises(BatchInferError, match="out of memory") as caught:
+            receive_for_ever(host, done)
+    assert caught.value.exit_code == 71
+    assert sorted(done) == [r.key for r in requests]

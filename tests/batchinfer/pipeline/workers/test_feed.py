@@ -1,0 +1,106 @@
+"""How a plan is fed to the engine's process, and how long a signal waits for it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core.request import Request
+from batchinfer.engine.config import EngineConfig
+from batchinfer.pipeline.workers import feed
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.messages import WorkDone
+from batchinfer.plan.order.plan import Plan
+from tests import fake_engine
+
+CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
+
+
+class SilentHost:
+    """A worker in the middle of a step, or of loading a model, that takes for ever."""
+
+    left = False
+
+    def __init__(self, info: Any = None) -> None:
+        self.info = info
+        self.told: list[float] = []
+
+    @property
+    def wants_more(self) -> bool:
+        return self.info is not None
+
+    def submit(self, requests: list[Request]) -> None:
+        """It reads them later."""
+
+    def finish(self, within_s: float) -> None:
+        self.told.append(within_s)
+
+    def receive(self, timeout_s: float) -> list[WorkDone]:
+        time.sleep(0.01)
+        return []
+
+
+class Nowhere:
+    """A sink for which the time to leave comes after so many ticks."""
+
+    def __init__(self, interrupts: Interrupts, ticks: int) -> None:
+        self.interrupts, self.ticks = interrupts, ticks
+
+    def planned(self, window: Any, requests: Any) -> None:
+        """Nothing is kept."""
+
+    def take(self, done: WorkDone) -> None:
+        raise AssertionError("nothing can have come")
+
+    def enough(self) -> bool:
+        return False
+
+    def tick(self) -> None:
+        self.ticks -= 1
+        if not self.ticks:
+            self.interrupts.pending = signal.SIGTERM
+
+
+def drive(host: SilentHost, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Runs one request until a signal comes; how often and for how long a draining was announced."""
+    plan = Plan(Path(), Path(), *[0] * 10)
+    announced: list[float] = []
+    monkeypatch.setattr(feed, "planned_requests", lambda plan, prompts, rows: iter([(None, [None])]))
+    interrupts = Interrupts()
+    sink = Nowhere(interrupts, ticks=3)
+    feed.run_plan(plan, None, host, sink, interrupts, announced.append)  # type: ignore[arg-type]
+    return announced
+
+
+def test_a_step_that_never_ends_is_not_waited_for(monkeypatch):
+    """At most 20 s, however long the step that the worker is in."""
+    assert feed.DRAIN_S + feed.LATE_S < 20
+    monkeypatch.setattr(feed, "DRAIN_S", 0.1)
+    monkeypatch.setattr(feed, "LATE_S", 0.1)
+    host = SilentHost(fake_engine.build(CONFIG).info)
+    assert drive(host, monkeypatch) == [0.1]
+    assert host.told == [0.1]
+
+
+def test_a_model_that_is_loading_again_is_not_waited_for(monkeypatch):
+    """The worker that had the rows in work died, and the one in its place is not ready when the signal comes."""
+    host = SilentHost(fake_engine.build(CONFIG).info)
+    receive = host.receive
+
+    def died(timeout_s: float) -> list[WorkDone]:
+        host.info = None
+        return receive(timeout_s)
+
+    host.receive = died  # type: ignore[method-assign]
+    assert drive(host, monkeypatch) == []
+    assert host.told == []
+
+
+def test_a_model_that_is_still_loading_is_not_waited_for(monkeypatch):
+    host = SilentHost()
+    assert drive(host, monkeypatch) == []
+    assert host.told == []

@@ -1,0 +1,438 @@
+"""Several engines over one plan: whatever their speeds and deaths, every row is answered once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
+from batchinfer.core.request import Completion, Request, RowError, StepSample
+from batchinfer.engine.config import EngineConfig, EngineInfo
+from batchinfer.pipeline.workers import feed
+from batchinfer.pipeline.workers.engine_host import Crash
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
+from batchinfer.pipeline.workers.replica_pool import MOST_APART, ReplicaPool
+from batchinfer.plan.order.plan import Plan
+from tests import fake_engine
+from tests.batchinfer.plan.order.test_backlog import rows
+
+CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
+WINDOW = 50
+AT_ONCE = 8
+
+
+@dataclass
+class Fate:
+    """How one start of an engine goes."""
+
+    speed: int = 1  # rows that it finishes each time it is heard
+    dies_after: int | None = None  # rows
+    loads_for: int = 0  # times that it is heard before it is ready
+    refuses: BatchInferError | None = None  # while it loads
+    killers: frozenset[bytes] = frozenset()  # rows that it dies of when it runs them
+
+
+@dataclass
+class Engines:
+    """Takes the place of EngineHost: engines in this process, started with the fates in turn."""
+
+    fates: list[Fate] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    other: Fate = field(default_factory=Fate)  # of further starts
+
+    def __call__(self, spec: WorkerSpec) -> Started:
+        number = len(self.started)
+        self.started.append(Started(self.fates[number] if number < len(self.fates) else self.other))
+        return self.started[-1]
+
+
+class Started:
+    """As EngineHost. Its connection is always readable: nobody waits."""
+
+    def __init__(self, fate: Fate) -> None:
+        self.fate = fate
+        self.info: EngineInfo | None = None
+        self.crash: Crash | None = None
+        self.left = self.ended = self.closed = self.untimed = self.asks = self.decides = False
+        self.chosen: str | None = None
+        self.peak_rss, self.other_cores, self.expert_tokens = 10, 0.5, {0: [1, 2]}
+        self.connection, self._other = Pipe()
+        self._other.send("there is something to receive")
+        self.queue: list[Request] = []
+        self.pieces: list[list[Request]] = []
+        self.most, self.finished, self.heard = 0, 0, 0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.pieces.append(list(requests))
+        self.queue += requests
+        self.most = max(self.most, len(self.queue))
+
+    def finish(self, within_s: float) -> None:
+        self.left = True
+
+    def receive(self, timeout_s: float) -> list[WorkDone]:
+        self.heard += 1
+        if self.info is None:
+            return self._load()
+        spent = self.fate.dies_after is not None and self.finished >= self.fate.dies_after
+        if spent or any(request.key in self.fate.killers for request in self.queue[:AT_ONCE]):
+            self.crash = Crash(OutOfMemory, "it was killed", "the same command resumes the job")
+            raise self.crash.error()
+        done, self.queue = self.queue[: self.fate.speed], self.queue[self.fate.speed :]
+        if not done:
+            return []
+        self.finished += len(done)
+        running = min(AT_ONCE, len(self.queue))
+        step = StepSample(0, *[0] * 11, running, len(self.queue) - running, *[0] * 5, None)  # type: ignore[arg-type]
+        return [WorkDone([Completion(r.key, r.prompt[:1], "stop") for r in done], [], [step])]
+
+    def _load(self) -> list[WorkDone]:
+        if self.heard > self.fate.loads_for:
+            if self.fate.refuses is not None:
+                raise self.fate.refuses
+            self.info = fake_engine.build(CONFIG).info
+            self.info = EngineInfo("fake", "cpu", "float32", 1, AT_ONCE, 512, 16, 1, 0, 0)
+        return []
+
+    def close(self) -> None:
+        self.closed = True
+        self.connection.close()
+        self._other.close()
+
+
+class Kept:
+    """A sink that counts answers."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.answers: Counter[bytes] = Counter()
+        self.errors: dict[bytes, RowError] = {}
+        self.planned_rows = 0
+        self.held = 0
+        self.stop_after = stop_after
+
+    def planned(self, window: Any, requests: Sequence[Request]) -> None:
+        self.planned_rows += len(requests)
+        self.held = max(self.held, self.planned_rows - self.answers.total())
+
+    def take(self, done: WorkDone) -> None:
+        self.answers.update(completion.key for completion in done.completions)
+        self.errors |= {one.key: one.error for one in done.completions if one.error is not None}
+
+    def enough(self) -> bool:
+        return self.stop_after is not None and self.answers.total() >= self.stop_after
+
+    def tick(self) -> None:
+        """Time does not matter here."""
+
+
+@contextmanager
+def pool_of(
+    engines: Engines, replicas: int, requests: Sequence[Request], interrupts: Interrupts | None = None
+) -> Iterator[tuple[ReplicaPool, list[str]]]:
+    notices: list[str] = []
+    windows = [requests[at : at + WINDOW] for at in range(0, len(requests), WINDOW)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("batchinfer.pipeline.workers.replica.EngineHost", engines)
+        patch.setattr(feed, "planned_requests", lambda *_: iter([(None, window) for window in windows]))
+        specs = [WorkerSpec(CONFIG, None)] * replicas
+        named = "rows {}".format
+        with ReplicaPool(
+            specs, len(requests), interrupts or Interrupts(), lambda keys: named(len(keys)), notices.append,
+            nullcontext,
+        ) as pool:  # fmt: skip
+            yield pool, notices
+
+
+def run(pool: ReplicaPool, sink: Kept, interrupts: Interrupts | None = None) -> None:
+    plan = Plan(Path(), Path(), *[0] * 10)
+    feed.run_plan(plan, None, pool, sink, interrupts or Interrupts(), lambda _: None)  # type: ignore[arg-type]
+
+
+def failure(pool: ReplicaPool, sink: Kept) -> BatchInferError | None:
+    try:
+        run(pool, sink)
+    except BatchInferError as error:
+        return error
+    return None
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 90), st.integers(1, 9)), max_size=10)
+FATES = st.lists(
+    st.builds(
+        Fate,
+        speed=st.integers(1, 20),
+        dies_after=st.one_of(st.none(), st.integers(0, 60)),
+        loads_for=st.integers(0, 5),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(groups=GROUPS, fates=FATES, replicas=st.integers(1, 4))
+def test_every_row_is_answered_once_or_all_engines_are_dead(
+    groups: list[tuple[int, int, int]], fates: list[Fate], replicas: int
+) -> None:
+    requests, engines, sink = rows(*groups), Engines(fates), Kept()
+    with pool_of(engines, replicas, requests) as (pool, _):
+        failed = failure(pool, sink)
+        assert pool.restarts == len(engines.started) - replicas
+    if failed is None:
+        assert set(sink.answers) == {request.key for request in requests}
+        died_alone = [one.pieces[0] for one in engines.started if one.crash and len(one.pieces) == 1]
+        assert set(sink.errors) <= {piece[0].key for piece in died_alone if len(piece) == 1}
+    else:
+        assert "it was killed" in str(failed)
+        assert failed.exit_code == 71
+        assert not any(one.crash is None for one in engines.started)
+    assert set(sink.answers.values()) <= {1}
+    assert all(one.closed for one in engines.started)
+
+
+@pytest.mark.parametrize("speeds", [(1, 1), (1, 4), (4, 1, 1)])
+def test_engines_end_together_whatever_their_speeds(speeds: tuple[int, ...]) -> None:
+    engines = Engines([Fate(speed) for speed in speeds])
+    with pool_of(engines, len(speeds), rows(*[(1, 0, 10)] * 600)) as (pool, _):
+        run(pool, Kept())
+    heard = [-(-one.finished // one.fate.speed) for one in engines.started]
+    assert sum(one.finished for one in engines.started) == 600
+    # what one of them runs at the end, alone
+    assert max(heard) <= 600 / sum(speeds) + AT_ONCE
+
+
+def test_groups_go_to_one_engine_each() -> None:
+    requests = rows(*[(7, 200, 4)] * 90)
+    engines = Engines([Fate(3), Fate(5)])
+    with pool_of(engines, 2, requests) as (pool, _):
+        run(pool, Kept())
+    place = {r.key: at for at, one in enumerate(engines.started) for piece in one.pieces for r in piece}
+    for at in range(0, len(requests), 7):
+        assert len({place[request.key] for request in requests[at : at + 7]}) == 1
+    assert len(set(place.values())) == 2
+
+
+def test_a_group_of_all_rows_is_shared_out() -> None:
+    """One system prompt must not leave all work to one engine."""
+    engines = Engines([Fate(2), Fate(2)])
+    with pool_of(engines, 2, rows((400, 30, 20))) as (pool, _):
+        run(pool, Kept())
+    assert min(one.finished for one in engines.started) > 150
+
+
+def test_what_is_held_is_bounded() -> None:
+    engines, sink = Engines([Fate(3), Fate(5)]), Kept()
+    with pool_of(engines, 2, rows(*[(1, 0, 3)] * 20_000)) as (pool, _):
+        run(pool, sink)
+    assert max(one.most for one in engines.started) <= 1024
+    assert sink.held <= 4096
+
+
+def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
+    """They run elsewhere: the first dies early, and again, and the others go on."""
+    engines = Engines([Fate(dies_after=5), Fate(), Fate(dies_after=7)])
+    requests, sink = rows(*[(1, 0, 10)] * 300), Kept()
+    with pool_of(engines, 2, requests) as (pool, notices):
+        run(pool, sink)
+        assert pool.restarts == 2
+        assert pool.peak_rss == 20  # of the last start of each place
+        assert pool.expert_tokens == {0: [2, 4]}
+    assert sorted(sink.answers.elements()) == sorted(request.key for request in requests)
+    assert notices == [
+        "engine 0: it was killed; in work: rows 8; a new one is started",
+        "engine 0: it was killed; in work: rows 8; death 2 in a row with little done before; a new one is started",
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("loads_for", [0, 3])
+def test_a_row_that_kills_engines_costs_one_row(replicas: int, loads_for: int) -> None:
+    """Wherever it is: with rows before it and behind, first or last of all."""
+    requests = rows(*[(1, 0, 10)] * 300)
+    for place in (0, 1, 7, 100, 298, 299):
+        killer = requests[place].key
+        engines, sink = Engines(other=Fate(speed=3, loads_for=loads_for, killers=frozenset({killer}))), Kept()
+        with pool_of(engines, replicas, requests) as (pool, notices):
+            run(pool, sink)
+            assert pool.restarts <= 1 + 4 + 1, "eight rows, three halves of them, one row and that row again"
+        assert {request.key for request in requests} == set(sink.answers)
+        assert max(sink.answers.values()) == 1
+        assert [(key, error.code, error.retryable) for key, error in sink.errors.items()] == [
+            (killer, "engine_died", True)
+        ]
+        assert "error row, engine_died: rows 1; an engine that ran nothing else died of it" in notices
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (40, 4), (95, 5), (50, 12)])
+def test_neighbours_that_kill_engines_cost_themselves_alone(replicas: int, first: int, count: int) -> None:
+    """A plan brings rows together that are alike, so that one cause kills engines several times in a row."""
+    requests = rows(*[(1, 0, 10)] * 100)
+    killers = frozenset(request.key for request in requests[first : first + count])
+    engines, sink = Engines(other=Fate(speed=3, killers=killers)), Kept()
+    with pool_of(engines, replicas, requests) as (pool, _):
+        run(pool, sink)
+    assert set(sink.errors) == killers
+    assert sink.answers == Counter(request.key for request in requests)
+
+
+def test_a_run_ends_when_the_last_rows_kill_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody had asked for more rows while the engines were full; then no engine was left to want any."""
+    monkeypatch.setitem(globals(), "AT_ONCE", 2)
+    requests = rows(*[(1, 0, 10)] * 4)
+    killers = frozenset(request.key for request in requests[1:])
+    other = Fate(speed=2, killers=killers)
+    engines, sink = Engines([Fate(speed=2, loads_for=1, killers=killers)], other=other), Kept()
+    with pool_of(engines, 2, requests) as (pool, _), monkeypatch.context() as patch:
+        heard, receive = Counter[str](), pool.receive
+
+        def limited(timeout_s: float) -> list[WorkDone]:
+            heard["times"] += 1
+            assert heard["times"] < 200, "the run does not end"
+            return receive(timeout_s)
+
+        patch.setattr(pool, "receive", limited)
+        run(pool, sink)
+    assert set(sink.errors) == killers
+    assert len(sink.answers) == 4
+
+
+def test_an_engine_that_is_doubted_runs_a_row_that_was_answered() -> None:
+    """When it dies of that, too, it is given up, and no row is blamed."""
+    spoilt = Fate(dies_after=0)
+    engines, sink = Engines([Fate(dies_after=8), *[spoilt] * 9]), Kept()
+    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 12)) as (pool, notices):
+        failed = failure(pool, sink)
+    assert failed is not None
+    assert "in work by itself: a row that had been answered before; death 4 in a row" in str(failed)
+    assert (len(sink.answers), len(sink.errors), len(engines.started)) == (8, 0, 5)
+    assert "a row that had been answered before; death 3 in a row" in notices[-1]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    count=st.integers(1, 400),
+    places=st.sets(st.integers(0, 399), max_size=5),
+    replicas=st.integers(1, 3),
+    speed=st.integers(1, AT_ONCE),
+)
+def test_rows_that_kill_engines_are_found_or_the_engine_is_given_up(
+    count: int, places: set[int], replicas: int, speed: int
+) -> None:
+    requests = rows(*[(1, 0, 10)] * count)
+    killers = frozenset(requests[place].key for place in places if place < count)
+    engines, sink = Engines(other=Fate(speed=speed, killers=killers)), Kept()
+    with pool_of(engines, replicas, requests) as (pool, _):
+        failed = failure(pool, sink)
+        assert pool.restarts <= 8 * len(killers)
+    assert set(sink.errors) <= killers
+    assert max(sink.answers.values(), default=1) == 1
+    if failed is None:
+        assert set(sink.errors) == killers
+        assert len(sink.answers) == count
+    else:
+        assert "in a row with little done before" in str(failed)
+        assert len(killers) > 1, "one row never ends a job"
+
+
+@pytest.mark.parametrize("count", [2, 8, 100])
+def test_an_engine_that_dies_of_every_row_blames_none(count: int) -> None:
+    engines, sink = Engines(other=Fate(dies_after=0)), Kept()
+    with pool_of(engines, 1, rows(*[(1, 0, 10)] * count)) as (pool, notices):
+        failed = failure(pool, sink)
+    assert failed is not None
+    assert "death 4 in a row" in str(failed)
+    assert len(engines.started) == 4
+    assert not sink.answers
+    assert len(notices) == 3
+
+
+def test_an_engine_whose_device_is_full_is_done_without() -> None:
+    engines, sink = Engines([Fate(refuses=OutOfMemory("no room")), Fate(loads_for=3)]), Kept()
+    with pool_of(engines, 2, rows(*[(1, 0, 10)] * 30)) as (pool, notices):
+        run(pool, sink)
+    assert notices == ["engine 0: no room; the other engines go on"]
+    assert sink.answers.total() == 30
+
+
+@pytest.mark.parametrize(
+    ("problems", "code"),
+    [
+        ([Unavailable("no device"), Unavailable("no device")], 69),
+        ([JobFileError("model", [Mistake("model", "unknown")])], 78),
+    ],
+    ids=["of-each", "of-the-checkpoint"],
+)
+def test_what_all_engines_refuse_ends_the_run(problems: list[BatchInferError], code: int) -> None:
+    engines = Engines([Fate(refuses=problem) for problem in problems])
+    with (
+        pool_of(engines, 2, rows((3, 0, 3))) as (pool, _),
+        pytest.raises(BatchInferError) as caught,
+    ):
+        run(pool, Kept())
+    assert caught.value.exit_code == code
+
+
+def test_nothing_is_handed_out_before_all_engines_are_there() -> None:
+    """Else a small job would go to the first one alone."""
+    engines = Engines([Fate(), Fate(loads_for=40)])
+    with pool_of(engines, 2, rows(*[(1, 0, 10)] * 10)) as (pool, _):
+        run(pool, Kept())
+    assert [one.finished for one in engines.started] == [5, 5]
+
+
+def test_after_a_signal_no_engine_is_started_and_all_are_told() -> None:
+    interrupts = Interrupts()
+    engines = Engines([Fate(dies_after=4), Fate()])
+    requests, sink = rows(*[(1, 0, 10)] * 200), Kept()
+    sink.take = lambda done: (Kept.take(sink, done), setattr(interrupts, "pending", 15))[0]  # type: ignore[method-assign]
+    with pool_of(engines, 2, requests, interrupts) as (pool, _):
+        run(pool, sink, interrupts)
+        assert pool.left
+        assert pool.restarts == 0
+    assert len(engines.started) == 2
+    assert 0 < sink.answers.total() < 200
+
+
+def test_when_one_process_cannot_be_started_the_others_are_ended() -> None:
+    class Scarce(Engines):
+        def __call__(self, spec: WorkerSpec) -> Started:
+            if len(self.started) == 2:
+                raise OSError("no more processes")
+            return super().__call__(spec)
+
+    engines = Scarce()
+    with pytest.raises(OSError, match="no more"), pool_of(engines, 3, []):
+        pass
+    assert [one.closed for one in engines.started] == [True, True]
+
+
+def test_an_engine_that_dies_after_each_row_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets something done between deaths; a night would be spent on loading its model."""
+    monkeypatch.setitem(globals(), "AT_ONCE", 64)
+    engines, sink = Engines(other=Fate(dies_after=1)), Kept()
+    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 64)) as (pool, _):
+        failed = failure(pool, sink)
+    assert failed is not None
+    assert len(engines.started) == 1 + MOST_APART
+    assert not sink.errors
+
+
+def test_what_a_broken_engine_accuses_others_run() -> None:
+    """Its rows die one by one, because it is broken; the other engine, which is done by then, answers them."""
+    broken = Fate(dies_after=0)
+    engines = Engines([broken, Fate(loads_for=0, speed=2), *[broken] * 9])
+    requests, sink = rows(*[(1, 0, 10)] * 12), Kept()
+    with pool_of(engines, 2, requests) as (pool, _):
+        run(pool, sink)
+    assert set(sink.answers) == {request.key for request in requests}
+    assert not sink.errors

@@ -1,0 +1,40 @@
+"""A worker keeps to what it was given of the machine, from before it loads anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.pipeline.workers.messages import EnginePlace
+from batchinfer.pipeline.workers.worker import settle
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
+@pytest.mark.usefixtures("restored")
+def test_a_worker_is_bound_to_its_cores() -> None:
+    core = max(os.sched_getaffinity(0))
+    settle(EnginePlace((core,)))
+    assert os.sched_getaffinity(0) == {core}
+    assert usable_cpus() == 1
+
+
+@pytest.mark.parametrize(("before", "order"), [(None, "PCI_BUS_ID"), ("3,1", None)])
+def test_a_worker_sees_its_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, order: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if before is None else {"CUDA_VISIBLE_DEVICES": before})
+    settle(EnginePlace(gpu="1"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert os.environ.get("CUDA_DEVICE_ORDER") == order
+    settle(EnginePlace())
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"

@@ -1,0 +1,169 @@
+"""Deadlines: when they are, whether they will be met, and what was done by then."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from batchinfer.core.errors import JobFileError
+from batchinfer.job import load_job
+from batchinfer.job.deadline import deadline_after
+from batchinfer.machine.hardware import Hardware
+from batchinfer.plan.forecast.deadline import FIRST_LOOK_S, Deadline, DeadlineWatch
+from batchinfer.plan.forecast.job import forecast_job
+from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from batchinfer.report.summary import summary
+from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
+
+NOON = datetime(2026, 6, 1, 12, 0, 30).astimezone()
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("12:01", datetime(2026, 6, 1, 12, 1)),
+        ("12:00", datetime(2026, 6, 2, 12, 0)),
+        ("06:00", datetime(2026, 6, 2, 6, 0)),
+        ("2026-05-01T06:00", datetime(2026, 5, 1, 6, 0)),
+        ("2026-07-01 06:00:30", datetime(2026, 7, 1, 6, 0, 30)),
+    ],
+)
+def test_a_time_of_day_is_the_next_one_and_local(text: str, at: datetime) -> None:
+    assert deadline_after(text, NOON) == at.astimezone()
+
+
+def test_a_zone_of_its_own_counts() -> None:
+    at = deadline_after("2026-06-02T06:00+05:30", NOON)
+    assert at == datetime(2026, 6, 2, 0, 30, tzinfo=UTC)
+    somewhere = NOON.astimezone(ZoneInfo("Pacific/Auckland"))
+    assert deadline_after("06:00", somewhere) == deadline_after("06:00", NOON)
+
+
+@pytest.mark.parametrize(
+    "text", ["24:00", "6:00", "noon", "2026-06-02", "2026-13-01T06:00", "0001-01-01T00:00+14:00"]
+)
+def test_what_is_no_time_is_a_mistake(text: str, tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(3), deadline=text)
+    with pytest.raises(JobFileError, match=r"deadline: found the text .* such as 06:00") as caught:
+        load_job(path)
+    assert len(caught.value.mistakes) == 1
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = NOON
+
+    def __call__(self) -> datetime:
+        return self.at
+
+    def go(self, seconds: float) -> None:
+        self.at += timedelta(seconds=seconds)
+
+
+def watch(clock: Clock, said: list[str], left_s: float, engine_s: float | None) -> DeadlineWatch:
+    return DeadlineWatch(Deadline(NOON + timedelta(seconds=left_s), left_s, engine_s), said.append, clock)
+
+
+def test_it_is_said_once_that_it_will_be_missed() -> None:
+    clock, said = Clock(), list[str]()
+    found = watch(clock, said, 1000.0, 800.0)
+    found.look(5000.0)
+    assert not said, "the first steps say little"
+    clock.go(FIRST_LOOK_S)
+    for left_s in (900.0, None):
+        found.look(left_s)
+    assert not said
+    found.look(1570.0)
+    found.look(2000.0)
+    assert [line.split("; ")[0] for line in said] == [
+        "the deadline (2026-06-01 12:17) will be missed by about 10 min at the present rate"
+    ]
+
+
+def test_what_the_forecast_has_said_is_not_said_again() -> None:
+    clock, said = Clock(), list[str]()
+    found = watch(clock, said, 100.0, 800.0)
+    clock.go(200)
+    found.look(600.0)
+    assert not said
+
+
+def test_an_upper_bound_is_no_last_word() -> None:
+    """Answers may become shorter than the forecast took them to be: only the run then says that it is too late."""
+    clock, said = Clock(), list[str]()
+    deadline = Deadline(NOON + timedelta(seconds=100), 100.0, 800.0, upper_bound=True)
+    assert "12 min after it if every answer becomes as long as its max_tokens" in deadline.text
+    found = DeadlineWatch(deadline, said.append, clock)
+    clock.go(FIRST_LOOK_S)
+    found.look(50.0)
+    assert not said
+    found.look(80.0)
+    assert len(said) == 1
+
+
+def test_answers_count_until_then() -> None:
+    clock, said = Clock(), list[str]()
+    found = watch(clock, said, 100.0, None)
+    found.answered(2, 30)
+    clock.go(100)
+    found.answered(1, 5)
+    clock.go(0.1)
+    found.answered(1, 7)
+    assert (found.rows, found.output_tokens) == (3, 35)
+    found.look(None)
+    assert len(said) == 1, "past it, whatever the rate"
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e6, "bfloat16": 1e6}, 1e6, "measured")
+    monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: found)
+
+
+def moment(seconds: float) -> str:
+    return (datetime.now().astimezone() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+
+
+def test_plan_says_whether_it_will_be_met(tmp_path: Path, model: Path, slow_machine: None) -> None:
+    for wanted, words in ((1e6, "forecast to finish at least"), (1.0, "its max_tokens; the run tells")):
+        job = load_job(write_job(tmp_path, model, people(30), deadline=moment(wanted)))
+        found = forecast_job(job, lambda at: None, lambda line: None)
+        assert found.forecast is not None
+        assert found.forecast.seconds is not None
+        assert words in "\n".join(forecast_lines(found, None))
+        told: dict[str, Any] = forecast_json(found, None)["deadline"]
+        assert told["at"] == job.deadline
+        assert told["spare_s"] == pytest.approx(wanted - found.forecast.seconds, abs=60)
+
+
+def test_a_run_tells_of_its_goodput(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, [*people(20), people(1)[0] | {"id": "again"}], deadline=moment(3600))
+    row = run(path).row
+    assert (row["deadline_met"], row["deadline_rows"]) == (True, 21)
+    assert row["deadline_output_tokens"] == row["output_tokens"]
+    assert row["goodput_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["wall_s"])
+    assert re.search(r"met with 59 min( \d+ s)? to spare", summary(row))
+    late = run(write_job(tmp_path, model, people(25), deadline="2026-01-01T06:00")).row
+    assert (late["deadline_met"], late["deadline_rows"], late["deadline_output_tokens"]) == (False, 0, 0)
+    assert late["goodput_tokens_per_s"] is None, "nothing can be done in no time"
+    assert "2026-01-01 06:00, missed by" in summary(late)
+    assert run(write_job(tmp_path, model, people(26))).row["deadline_met"] is None
+
+
+def test_of_an_hour_that_comes_twice_the_time_that_is_to_come_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        now = datetime.fromisoformat("2026-10-25T02:15:00+01:00")  # the second time
+        assert deadline_after("02:30", now) == datetime.fromisoformat("2026-10-25T02:30:00+01:00")
+        before = datetime.fromisoformat("2026-10-25T02:15:00+02:00")
+        assert deadline_after("02:30", before) == datetime.fromisoformat("2026-10-25T02:30:00+02:00")
+    finally:
+        monkeypatch.undo()
+        time.tzset()

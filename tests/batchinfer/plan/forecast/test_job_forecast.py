@@ -1,0 +1,415 @@
+"""`batchinfer plan`: what is known of a job before it runs, compared with what the run then did."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.job import load_job
+from batchinfer.machine.hardware import Hardware
+from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.plan.forecast import run as run_forecast
+from batchinfer.plan.forecast import step_times as step_times_module
+from batchinfer.plan.forecast.job import JobForecast, forecast_job
+from batchinfer.plan.forecast.step_times import step_times
+from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from batchinfer.plan.simulation.answer_lengths import AnswerLengths
+from batchinfer.plan.simulation.step_parts import PARTS
+from batchinfer.plan.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
+from batchinfer.report.progress import Progress
+from batchinfer.report.summary import summary
+from batchinfer.report.tables.columns import REQUESTS, RUN, STEPS
+from batchinfer.report.tables.earlier_runs import (
+    STEP_COLUMNS,
+    EarlierSteps,
+    earlier_lengths,
+    earlier_power,
+    earlier_steps,
+)
+from batchinfer.report.tables.folder import table_path
+from batchinfer_kernels.cost import Peaks, StepShape
+from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
+from tests.model_costs import llama_cost
+
+REAL = RunOptions()
+
+
+def planned(path: Path, notices: list[str] | None = None) -> JobForecast:
+    said = [] if notices is None else notices
+    return forecast_job(load_job(path, []), lambda at: None, said.append)
+
+
+def text(found: JobForecast, price: float | None = None) -> str:
+    return "\n".join(forecast_lines(found, price))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def known_peaks(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """A machine with peaks, whatever was measured here."""
+    from batchinfer.plan.setup import resolve
+
+    found = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e10, "bfloat16": 1e10}, 1e10, "measured")
+    monkeypatch.setattr(resolve, "detect", lambda device: found)
+    return found
+
+
+def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+    rows: list[Any] = people(40)
+    rows[7], rows[9], rows[30] = "{not json", {"id": "p9", "text": None}, rows[5] | {"id": "p30"}
+    path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5})
+    found = planned(path)
+    assert (found.plan.rows, found.plan.error_rows, found.plan.duplicates) == (40, 2, 1)
+    assert (found.plan.present, found.plan.to_run) == (0, 37)
+    assert found.error_codes == {"bad_json": 1, "null_in_template": 1}
+    assert found.lengths is not None
+    assert sum(number for _, number in found.lengths.buckets) == 37
+    assert found.lengths.shortest <= found.lengths.median <= found.lengths.longest
+    assert found.forecast is not None
+    assert found.forecast.seconds is not None
+    assert (found.forecast.answers_from, found.forecast.times.known) == (0, "limit")
+    said = text(found)
+    for words in (
+        "40: 2 bad (",
+        "bad_json 1",
+        "1 duplicate",
+        "0 answers stored already, 37 to run",
+        "steps at the hardware's peaks",
+    ):
+        assert words in said
+    assert not (tmp_path / "out").exists(), "nothing was run or written"
+
+
+def test_steps_and_tokens_are_those_that_the_run_then_takes(
+    tmp_path: Path, model: Path, known_peaks: Hardware
+) -> None:
+    """Where the lengths of answers are known beforehand. The tiny real model, the real engine."""
+    path = write_job(
+        tmp_path,
+        model,
+        people(60),
+        sampling={"max_tokens": 7, "ignore_eos": True},
+        engine={"max_num_seqs": 8, "max_num_batched_tokens": 96},
+    )
+    before = planned(path)
+    assert before.forecast is not None
+    row = run(path, REAL).row
+    forecast = before.forecast.run
+    facts = {
+        "steps": forecast.steps,
+        "prompt_tokens_run": forecast.prefill_tokens,
+        "decode_tokens_run": forecast.decode_tokens,
+        "prefix_saved_tokens": forecast.cached_tokens,
+        "sampled_tokens": forecast.sampled_tokens,
+        "preemptions": forecast.preemptions,
+        "flops": forecast.flops,
+        "bytes_moved": forecast.bytes,
+    }
+    assert {name: row[name] for name in facts} == facts
+    assert (forecast.launches, row["eager_steps"], row["capture_s"]) == (None, None, None), "this is a CPU"
+    steps = pq.read_table(next((tmp_path / "out/res-report").glob("steps-*.parquet")))
+    assert before.memory is not None
+    assert set(steps.column("blocks_total").to_pylist()) == {before.memory.blocks}
+    again = planned(path)
+    assert (again.plan.present, again.plan.to_run) == (60, 0)
+    assert again.forecast is None
+    assert "60 answers stored already, 0 to run" in text(again)
+
+
+def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forecast of a first run is as if each part of a step took three times its least; a run then says more."""
+    from batchinfer.plan.setup import resolve
+
+    options = {"sampling": {"max_tokens": 30, "ignore_eos": True}, "engine": {"max_num_seqs": 4}}
+    path = write_job(tmp_path, model, people(20), **options)
+    least = planned(path).forecast
+    assert least is not None
+    assert least.times.known == "limit"
+    times = {**dict.fromkeys(PARTS, 3.0), "layers": 0.0, "rows": 0.0, HOST_STEP: 0.0, HOST_ROW: 0.0}
+    measured = replace(known_peaks, step_times={"float32": times})
+    monkeypatch.setattr(resolve, "detect", lambda device: measured)
+    first = planned(path)
+    assert first.forecast is not None
+    assert first.forecast.times.known == "measured"
+    assert first.forecast.seconds is not None
+    assert least.seconds is not None
+    assert 3 * least.seconds <= first.forecast.seconds <= 6 * least.seconds, (
+        "computing and moving add up here"
+    )
+    assert "`batchinfer doctor --measure` found this machine" in text(first)
+    row = run(path, REAL).row
+    write_job(tmp_path, model, [{**one, "text": one["text"] + "!"} for one in people(20)], **options)
+    second = planned(path)
+    assert second.forecast is not None
+    assert (second.forecast.times.known, second.forecast.times.runs) == ("runs", 1)
+    assert second.forecast.seconds == pytest.approx(row["engine_wall_s"], rel=0.5)
+    assert "as fast as in 1 earlier run" in text(second)
+
+
+def test_nothing_of_a_job_is_changed(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(20))
+    run(path)
+    write_job(tmp_path, model, people(25))
+    before = files(tmp_path)
+    found = planned(path)
+    assert (found.plan.present, found.plan.to_run) == (20, 5)
+    assert files(tmp_path) == before
+
+
+def test_answers_are_as_long_as_those_of_earlier_runs(
+    tmp_path: Path, model: Path, known_peaks: Hardware
+) -> None:
+    path = write_job(tmp_path, model, people(30), sampling={"max_tokens": 50})
+    run(path)  # of the fake engine
+    write_job(tmp_path, model, people(60), sampling={"max_tokens": 50})
+    found = planned(path)
+    assert found.forecast is not None
+    assert found.forecast.answers_from == 1
+    report = next((tmp_path / "out").glob("res-report"))
+    lengths = pq.read_table(next(report.glob("requests-*.parquet"))).column("completion_tokens").to_numpy()
+    mean = found.forecast.run.sampled_tokens / found.plan.to_run
+    assert lengths.min() <= mean <= lengths.max()
+    assert "if they are as long as in 1 earlier run" in text(found)
+
+
+def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+    found = planned(write_job(tmp_path, model, people(5)))
+    assert found.forecast is not None
+    assert found.forecast.seconds is not None
+    told = forecast_json(found, 7200.0)
+    assert json.loads(json.dumps(told)) == told
+    assert told["forecast"]["cost"] == pytest.approx(found.forecast.seconds * 2)
+    assert "at 7200 an hour" in text(found, 7200.0)
+    assert forecast_json(found, None)["forecast"]["cost"] is None
+    assert "cost" not in text(found)
+
+
+def test_without_peaks_no_time_is_made_up(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer.plan.setup import resolve
+
+    monkeypatch.setattr(resolve, "detect", lambda device: Hardware("a machine", "cpu", 2, 8 << 30))
+    found = planned(write_job(tmp_path, model, people(5)))
+    assert found.forecast is not None
+    assert (found.forecast.seconds, found.forecast.mfu, found.forecast.mbu) == (None, None, None)
+    assert found.forecast.run.steps > 0
+    assert "doctor --measure" in text(found)
+
+
+def test_of_a_large_job_a_part_is_simulated(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_job(
+        tmp_path,
+        model,
+        people(400),
+        sampling={"max_tokens": 6, "ignore_eos": True},
+        engine={"max_num_seqs": 8, "max_num_batched_tokens": 96},
+    )
+    whole = planned(path).forecast
+    assert whole is not None
+    monkeypatch.setattr("batchinfer.plan.forecast.engine.WINDOW", 20)
+    monkeypatch.setattr("batchinfer.plan.forecast.job.PLAN_MOST_S", 0.01)
+    found = planned(path)
+    part = found.forecast
+    assert part is not None
+    assert part.seconds is not None
+    assert 0 < part.simulated < 0.6
+    assert "extrapolated from simulating" in text(found)
+    assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.02)
+    assert part.run.flops == pytest.approx(whole.run.flops, rel=0.05)
+    assert part.seconds == pytest.approx(whole.seconds, rel=0.05)
+
+
+def test_a_run_has_the_forecast_that_plan_showed(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+    """Forecast and fact stand side by side in the run table and in the summary."""
+    path = write_job(tmp_path, model, people(60), sampling={"max_tokens": 7, "ignore_eos": True})
+    before = planned(path).forecast
+    assert before is not None
+    ended = run(path, REAL)
+    row = ended.row
+    facts = {
+        "forecast_s": before.seconds,
+        "forecast_steps": before.run.steps,
+        "forecast_prompt_tokens": before.run.prompt_tokens,
+        "forecast_output_tokens": before.run.sampled_tokens,
+        "forecast_mfu": before.mfu,
+        "forecast_mbu": before.mbu,
+        "forecast_basis": "limit",
+        "forecast_answers_from": 0,
+    }
+    assert {name: row[name] for name in facts} == facts
+    assert (row["steps"], row["prompt_tokens_run"], row["output_tokens"]) == (
+        row["forecast_steps"],
+        row["forecast_prompt_tokens"],
+        row["forecast_output_tokens"],
+    )
+    assert row["forecast_error"] == pytest.approx(row["engine_wall_s"] / row["forecast_s"] - 1)
+    assert "output 420 tokens, were 420" in summary(row)
+
+
+def test_a_defect_of_the_forecast_costs_a_run_its_forecast_alone(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def divides(*_: Any) -> None:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr(run_forecast, "forecast_engine", divides)
+    said: list[str] = []
+    path = write_job(tmp_path, model, people(6), sampling={"max_tokens": 3})
+    ended = run_job(load_job(path, []), REAL, Progress(io.StringIO(), quiet=True), Interrupts(), said.append)
+    assert ended.row["rows_ok"] == 6
+    assert ended.row["forecast_s"] is None
+    assert "no forecast: ZeroDivisionError: float division by zero; please report it" in said
+
+
+def test_of_many_earlier_steps_an_even_sample_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a million took a tenth of a millisecond, the others two."""
+    took = np.repeat([1e-4, 2e-3], 500_000)
+    columns = {name: np.full(len(took), 8.0) for name in STEP_COLUMNS} | {
+        "prefill_tokens": np.zeros(len(took)),
+        "recomputed_tokens": np.zeros(len(took)),
+        "model_s": took,
+        "interval_s": took + 1e-5,
+    }
+    setting = SimpleNamespace(
+        peaks=Peaks(1e12, 1e11),
+        device="cpu",
+        dtype="float32",
+        quantization="none",
+        hardware=SimpleNamespace(step_time=lambda *_: None),
+    )
+    cost = llama_cost(2, 64, 128, 2, 2, 32, 100, 4, 4)
+    looked_at = Mock(side_effect=step_times_module.shape_of)
+    monkeypatch.setattr(step_times_module, "shape_of", looked_at)
+    found = step_times(setting, cost, EarlierSteps(1, columns))
+    assert looked_at.call_count == step_times_module.MOST_STEPS, "a million take minutes"
+    expected = StepTime(Peaks(1e12, 1e11)).device_s(StepShape(8, 8, 0, 0), cost)
+    assert found.known == "runs"
+    assert found.time.decode_efficiency == pytest.approx(expected / took.mean(), rel=0.01)
+    assert found.time.host_s(8) == pytest.approx(1e-5)
+
+
+def test_rows_that_set_their_own_parameters_are_named(tmp_path: Path, model: Path) -> None:
+    rows = [{**row, "most": 3} for row in people(4)]
+    sampling = {"max_tokens": 8, "from_columns": {"max_tokens": "most"}}
+    notices: list[str] = []
+    found = planned(write_job(tmp_path, model, rows, sampling=sampling), notices)
+    assert "rows set their own max_tokens (column most)" in notices
+    assert found.plan.expected_tokens == 12
+
+
+def request(key: int, prompt: int, **params: Any) -> Request:
+    return Request(key.to_bytes(32, "little"), np.zeros(prompt, np.int32), SamplingParams(**params))
+
+
+def test_lengths_are_spread_as_those_of_prompts_of_about_the_same_length() -> None:
+    prompts = np.array([10, 11, 12, 100, 101, 102])
+    answers = np.array([1, 2, 3, 50, 60, 70])
+    known = AnswerLengths.of(prompts, answers, np.zeros(6, bool))
+
+    def lengths(prompt: int, **params: Any) -> list[int]:
+        return sorted(known.of_requests(request(key, prompt, **params) for key in range(30)).values())
+
+    assert lengths(9, max_tokens=100) == [1] * 10 + [2] * 10 + [3] * 10
+    assert lengths(3000, max_tokens=100) == [50] * 10 + [60] * 10 + [70] * 10
+    assert set(lengths(100, max_tokens=20)) == {20}
+    assert set(lengths(9, max_tokens=20, ignore_eos=True)) == {20}
+    assert set(AnswerLengths.unknown().of_requests([request(1, 9, max_tokens=20)]).values()) == {20}
+
+
+@pytest.mark.parametrize("cores", [2, None])
+def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path, cores: int | None) -> None:
+    """A GPU has no count of cores."""
+    alike: dict[str, Any] = {
+        "model": "m",
+        "hardware": "a",
+        "cores": cores,
+        "device": "cpu",
+        "dtype": "float32",
+        "quantization": "none",
+        "deterministic": False,
+    }
+    steps = {name: pa.array([1.0, 2.0]) for name in STEP_COLUMNS}
+    machines = [alike, {**alike, "hardware": "b"}, {**alike, "model": "n"}, alike]
+    for night, machine in enumerate(machines):
+        run_id = f"202611{night + 10}T000000Z-0000000"
+        row = pa.table({k: pa.array([v], pa.int64() if k == "cores" else None) for k, v in machine.items()})
+        pq.write_table(row, table_path(tmp_path, RUN, run_id))
+        pq.write_table(pa.table(steps), table_path(tmp_path, STEPS, run_id))
+    found = earlier_steps(tmp_path, alike)
+    assert found is not None
+    assert (found.runs, len(found.columns["running"])) == (2, 4)
+    assert earlier_steps(tmp_path, {**alike, "cores": 4}) is None
+
+
+def test_energy_is_that_of_earlier_runs_for_so_long(tmp_path: Path) -> None:
+    """Of runs that are alike and know it; null is not known, never 0."""
+    alike: dict[str, Any] = {"model": "m", "hardware": "a"}
+    runs: list[tuple[str, float | None, float | None]] = [
+        ("a", 300.0, 10.0), ("a", None, 10.0), ("b", 9000.0, 1.0), ("a", 100.0, 30.0), ("a", 5.0, None)
+    ]  # fmt: skip
+    assert earlier_power(tmp_path, alike) is None
+    for night, (hardware, energy_j, seconds) in enumerate(runs):
+        row = {"model": "m", "hardware": hardware, "energy_j": energy_j, "engine_wall_s": seconds}
+        schema = pa.schema([(name, pa.string() if name in alike else pa.float64()) for name in row])
+        run_id = f"202611{night + 10}T000000Z-0000000"
+        pq.write_table(pa.Table.from_pylist([row], schema=schema), table_path(tmp_path, RUN, run_id))
+    assert earlier_power(tmp_path, alike) == pytest.approx(10.0)
+
+
+def test_energy_is_forecast_from_a_run(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_job(tmp_path, model, people(10))
+    found = planned(path).forecast
+    assert found is not None
+    assert found.energy_j is None
+    monkeypatch.setattr("batchinfer.plan.forecast.engine.earlier_power", lambda *_: 50.0)
+    again = planned(path)
+    assert again.forecast is not None
+    assert again.forecast.seconds is not None
+    assert again.forecast.energy_j == pytest.approx(50 * again.forecast.seconds)
+    assert "J, if the machine takes as much power as in earlier runs" in text(again)
+
+
+def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> None:
+    assert earlier_lengths(tmp_path) is None
+    table_path(tmp_path, REQUESTS, "20261110T000000Z-0000000").write_bytes(b"no Parquet")
+    pq.write_table(
+        pa.table({"prompt_tokens": [5]}), table_path(tmp_path, REQUESTS, "20261111T000000Z-0000000")
+    )
+    assert earlier_lengths(tmp_path) is None
+    whole = pa.table({"prompt_tokens": [5], "completion_tokens": [9], "cut": [False]})
+    pq.write_table(whole, table_path(tmp_path, REQUESTS, "20261109T000000Z-0000000"))
+    found = earlier_lengths(tmp_path)
+    assert found is not None
+    assert (found.runs, found.answers.tolist()) == (1, [9])
+
+
+def test_a_run_that_would_simulate_for_long_makes_no_forecast(
+    tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_forecast, "MOST_S", 0.0)
+    monkeypatch.setattr(run_forecast, "TOO_MUCH", 0.0)
+    first = run(write_job(tmp_path, model, people(20)), REAL)
+    assert first.row["rows_ok"] == 20
+    assert (first.row["forecast_s"], first.row["forecast_error"]) == (None, None)

@@ -1,0 +1,160 @@
+"""`batchinfer plan` for another machine, as a table, and what it says of prefixes, context and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.core.errors import UsageError
+from batchinfer.job import load_job
+from batchinfer.machine.datasheet import NAMES, datasheet
+from batchinfer.machine.hardware import Hardware, hardware_called
+from batchinfer.plan.forecast.job import PREFIXES_SHOWN, JobForecast, forecast_job
+from batchinfer.plan.forecast.table import FORECAST_SCHEMA, forecast_table
+from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from tests.batchinfer.pipeline.test_pipeline import people, write_job
+from tests.batchinfer.wrong_jobs import command
+
+
+def planned(path: Path, hardware: str | None = None) -> JobForecast:
+    machine = None if hardware is None else hardware_called(hardware)
+    return forecast_job(load_job(path), lambda at: None, lambda line: None, machine)
+
+
+def test_a_job_is_forecast_for_a_machine_that_is_not_here(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(40), sampling={"max_tokens": 20, "ignore_eos": True})
+    slow, fast = planned(path, "l4"), planned(path, "h100")
+    for found, name in ((slow, "NVIDIA L4"), (fast, "NVIDIA H100 80GB HBM3")):
+        assert found.setting.endswith(f"on {name}")
+        assert found.forecast is not None
+        assert found.forecast.times.known == "declared"
+    assert slow.forecast is not None
+    assert fast.forecast is not None
+    assert slow.forecast.run.sampled_tokens == fast.forecast.run.sampled_tokens == 800
+    assert (slow.forecast.seconds or 0) > (fast.forecast.seconds or 0) > 0
+    write_job(tmp_path, model, engine={"device": "cuda"})
+    assert planned(path, "H100").forecast is not None, "there need be no GPU here"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_that_of_a_datasheet(name: str) -> None:
+    found, stated = hardware_called(name), datasheet(NAMES[name])
+    assert stated is not None
+    assert found.memory_bytes == stated.memory_bytes
+    assert found.peaks("float16") is not None
+    assert hardware_called(NAMES[name]) == found
+
+
+def test_an_unknown_machine_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UsageError, match=r"no GPU called 'h1000' is known; those that are: t4, .*h100, "):
+        hardware_called("h1000")
+
+
+def test_shared_prefixes_are_a_tree(tmp_path: Path, model: Path) -> None:
+    """All rows share the system prompt, half of them one text, the others another."""
+    texts = (
+        "a long winter's tale of snow and ice that everybody knows " * 3,
+        "the rules of the game are simple " * 5,
+    )
+    rows = [{"id": f"r{i}", "text": texts[i % 2] + f" {i}"} for i in range(20)]
+    found = planned(write_job(tmp_path, model, rows))
+    roots = [node for node in found.prefixes if node.parent is None]
+    assert len(roots) == 1
+    assert roots[0].users == 20
+    below = [node for node in found.prefixes if node.parent == roots[0].node]
+    assert [node.users for node in below][:2] == [10, 10]
+    assert all(node.saved_tokens == node.own_tokens * (node.users - 1) for node in found.prefixes)
+    assert sum(node.saved_tokens for node in found.prefixes) <= found.plan.shared_prefix_tokens
+    assert len(found.prefixes) <= 2 * PREFIXES_SHOWN
+    text = "\n".join(forecast_lines(found, None))
+    assert f"tree      {roots[0].own_tokens} tokens shared by 20 rows: saves" in text
+    assert f"            {below[0].own_tokens} tokens more shared by 10 rows: saves" in text
+
+
+def test_rows_that_share_nothing_have_no_tree(tmp_path: Path, model: Path) -> None:
+    found = planned(write_job(tmp_path, model, people(1)))
+    assert found.prefixes == []
+    assert forecast_json(found, None)["prefixes"] == []
+
+
+def test_rows_over_the_context_are_counted(tmp_path: Path, model: Path) -> None:
+    rows = [*people(10), {"id": "long", "text": "word " * 400}]
+    path = write_job(tmp_path, model, rows, model={"max_model_len": 128}, on_error={"max_error_rate": 0.5})
+    found = planned(path)
+    assert (found.context, found.rows_over) == (128, 1)
+    assert "context   1 row longer than 128 tokens" in "\n".join(forecast_lines(found, None))
+    assert forecast_json(found, None)["context"] == {"tokens": 128, "rows_over": 1}
+    write_job(tmp_path, model, model={"max_model_len": 128}, prompt={"truncate": "left"})
+    cut = planned(path)
+    assert (cut.rows_over, cut.plan.error_rows) == (None, 0)
+
+
+def test_a_job_that_does_not_fit_is_told(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = Hardware(
+        "a small GPU", "cuda", None, 1 << 16, {"float32": 1e12, "bfloat16": 1e12}, 1e11, "datasheet"
+    )
+    monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: tiny)
+    path = write_job(tmp_path, model, people(5))
+    found = forecast_job(load_job(path), lambda at: None, lambda line: None, tiny)
+    assert (found.memory, found.forecast) == (None, None)
+    assert found.misfit is not None
+    assert "memory    does not fit: the KV cache of the longest row" in "\n".join(forecast_lines(found, None))
+    assert forecast_json(found, None)["misfit"] == found.misfit
+    assert forecast_table(forecast_json(found, None)).num_rows == 1
+
+
+def leaves(kind: pa.DataType, path: str = "") -> set[str]:
+    """Names of all fields below; a map has none of its own."""
+    if pa.types.is_list(kind):
+        return leaves(kind.value_type, path)
+    if not pa.types.is_struct(kind):
+        return {path}
+    return set().union(*(leaves(field.type, f"{path}.{field.name}") for field in kind))
+
+
+def named(value: Any, kind: pa.DataType, path: str = "") -> set[str]:
+    """Names of what JSON holds, down to the maps of the schema."""
+    if isinstance(value, list):
+        return set().union(*(named(one, kind.value_type, path) for one in value))
+    if not isinstance(value, dict) or not pa.types.is_struct(kind):
+        return {path}
+    known = {field.name: field.type for field in kind}
+    return set().union(
+        *(named(one, known.get(key, pa.null()), f"{path}.{key}") for key, one in value.items())
+    )
+
+
+def test_the_table_has_what_json_has(tmp_path: Path, model: Path, capsys: Any, monkeypatch: Any) -> None:
+    rows: list[Any] = [*people(30), "{not json"]
+    later = "2030-01-01T06:00"
+    prompt = {"user": "Greet {{ text }}\nWrite one short sentence, be friendly, and do not ask for anything."}
+    path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5}, deadline=later, prompt=prompt)
+    table, run = tmp_path / "plan.parquet", command(capsys, monkeypatch)
+    options = ("--json", "--hardware", "a100", "--price-per-hour", "3")
+    names, kind = set[str](), pa.struct(list(FORECAST_SCHEMA))
+    for more in (
+        ("--sample", "20"),
+        (),
+    ):  # advice is given only without, errors of estimates only with a sample
+        table.unlink(missing_ok=True)
+        ended = run("plan", path, *options, *more, "--parquet", table)
+        assert ended.code == 0, ended.err
+        told = json.loads(ended.out)
+        del told["exit_code"]
+        launches = told["forecast"]["launches"].values()
+        assert sum(launch["steps"] for launch in launches) == told["forecast"]["steps"]
+        (kept,) = pq.read_table(table).to_pylist(maps_as_pydicts="strict")
+        assert kept == told
+        names |= named(told, kind)
+    without = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    assert names - without == leaves(kind), "each name of one is in the other"
+    again = run("plan", path, "--parquet", table)
+    assert again.code == 73
+    assert "plan.parquet: is there already" in again.err

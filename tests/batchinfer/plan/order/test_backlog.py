@@ -1,0 +1,119 @@
+"""Where the rows of a plan are divided among engines."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.request import Request, SamplingParams
+from batchinfer.plan.order.backlog import DIVIDES_AT, Backlog, cut, piece_rows, share_of, tokens_of
+
+
+def rows(*groups: tuple[int, int, int]) -> list[Request]:
+    """Groups of (rows, tokens that they share, tokens of each beyond these), one after the other."""
+    made = []
+    for members, shared, own in groups:
+        for member in range(members):
+            prompt = np.zeros(shared + own, np.int32)
+            key = len(made).to_bytes(32, "big")
+            made.append(
+                Request(key, prompt, SamplingParams(max_tokens=1), shared if member < members - 1 else 0)
+            )
+    return made
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 500), st.integers(1, 60)), max_size=12)
+
+
+def tokens(requests: list[Request]) -> int:
+    shared = sum(before.shares_next for before, _ in pairwise(requests))
+    return sum(len(request.prompt) + request.params.max_tokens for request in requests) - shared
+
+
+@given(groups=GROUPS, wanted=st.integers(0, 70), engines=st.integers(1, 5))
+def test_nothing_is_lost_and_a_cut_costs_little(
+    groups: list[tuple[int, int, int]], wanted: int, engines: int
+) -> None:
+    requests, backlog, taken = rows(*groups), Backlog(), []
+    backlog.append(requests)
+    while len(backlog):
+        end = len(taken)
+        piece = backlog.take(wanted, engines)
+        taken += piece
+        assert piece
+        assert len(taken) == len(requests) or len(piece) >= wanted
+        assert piece[-1].shares_next == 0
+        divided = requests[len(taken) - 1].shares_next
+        # of that, what the piece before it, cut off behind the same rows, may have paid for
+        paid = min(
+            [
+                requests[end - 1].shares_next if end else 0,
+                *(r.shares_next for r in requests[end : len(taken)]),
+            ]
+        )
+        rest = range(len(taken), len(requests))
+        last = next((at for at in rest if requests[at].shares_next < divided), len(taken))
+        group = tokens(requests[end : last + 1]) // max(1, engines - 1)
+        assert (divided - paid) * DIVIDES_AT <= max(tokens(requests[end : len(taken)]), group)
+    assert [request.key for request in taken] == [request.key for request in requests]
+
+
+def test_rows_that_share_nothing_are_cut_off_as_wanted() -> None:
+    assert cut(rows(*[(1, 0, 20)] * 100), 30, 2)[0] == 30
+
+
+def test_a_group_is_kept_whole() -> None:
+    assert cut(rows((25, 300, 10), (10, 300, 10), (30, 300, 10)), 30, 2)[0] == 35
+
+
+def test_a_group_inside_a_group_is_kept_whole() -> None:
+    """All rows begin alike; what the rows of an inner group share besides is not run twice."""
+    requests = rows(*[(8, 40, 400)] * 10)
+    linked = [Request(r.key, r.prompt, r.params, r.shares_next or 10) for r in requests]
+    assert cut(linked, 30, 2)[0] == 32
+
+
+def test_a_large_group_is_divided_where_its_prefix_costs_little() -> None:
+    """512 tokens more are little beside 128 rows of 81; not if 20 engines run them."""
+    requests = rows((128, 512, 80))
+    assert cut(requests, 16, 2) == (16, 512)
+    assert cut(requests, 16, 20) == (64, 0)
+    assert tokens(requests[:64]) >= 512 * DIVIDES_AT
+    assert cut(requests[:40], 16, 2) == (40, 0)
+    assert cut(requests[:40], 16, 2, paid=512) == (16, 512)
+
+
+def test_what_engines_run_already_is_not_paid_again() -> None:
+    """The first half is divided because there is enough of it; the last rows are shared out as evenly."""
+    backlog, pieces = Backlog(), []
+    backlog.append(rows((128, 512, 80)))
+    while len(backlog):
+        pieces.append(len(backlog.take(piece_rows(len(backlog), 2), 2)))
+    assert max(pieces) == 16
+    assert pieces[-1] == 1
+
+
+def test_rows_that_come_back_are_first() -> None:
+    backlog, requests = Backlog(), rows((3, 0, 5))
+    backlog.append(requests[1:])
+    backlog.put_back(requests[:1])
+    assert [request.key for request in backlog.take_all()] == [request.key for request in requests]
+    assert not len(backlog)
+
+
+def test_the_busiest_engines_share_of_many_rows_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut looks at all rows that were read: of 25,000 that were read at once it looked 50 times at each."""
+    many, looked_at, take = rows(*[(4, 16, 16)] * 25_000), [0], Backlog.take
+
+    def counted(backlog: Backlog, most: int, engines: int) -> list[Request]:
+        looked_at[0] += len(backlog)
+        return take(backlog, most, engines)
+
+    monkeypatch.setattr(Backlog, "take", counted)
+    share = share_of(many, 2)
+    assert len(many) // 2 < looked_at[0] < 10 * len(many)
+    assert sum(map(tokens_of, share)) == pytest.approx(sum(map(tokens_of, many)) / 2, rel=0.01)

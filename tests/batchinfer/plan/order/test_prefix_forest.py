@@ -1,0 +1,188 @@
+"""The forest of shared prefixes, and the order that it gives, against what brute force says of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.plan.order import block_tails, requests, run_order
+from batchinfer.plan.order import sorted_prompts as sorting
+from batchinfer.plan.order.block_hashes import BLOCK, HASH_BYTES, block_hashes
+from batchinfer.plan.order.prefix_forest import ROOT, ForestBuilder, PrefixForest
+from batchinfer.plan.order.run_order import depth_first, kept_together
+
+# A path is made of stretches of 5 tokens, which fill no whole blocks
+paths = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), max_size=20), st.integers(1, 40)), min_size=1, max_size=40
+)
+
+
+def prompts_of(tree: list[tuple[list[int], int]]) -> list[np.ndarray]:
+    rows = [[step for step in path for _ in range(5)] + [50 + i] * own for i, (path, own) in enumerate(tree)]
+    return [np.array(row, np.int32) for row in rows]
+
+
+def heads_of(prompt: np.ndarray) -> list[bytes]:
+    """What a prompt may share: not its last token, which always runs."""
+    return [prompt[:end].tobytes() for end in range(1, len(prompt))]
+
+
+def in_order(prompts: list[np.ndarray], batch: int) -> tuple[list[np.ndarray], PrefixForest]:
+    """The prompts sorted, and their forest, of which so many prompts are held at a time."""
+    counts = [len(prompt) for prompt in prompts]
+    places = pa.table({"token_offset": np.cumsum(counts) - counts, "token_count": np.array(counts, np.int32)})
+    with duckdb.connect() as database, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sorting, "_ROWS", batch)
+        database.register("places", places)
+        database.execute("CREATE TABLE work AS SELECT * FROM places")
+        forest, rows = sorting.sorted_prompts(database, Counted(np.concatenate(prompts)))
+    assert rows.tolist() == sorted(range(len(prompts)), key=lambda row: (prompts[row][:-1].tolist(), row))
+    return [prompts[row] for row in rows], forest
+
+
+def brute_force(prompts: list[np.ndarray]) -> dict[bytes, tuple[int, bytes | None]]:
+    """By prefix its users and its parent: prefixes that two or more begin with, where the number of users changes."""
+    users: dict[bytes, set[int]] = defaultdict(set)
+    for row, prompt in enumerate(prompts):
+        for head in heads_of(prompt):
+            users[head].add(row)
+    longer = {head[:-4]: len(rows) for head, rows in sorted(users.items(), key=lambda one: len(one[1]))}
+    nodes = {
+        head: len(rows) for head, rows in users.items() if len(rows) > 1 and longer.get(head, 0) < len(rows)
+    }
+    above = {head: [h for h in nodes if h != head and head.startswith(h)] for head in nodes}
+    return {head: (count, max(above[head], key=len, default=None)) for head, count in nodes.items()}
+
+
+@given(paths, st.integers(1, 50))
+@settings(max_examples=40, deadline=None, print_blob=True)
+def test_the_forest_is_the_one_of_brute_force(tree, batch):
+    prompts, forest = in_order(prompts_of(tree), batch)
+    heads = [
+        prompts[f][:d].tobytes() for f, d in zip(forest.first.tolist(), forest.depth.tolist(), strict=True)
+    ]
+    found = {
+        head: (users, None if parent == ROOT else heads[parent])
+        for head, users, parent in zip(heads, forest.users.tolist(), forest.parent.tolist(), strict=True)
+    }
+    wanted = brute_force(prompts)
+    assert found == wanted
+    assert len(found) == len(forest)
+    assert all(parent < node for node, parent in enumerate(forest.parent.tolist()))
+    for prompt, node in zip(prompts, forest.node_of.tolist(), strict=True):
+        deepest = max((h for h in heads_of(prompt) if h in wanted), key=len, default=None)
+        assert deepest == (None if node == ROOT else heads[node])
+    everything = [head for prompt in prompts for head in heads_of(prompt)]
+    assert forest.saved.sum() == len(everything) - len(set(everything))
+
+
+@pytest.mark.parametrize("many", [0, 1000])
+@given(tree=paths, data=st.data())
+@settings(max_examples=30, deadline=None, print_blob=True)
+def test_the_order_walks_the_forest_by_effort(many, tree, data):
+    """What shares a token stands together among many rows, among few what shares a block."""
+    prompts, forest = in_order(prompts_of(tree), 1000)
+    effort = np.array([data.draw(st.integers(0, 9)) for _ in prompts], np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_order, "MANY", many)
+        places = depth_first(kept_together(forest), effort).tolist()
+    assert sorted(places) == list(range(len(prompts)))
+    step = BLOCK if many else 1
+    assert [row for _, row in sorted(zip(places, range(len(prompts)), strict=True))] == walk(
+        list(range(len(prompts))), prompts, effort.tolist(), 0, step
+    )
+
+
+def walk(rows: list[int], prompts: list[np.ndarray], effort: list[int], depth: int, step: int) -> list[int]:
+    """By recursion: the parts of these rows that differ in the next `step` tokens, by largest effort."""
+    parts: dict[bytes | int, list[int]] = defaultdict(list)
+    for row in rows:
+        whole = len(prompts[row]) > depth + step
+        parts[prompts[row][depth : depth + step].tobytes() if whole else row].append(row)
+    ordered = sorted(parts.values(), key=lambda part: (-max(effort[row] for row in part), part[0]))
+    return [
+        row
+        for part in ordered
+        for row in (part if len(part) == 1 else walk(part, prompts, effort, depth + step, step))
+    ]
+
+
+def test_many_tokens_are_hashed_in_pieces_that_change_nothing():
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 50_000, n).astype(np.int32) for n in (0, 1, 16, 17, 200_000, 33, 300_000, 48)]
+    alone = [block_hashes([prompt])[0] for prompt in prompts]
+    assert block_hashes(prompts) == alone
+    assert [len(chain) for chain in alone] == [max(0, len(p) - 1) // BLOCK * HASH_BYTES for p in prompts]
+
+
+def test_no_prompts_give_no_hashes_and_no_nodes():
+    assert block_hashes([]) == []
+    assert len(ForestBuilder().finished()) == 0
+
+
+def test_blocks_whose_tokens_changed_places_are_not_the_same():
+    a, b = [7] * 16, [9] * 16
+    chains = block_hashes([np.array([*x, *y, 1], np.int32) for x, y in ((a, b), (b, a), (a, a), (b, b))])
+    assert len({chain[HASH_BYTES:] for chain in chains}) == 4
+
+
+def test_a_very_deep_chain_of_prefixes():
+    prompts, forest = in_order([np.zeros(16 * n + 1, np.int32) for n in range(1, 600)], 1000)
+    assert len(forest) == 598
+    assert forest.users.tolist() == list(range(599, 1, -1))
+    effort = np.array([len(prompt) for prompt in prompts])
+    assert sorted(depth_first(kept_together(forest), effort).tolist()) == list(range(599))
+
+
+class Counted:
+    """A token store that counts how often it is read."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens, self.reads = tokens, 0
+
+    def read(self, offset: int, count: int) -> np.ndarray:
+        self.reads += 1
+        return self.tokens[offset : offset + count]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=30), st.integers(1, 40))
+@settings(deadline=None)
+def test_prompts_that_lie_together_are_read_together(rows, at_once):
+    """Rows of so many tokens, each so far behind the one before it."""
+    counts = np.array([count for count, _ in rows], np.int32)
+    gaps = np.array([gap for _, gap in rows], np.int64)
+    offsets = np.cumsum(counts + gaps) - counts
+    store = Counted(np.arange(int(counts.sum() + gaps.sum()), dtype=np.int32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests, "_AT_ONCE", at_once)
+        found = [prompt for some in requests.read_prompts(store, offsets, counts) for prompt in some]
+    wanted = [
+        store.tokens[o : o + c].tolist() for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)
+    ]
+    assert [prompt.tolist() for prompt in found] == wanted
+    assert store.reads <= 1 + np.count_nonzero(gaps[1:]) + counts.sum() // at_once
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), max_size=30), st.integers(1, 60))
+@settings(deadline=None)
+def test_tails_that_lie_near_one_another_are_read_together(rows, gap):
+    """Tails of so many tokens, each so far behind the one before it."""
+    counts = np.array([count for count, _ in rows], np.int64)
+    gaps = np.array([gap for _, gap in rows], np.int64)
+    offsets = np.cumsum(counts + gaps) - counts
+    store = Counted(np.arange(7, 7 + int(counts.sum() + gaps.sum()), dtype=np.int32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_tails, "_GAP", gap)
+        tails = block_tails.read_tails(store, offsets, counts)
+    found = [[token - 1 for token in tail.tolist() if token] for tail in tails]
+    assert found == [
+        store.tokens[o : o + min(c, BLOCK)].tolist()
+        for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)
+    ]
+    assert store.reads <= 1 + np.count_nonzero(np.diff(offsets) > gap)

@@ -1,0 +1,221 @@
+"""A simulated run takes the steps of the real one, and the time that its clock is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.core.request import Request, SamplingParams, StepSample
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.engine.tensors.graph_sizes import batch_sizes
+from batchinfer.plan.simulation.launching import Captures
+from batchinfer.plan.simulation.simulator import SimulatedEngine, block_bytes, simulate, simulated_steps
+from batchinfer.plan.simulation.step_parts import PARTS, TimedStep
+from batchinfer.plan.simulation.step_time import (
+    FEWEST,
+    MeasuredStep,
+    StepTime,
+    host_line,
+    measured_step_time,
+    shape_of,
+)
+from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
+from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
+from tests.batchinfer.engine.simulation import LLAMA_8B, LLAMA_135M
+from tests.batchinfer.engine.small_engine import MAX_LEN, Limits, drain, make_engine, watcher
+
+PEAKS = Peaks(1e12, 1e11)
+MEASURED = ("_s", "graph_bytes")  # what only a device can say
+COUNTS = [field.name for field in fields(StepSample) if not field.name.endswith(MEASURED)]
+
+
+@st.composite
+def rows(draw: Any) -> list[Request]:
+    shared = draw(st.lists(st.integers(0, VOCAB - 1), max_size=12))
+    found = []
+    for number in range(draw(st.integers(1, 12))):
+        own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
+        prompt = shared[: draw(st.integers(0, len(shared)))] + own
+        params = SamplingParams(
+            max_tokens=draw(st.integers(0, 12)),
+            ignore_eos=draw(st.booleans()),
+            stop=draw(st.sampled_from([(), (), ("there",)])),
+            stop_token_ids=draw(st.sampled_from([(), (), (2,)])),
+        )
+        found.append(Request(np.random.default_rng(number).bytes(32), np.array(prompt, np.int32), params))
+    return found
+
+
+LIMITS = st.builds(
+    Limits,
+    budget=st.sampled_from([3, 7, 40]),
+    seqs=st.integers(1, 6),
+    caching=st.booleans(),
+    blocks=st.integers(10, 22),
+    block_size=st.just(4),
+)
+
+
+def machine(limits: Limits, runner: ModelRunner, time: StepTime, looks_ahead: bool) -> SimulatedEngine:
+    return SimulatedEngine(
+        runner.cost,
+        runner.layout,
+        limits.blocks,
+        SchedulerConfig(limits.seqs, limits.budget, limits.caching),
+        MAX_LEN,
+        time,
+        looks_ahead,
+        captures=Captures(0, 0, 0) if looks_ahead else None,
+    )
+
+
+def counts(steps: Sequence[StepSample]) -> list[dict[str, int]]:
+    return [{name: getattr(step, name) for name in COUNTS} for step in steps]
+
+
+@settings(max_examples=80, deadline=None, print_blob=True)
+@given(rows(), LIMITS, st.sampled_from([ModelRunner, DeviceRunner]))
+def test_each_step_is_that_of_the_real_engine(work: list[Request], limits: Limits, kind: Any) -> None:
+    """Chunks, batches, sharing, preemption, padding of steps that looked ahead, flops and bytes."""
+    runner = hashing_runner(kind, limits.blocks, limits.block_size)
+    real = drain(make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher), work)
+    outputs = {key: len(answer.token_ids) for key, answer in real.completions.items()}
+    made = machine(limits, runner, StepTime(PEAKS), looks_ahead=kind is DeviceRunner)
+    found = [output.sample for output in simulated_steps(made, work, outputs) if output.sample]
+    event(f"preempted: {any(step.preemptions for step in real.steps)}")
+    event(f"shared: {any(step.cached_tokens for step in real.steps)}")
+    assert counts(found) == counts(real.steps)
+
+
+@settings(max_examples=20, deadline=None, print_blob=True)
+@given(rows(), LIMITS, st.integers(1, 12), st.integers(4, 40))
+def test_steps_are_launched_as_by_the_real_engine(
+    work: list[Request], limits: Limits, most: int, longest: int
+) -> None:
+    runner = hashing_runner(DeviceRunner, limits.blocks, limits.block_size)
+    runner = with_graphs(runner, most, longest, limits.blocks)
+    real = drain(make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher), work)
+    outputs = {key: len(answer.token_ids) for key, answer in real.completions.items()}
+    made = machine(limits, runner, StepTime(PEAKS), looks_ahead=True)
+    made = replace(made, captures=Captures(most, longest, tokens=0))
+    found = [output.sample.launch for output in simulated_steps(made, work, outputs) if output.sample]
+    pairs = Counter(zip((step.launch for step in real.steps), found, strict=True))
+    event(f"launched in both ways: {len(pairs) > 1}")
+    # of rows that share blocks the simulation takes the first two of a kind not to be captured
+    spared = pairs.pop(("full_graph", "eager"), 0)
+    assert set(pairs) <= {("full_graph", "full_graph"), ("eager", "eager")}
+    assert spared <= (2 * len(batch_sizes(most)) if limits.caching else 0)
+    assert {step.capture_s is None for step in real.steps} <= {False}
+
+
+def test_time_is_the_devices_and_the_hosts() -> None:
+    limits = Limits(budget=40, seqs=4, blocks=40, block_size=4)
+    runner = hashing_runner(ModelRunner, limits.blocks, limits.block_size)
+    prompts = [np.arange(9, dtype=np.int32) + n for n in range(8)]
+    work = [
+        Request(bytes([n]) * 32, prompt, SamplingParams(max_tokens=6, ignore_eos=True))
+        for n, prompt in enumerate(prompts)
+    ]
+    outputs = dict.fromkeys((request.key for request in work), 6)
+    time = StepTime(PEAKS, 0.5, 0.25, host_step_s=0.01, host_row_s=0.001)
+    made = machine(limits, runner, time, looks_ahead=False)
+    steps = [output.sample for output in simulated_steps(made, work, outputs) if output.sample]
+    total = simulate(made, work, outputs)
+    assert len(steps) == total.steps == 12
+    expected = 0.0
+    for step in steps:
+        assert step.roofline_s is not None
+        expected += step.roofline_s / (0.5 if step.prefill_tokens else 0.25) + 0.01 + 0.004
+    assert total.seconds == pytest.approx(expected)
+    assert total.sampled_tokens == 48
+    assert total.roofline_s == pytest.approx(sum(step.roofline_s or 0.0 for step in steps))
+    # a device that is launched ahead hides the host, but for the first and the last step
+    ahead = simulate(replace(made, looks_ahead=True), work, outputs)
+    device = expected - 12 * 0.014
+    assert ahead.seconds < total.seconds
+    assert ahead.seconds >= max(device, 12 * 0.014)
+
+
+def measured(expected: StepTime, count: int, took: StepTime, seed: int = 5) -> list[MeasuredStep]:
+    """Steps of a real model's cost that took what `took` says."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        rows_of_step = int(rng.integers(1, 256))
+        tokens = rows_of_step if rng.random() < 0.7 else rows_of_step + int(rng.integers(256, 2048))
+        shape = StepShape(tokens, rows_of_step, 30 * tokens * 50, 30 * tokens * 50)
+        seconds = took.device_s(shape, LLAMA_135M, rows_of_step)
+        step = TimedStep(LLAMA_135M, shape, rows_of_step, seconds)
+        found.append(MeasuredStep(step, took.host_s(rows_of_step)))
+    return found
+
+
+@pytest.mark.parametrize("parts", [None, dict.fromkeys(PARTS, 1.5) | {"layers": 1e-4, "rows": 1e-5}])
+def test_step_times_are_found_again_from_what_steps_took(parts: dict[str, float] | None) -> None:
+    expected = StepTime(PEAKS, parts=parts)
+    wanted = replace(
+        expected, prefill_efficiency=0.8, decode_efficiency=0.4, host_step_s=0.002, host_row_s=3e-5
+    )
+    steps = measured(expected, 400, wanted)
+    found = measured_step_time(expected, steps)
+    assert found is not None
+    for name in ("prefill_efficiency", "decode_efficiency", "host_step_s", "host_row_s"):
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name)), name
+    assert found.parts == parts
+    assert measured_step_time(expected, steps[: FEWEST // 2]) is None
+    decodes = [one for one in steps if one.step.shape.tokens == one.step.rows]
+    only = measured_step_time(expected, decodes)
+    assert only is not None
+    assert only.prefill_efficiency == only.decode_efficiency == pytest.approx(0.4)
+
+
+def test_no_time_is_below_zero_however_steps_scatter() -> None:
+    """A few long steps of few rows make a line that falls, or that begins below zero."""
+    rows_of = np.arange(1.0, 60.0)
+    for host_s in (1 / rows_of, 1e-5 * rows_of**2):
+        found = host_line(rows_of, host_s)
+        assert min(found) == 0
+        assert max(found) > 0
+        assert (found[0] + found[1] * rows_of).sum() == pytest.approx(host_s.sum())
+
+
+@pytest.mark.parametrize("cost", [LLAMA_135M, LLAMA_8B])
+def test_a_steps_shape_is_found_again_from_what_the_report_keeps(cost: ModelCost) -> None:
+    """Otherwise earlier runs' steps would be compared with what other steps take."""
+    for shape in (
+        StepShape(64, 64, 64 * 700 * cost.layers, 64 * 700 * cost.layers),
+        StepShape(2048, 3, 3_000_017, 61_440),
+    ):
+        moved = step_total(cost.step(shape)).bytes
+        assert shape_of(cost, shape.tokens, shape.sampled, cost.model_flops(shape), moved) == shape
+
+
+def test_a_step_takes_its_roofline_at_the_least() -> None:
+    runner = hashing_runner(ModelRunner, 40, 4)
+    shape = runner.step_shape([], 0, 0)
+    assert StepTime(PEAKS).device_s(shape, runner.cost) == roofline_seconds(runner.cost.step(shape), PEAKS)
+
+
+@pytest.mark.parametrize("seqs", [1, 3])
+def test_memory_of_the_cache_takes_time_when_it_is_first_used_and_never_again(seqs: int) -> None:
+    """Of six rows one after another only the first takes blocks that nobody had; of three at a time three do."""
+    runner = hashing_runner(ModelRunner, 20, 4)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    work = [Request(bytes([n]) * 32, np.full(8, n, np.int32), params) for n in range(6)]
+    outputs = {request.key: 4 for request in work}
+    made = machine(
+        Limits(budget=40, seqs=seqs, caching=False, blocks=20, block_size=4), runner, StepTime(PEAKS), False
+    )
+    more = simulate(replace(made, time=StepTime(PEAKS, first_use_s=1e-3)), work, outputs).seconds
+    least = simulate(made, work, outputs).seconds
+    blocks = seqs * 3  # 8 tokens of the prompt, and 3 of the answer are run
+    assert more - least == pytest.approx(blocks * block_bytes(runner.layout, runner.cost) * 1e-3)

@@ -1,0 +1,240 @@
+"""`batchinfer pull` in a process of its own, from a hub on loopback: what it fetches, continues, refuses and says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
+from tests.batchinfer.wrong_jobs import hears_signals
+from tests.checkpoints import make_tokenizer
+from tests.foreign_models import make_foreign
+from tests.hub_server import Hub, files_of, serving, sha256
+from tests.patience import PATIENCE_S, wait_until
+
+ROOT = Path(__file__).parents[3]
+FIRST, SECOND = "1" * 40, "2" * 40
+WEIGHTS = "model.safetensors"
+# small pieces, so that a small model's transfer can be cut in its middle
+MAIN = "import huggingface_hub.constants as c; c.DOWNLOAD_CHUNK_SIZE = 4096\nfrom batchinfer import cli; cli.main()"
+NEVER = {"pytorch_model.bin": b"pickle", "modeling.py": b"code", "README.md": b"# a", "x.gguf": b"GGUF",
+         "consolidated.safetensors": b"the same weights again"}  # fmt: skip
+
+
+@pytest.fixture
+def hub(model: Path) -> Iterator[Hub]:
+    files = files_of(model) | NEVER
+    with serving(Hub("org/tiny", {FIRST: files}, {"main": FIRST, "v1": FIRST})) as hub:
+        yield hub
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return (tmp_path / "home/hub").resolve()
+
+
+def command(hub: Hub, cache: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_OFFLINE"))}
+    env = kept | {"HF_HOME": str(cache.parent), "HF_ENDPOINT": hub.url} | env
+    line = [sys.executable, "-c", MAIN, "pull", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        line, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears_signals
+    )
+
+
+def pull(hub: Hub, cache: Path, *arguments: str, **env: str) -> tuple[int, str, str]:
+    child = command(hub, cache, *arguments, **env)
+    out, err = child.communicate(timeout=PATIENCE_S)
+    return child.returncode, out, err
+
+
+def snapshot(cache: Path, commit: str = FIRST) -> Path:
+    return cache / "models--org--tiny" / "snapshots" / commit
+
+
+def test_a_model_of_transformers_own_can_be_run(tmp_path: Path, cache: Path) -> None:
+    make_foreign(tmp_path / "phi", "phi")
+    make_tokenizer(tmp_path / "phi")
+    with serving(Hub("org/phi", {FIRST: files_of(tmp_path / "phi")}, {"main": FIRST})) as hub:
+        code, out, err = pull(hub, cache, "org/phi")
+    assert (code, "cannot be run" in err) == (0, False), out + err
+
+
+def test_a_pulled_model_answers_as_its_folder_does(
+    tmp_path: Path, hub: Hub, cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = pull(hub, cache, "org/tiny")
+    assert code == 0, err
+    assert all(text in out for text in (f"org/tiny@{FIRST}", str(snapshot(cache)), "model: {path: org/tiny}"))
+    assert {path.name for path in snapshot(cache).iterdir()} == set(files_of(model))
+    assert files_of(snapshot(cache)) == files_of(model)
+    assert not set(NEVER) & set(hub.served)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    store = {"path": str(tmp_path / "store")}
+    for where, named, options in (("a", str(model), ()), ("b", "org/tiny", (NO_ENGINE,))):
+        (tmp_path / where).mkdir()
+        path = write_job(tmp_path / where, model, people(5), model={"path": named}, cache=store)
+        assert run(path, *options).exit_code == 0
+    assert table(tmp_path / "a/job.yaml") == table(tmp_path / "b/job.yaml")
+
+
+def test_a_second_pull_fetches_nothing(hub: Hub, cache: Path) -> None:
+    assert pull(hub, cache, "org/tiny")[0] == 0
+    hub.served.clear()
+    code, out, _ = pull(hub, cache, "org/tiny", "--json")
+    facts = json.loads(out)
+    assert code == facts["exit_code"] == 0
+    assert (facts["commit"], facts["downloaded_bytes"], facts["message"]) == (FIRST, 0, None)
+    assert (facts["path"], facts["model"]) == (str(snapshot(cache)), "org/tiny")
+    assert {name for name in hub.served if name} == set()
+
+
+def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(hub: Hub, cache: Path) -> None:
+    whole = len(hub.commits[FIRST][WEIGHTS])
+    hub.cut[WEIGHTS] = whole // 2
+    hub.stalled.set()
+    child = command(hub, cache, "org/tiny")
+    assert hub.reached.wait(PATIENCE_S)
+    partial = cache / f"models--org--tiny/blobs/{sha256(hub.commits[FIRST][WEIGHTS])}.incomplete"
+    arrived = whole // 2 - 3 * 4096  # what it buffers
+    wait_until(lambda: child.poll() is not None or (partial.exists() and partial.stat().st_size >= arrived))
+    assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=PATIENCE_S)
+    assert child.returncode == 130
+    assert "the same command continues" in err
+    there = partial.stat().st_size
+    assert 0 < there < whole
+    hub.stalled.clear()
+    hub.cut.clear()
+    hub.served.clear()
+    code, out, err = pull(hub, cache, "org/tiny", "--json")
+    assert code == 0, err
+    assert hub.served[WEIGHTS] == whole - there == json.loads(out)["downloaded_bytes"]
+    assert (snapshot(cache) / WEIGHTS).read_bytes() == hub.commits[FIRST][WEIGHTS]
+    assert not partial.exists()
+
+
+def test_shards_are_those_that_the_index_names(tmp_path: Path, model: Path, cache: Path) -> None:
+    from safetensors.numpy import load_file, save
+
+    tensors = load_file(model / WEIGHTS)
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    weight_map = {name: shard for shard, its in shards.items() for name in its}
+    files = {name: data for name, data in files_of(model).items() if name != WEIGHTS} | NEVER
+    files |= {shard: save({name: tensors[name] for name in its}) for shard, its in shards.items()}
+    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    with serving(Hub("org/tiny", {FIRST: files}, {"main": FIRST})) as hub:
+        code, _, err = pull(hub, cache, "org/tiny")
+    assert code == 0, err
+    assert {path.name for path in snapshot(cache).iterdir()} == set(files) - set(NEVER)
+
+
+def test_a_revision_is_pulled_beside_main(hub: Hub, cache: Path) -> None:
+    hub.commits[SECOND] = hub.commits[FIRST]
+    hub.refs["next"] = SECOND
+    assert pull(hub, cache, "org/tiny")[0] == 0
+    hub.served.clear()
+    code, out, _ = pull(hub, cache, "org/tiny@next")
+    assert code == 0
+    assert "model: {path: org/tiny@next}" in out
+    assert hub.served[WEIGHTS] == 0  # the same content is there already
+    refs = cache / "models--org--tiny/refs"
+    assert ((refs / "main").read_text(), (refs / "next").read_text()) == (FIRST, SECOND)
+
+
+def test_main_moves_only_once_the_new_commit_is_whole(hub: Hub, cache: Path) -> None:
+    assert pull(hub, cache, "org/tiny")[0] == 0
+    changed = bytearray(hub.commits[FIRST][WEIGHTS])
+    changed[-1] ^= 1
+    hub.commits[SECOND] = hub.commits[FIRST] | {WEIGHTS: bytes(changed)}
+    hub.refs["main"] = SECOND
+    hub.damaged.add(WEIGHTS)
+    ref = cache / "models--org--tiny/refs/main"
+    code, _, err = pull(hub, cache, "org/tiny")
+    assert code == 69
+    assert "arrived damaged" in err
+    assert ref.read_text() == FIRST
+    hub.damaged.clear()
+    assert pull(hub, cache, "org/tiny")[0] == 0
+    assert ref.read_text() == SECOND
+    assert (snapshot(cache, SECOND) / WEIGHTS).read_bytes() == bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "code", "words"),
+    [
+        (401, "GatedRepo", 69, ("gated", "HF_TOKEN")),
+        (403, "GatedRepo", 69, ("gated", "HF_TOKEN")),
+        (404, "RepoNotFound", 66, ("no model org/tiny", "HF_TOKEN")),
+        (403, "", 69, ("does not let you read", "HF_TOKEN")),
+        (501, "", 69, ("answered 501", "the same command continues")),
+    ],
+)
+def test_what_a_hub_refuses_is_said_with_the_next_step(
+    hub: Hub, cache: Path, status: int, error: str, code: int, words: tuple[str, ...]
+) -> None:
+    hub.error = (status, error)
+    found, out, err = pull(hub, cache, "org/tiny")
+    assert (found, out) == (code, "")
+    assert all(word in err for word in words), err
+    assert "Traceback" not in err
+
+
+def test_wrong_names_revisions_and_endpoints(hub: Hub, cache: Path) -> None:
+    code, _, err = pull(hub, cache, "org/tiny@v9")
+    assert (code, "no branch, tag or commit v9" in err) == (66, True), err
+    code, _, err = pull(hub, cache, "tiny")
+    assert (code, "org/name" in err) == (2, True), err
+    code, _, err = pull(hub, cache, "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    assert (code, "cannot be reached" in err) == (69, True), err
+    code, _, err = pull(hub, cache, "org/tiny", HF_HUB_OFFLINE="1")
+    assert (code, "HF_HUB_OFFLINE" in err) == (69, True), err
+    assert not cache.exists()
+
+
+def test_the_token_is_sent(hub: Hub, cache: Path) -> None:
+    assert pull(hub, cache, "org/tiny", HF_TOKEN="hf_secret")[0] == 0
+    about_it = {path: token for path, token in hub.tokens.items() if "org/tiny" in path}
+    assert set(about_it.values()) == {"Bearer hf_secret"}
+
+
+def test_pickle_is_refused_before_anything_is_fetched(hub: Hub, cache: Path) -> None:
+    files = hub.commits[FIRST]
+    for name in (WEIGHTS, "consolidated.safetensors"):
+        del files[name]
+    code, _, err = pull(hub, cache, "org/tiny")
+    assert (code, "pickle" in err) == (77, True), err
+    assert {name for name in hub.served if name} == set()
+
+
+def test_a_model_that_cannot_be_run_is_called_so(hub: Hub, cache: Path) -> None:
+    config = json.loads(hub.commits[FIRST]["config.json"])
+    hub.commits[FIRST]["config.json"] = json.dumps(config | {"num_hidden_layers": 77}).encode()
+    code, out, err = pull(hub, cache, "org/tiny")
+    assert code == 78
+    assert str(snapshot(cache)) in out
+    assert "model: {path" not in out
+    assert "cannot be run" in err
+    assert "missing tensors" in err
+
+
+def test_a_disk_without_room_is_said_before_the_weights(hub: Hub, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import shutil\nused = shutil.disk_usage\n"
+        "shutil.disk_usage = lambda path: used(path)._replace(free=1000)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    code, _, err = pull(hub, cache, "org/tiny", PYTHONPATH=paths)
+    assert (code, "HF_HUB_CACHE" in err) == (74, True), err
+    assert hub.served[WEIGHTS] == 0

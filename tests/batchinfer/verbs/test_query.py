@@ -1,0 +1,358 @@
+"""`batchinfer query`: what it shows, what it refuses, and the report's tables beside the results."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.verbs.answer import columns_of, shown
+from tests.batchinfer.wrong_jobs import (
+    NO_ENGINE,
+    Command,
+    Ended,
+    Place,
+    command,
+    copy_of,
+    make_place,
+    run_once,
+)
+
+REPORT_PAGE = Path(__file__).parents[3] / "docs" / "report.md"
+LONG = "a long answer of many words " * 20
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    run = command(capsys, monkeypatch, NO_ENGINE)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    return lambda *arguments: run("query", *arguments)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
+    """A job that has run once. Tests that change it take a copy, those that run it again run one of their own."""
+    return run_once(make_place(tmp_path_factory.mktemp("finished") / "job", model))
+
+
+@pytest.fixture
+def copy(finished: Place, tmp_path: Path) -> Place:
+    return copy_of(finished, tmp_path / "copy")
+
+
+def answer(sql: str) -> duckdb.DuckDBPyRelation:
+    return duckdb.connect().sql(sql)
+
+
+# --- how an answer looks
+
+
+def test_what_fits_is_a_table() -> None:
+    assert list(
+        shown(answer("select 1 as n, 'ä' as t union all select 1000, null order by 1"), "auto", 80)
+    ) == [
+        "   n  t",
+        "────  ────",
+        "   1  ä",
+        "1000  NULL",
+    ]
+
+
+def test_what_does_not_fit_is_blocks_with_the_whole_text() -> None:
+    lines = list(shown(answer(f"select 7 as row_id, '{LONG}' as generated_text"), "auto", 60))
+    assert lines[0].startswith("── 1 ──")
+    assert lines[1] == "row_id          7"
+    assert max(map(len, lines)) <= 60
+    assert " ".join(" ".join(lines[2:]).split()) == f"generated_text {LONG.strip()}"
+    piped = list(shown(answer(f"select '{LONG}' as t"), "auto", None))
+    assert piped[1] == f"t  {LONG.strip()}"  # no line is broken where no terminal is
+
+
+def test_texts_of_many_lines_stay_readable() -> None:
+    lines = list(shown(answer("select 'one\n  two\n\nthree' as t, 5 as n"), "auto", 80))
+    assert lines[1:] == ["t  one", "     two", "", "   three", "n  5"]
+    assert list(shown(answer("select 'one\ntwo' as t"), "table", 80))[2] == "one\\ntwo"
+
+
+def test_no_control_character_reaches_a_terminal() -> None:
+    for form in ("table", "blocks"):
+        text = "\n".join(shown(answer("select 'a' || chr(27) || '[31mb' as \"x" + "\x1b" + '"'), form, 80))
+        assert "\x1b" not in text
+        assert "a\\x1b[31mb" in text
+
+
+def test_wide_characters_take_two_columns() -> None:
+    assert (columns_of("abc"), columns_of("日本"), columns_of("e\u0301")) == (3, 4, 1)
+    lines = list(shown(answer("select '日本' as a, 1 as b union all select 'x', 2 order by b"), "table", 80))
+    assert [columns_of(line) for line in lines[1:]] == [columns_of(lines[1])] * 3
+
+
+def test_values_that_python_does_not_have() -> None:
+    sql = "select date '290000-01-01' as d, 1 as a, 2 as a, '\\xff'::blob as b, 'nan'::double as x, [1, null] as l"
+    assert list(shown(answer(sql), "csv", None))[1] == '290000-01-01,1,2,\\xFF,nan,"[1,null]"'
+    (line,) = shown(answer(sql), "jsonl", None)
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "d": "290000-01-01", "a": 1, "a_1": 2, "b": "\\xFF", "x": None, "l": [1, None],
+    }  # fmt: skip
+
+
+def test_csv_can_be_read_again() -> None:
+    lines = shown(
+        answer("""select 'a,"b"' as "x,y", '' as e, null as n, 'one' || chr(10) || 'two' as t"""), "csv", None
+    )
+    rows = list(csv.reader(io.StringIO("\n".join(lines))))
+    assert rows == [["x,y", "e", "n", "t"], ['a,"b"', "", "", "one\ntwo"]]
+
+
+def test_csv_has_structs_and_lists_as_json() -> None:
+    sql = """select {'a': 'x,"y"', 'b': [1, null]} as s, [{'c': date '2024-01-02'}] as l, map {'k': 'nan'::double} as m,
+        [1, 2]::int[2] as f, null::int[] as n, 7 as s"""
+    (row,) = csv.reader(io.StringIO(list(shown(answer(sql), "csv", None))[1]))
+    assert [json.loads(cell) if cell else None for cell in row] == [
+        {"a": 'x,"y"', "b": [1, None]},
+        [{"c": "2024-01-02"}],
+        {"k": None},
+        [1, 2],
+        None,
+        7,
+    ]
+
+
+def test_an_answer_without_rows_has_its_columns() -> None:
+    for form in ("table", "csv"):
+        assert "n" in next(iter(shown(answer("select 1 as n where false"), form, 80)))
+    assert list(shown(answer("select 1 as n where false"), "jsonl", 80)) == []
+
+
+def test_many_rows_come_as_they_are_read() -> None:
+    lines = shown(answer("select i from range(100000000) t(i)"), "csv", None)
+    assert [next(lines) for _ in range(3)] == ["i", "0", "1"]
+
+
+# --- the verb
+
+
+def test_the_first_rows_by_default(finished: Place, ask: Command) -> None:
+    ended = ask(finished.results)
+    assert ended.code == 0
+    assert ended.out.startswith("── 1 ")  # fourteen columns do not fit
+    assert "generated_text" in ended.out
+
+
+@pytest.mark.parametrize("arguments", [("--format", "jsonl"), ("--format", "json"), ("--json",)])
+def test_json_for_programs(finished: Place, ask: Command, arguments: tuple[str, ...]) -> None:
+    ended = ask(finished.results, "select row_id, status from results", *arguments)
+    rows = [json.loads(line) for line in ended.out.splitlines()]
+    assert rows == [{"row_id": n, "status": "ok"} for n in range(20)]
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.csv", "x.jsonl"])
+def test_an_answer_goes_to_a_file_by_its_ending(copy: Place, ask: Command, name: str) -> None:
+    file = copy.folder / name
+    assert ask(copy.results, "select row_id, text from results", "--output", file).code == 0
+    assert duckdb.sql(f"select count(*), max(row_id) from '{file}'").fetchall() == [(20, 19)]
+    before = file.read_bytes()
+    again = ask(copy.results, "select 1", "-o", file)
+    assert (again.code, "is there already" in again.err) == (73, True)
+    assert file.read_bytes() == before
+
+
+def test_a_format_that_cannot_be(finished: Place, ask: Command) -> None:
+    wrong = ask(finished.results, "--format", "xml")
+    assert (wrong.code, "table, blocks, json, jsonl, csv, parquet" in wrong.err) == (2, True)
+    without = ask(finished.results, "-f", "parquet")
+    assert (without.code, "--output FILE" in without.err) == (2, True)
+    both = ask(finished.results, "--json", "--format", "csv")
+    assert (both.code, "leave one of the two out" in both.err) == (2, True)
+    assert ask(finished.results, "select 1 as n", "--json", "--format", "jsonl").out == '{"n":1}\n'
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "selct 1",
+        "select nothing from results",
+        "from nowhere",
+        "select error('boom')",
+        "select cast('x' as int) from results",
+        "select * from read_parquet('gone.parquet')",
+        "",
+        "select 1; select 2",
+        "explain",
+        "explain explain select 1",
+        "from results where",
+    ],
+)
+def test_wrong_sql_is_a_usage_error(finished: Place, ask: Command, sql: str) -> None:
+    ended = ask(finished.results, sql)
+    assert ended.code == 2, ended.err
+    assert "Traceback" not in ended.err
+    assert "bug" not in ended.err
+
+
+def test_a_wrong_name_is_told_with_the_right_ones(finished: Place, ask: Command) -> None:
+    assert (
+        "Tables here: results, run, history, steps, requests, rows, experts, phases, buckets, prefixes."
+        in ask(finished.results, "from nowhere").err
+    )
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "copy results to '{file}'",
+        "copy (pivot results on status using count(*)) to '{file}'",
+        "explain analyze copy results to '{file}'",
+        "explain (analyze) copy results to '{file}'",
+        "explain /* x */ analyze copy results to '{file}'",
+        "explain analyze /* x */ copy results to '{file}'",
+        "/* x */ explain analyze copy results to '{file}'",
+        "select * from query('copy results to ''{file}''')",
+        "attach '{file}' as x",
+        "export database '{file}'",
+        "create table x as from results",
+        "drop view results",
+        "delete from results",
+        "set threads = 1",
+        "pragma database_list",
+        "install httpfs",
+        "load httpfs",
+        "call pragma_version()",
+    ],
+)
+def test_what_writes_is_refused(finished: Place, ask: Command, sql: str) -> None:
+    file = finished.folder / "written"
+    before = finished.published()
+    ended = ask(finished.results, sql.format(file=file))
+    assert ended.code == 2, ended.out
+    assert not file.exists()
+    assert finished.published() == before
+    assert ask(finished.results, "select count(*) as n from results", "--json").out == '{"n":20}\n'
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "explain select 1",
+        "explain analyze from results",
+        "describe results",
+        "show tables",
+        "summarize results",
+        "pivot results on status using count(*)",
+        "with x as (from results) select count(*) from x",
+        "values (1)",
+        "/* a comment */ select 1;",
+    ],
+)
+def test_what_reads_is_answered(finished: Place, ask: Command, sql: str) -> None:
+    ended = ask(finished.results, sql)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out
+
+
+def test_where_there_is_no_result(finished: Place, ask: Command) -> None:
+    for folder, words in (
+        (finished.folder / "nothing", "output.path"),
+        (finished.folder / "job.yaml", "is a file; name the result folder"),
+        (finished.folder / "out", f"below it: {finished.results}"),
+        (finished.folder / "model", "`batchinfer run` publishes it"),
+    ):
+        ended = ask(folder)
+        assert (ended.code, words in ended.err) == (66, True), ended.err
+
+
+def test_a_damaged_result_is_no_usage_error(copy: Place, ask: Command) -> None:
+    (part,) = copy.results.glob("*.parquet")
+    data = part.read_bytes()
+    part.write_bytes(data[:-10])
+    ended = ask(copy.results)
+    assert (ended.code, "batchinfer verify" in ended.err) == (74, True)
+    part.write_bytes(b"x" * len(data))
+    ended = ask(copy.results, "select generated_text from results")
+    assert (ended.code, "batchinfer verify" in ended.err) == (74, True)
+
+
+# --- the report's tables
+
+
+def queries() -> list[str]:
+    return re.findall(r"```sql\n(.*?)```", REPORT_PAGE.read_text("utf-8"), re.DOTALL)
+
+
+def test_the_queries_of_the_report_page(
+    tmp_path: Path, model: Path, ask: Command, capsys: Any, monkeypatch: Any
+) -> None:
+    """Also after a night in which a row went and one came: kept rows find the request of the run that computed them."""
+    place, night = make_place(tmp_path / "job", model), command(capsys, monkeypatch)
+    assert night("run", place.folder / "job.yaml", "-q").code == 0
+    runs, join, history = queries()
+    assert len(ask(place.results, history, "--json").out.splitlines()) == 1
+    assert len(ask(place.results, runs, "--json").out.splitlines()) == 1
+    (first,) = {row["run_id"] for row in objects(ask(place.results, join, "--json"))}
+    place.rows(*({"id": f"r{i}", "text": f"word {i}"} for i in (*range(3, 20), 77)))
+    assert night("run", place.folder / "job.yaml", "-q").code == 0
+    found = objects(ask(place.results, join, "--json"))
+    assert {row["custom_id"] for row in found if row["run_id"] != first} == {"r77"}
+    names = ("row_id", "custom_id", "completion_tokens")
+    published = objects(ask(place.results, f"select {', '.join(names)} from results", "--json"))
+    assert sorted(row["row_id"] for row in found) == list(range(18))
+    assert {tuple(row[name] for name in names) for row in found} == {tuple(row.values()) for row in published}
+    assert night("run", place.folder / "job.yaml", "-q").code == 0
+    assert len(list(place.results.with_name("res-report").glob("rows-*"))) == 2  # nothing new, no further one
+
+
+def objects(ended: Ended) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ended.out.splitlines()]
+
+
+def test_a_report_folder_is_queried_like_its_result(copy: Place, ask: Command) -> None:
+    report = copy.results.with_name("res-report")
+    tables = ("results", "rows", "run")
+    counts = "select " + ", ".join(f"(select count(*) from {table}) as {table}" for table in tables)
+    for folder in (report, copy.results):
+        assert ask(folder, counts, "--json").out == '{"results":20,"rows":20,"run":1}\n'
+    shutil.rmtree(copy.results)
+    ended = ask(report, "--json")
+    assert json.loads(ended.out)["exit_code"] == 0
+    assert (
+        "Tables here: run, history, steps, requests, rows, experts, phases, buckets, prefixes."
+        in ask(report, "from results").err
+    )
+
+
+def test_every_report_table_carries_the_run(finished: Place, ask: Command) -> None:
+    (run,) = (
+        json.loads(line)["run_id"] for line in ask(finished.results, "from run", "--json").out.splitlines()
+    )
+    for table in ("steps", "requests", "rows", "phases", "buckets"):
+        told = ask(finished.results, f"select distinct run_id from {table}", "--json").out
+        assert told == json.dumps({"run_id": run}, separators=(",", ":")) + "\n"
+
+
+def test_tables_of_older_runs_are_read_too(copy: Place, ask: Command) -> None:
+    report = copy.results.with_name("res-report")
+    old = pa.table({"key": ["ab"], "engine": pa.array([0], pa.int64())})
+    pq.write_table(old, report / "requests-20200101T000000Z-abcdef.parquet")
+    pq.write_table(old, report / "requests-mine.parquet")  # no run's
+    assert (
+        ask(copy.results, "select count(*) as n from requests where run_id is null", "--json").out
+        == '{"n":1}\n'
+    )
+    for newer in report.glob("requests-202[1-9]*"):
+        newer.unlink()
+    assert ask(copy.results, "select key, latency_s from requests", "--json").out == (
+        '{"key":"ab","latency_s":null}\n'
+    )
+
+
+def test_a_published_result_holds_no_key(finished: Place) -> None:
+    assert "key" not in finished.table()[0]
