@@ -29,11 +29,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         limit, price = self.limit, self.price_per_hour
         if limit is not None and (not _is_whole(limit) or limit < 1):
-            raise wrong("limit", limit, "a whole number of rows from 1 up, or None for all")
+            raise wrong("limit (--limit)", limit, "a whole number of rows from 1 up; leave it out for all")
         if price is not None and not (
             (_is_whole(price) or isinstance(price, float)) and 0 <= price < math.inf
         ):
-            raise wrong("price_per_hour", price, "a number from 0 up")
+            raise wrong("price_per_hour (--price-per-hour)", price, "a number from 0 up")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise wrong(name, getattr(self, name), "True or False")

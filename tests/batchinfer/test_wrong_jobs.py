@@ -118,7 +118,7 @@ JOB_FILES = {
     ),
     "no job file": Wrong(66, ("no job file", "job.yaml"), lambda p: (p.folder / "job.yaml").unlink()),
     "a folder as job file": Wrong(
-        78, ("job.yaml",), lambda p: ((p.folder / "job.yaml").unlink(), (p.folder / "job.yaml").mkdir())
+        66, ("job.yaml",), lambda p: ((p.folder / "job.yaml").unlink(), (p.folder / "job.yaml").mkdir())
     ),
     "too long for the model": Wrong(
         78,
@@ -511,7 +511,7 @@ DESTINATIONS = {
     "result of another job": Wrong(
         73, ("out/res", "'weekly'", "'nightly'", "--replace"), other_job, (), ("run", "validate")
     ),
-    "a file on the way": Wrong(73, ("job/out", "is a file", "output.path"), lambda p: p.bytes(b"x", "out")),
+    "a file on the way": Wrong(73, ("out: is a file", "output.path"), lambda p: p.bytes(b"x", "out")),
     "state of a newer version": Wrong(
         74,
         ("state.json", "format 9", "remove the folder"),
@@ -519,7 +519,7 @@ DESTINATIONS = {
     ),
     "a store in a file": Wrong(
         74,
-        ("job/cache", "is a file"),
+        ("cache: is a file",),
         lambda p: (p.bytes(b"x", "cache"), p.job("cache: {path: cache}")),
     ),
     "unreadable manifest": Wrong(
@@ -671,7 +671,6 @@ def test_a_held_lock(place: Place, capsys, monkeypatch) -> None:  # type: ignore
 USAGE = {
     "no such verb": (("walk",), "walk"),
     "no such option": (("run", "job.yaml", "--fast"), "--fast"),
-    "no job": (("run",), "JOB.YAML"),
     "no rows": (("run", "job.yaml", "--limit", "0"), "--limit"),
     "not a number": (("preview", "job.yaml", "--rows", "few"), "--rows"),
     "SQL that DuckDB refuses": (("query", "out/res", "selec 1"), "selec"),

@@ -200,7 +200,7 @@ def test_the_forecast_is_the_same_before_and_after(place: Place, capsys, monkeyp
     monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: known)
     ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
     assert ended.code == 0, ended.err
-    (before,) = re.findall(r"forecast: (\S+ \S+), \d+ steps", ended.err)
+    (before,) = re.findall(r"forecast: (\S+ \S+)(?: \(upper bound: [^)]*\))?, \d+ steps", ended.err)
     (after,) = re.findall(r"(?m)^  forecast engine (\S+ \S+), took", ended.out)
     assert before == after
 

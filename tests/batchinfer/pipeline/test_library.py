@@ -125,7 +125,7 @@ def test_a_script_needs_no_guard(place: Place) -> None:
     """The engine's process does not run the script again."""
     script = place.folder / "script.py"
     script.write_text(
-        "from functools import partial\nimport batchinfer\nfrom batchinfer import pipeline\n"
+        "from functools import partial\nimport batchinfer\nfrom batchinfer.pipeline import run as pipeline\n"
         f"pipeline.RunOptions = partial(pipeline.RunOptions, engine={FAKE!r})\n"
         "print(batchinfer.run('job.yaml').rows_ok)\n"
     )
