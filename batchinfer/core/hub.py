@@ -11,6 +11,7 @@ MAIN = "main"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
+GGUF = ".gguf"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_INDEX_BYTES = 64 * 2**20  # index files of the largest public checkpoints have some 10 MB
 _A_NAME = (
@@ -62,6 +63,12 @@ def _is_revision(text: str) -> bool:
     return plain and all(part and not part.startswith((".", "-")) and ".." not in part for part in parts)
 
 
+SAFETENSORS_INSTEAD = (
+    "name the folder of the model's original release (safetensors weights, config.json and tokenizer.json): "
+    "`batchinfer pull ORG/NAME` downloads it; model.quantization: int8 makes it small"
+)
+
+
 def locate_model(text: str, path: Path) -> Path:
     """The folder of the model that a job names by `text`: `path` if that is a folder, else the cache's.
 
@@ -69,6 +76,8 @@ def locate_model(text: str, path: Path) -> Path:
     """
     if path.is_dir():
         return path
+    if path.suffix == GGUF and path.is_file():
+        raise NoModel(f'"{path}" is a GGUF file, a format of llama.cpp', SAFETENSORS_INSTEAD)
     if path.is_file():
         raise NoModel(f'"{path}" is a file, not a folder', "it is the folder of a checkpoint")
     if not _may_be_name(text):
@@ -125,12 +134,12 @@ def find_snapshot(name: ModelName) -> Path | None:
 
 def missing_files(snapshot: Path) -> list[str]:
     """What a download that was cut short has left out, as far as the files that are there tell."""
-    if not (snapshot / CONFIG).is_file():
+    if not (snapshot / CONFIG).exists():
         return [CONFIG]
     if (snapshot / WEIGHTS).is_file():
         return []
     if not (snapshot / WEIGHT_INDEX).is_file():
-        named = any(entry.suffix in (".safetensors", *PICKLE_SUFFIXES) for entry in snapshot.iterdir())
+        named = any(entry.suffix in (".safetensors", GGUF, *PICKLE_SUFFIXES) for entry in snapshot.iterdir())
         return [] if named else [WEIGHTS]  # what is wrong with other weights is told where they are checked
     return [name for name in indexed_names(snapshot / WEIGHT_INDEX) if not (snapshot / name).is_file()]
 

@@ -7,12 +7,14 @@ import gzip
 import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,49 @@ def without_tensor(p: Place) -> None:
     save_file(tensors, path)
 
 
+def chat_template(p: Place, text: str) -> None:
+    (p.own_model() / "chat_template.jinja").write_text(text)
+
+
+def template_in_config(p: Place) -> None:
+    folder = p.own_model()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    edit_json(folder / "tokenizer_config.json", chat_template="a\n{{ messages[ }}")
+
+
+def pipe(p: Place, name: str) -> None:
+    path = p.own_model() / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def gguf_folder(p: Place, config: bool) -> None:
+    folder = p.own_model()
+    (folder / "model.safetensors").unlink()
+    (folder / "x.gguf").write_bytes(b"GGUF")
+    if not config:
+        (folder / "config.json").unlink()
+
+
+def made_folder(p: Place, name: str) -> None:
+    path = p.own_model() / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def unix_socket(p: Place) -> None:
+    path = p.own_model() / "tokenizer_config.json"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+
+
+def device(p: Place) -> None:
+    path = p.own_model() / "generation_config.json"
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
 CHECKPOINTS = {
     "missing model folder": Wrong(
         78, ("line 2", "model.path", "nowhere"), lambda p: p.job(model="model: {path: nowhere}")
@@ -279,6 +324,72 @@ CHECKPOINTS = {
         ("tokenizer_config.json", "not valid JSON"),
         lambda p: cut_file(p.own_model() / "tokenizer_config.json"),
     ),
+    "chat template with a syntax error": Wrong(
+        78,
+        ("model", "chat_template.jinja", "line 3", "unknown tag 'els'", "prompt.text"),
+        lambda p: chat_template(p, "{% if a %}\nx\n{% els %}\n{% endif %}"),
+    ),
+    "chat template of tokenizer_config.json with a syntax error": Wrong(
+        78,
+        ("tokenizer_config.json (chat_template)", "line 2", "prompt.text"),
+        template_in_config,
+    ),
+    "chat template that nests too deeply": Wrong(
+        78,
+        ("chat_template.jinja", "line 200", "nests too deeply", "prompt.text"),
+        lambda p: chat_template(p, "{% if messages %}\n" * 200 + "x" + "{% endif %}\n" * 200),
+    ),
+    "chat template of long sums": Wrong(
+        78,
+        ("chat_template.jinja", "line 2", "nests too deeply"),
+        lambda p: chat_template(p, "\n{{ " + "+".join("a" * 5000) + " }}"),
+    ),
+    "chat template that breaks out of no loop": Wrong(
+        78,
+        ("chat_template.jinja", "cannot be compiled", "'break' outside loop"),
+        lambda p: chat_template(p, "{% break %}"),
+    ),
+    "prompt that nests too deeply": Wrong(
+        78,
+        ("line 4", "prompt.user", "nests too deeply"),
+        lambda p: p.job(prompt=f'prompt: {{user: "{"{% if text %}" * 120}x{"{% endif %}" * 120}"}}'),
+    ),
+    **{
+        f"{name} is a pipe": Wrong(77, (name, "not a regular file", "copy"), partial(pipe, name=name))
+        for name in (
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "processor_config.json",
+        )
+    },
+    "a GGUF file": Wrong(
+        78,
+        ("line 2", "model.path", "x.gguf", "GGUF file", "batchinfer pull ORG/NAME"),
+        lambda p: (p.bytes(b"GGUF", "x.gguf"), p.job(model="model: {path: x.gguf}")),
+    ),
+    "a folder of GGUF files": Wrong(
+        78, ("model.path", "x.gguf", "GGUF", "batchinfer pull ORG/NAME"), partial(gguf_folder, config=False)
+    ),
+    "GGUF files beside config.json": Wrong(
+        78, ("model.path", "x.gguf", "GGUF", "batchinfer pull ORG/NAME"), partial(gguf_folder, config=True)
+    ),
+    "generation_config.json is a folder": Wrong(
+        77,
+        ("generation_config.json", "not a regular file"),
+        lambda p: made_folder(p, "generation_config.json"),
+    ),
+    "chat_template.jinja is a folder": Wrong(
+        77, ("chat_template.jinja", "not a regular file"), lambda p: made_folder(p, "chat_template.jinja")
+    ),
+    "a socket": Wrong(77, ("tokenizer_config.json", "not a regular file"), unix_socket),
+    "a device": Wrong(77, ("generation_config.json", "/dev/zero"), device),
     "chat template not UTF-8": Wrong(
         78,
         ("model.path", "chat_template.jinja: the byte at 0 is not UTF-8"),

@@ -84,6 +84,9 @@ def template_columns(source: str | None) -> set[str]:
     return variables(environment, environment.parse(source))
 
 
+_CHATS: tuple[Mode, ...] = ("template", "messages", "openai")  # modes that use the checkpoint's chat template
+
+
 class PromptBuilder:
     """Builds one Draft a row. Raises RowProblem for the row's faults; a hang or a crash is the worker's matter."""
 
@@ -93,7 +96,7 @@ class PromptBuilder:
         self._specials = tokenizer.special_pattern if tokenizer.specials else None
         self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None
         self._user = _RowTemplate("prompt.user", plan.user) if plan.user is not None else None
-        source = tokenizer.chat_template
+        source = tokenizer.chat_template if plan.mode in _CHATS else None
         self._chat = _Chat(ChatTemplate(source, tokenizer.named, plan.now)) if source is not None else None
         self._build: Callable[[Values], Draft] = {
             "template": self._from_templates,

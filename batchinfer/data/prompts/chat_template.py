@@ -85,7 +85,7 @@ class ChatTemplate:
     def __init__(self, source: str, named: dict[str, str], now: datetime) -> None:
         self.source = source
         self._named = named
-        self._environment = _chat_environment(now)
+        self._environment = chat_environment(now)
         self._template = self._environment.from_string(source)
 
     def tree(self) -> nodes.Template:
@@ -99,7 +99,8 @@ class ChatTemplate:
         )
 
 
-def _chat_environment(now: datetime) -> ImmutableSandboxedEnvironment:
+def chat_environment(now: datetime) -> ImmutableSandboxedEnvironment:
+    """For a checkpoint's chat template: the names and filters that it expects. `now`: see ChatTemplate."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
     )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from batchinfer.core.errors import JobFileError, Mistake
 from batchinfer.data.input.reader import Shape
 from batchinfer.data.prompts.builder import Mode
+from batchinfer.data.prompts.chat_template import chat_environment, row_environment
+from batchinfer.data.prompts.template_check import template_fault
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
+_CHATS = ("user", "messages")  # prompts that are rendered by the checkpoint's chat template
+_ANY_TIME = datetime(2000, 1, 1, tzinfo=UTC)  # a template is not run here
 _COLUMNS: tuple[Mode, ...] = ("messages", "text", "token_ids")
 
 
@@ -30,13 +35,31 @@ def choose_mode(job: Job, tokenizer: Tokenizer, shape: Callable[[], Shape]) -> M
 
 
 def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
-    """Raises JobFileError for a prompt that needs a chat template where the checkpoint has none."""
-    if job.prompt is None or tokenizer.chat_template is not None:
+    """Raises JobFileError for a prompt that needs a chat template where the checkpoint has none, or one that cannot be
+    compiled."""
+    asking = next((name for name in _CHATS if getattr(job.prompt, name, None) is not None), None)
+    if asking is None and job.prompt is not None:
         return
-    for name in ("user", "messages"):
-        if getattr(job.prompt, name) is not None:
+    template = tokenizer.template
+    if template is None:
+        if asking is not None:
             message = f"{job.model.path} has no chat template; use prompt.text"
-            raise _mistake(job, f"prompt.{name}", message)
+            raise _mistake(job, f"prompt.{asking}", message)
+        return
+    fault = template_fault(chat_environment(_ANY_TIME), template.text)
+    if fault is not None:
+        message = f"{template.file}: {fault.text('the chat template')}"
+        hint = "mend it, put a right chat_template.jinja there, or use prompt.text"
+        raise JobFileError(str(tokenizer.folder), [Mistake("model.path", message, hint=hint)])
+
+
+def check_templates(job: Job) -> None:
+    """Raises JobFileError for templates of the job that can be parsed, and not compiled."""
+    for name in ("system", "user"):
+        source = getattr(job.prompt, name, None)
+        fault = template_fault(row_environment(), source) if source is not None else None
+        if fault is not None:
+            raise job.mistake(f"prompt.{name}", fault.text("the template"))
 
 
 def _mistake(job: Job, where: str, message: str) -> JobFileError:

@@ -231,8 +231,10 @@ def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:
         signal.setitimer(signal.ITIMER_PROF, spec.timeout_s(row))
 
     tokenizer = Tokenizer(spec.tokenizer, spec.definition)
-    limit_memory(spec.memory_bytes)
     preparer = Preparer(spec.plan, spec.limits, tokenizer, report)
+    limit_memory(
+        spec.memory_bytes
+    )  # after the copies of the tokenizer, which are as large as the checkpoint has it
     while True:
         try:
             with receiving():

@@ -14,6 +14,7 @@ from batchinfer.machine.asked_apart import Died, asked_apart
 
 _FAILURES = (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError)
 CONVERTER = "batchinfer.data.tokenizer.slow_tokenizer:convert"
+_AGAIN = "the download may be incomplete; copy the checkpoint again"
 WITHIN_S = 900.0  # importing transformers takes some 5 s, converting the largest tokenizers a minute
 
 
@@ -29,9 +30,8 @@ def converted(folder: Path) -> str:
     return str(text)
 
 
-def wrong_tokenizer(folder: Path, message: str) -> JobFileError:
+def wrong_tokenizer(folder: Path, message: str, hint: str = _AGAIN) -> JobFileError:
     """The error of a checkpoint whose tokenizer is missing or damaged: the job names the wrong folder."""
-    hint = "the download may be incomplete; copy the checkpoint again"
     return JobFileError(str(folder), [Mistake("model.path", message, hint=hint)])
 
 

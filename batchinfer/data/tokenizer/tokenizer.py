@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,24 @@ import tokenizers
 
 from batchinfer.data.tokenizer.slow_tokenizer import converted, wrong_tokenizer
 from batchinfer.data.tokenizer.token_texts import TokenTexts
+from batchinfer.data.tokenizer.tokenizer_files import MAX_TOKENS, held, read_bytes, read_object, read_text
 
 _FAST = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+_IN_CONFIG = f"{_CONFIG} (chat_template)"
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 _STATING_ENDS = ("generation_config.json", "config.json")
 FILES = (_FAST, _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSource:
+    """The text of a chat template, and the file that holds it, as messages name it."""
+
+    text: str
+    file: str
 
 
 class Tokenizer:
@@ -29,7 +40,7 @@ class Tokenizer:
 
     `rust` is the `tokenizers.Tokenizer` itself. `specials` maps the text of each special token to its id.
     `named` holds bos_token, eos_token and so on as the chat template sees them.
-    `chat_template` is None when the checkpoint has none. `definition` is the JSON that makes `rust` again.
+    `template` is None when the checkpoint has no chat template. `definition` is the JSON that makes `rust` again.
     """
 
     def __init__(self, folder: Path, definition: str) -> None:
@@ -39,20 +50,26 @@ class Tokenizer:
         added = self.rust.get_added_tokens_decoder()
         self._added = {token.content: token for token in added.values() if token.special}
         self.specials = {token.content: number for number, token in added.items() if token.special}
-        config = _read_json(folder / _CONFIG)
+        config = read_object(folder / _CONFIG)
         self.named = {name: text for name in _NAMED if (text := _token_text(config.get(name))) is not None}
-        self.chat_template = _chat_template(folder, config)
+        self.template = _chat_template(folder, config)
         self.special_pattern = _any_of(self.specials)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Raises JobFileError when the folder has no tokenizer, or one that cannot be read."""
-        fast = folder / _FAST
-        if fast.is_file():
-            return cls(folder, _read_text(fast))
-        if any((folder / name).is_file() for name in _SLOW):
+        """Raises JobFileError when the folder has no tokenizer, or one that cannot be read, SecurityRefusal when one of
+        its files is no regular file."""
+        there = [name for name in (*FILES, *_STATING_ENDS) if held(folder / name)]
+        if _FAST in there:
+            return cls(folder, read_text(folder / _FAST))
+        if any(name in there for name in _SLOW):
             return cls(folder, converted(folder))
         raise wrong_tokenizer(folder, f"{folder} has no tokenizer; {_FAST} is needed")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template, None when the checkpoint has none."""
+        return None if self.template is None else self.template.text
 
     @property
     def vocab_size(self) -> int:
@@ -70,9 +87,9 @@ class Tokenizer:
         digest = hashlib.sha256()
         for name in FILES:
             path = self.folder / name
-            if path.is_file():
+            if held(path):
                 digest.update(f"{name}:{path.stat().st_size}:".encode())
-                digest.update(path.read_bytes())
+                digest.update(read_bytes(path))
         return digest.hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -93,7 +110,7 @@ class Tokenizer:
     def _text_ends(self) -> frozenset[int]:
         """Tokens that end an answer and would be decoded, as the tokenizer does not call them special: some
         checkpoints' `<|im_end|>`."""
-        said = (_read_json(self.folder / name).get("eos_token_id") for name in _STATING_ENDS)
+        said = (read_object(self.folder / name).get("eos_token_id") for name in _STATING_ENDS)
         stated: Any = next((ids for ids in said if ids is not None), [])
         named = self.rust.token_to_id(self.named.get("eos_token", ""))
         ends = {named, *(stated if isinstance(stated, list) else [stated])}
@@ -172,29 +189,21 @@ def _from_json(folder: Path, definition: str) -> Any:
         rust = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
         raise wrong_tokenizer(folder, f"{_FAST} cannot be read as a tokenizer: {error}") from None
+    _check_size(folder, rust)
     rust.no_padding()
     rust.no_truncation()
     return rust
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise wrong_tokenizer(path.parent, f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise wrong_tokenizer(path.parent, f"{path.name} must hold a JSON object")
-    return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        message = f"{path.name}: the byte at {error.start} is not UTF-8"
-        raise wrong_tokenizer(path.parent, message) from None
+def _check_size(folder: Path, rust: Any) -> None:
+    """Raises JobFileError for more tokens than processes have memory for."""
+    tokens = rust.get_vocab_size(with_added_tokens=True)
+    if tokens > MAX_TOKENS:
+        raise wrong_tokenizer(
+            folder,
+            f"{_FAST} has {tokens:,} tokens; at most {MAX_TOKENS:,} are supported",
+            "use another model",
+        )
 
 
 def _token_text(value: object) -> str | None:
@@ -203,15 +212,15 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+def _chat_template(folder: Path, config: dict[str, Any]) -> TemplateSource | None:
     path = folder / _TEMPLATE
-    if path.is_file():
-        return _read_text(path)
+    if held(path):
+        return TemplateSource(read_text(path), _TEMPLATE)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, each with a name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        defaults = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = defaults[-1].get("template") if defaults else None
+    return TemplateSource(found, _IN_CONFIG) if isinstance(found, str) else None
 
 
 def _any_of(literals: Iterable[str]) -> re.Pattern[str]:

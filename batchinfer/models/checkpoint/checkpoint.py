@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from batchinfer.core.hub import GGUF
 from batchinfer.core.sizes import size
 from batchinfer.models.checkpoint.config import decoder_config, is_supported, load_config, multimodal_of
 from batchinfer.models.checkpoint.packed import (
@@ -35,6 +36,7 @@ from batchinfer.models.files.weight_files import (
     FLOAT_DTYPES,
     StoredTensor,
     WeightFiles,
+    gguf_weights,
     listed,
     read_weight_files,
 )
@@ -184,6 +186,8 @@ def config_folder(path: Path) -> CheckpointFolder:
     """The folder, once it is sure that it has a config.json. Raises JobFileError, SecurityRefusal."""
     folder = CheckpointFolder(path)
     if folder.file("config.json") is None:
+        if gguf := folder.names(GGUF):
+            raise gguf_weights(folder, gguf)
         raise wrong_checkpoint(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
     return folder
 

@@ -10,7 +10,13 @@ from batchinfer.models.checkpoint.packed import packing_of
 from batchinfer.models.families.family import ConfigFiles, Family
 from batchinfer.models.families.multimodal import MULTIMODAL, Multimodal
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.files.config_fields import Fields, load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.config_fields import (
+    Fields,
+    load_if_there,
+    load_json_object,
+    shown,
+    wrong_checkpoint,
+)
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer.models.spec.spec import ModelSpec, wrong_caches
 
@@ -19,10 +25,9 @@ Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 
 def load_config(folder: Path) -> ModelSpec:
     """Parse config.json and, where there is one, generation_config.json. JobFileError lists all mistakes."""
-    generation = folder / "generation_config.json"
     return parse_config(
         load_json_object(folder / "config.json"),
-        load_json_object(generation) if generation.is_file() else {},
+        load_if_there(folder / "generation_config.json"),
         folder / "config.json",
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.core.errors import JobFileError, Mistake, SecurityRefusal
 
 MAX_JSON_BYTES = 64 * 2**20  # index files of the largest public checkpoints have some 10 MB
 WHERE = "model.path"
@@ -39,6 +39,16 @@ def load_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise wrong_checkpoint(path, f"{path.name} holds {shown(raw)}; a JSON object is needed")
     return raw
+
+
+def load_if_there(path: Path) -> dict[str, Any]:
+    """`load_json_object` of a file that a checkpoint may lack: an empty object then. Raises JobFileError, and
+    SecurityRefusal for what is no regular file."""
+    if not path.exists():
+        return {}
+    if not path.is_file():
+        raise SecurityRefusal(f"{path} is not a regular file; put a copy of the file there")
+    return load_json_object(path)
 
 
 class Fields:

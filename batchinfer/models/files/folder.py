@@ -10,6 +10,9 @@ from batchinfer.core.hub import CONFIG, HUB_PREFIX
 from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
 
 SHARED_BLOBS_MARKER = (".huggingface-shared-blobs", "1\n")  # file and content: the layout that we know
+FURTHER_TEMPLATES = (
+    "additional_chat_templates",
+)  # folders that transformers reads where it converts a tokenizer
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
@@ -22,14 +25,23 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises JobFileError when `path` is no folder, SecurityRefusal when an entry leads outside."""
+        """Raises JobFileError when `path` is no folder, SecurityRefusal when an entry leads outside, or is neither a
+        regular file nor a folder."""
         if not path.is_dir():
             what = "a file" if path.is_file() else "missing"
             raise wrong_checkpoint(path, f"{path} is {what}; a checkpoint folder with config.json is needed")
         self.path = path.resolve()
         self._roots = [self.path, *_hub_blobs(self.path)]
         for entry in sorted(self.path.iterdir()):
-            self._check_inside(entry)
+            self._check_entry(entry)
+            if entry.name in FURTHER_TEMPLATES and entry.is_dir():
+                for template in sorted(entry.iterdir()):
+                    self._check_entry(template)
+
+    def _check_entry(self, entry: Path) -> None:
+        target = self._check_inside(entry)
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            raise _not_regular(entry)
 
     def _check_inside(self, entry: Path) -> Path:
         try:
@@ -58,7 +70,7 @@ class CheckpointFolder:
         if not target.exists():
             return None
         if not stat.S_ISREG(target.stat().st_mode):
-            raise SecurityRefusal(f"{path} is not a regular file; put a copy of the file there")
+            raise _not_regular(path)
         return path
 
     def names(self, *suffixes: str) -> list[str]:
@@ -101,6 +113,10 @@ class CheckpointFolder:
         path = self.file(name)
         stated = load_json_object(path).get("auto_map") if path is not None else None
         return of in stated if of is not None and isinstance(stated, dict) else bool(stated)
+
+
+def _not_regular(path: Path) -> SecurityRefusal:
+    return SecurityRefusal(f"{path} is not a regular file; put a copy of the file there")
 
 
 def _is_plain(name: str) -> bool:

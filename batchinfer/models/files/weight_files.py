@@ -7,8 +7,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.core.errors import SecurityRefusal
-from batchinfer.core.hub import PICKLE_SUFFIXES
+from batchinfer.core.errors import JobFileError, SecurityRefusal
+from batchinfer.core.hub import GGUF, PICKLE_SUFFIXES, SAFETENSORS_INSTEAD
 from batchinfer.core.hub import WEIGHT_INDEX as INDEX
 from batchinfer.core.hub import WEIGHTS as SINGLE
 from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
@@ -96,8 +96,19 @@ def _no_weights(folder: CheckpointFolder) -> Exception:
             f"{folder.path} holds its weights as pickle ({listed(pickles)}), which can run code when loaded; "
             "convert it to safetensors (transformers: save_pretrained) on a machine that may run such code"
         )
+    gguf = folder.names(GGUF)
+    if gguf and not others:
+        return gguf_weights(folder, gguf)
     found = f"; found {listed(others)}" if others else ""
     return wrong_checkpoint(folder.path, f"no weights: {SINGLE} or {INDEX} is needed in {folder.path}{found}")
+
+
+def gguf_weights(folder: CheckpointFolder, names: list[str]) -> JobFileError:
+    """The error of a folder that holds its weights for llama.cpp."""
+    text = (
+        f"{folder.path} holds its weights as GGUF ({listed(names)}), a format of llama.cpp, which is not read"
+    )
+    return wrong_checkpoint(folder.path, text, hint=SAFETENSORS_INSTEAD)
 
 
 def _indexed_files(folder: CheckpointFolder, index: Path) -> tuple[list[Path], dict[str, str]]:

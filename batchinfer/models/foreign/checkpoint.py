@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer.models.checkpoint.checkpoint import config_folder
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.config_fields import load_if_there, load_json_object, shown, wrong_checkpoint
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.spec import ForeignSpec, foreign_cost
@@ -91,7 +91,7 @@ def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
         )
         raise _refused(folder.path, raw, quantized)
     try:
-        spec = describe(raw, _generation(folder.path))
+        spec = describe(raw, load_if_there(folder.path / "generation_config.json"))
     except CannotRun as error:
         folder.refuse_model_code()  # which may well be why transformers does not know it
         raise _refused(folder.path, raw, error) from error
@@ -99,11 +99,6 @@ def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
     files = read_weight_files(folder)
     _check_dtypes(files)
     return ForeignCheckpoint(folder.path, files.files, files.tensors, spec, raw, folder.unused_code)
-
-
-def _generation(path: Path) -> dict[str, Any]:
-    file = path / "generation_config.json"
-    return load_json_object(file) if file.is_file() else {}
 
 
 def _refused(path: Path, raw: Mapping[str, Any], error: CannotRun) -> Exception:

@@ -18,6 +18,8 @@ from batchinfer.models.foreign.classes import class_of, config_of
 from batchinfer.models.foreign.interface import NAME
 from batchinfer.models.foreign.probe import quiet
 
+_GROUPED_BYTES = 16
+
 
 def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
     """The model with its head, in `dtype` on `device`. Raises JobFileError where the weights are not config.json's."""
@@ -34,7 +36,16 @@ def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch
             ignore_mismatched_sizes=True,
         )
     _check_loaded(checkpoint, found)
+    if kind._can_set_experts_implementation() and not _can_be_grouped(causal):
+        causal.set_experts_implementation("eager")
     return causal.to(device).eval().requires_grad_(False)
+
+
+def _can_be_grouped(causal: Any) -> bool:
+    """Whether torch's grouped matmul takes the experts: rows of theirs begin at multiples of 16 bytes. The weights of
+    all experts of a layer are one tensor of three dimensions."""
+    stacks = (values for values in causal.parameters() if values.dim() == 3)
+    return all(side * one.element_size() % _GROUPED_BYTES == 0 for one in stacks for side in one.shape[1:])
 
 
 def _mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.reader import Reader, SampleSize
 from batchinfer.data.input.sql import query_columns
 from batchinfer.data.prompts.columns import Columns, choose_columns
-from batchinfer.data.prompts.mode import check_chat_template, choose_mode
+from batchinfer.data.prompts.mode import check_chat_template, check_templates, choose_mode
 from batchinfer.data.prompts.sampling_fields import CHECKS
 from batchinfer.data.results.error_budget import Budget, budget_text
 from batchinfer.data.results.error_summary import summarise_errors
@@ -86,6 +86,7 @@ def check_setup(
     if setting.quantization == "stored":
         checkpoint = checkpoint.as_stored()
     tokenizer = Tokenizer.load(job.model.path)
+    check_templates(job)
     check_chat_template(job, tokenizer)
     check_destination(state.results, job.name, replace, ours=state.has_published)
     state.check_writable()

@@ -14,9 +14,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Rust
 
 from batchinfer.core.errors import JobFileError
+from batchinfer.data.tokenizer import tokenizer as tokenizer_module
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.data.ingest_kit import CHATML, byte_bpe, checkpoint
 from tests.batchinfer.data.tokenizer.made_tokenizers import byte_level
+from tests.checkpoints import make_tokenizer
 
 PIECES = st.lists(
     st.sampled_from(["<|im_start|>", "<|im_end|>", "a b", " ", "\n", "é漢🙂", "the"]), max_size=8
@@ -120,3 +122,21 @@ def test_an_older_form_is_converted_without_torch_here(tmp_path: Path) -> None:
     before = "torch" in sys.modules
     assert Tokenizer.load(tmp_path).rust.encode("hello 🙂").ids == rust.encode("hello 🙂").ids
     assert ("torch" in sys.modules) is before
+
+
+@pytest.mark.parametrize("bounded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_more_tokens_than_there_is_memory_for(
+    bounded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that renders prompts has three copies of a tokenizer, and bounded memory."""
+    if bounded:
+        monkeypatch.setattr(tokenizer_module, "MAX_TOKENS", 1_000)
+    make_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocabulary, most = raw["model"]["vocab"], tokenizer_module.MAX_TOKENS
+    vocabulary |= {f"!{number}": number for number in range(len(vocabulary), most + 1)}
+    raw["added_tokens"] = []
+    path.write_text(json.dumps(raw))
+    with pytest.raises(JobFileError, match=f"tokenizer.json has {most + 1:,} tokens; at most {most:,}"):
+        Tokenizer.load(tmp_path)

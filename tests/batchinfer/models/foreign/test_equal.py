@@ -54,3 +54,15 @@ def test_greedy_tokens_equal_transformers(kind: str) -> None:
     assert max(step.prefill_tokens + step.decode_tokens for step in steps) <= BUDGET
     if kind in rows_on_page():  # a type that became a family of ours has no row
         assert rows_on_page()[kind] == row_of(kind, foreign.checkpoint.spec)
+
+
+@pytest.mark.parametrize("width", [30, 27])
+def test_experts_of_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's grouped matmul takes only rows that begin at multiples of 16 bytes."""
+    monkeypatch.setitem(RUNS, "olmoe", {**RUNS["olmoe"], "intermediate_size": width})
+    foreign = make("olmoe")
+    foreign.theirs.set_experts_implementation("eager")
+    wanted = foreign.greedy(prompts(), OUTPUT)
+    room = scarcities(foreign)[-1]
+    ran = drain(make_engine(foreign.runner(room), room, frozenset({EOS})), greedy(prompts(), OUTPUT))
+    assert [ran.completions[i.to_bytes(32, "big")].token_ids.tolist() for i in range(len(wanted))] == wanted
