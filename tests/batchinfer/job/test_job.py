@@ -436,7 +436,9 @@ def test_describe_says_every_option_where_that_is_asked_for(tmp_path: Path) -> N
 def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
     assert list(SamplingSection.model_fields) == [*(f.name for f in fields(SamplingParams)), "from_columns"]
     assert SamplingSection().params() == SamplingParams()
-    given = SamplingSection().model_dump(exclude={"from_columns", "choice"})  # a row's empty choice is a mistake
+    given = SamplingSection().model_dump(
+        exclude={"from_columns", "choice"}
+    )  # a row's empty choice is a mistake
     assert override(SamplingParams(), given) == SamplingParams()
 
 
