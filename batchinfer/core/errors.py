@@ -188,7 +188,9 @@ def known(error: BaseException) -> BatchInferError:
         return Unavailable(f"no further process or thread may be started ({error}); {TOO_FEW_PROCESSES}")
     if isinstance(error, OSError):
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        right = "there is room on that disk" if full else "that is put right"
-        return StorageError(f"{error}; the same command continues once {right}")
+        remedy = "make room on that disk" if full else "correct that"
+        return StorageError(
+            f"{error}; {remedy}, then run the same command again: it continues where it stopped"
+        )
     detail = "".join(traceback.format_exception(error))
     return BatchInferError(f"a bug in batchinfer {__version__}, please report it:\n{detail}")

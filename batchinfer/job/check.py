@@ -74,16 +74,18 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
         return
     given = _given(section, "path", "sql")
     if not given:
-        yield Finding(("input",), "says neither path nor sql", "give one of the two")
+        yield Finding(("input",), "has neither path nor sql", "give one of the two")
     if len(given) == 2:
         yield Finding(
             ("input", "sql"), "is given together with path; give exactly one of the two", "remove one"
         )
     if "sql" in given and section.get("format") not in (None, "auto"):
-        yield Finding(("input", "format"), "belongs to files (path); a query (sql) has none", "take it out")
+        yield Finding(
+            ("input", "format"), "applies only to files (path), not to a query (sql)", "take it out"
+        )
     if given == ["path"] and section.get("sql_memory") is not None:
         yield Finding(
-            ("input", "sql_memory"), "belongs to a query (sql); files (path) need none", "take it out"
+            ("input", "sql_memory"), "applies only to a query (sql), not to files (path)", "take it out"
         )
     yield from _written(section)
     openai = section.get("format") == "openai"
@@ -105,16 +107,14 @@ def _written(section: Mapping[str, Any]) -> Iterator[Finding]:
     ):
         for name in _given(section, *names):
             if section.get("path") is None and section.get("sql") is not None:
-                message = (
-                    f"belongs to files of {readers} (path); in a query (sql), read_csv is told such things"
-                )
+                message = f"applies only to files of {readers} (path); in a query (sql), give it to read_csv"
                 yield Finding(("input", name), message, "take it out")
             elif isinstance(form, str) and form not in ("auto", *formats):
                 yield Finding(("input", name), f"belongs to {readers}; input.format is {form}", "take it out")
     delimiter, quote = section.get("delimiter"), section.get("quote", '"')
     if delimiter is not None and delimiter == quote:
         yield Finding(
-            ("input", "quote"), f"is {shorten(quote)}, and so is delimiter", "give them different ones"
+            ("input", "quote"), f"is {shorten(quote)}, the same as delimiter", "give them different ones"
         )
 
 
@@ -230,12 +230,12 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
         first = ".".join(given[0])
         yield Finding(loc, f"is given together with {first}; give only one of them", "remove one")
     if not schemas and output.get("column") is not None:
-        message = "names the column of answers that output.schema describes, and there is no schema"
+        message = "needs an output.schema, which describes the answers in that column, but there is none"
         yield Finding(("output", "column"), message, "give output.schema, or take it out")
     of_rows = sampling.get("from_columns")
     named = [name for name in CONSTRAINTS if isinstance(of_rows, dict | tuple) and name in of_rows]
     if schemas and named:
-        message = f"names {named[0]}, and output.schema makes columns of every row's answer by one schema"
+        message = f"names {named[0]}, but with output.schema all rows have the same schema"
         yield Finding(("sampling", "from_columns"), message, "take one of the two out")
 
 
@@ -249,7 +249,7 @@ def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Find
     given += [name for name in CONSTRAINTS if sampling.get(name)]
     given += [name for name in CONSTRAINTS if isinstance(of_rows, dict | tuple) and name in of_rows]
     if not given and sections.get("input", {}).get("format") != "openai":
-        message = "is fit, and nothing says what answers look like"
+        message = "is fit, but the job has no constraint that bounds the answers"
         yield Finding(
             ("sampling", "max_tokens"), message, "give output.schema or sampling.choice, or a number"
         )
@@ -260,10 +260,10 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
     if engine.get("device") != "cpu":
         return
     if model.get("kv_cache_dtype") == "fp8":
-        message = "is fp8, which only a GPU's operators read and write"
+        message = "is fp8, which only a GPU can read and write"
         yield Finding(("model", "kv_cache_dtype"), message, "take int8, or take device: cuda")
     if (codes := model.get("quantization")) in ("fp8", "stored"):
-        message = f"is {codes}, and only a GPU's operators multiply fp8"
+        message = f"is {codes}, but only a GPU can multiply in fp8"
         yield Finding(("model", "quantization"), message, "take int8, or take device: cuda")
     if model.get("dtype") != "float16":
         return

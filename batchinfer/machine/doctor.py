@@ -65,7 +65,7 @@ def _cpu(cache: Path) -> list[Fact]:
 def _gpus(cache: Path) -> list[Fact]:
     found = hardware.nvidia_gpus()
     if not found:
-        return [Fact("gpu", "none that nvidia-smi lists")]
+        return [Fact("gpu", "none found (nvidia-smi lists none)")]
     facts = []
     for index, gpu in enumerate(found):
         here = hardware.detect("cuda", gpu=gpu, cache=cache)
@@ -93,7 +93,7 @@ def tiles_text(grant: Grant) -> str:
     """One line: whether operators compute in the CPU's matrix tiles, or why they do not."""
     if grant.given:
         return "AMX, granted by the system"
-    return f"not used: {grant.refusal}" if grant.refusal else "none that are known"
+    return f"not used: {grant.refusal}" if grant.refusal else "none known for this CPU"
 
 
 def _peak_text(here: Hardware, dtype: str) -> str:

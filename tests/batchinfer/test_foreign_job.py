@@ -54,7 +54,7 @@ def test_a_job(folder: Path, tmp_path: Path) -> None:
 
 def test_validate_says_so(folder: Path, tmp_path: Path) -> None:
     found = "\n".join(validate_job(load_job(job(folder, tmp_path), ())))
-    assert "gpt_bigcode is no family that batchinfer has code for: transformers" in found
+    assert "batchinfer has no code of its own for gpt_bigcode: transformers" in found
 
 
 def test_what_cannot_run_is_refused_by_validate(folder: Path, tmp_path: Path) -> None:

@@ -143,9 +143,9 @@ def test_a_signal_ends_all_engines_and_the_next_run_goes_on(tmp_path: Path, mode
 
 
 def test_more_engines_than_cores_are_refused_before_anything_is_read(job: Path) -> None:
-    with pytest.raises(JobFileError, match=r"200 engines need as many cores, and \d+ may be used"):
+    with pytest.raises(JobFileError, match=r"200 engines need 200 cores, but this process may use only \d+"):
         run(job, FAKE, ("engine.data_parallel", "200"))
-    with pytest.raises(JobFileError, match="2 engines need as many cores, and 1 may be used"):
+    with pytest.raises(JobFileError, match="2 engines need 2 cores, but this process may use only 1"):
         run(job, FAKE, TWO, ("engine.threads", "1"))
 
 

@@ -203,7 +203,7 @@ MISTAKES = [
     ({"schema_file": "none.json"}, "output.schema_file", "No such file"),
     ({"schema_file": "rows.jsonl"}, "output.schema_file", "no JSON file"),
     ({"schema": {}, "schema_file": "rows.jsonl"}, "output.schema_file", "together with output.schema"),
-    ({"column": "answer"}, "output.column", "there is no schema"),
+    ({"column": "answer"}, "output.column", "needs an output.schema"),
 ]
 
 
@@ -307,7 +307,7 @@ def test_openai_requests_fit_their_format(place: Place, run: Command) -> None:
 @pytest.mark.parametrize(
     ("sampling", "schema", "words"),
     [
-        ("max_tokens: fit", None, "nothing says what answers look like"),
+        ("max_tokens: fit", None, "no constraint that bounds the answers"),
         ("max_tokens: fits", None, "a whole number from 1 to 2,147,483,647, or fit"),
         ("max_tokens: fit, json_object: true", None, "any JSON object is allowed"),
         (

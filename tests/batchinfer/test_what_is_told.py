@@ -65,7 +65,7 @@ def test_a_full_disk_names_the_file_of_the_report(tmp_path: Path) -> None:
         write_row(tmp_path / "run-x.parquet", pa.schema([("n", pa.int64())]), {"n": 1})
     told = str(known(caught.value))
     assert "No space left on device" in told
-    assert "continues once there is room on that disk" in told
+    assert "make room on that disk, then run the same command again" in told
 
 
 def test_a_full_disk_names_the_table_of_rows(tmp_path: Path) -> None:

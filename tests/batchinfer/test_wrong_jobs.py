@@ -733,7 +733,7 @@ def test_validate_tells_of_bad_rows_within_the_budget(place: Place, capsys, monk
     place.rows(*ROWS, b"{no")
     place.job("on_error: {max_error_rate: 0.1}")
     ended = command(capsys, monkeypatch)("validate", place.folder / "job.yaml")
-    assert "of all 21 1 would be error rows" in ended.out
+    assert "1 of all 21 would become error rows" in ended.out
     assert "1 × bad_json, first rows.jsonl row 20" in ended.out
 
 
@@ -745,7 +745,7 @@ def test_validate_reads_the_first_rows_of_every_file(place: Place, capsys, monke
     run = command(capsys, monkeypatch, NO_ENGINE)
     checked = run("validate", place.folder / "job.yaml")
     assert checked.code == 0
-    assert "of the first 512 of each file, 533 in all, 1 would be error rows" in checked.out
+    assert "1 of the first 512 of each file, 533 in all, would become error rows" in checked.out
     assert "in/b.jsonl row 0" in checked.out
     assert run("run", place.folder / "job.yaml").code == 65
 
@@ -756,7 +756,7 @@ def test_a_column_that_looks_like_a_parameter_is_told_of(place: Place, capsys, m
     run = command(capsys, monkeypatch)
     for verb in ("validate", "preview", "run"):
         ended = run(verb, place.folder / "job.yaml")
-        assert "the column temperature of the input set no parameter" in ended.out + ended.err
+        assert "the input has the column temperature, but the job ignores it" in ended.out + ended.err
 
 
 def test_an_empty_file_is_an_empty_result(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -42,7 +42,9 @@ class Inferred:
         rows = f"all {self.rows:,} rows" if self.complete else f"the first {self.rows:,} rows"
         lines = [f"looked at {rows}; {self.examples:,} of them have an example"]
         if self.bad:
-            lines.append(f"passed over {counted(self.bad, 'row')}, of which the first: {self.first_bad}")
+            lines.append(
+                f"skipped {counted(self.bad, 'row')} without a valid example; the first: {self.first_bad}"
+            )
         return "\n".join([*lines, *self.notes])
 
 

@@ -36,6 +36,6 @@ def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> st
     again = f"; --retry-errors runs {counts.retryable} of them again" if counts.retryable else ""
     are = "is an error" if counts.errors == 1 else "are errors"
     text = (
-        f"{counts.errors} of {counts.rows} rows {are} and {allowed}; correct them, or raise the rate{again}"
+        f"{counts.errors} of {counts.rows} rows {are}, but {allowed}; correct them, or raise the rate{again}"
     )
     return "\n".join(filter(None, [text, errors.text()]))

@@ -191,7 +191,9 @@ def read_uses(store: Path) -> Uses:
             found = list(_entries(path))
         except (pa.ArrowException, OSError, ValueError) as error:
             _log.warning(
-                "%s cannot be read (%s): what is stored counts as used when it was written", path, error
+                "%s cannot be read (%s): the age of stored answers is counted from when they were written",
+                path,
+                error,
             )
             unreadable[path] = path.stat().st_mtime
             continue

@@ -233,9 +233,8 @@ class DecodeGraphs:
             except torch.OutOfMemoryError:
                 self._refused = True
                 _log.warning(
-                    "no memory is left to capture decode steps of %s rows: from here on no further kind of decode "
-                    "step is captured, and those without a graph take the host longer to launch; a lower "
-                    "engine.kv_memory leaves more",
+                    "too little GPU memory to capture decode steps of %s rows as graphs: no more graphs are captured, "
+                    "and steps without one run slower; lower engine.kv_memory to leave room for them",
                     len(inputs[0].query_lens),
                 )
                 raise

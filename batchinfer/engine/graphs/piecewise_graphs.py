@@ -140,8 +140,8 @@ class PiecewiseGraphs:
         self.capture_s += time.perf_counter() - began
         if refused:
             _log.warning(
-                "no memory is left to capture steps of %s tokens: they are padded to a larger size that was captured, "
-                "or launched one operator at a time; a lower engine.kv_memory leaves more",
+                "too little GPU memory to capture steps of %s tokens as graphs: they are padded to a larger size that "
+                "was captured, or run without a graph, which is slower; lower engine.kv_memory to leave room",
                 ", ".join(map(str, refused)),
             )
         _log.info(

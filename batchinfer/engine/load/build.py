@@ -266,7 +266,8 @@ def _set_threads(config: EngineConfig) -> int:
     usable = usable_cpus()
     if config.threads is not None and config.threads > usable:
         _log.warning(
-            "engine.threads is %d; this process may use %d cores, so many are taken", config.threads, usable
+            "engine.threads is %d, but this process may use only %d cores; that many threads are used",
+            *(config.threads, usable),
         )
     torch.set_num_threads(min(config.threads or usable, usable))
     return torch.get_num_threads()

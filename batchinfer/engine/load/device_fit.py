@@ -128,7 +128,9 @@ def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
             blocks = smaller
         else:
             if blocks < wanted:
-                _log.warning("the KV cache has %d blocks: the device had no memory for %d", blocks, wanted)
+                _log.warning(
+                    "the KV cache has only %d blocks: the device had no memory for %d", blocks, wanted
+                )
             return blocks, caches
 
 
@@ -140,7 +142,10 @@ def _step_room(runner: ModelRunner, tokens: int) -> StepRoom | None:
     try:
         return runner.model.room(tokens)
     except torch.OutOfMemoryError:
-        _log.warning("no memory is left to capture steps of %s tokens: their operators are launched", tokens)
+        _log.warning(
+            "too little GPU memory to capture steps of %s tokens as graphs: they run slower; lower engine.kv_memory",
+            tokens,
+        )
         return None
 
 
@@ -166,7 +171,8 @@ def _graph_tables(runner: ModelRunner, largest: GraphLimits) -> GraphTables | No
         return GraphTables(len(runner.layout.groups), largest.table_entries, runner.device)
     except torch.OutOfMemoryError:
         _log.warning(
-            "no memory is left to capture decode steps of %s rows: their operators are launched", largest.rows
+            "too little GPU memory to capture decode steps of %s rows as graphs: they run slower; lower engine.kv_memory",
+            largest.rows,
         )
         return None
 

@@ -56,8 +56,9 @@ class Pieces:
         self.most_tokens = self._held if tokens // 2 <= self._held < tokens else tokens // 2
         self._held = self._good = 0
         _log.warning(
-            "the device had no memory for %d tokens of %d rows at once: at most %d are run from here on, and more are "
-            "tried after %d steps; lower engine.kv_memory, engine.max_num_batched_tokens or engine.max_num_seqs",
+            "the device had too little memory for a step of %d tokens of %d rows: steps now have at most %d tokens, and "
+            "larger ones are tried again after %d steps. If this returns, lower engine.kv_memory, "
+            "engine.max_num_batched_tokens or engine.max_num_seqs",
             *(tokens, len(piece), self.most_tokens, self._patience),
         )
 

@@ -44,8 +44,8 @@ class ForeignCheckpoint(WeightFiles):
     def notices(self) -> tuple[str, ...]:
         """See StoredModel."""
         slower = (
-            f"{self.spec.family} is no family that batchinfer has code for: transformers {self.spec.version} computes "
-            "it, which is slower (docs/models.md)"
+            f"batchinfer has no code of its own for {self.spec.family}: transformers {self.spec.version} computes it, "
+            "which is slower (docs/models.md)"
         )
         return (slower, *self.unused_code)
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 # What Triton's kernels were compiled for: bfloat16 in tensor cores, copies that do not wait
 LEAST_CAPABILITY = 80
 # What to do about matrix tiles
-_OTHER_KIND = "run it where the planning process runs, or on a CPU of that kind"
+_OTHER_KIND = "run it on a CPU of the kind that it was planned on"
 _NEWER = "install gcc 11 or clang 12, or a newer one"
 # It builds its link to the driver when it is first asked
 NEEDS_OF_TRITON = "see that there are a driver, a C compiler (gcc or clang) and Python's headers"
@@ -106,7 +106,8 @@ def _compiled(
     grant = tile_grant()
     if tiles and not grant.given:
         return Lacking(
-            f"the job's bits are those of matrix tiles; {grant.refusal or 'this CPU has none'}", _OTHER_KIND
+            f"this deterministic job was planned for matrix tiles (AMX); {grant.refusal or 'this CPU has none'}",
+            _OTHER_KIND,
         )
     try:
         compiled = CompiledOperators(tiles="none" if tiles is False else None, codes=codes)
@@ -114,7 +115,8 @@ def _compiled(
         return Lacking(str(error), "install one (apt install gcc)")
     if tiles and not compiled.has_tiles:
         return Lacking(
-            "the job's bits are those of matrix tiles, for which the C compiler is too old", _NEWER
+            "this deterministic job was planned for matrix tiles (AMX), which the C compiler is too old for",
+            _NEWER,
         )
     _warn_of_tiles(grant, compiled.has_tiles or tiles is False)
     return CpuOps(compiled, group, quantization, latent, dtype)
@@ -123,9 +125,11 @@ def _compiled(
 def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:
     """Says it where the CPU has tiles that are not used."""
     if grant.refusal:
-        _log.warning("%s; matrix products are computed in vectors, which are slower", grant.refusal)
+        _log.warning("%s; matrix products use vector instructions instead, which are slower", grant.refusal)
     elif grant.given and not as_chosen:
-        _log.warning("the C compiler knows no matrix tiles (AMX), which would be faster; %s", _NEWER)
+        _log.warning(
+            "the C compiler is too old for this CPU's matrix tiles (AMX), which would be faster; %s", _NEWER
+        )
 
 
 def _not_covered(dtype: torch.dtype, group: int, head_dim: int) -> Lacking:

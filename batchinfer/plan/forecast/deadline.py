@@ -57,7 +57,9 @@ class Deadline:
         when = f"{self.at:%Y-%m-%d %H:%M}"
         when += f", in {about(self.left_s)}" if self.left_s > 0 else f", {about(-self.left_s)} ago"
         if self.spare_s is None:
-            return f"{when}: without a forecast of the engine's time nobody knows whether it will be met"
+            return (
+                f"{when}: unknown whether it will be met, because there is no forecast of the engine's time"
+            )
         least = "at least " if self.upper_bound else ""
         if self.spare_s >= 0:
             return f"{when}: the engine is forecast to finish {least}{about(self.spare_s)} before it"
@@ -65,8 +67,8 @@ class Deadline:
         if not self.upper_bound:
             return f"{when}: {late}"
         return (
-            f"{when}: {late} if every answer becomes as long as its max_tokens; the run tells more once its first "
-            "answers are there"
+            f"{when}: {late} if every answer becomes as long as its max_tokens; the run forecasts anew from its first "
+            "answers"
         )
 
     @property

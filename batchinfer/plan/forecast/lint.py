@@ -164,7 +164,7 @@ class Linter:
         if tokens >= WORTH * first.tokens and rows:
             scale, share = self.index.rows / self._looked_at, tokens / first.tokens
             rows = round(rows * scale)
-            text = "differ from another row only in white space or case; written alike they would run once"
+            text = "differ from another row only in white space or case; if they were written alike, each would be computed once"
             yield LintFinding("near_duplicates", text, round(tokens * scale), share, None, rows=rows)
 
     def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:
@@ -206,7 +206,7 @@ def _value(row: dict[str, Any], columns: Sequence[str]) -> str:
 def _advice(kind: str, ordered: Sequence[TemplatePart], before: Sequence[TemplatePart]) -> str:
     if kind == "field_order":
         names = ", ".join("{{ " + " }}, {{ ".join(part.columns) + " }}" for part in ordered if part.columns)
-        return f"prompt.user would share more with its fields in this order: {names}"
+        return f"rows would share longer prefixes with the fields of prompt.user in this order: {names}"
     fields = [number for number, part in enumerate(before) if part.columns]
     late = [part for part in before[fields[0] :] if not part.columns]
     lines = ", ".join(
@@ -214,8 +214,8 @@ def _advice(kind: str, ordered: Sequence[TemplatePart], before: Sequence[Templat
         for part in late
     )
     name = "line" if lines.isdigit() else "lines"
-    same = f"what is the same for all rows in {name} {lines} of prompt.user"
-    return f"{same} would be shared if written before the first field"
+    same = f"the fixed text in {name} {lines} of prompt.user"
+    return f"all rows would share {same} if it stood before the first field"
 
 
 def finding_text(found: LintFinding) -> str:

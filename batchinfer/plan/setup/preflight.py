@@ -193,8 +193,9 @@ def _warnings(job: Job, columns: Columns) -> Iterator[str]:
     idle = [name for name in columns.known if name in CHECKS and name not in used]
     if idle:
         yield (
-            f"the column{'s' * (len(idle) > 1)} {', '.join(idle)} of the input set no parameter; "
-            "name them in sampling.from_columns if rows are to set their own"
+            f"the input has the column{'s' * (len(idle) > 1)} {', '.join(idle)}, but the job ignores "
+            f"{'them' if len(idle) > 1 else 'it'}; to let rows set their own sampling parameters, name "
+            f"{'them' if len(idle) > 1 else 'it'} in sampling.from_columns"
         )
 
 
@@ -217,7 +218,7 @@ def rehearse(job: Job, setup: Setup) -> list[str]:
     Raises what a run would, ErrorBudgetExceeded included where these rows are all that there are.
     """
     if job.input.sql is not None:
-        return ["rows: those of a query are checked when the job runs"]
+        return ["rows: not checked here; the rows of a query (input.sql) are checked when the job runs"]
     with temporary_folder("validate") as scratch:
         index = first_index(job, setup, Path(scratch), FIRST_ROWS)
         errors = summarise_errors(index.index_parts)
@@ -231,7 +232,7 @@ def rehearse(job: Job, setup: Setup) -> list[str]:
     )
     if not index.error_rows:
         return [f"rows: {which} can be run"]
-    return [f"rows: of {which} {index.error_rows:,} would be error rows:", errors.text()]
+    return [f"rows: {index.error_rows:,} of {which} would become error rows:", errors.text()]
 
 
 def _is_complete(index: Index, limit: int | None) -> bool:

@@ -192,7 +192,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
 
 def _nothing_stored(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
     if job.model.quantization == "stored" and not checkpoint.stores_codes:
-        text = "the checkpoint stores no weights in fp8 that products are computed of (docs/models.md); leave it out"
+        text = "the checkpoint stores no fp8 weights that can be multiplied as they are (docs/models.md); leave it out"
         yield Mistake("model.quantization", f"stored: {text}")
 
 
@@ -208,13 +208,13 @@ def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...
     wanted = max(1, len(gpus)) if asked == "auto" else asked
     room = len(gpus) if device == "cuda" else _most_threads(_chosen(job.engine.threads))
     if wanted > max(1, room):
-        what = f"GPUs, and CUDA may use {room}" if device == "cuda" else f"cores, and {room} may be used"
-        text = f"{wanted} engines need as many {what}; lower it, or leave it out"
+        what = "GPUs" if device == "cuda" else "cores"
+        text = f"{wanted} engines need {wanted} {what}, but this process may use only {room}; lower it, or leave it out"
         raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
     if wanted > 1 and device == "cuda" and job.engine.deterministic and several_kinds():
         text = (
-            "a deterministic job's bits must not depend on the GPU that a row gets, and this machine has GPUs of "
-            "several kinds; unset CUDA_VISIBLE_DEVICES, which takes all of the first one's kind, or make it 1"
+            "with engine.deterministic all engines need GPUs of one kind, but this process may use several kinds; unset "
+            "CUDA_VISIBLE_DEVICES (then all GPUs of the first one's kind are used), or set engine.data_parallel: 1"
         )
         raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
     return wanted, tuple(gpus[:wanted]) if wanted > 1 else ()
@@ -242,12 +242,12 @@ def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:
 def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
     """A CPU that the job names was refused with the job file; here it is one that `auto` has found."""
     if device == "cpu" and job.model.kv_cache_dtype == "fp8":
-        text = "only a GPU's operators read and write it, and device: auto means the CPU here; take int8"
+        text = "only a GPU can read and write it, and device: auto means the CPU here; use int8"
         yield Mistake("model.kv_cache_dtype", f"fp8: {text}")
     asked = job.model.quantization
     fp8 = device == "cpu" and asked in ("fp8", "stored")
     if fp8:
-        text = "a CPU's operators have no products of fp8, and device: auto means the CPU here; take int8"
+        text = "only a GPU can multiply in fp8, and device: auto means the CPU here; use int8"
         yield Mistake("model.quantization", f"{asked}: {text}")
     if device == "cpu" and dtype == "float16":
         text = "not available in float16 on a CPU, which device: auto means here; take dtype: bfloat16 or float32"

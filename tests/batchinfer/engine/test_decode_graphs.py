@@ -144,7 +144,7 @@ def test_without_memory_for_graphs_steps_run_without(caplog):
     assert capture.captured == []
     assert {s.launch for s in got.steps} == {"eager"}
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
-    assert "no memory is left to capture" in caplog.text
+    assert "too little GPU memory to capture" in caplog.text
 
 
 def test_what_was_captured_is_replayed_once_memory_is_out(caplog):
@@ -165,7 +165,7 @@ def test_what_was_captured_is_replayed_once_memory_is_out(caplog):
     assert (capture.tried, len(capture.captured)) == (2, 1)
     launched = [s.launch for s in got.steps].count("full_graph")
     assert 1 < launched == capture.replays < enough.replays
-    assert caplog.text.count("no memory is left to capture") == 1
+    assert caplog.text.count("too little GPU memory to capture") == 1
 
 
 def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():

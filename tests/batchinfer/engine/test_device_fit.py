@@ -201,8 +201,8 @@ def test_a_step_for_which_there_is_no_memory_is_halved(caplog):
     fitted = device.fit()
     assert fitted.limits.max_num_batched_tokens == fitted.runner.most_tokens == 50
     assert device.needed == 1000 * (50 + 6)
-    assert "no memory for 250 tokens of 6 rows" in caplog.text
-    assert "at most 50 are run from here on" in caplog.text
+    assert "too little memory for a step of 250 tokens of 6 rows" in caplog.text
+    assert "steps now have at most 50 tokens" in caplog.text
 
 
 def test_a_model_that_cannot_be_captured_is_measured_and_warmed_up_all_the_same():

@@ -174,7 +174,7 @@ def test_without_memory_for_graphs_steps_run_without(caplog, failing):
     model, recorder = checkpoint("llama"), Full()
     runner = runner_for(model, recorder)
     assert runner.mixed.sizes == [80] * (failing > 0)
-    assert "no memory is left to capture steps of" in caplog.text
+    assert "too little GPU memory to capture steps of" in caplog.text
     assert ran(runner, model).answers == ran(runner_for(model, None), model).answers
     assert (recorder.replays > 0) == (failing > 0)
 
@@ -194,7 +194,7 @@ def test_smaller_steps_are_captured_where_there_is_no_memory_for_larger_ones(cap
     model, recorder = checkpoint("llama"), Full()
     runner = runner_for(model, recorder)
     assert runner.mixed.sizes == [64]
-    assert "no memory is left to capture steps of 80 tokens" in caplog.text
+    assert "too little GPU memory to capture steps of 80 tokens" in caplog.text
     got = ran(runner, model)
     assert got.answers == ran(runner_for(model, None), model).answers
     tokens = [step.prefill_tokens + step.decode_tokens for step in got.steps]

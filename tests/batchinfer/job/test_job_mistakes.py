@@ -103,7 +103,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "a query's memory for files": (
         instead("input", "input: {path: r.jsonl, sql_memory: 1GiB}"),
-        [(3, "input.sql_memory", ("belongs to a query", "take it out"))],
+        [(3, "input.sql_memory", ("applies only to a query", "take it out"))],
     ),
     # parameters of rows
     "no such parameter": (
@@ -265,7 +265,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "a cache of codes on a CPU": (
         instead("model", "model: {path: m, kv_cache_dtype: fp8}") + "engine: {device: cpu}\n",
-        [(2, "model.kv_cache_dtype", ("is fp8", "only a GPU's operators", "take int8", "device: cuda"))],
+        [(2, "model.kv_cache_dtype", ("is fp8", "only a GPU can read", "take int8", "device: cuda"))],
     ),
     "a cache of codes in float16 on a CPU": (
         instead("model", "model: {path: m, kv_cache_dtype: int8, dtype: float16}")
@@ -274,7 +274,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "fp8 on a CPU": (
         instead("model", "model: {path: m, quantization: fp8}") + "engine: {device: cpu}\n",
-        [(2, "model.quantization", ("is fp8", "only a GPU's operators multiply fp8", "take int8"))],
+        [(2, "model.quantization", ("is fp8", "only a GPU can multiply in fp8", "take int8"))],
     ),
     "another cache": (
         instead("model", "model: {path: m, kv_cache_dtype: fp4}"),
@@ -330,7 +330,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     # between fields
     "two inputs": (
         instead("input", "input:", "  path: a.jsonl", "  sql: select 1", "  format: jsonl"),
-        [(5, "input.sql", ("together with path",)), (6, "input.format", ("a query (sql) has none",))],
+        [(5, "input.sql", ("together with path",)), (6, "input.format", ("not to a query (sql)",))],
     ),
     "input values": (
         instead(

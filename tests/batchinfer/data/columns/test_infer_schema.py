@@ -91,7 +91,7 @@ def test_rows_that_cannot_be_read_are_passed_over(tmp_path: Path, run: Command) 
     assert done.code == 0, done.err
     assert json.loads(done.out)["required"] == ["kind", "n", "tags"]
     assert "all 200 rows; 198 of them have an example" in done.err
-    assert "passed over 2 rows, of which the first:" in done.err
+    assert "skipped 2 rows without a valid example; the first:" in done.err
     assert "row 7: " in done.err
     assert "stands twice" in done.err
     rows[91] = "{"

@@ -151,7 +151,7 @@ def test_the_names_that_are_proposed_are_known() -> None:
         ("delimiter: '||'", "path: x.csv", ("line 5: input.delimiter", "one ASCII character")),
         ("delimiter: é", "path: x.csv", ("line 5: input.delimiter", "one ASCII character")),
         ('quote: "\\n"', "path: x.csv", ("line 5: input.quote", "ends no line")),
-        ("quote: ','\n  delimiter: ','", "path: x.csv", ("line 5: input.quote", "so is delimiter")),
+        ("quote: ','\n  delimiter: ','", "path: x.csv", ("line 5: input.quote", "the same as delimiter")),
         ("delimiter: ';'", "sql: select 1", ("line 5: input.delimiter", "read_csv")),
         (
             "encoding: latin-1\n  format: parquet",

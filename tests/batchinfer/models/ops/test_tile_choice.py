@@ -77,4 +77,4 @@ def test_promised_bits_are_those_that_were_planned_for(machine) -> None:
 def test_the_doctor_says_what_was_granted() -> None:
     assert doctor.tiles_text(Grant(True)) == "AMX, granted by the system"
     assert doctor.tiles_text(REFUSED).startswith("not used: the system refuses")
-    assert doctor.tiles_text(Grant(False)) == "none that are known"
+    assert doctor.tiles_text(Grant(False)) == "none known for this CPU"

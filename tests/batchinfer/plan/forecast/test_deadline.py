@@ -131,7 +131,10 @@ def moment(seconds: float) -> str:
 
 
 def test_plan_says_whether_it_will_be_met(tmp_path: Path, model: Path, slow_machine: None) -> None:
-    for wanted, words in ((1e6, "forecast to finish at least"), (1.0, "its max_tokens; the run tells")):
+    for wanted, words in (
+        (1e6, "forecast to finish at least"),
+        (1.0, "its max_tokens; the run forecasts anew"),
+    ):
         job = load_job(write_job(tmp_path, model, people(30), deadline=moment(wanted)))
         found = forecast_job(job, lambda at: None, lambda line: None)
         assert found.forecast is not None
