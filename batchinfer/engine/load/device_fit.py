@@ -171,7 +171,8 @@ def _graph_tables(runner: ModelRunner, largest: GraphLimits) -> GraphTables | No
         return GraphTables(len(runner.layout.groups), largest.table_entries, runner.device)
     except torch.OutOfMemoryError:
         _log.warning(
-            "too little GPU memory to capture decode steps of %s rows as graphs: they run slower; lower engine.kv_memory",
+            "too little GPU memory to capture decode steps of %s rows as graphs: they run slower; lower "
+            "engine.kv_memory",
             largest.rows,
         )
         return None

@@ -116,7 +116,7 @@ class Checkpoint(WeightFiles):
         """What is asked for and cannot be had of this model, whatever the device: key of the job file, and why."""
         if not (coded_cache and self.spec.attention.cache.latent):
             return []
-        why = f"{self.spec.family} caches latents, which are small already and cannot be stored as codes"
+        why = f"{self.spec.family} keeps latents in its cache, which are small already and have no codes"
         return [("model.kv_cache_dtype", f"{why}; leave it out")]
 
     def cost(self, itemsize: int, weight_itemsize: int, kv_cache: KvCacheDtype = "auto") -> ModelCost:

@@ -164,7 +164,7 @@ class Linter:
         if tokens >= WORTH * first.tokens and rows:
             scale, share = self.index.rows / self._looked_at, tokens / first.tokens
             rows = round(rows * scale)
-            text = "differ from another row only in white space or case; if they were written alike, each would be computed once"
+            text = "differ from another row only in white space or case; written alike, they would be computed once"
             yield LintFinding("near_duplicates", text, round(tokens * scale), share, None, rows=rows)
 
     def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:

@@ -213,7 +213,7 @@ def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...
         raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
     if wanted > 1 and device == "cuda" and job.engine.deterministic and several_kinds():
         text = (
-            "with engine.deterministic all engines need GPUs of one kind, but this process may use several kinds; unset "
+            "with engine.deterministic all engines need GPUs of one kind, but this process may use several; unset "
             "CUDA_VISIBLE_DEVICES (then all GPUs of the first one's kind are used), or set engine.data_parallel: 1"
         )
         raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
