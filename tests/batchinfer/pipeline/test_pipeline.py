@@ -150,7 +150,7 @@ def test_a_changed_prompt_is_new_work(tmp_path, model):
 
 def test_a_run_with_too_many_bad_rows_starts_no_engine_and_publishes_nothing(tmp_path, model):
     path = write_job(tmp_path, model, [*people(20), "{", "{"])
-    with pytest.raises(ErrorBudgetExceeded, match=r"2 of 22 rows are errors .* allows 0 \(1.00%\)") as caught:
+    with pytest.raises(ErrorBudgetExceeded, match=r"2 of 22 rows are errors.* allows 0 \(1.00%\)") as caught:
         run(path, NO_ENGINE)
     assert "bad_json" in str(caught.value)
     assert "in.jsonl" in str(caught.value)
