@@ -212,9 +212,7 @@ def test_codes_in_the_cache_are_wired_and_told():
 
 def test_codes_of_latents_are_refused(tmp_path):
     make_checkpoint(tmp_path / "model", "deepseek_v3")
-    with pytest.raises(
-        UsageError, match="--kv-cache-dtype is 'int8', and the cache of deepseek_v3 keeps latents"
-    ):
+    with pytest.raises(UsageError, match="--kv-cache-dtype is 'int8', and deepseek_v3 keeps latents"):
         bench("decode", rows=2, model=str(tmp_path / "model"), kv_cache_dtype="int8")
 
 
