@@ -20,6 +20,7 @@ TEXTS, WALKS, STEPS = 30, 4, 30
 # Why an expression of ECMAScript may be refused: it cannot be followed, or whoever writes it means something else
 LIMITED = (
     *("cannot be followed", "write ^ first", "write $ last", "write ^ and $ outside", "halves of characters"),
+    "half of a surrogate pair",
     *("is no intersection", "write the characters themselves", "sets flags", "names a second group"),
     *("no answer can follow it", "takes too much work", "Regex is empty", "Unable to determine"),
 )
