@@ -15,7 +15,6 @@ from batchinfer.cli.terminal import painted, say, say_json, say_verbatim, tell, 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.hub import ModelName
 from batchinfer.core.text import printable
-from batchinfer.data.storage.durable import refuse_existing
 
 if TYPE_CHECKING:
     from batchinfer.pipeline.result import RunResult
@@ -189,12 +188,6 @@ def plan(
             help="Render and tokenise only a sample of about N rows from all parts of the files, and extrapolate.",
         ),
     ] = None,
-    parquet: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Also write the forecast to a new Parquet file, as a table of one row."
-        ),
-    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -202,13 +195,10 @@ def plan(
     from batchinfer.machine.hardware import hardware_called
     from batchinfer.pipeline.library import located
     from batchinfer.plan.forecast.job import forecast_job
-    from batchinfer.plan.forecast.table import write_forecast
     from batchinfer.plan.forecast.text import forecast_json, forecast_lines
     from batchinfer.report.progress import Progress
 
     machine = None if hardware is None else hardware_called(hardware)
-    if parquet is not None:
-        refuse_existing(parquet)
     job = load(job_file, overrides, date)
     with located(job), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:
         progress.phase("reading", job.input.limit)
@@ -219,11 +209,8 @@ def plan(
             machine,
             sample,
         )
-    facts = forecast_json(found, price_per_hour)
-    if parquet is not None:
-        write_forecast(parquet, facts)
     if as_json:
-        say_json({"exit_code": 0, **facts})
+        say_json({"exit_code": 0, **forecast_json(found, price_per_hour)})
         return
     first, *lines = forecast_lines(found, price_per_hour)
     say(printable("\n".join([painted(first, "heading"), *map(painted, lines)])))

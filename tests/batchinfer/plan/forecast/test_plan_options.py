@@ -1,4 +1,4 @@
-"""`batchinfer plan` for another machine, as a table, and what it says of prefixes, context and memory."""
+"""`batchinfer plan` for another machine, as JSON for DuckDB, and what it says of prefixes, context and memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import duckdb
 import pytest
 
 from batchinfer.core.errors import UsageError
@@ -15,7 +14,6 @@ from batchinfer.job import load_job
 from batchinfer.machine.datasheet import NAMES, datasheet
 from batchinfer.machine.hardware import Hardware, hardware_called
 from batchinfer.plan.forecast.job import PREFIXES_SHOWN, JobForecast, forecast_job
-from batchinfer.plan.forecast.table import FORECAST_SCHEMA, forecast_table
 from batchinfer.plan.forecast.text import forecast_json, forecast_lines
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import command
@@ -107,54 +105,22 @@ def test_a_job_that_does_not_fit_is_told(
     assert found.misfit is not None
     assert "memory    does not fit: the KV cache of the longest row" in "\n".join(forecast_lines(found, None))
     assert forecast_json(found, None)["misfit"] == found.misfit
-    assert forecast_table(forecast_json(found, None)).num_rows == 1
 
 
-def leaves(kind: pa.DataType, path: str = "") -> set[str]:
-    """Names of all fields below; a map has none of its own."""
-    if pa.types.is_list(kind):
-        return leaves(kind.value_type, path)
-    if not pa.types.is_struct(kind):
-        return {path}
-    return set().union(*(leaves(field.type, f"{path}.{field.name}") for field in kind))
-
-
-def named(value: Any, kind: pa.DataType, path: str = "") -> set[str]:
-    """Names of what JSON holds, down to the maps of the schema."""
-    if isinstance(value, list):
-        return set().union(*(named(one, kind.value_type, path) for one in value))
-    if not isinstance(value, dict) or not pa.types.is_struct(kind):
-        return {path}
-    known = {field.name: field.type for field in kind}
-    return set().union(
-        *(named(one, known.get(key, pa.null()), f"{path}.{key}") for key, one in value.items())
-    )
-
-
-def test_the_table_has_what_json_has(tmp_path: Path, model: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_duckdb_reads_the_forecasts_of_many_jobs(
+    tmp_path: Path, model: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """The query of docs/cli.md."""
     rows: list[Any] = [*people(30), "{not json"]
-    later = "2030-01-01T06:00"
-    prompt = {"user": "Greet {{ text }}\nWrite one short sentence, be friendly, and do not ask for anything."}
-    path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5}, deadline=later, prompt=prompt)
-    table, run = tmp_path / "plan.parquet", command(capsys, monkeypatch)
-    options = ("--json", "--hardware", "a100", "--price-per-hour", "3")
-    names, kind = set[str](), pa.struct(list(FORECAST_SCHEMA))
-    for more in (
-        ("--sample", "20"),
-        (),
-    ):  # advice is given only without, errors of estimates only with a sample
-        table.unlink(missing_ok=True)
-        ended = run("plan", path, *options, *more, "--parquet", table)
-        assert ended.code == 0, ended.err
-        told = json.loads(ended.out)
-        del told["exit_code"]
-        launches = told["forecast"]["launches"].values()
-        assert sum(launch["steps"] for launch in launches) == told["forecast"]["steps"]
-        (kept,) = pq.read_table(table).to_pylist(maps_as_pydicts="strict")
-        assert kept == told
-        names |= named(told, kind)
-    without = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
-    assert names - without == leaves(kind), "each name of one is in the other"
-    again = run("plan", path, "--parquet", table)
-    assert again.code == 73
-    assert "plan.parquet: is there already" in again.err
+    path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5}, deadline="2030-01-01T06:00")
+    plans, run = tmp_path / "plans.jsonl", command(capsys, monkeypatch)
+    for options in ((), ("--sample", "20")):
+        ended = run("plan", path, "--json", "--hardware", "a100", *options)
+        with plans.open("a") as file:
+            file.write(ended.out)
+    told = [json.loads(line) for line in plans.read_text().splitlines()]
+    assert [one["exit_code"] for one in told] == [0, 0]
+    launches = told[0]["forecast"]["launches"].values()
+    assert sum(launch["steps"] for launch in launches) == told[0]["forecast"]["steps"]
+    found = duckdb.sql(f"SELECT job, to_run, forecast.engine_s FROM read_json('{plans}')").fetchall()
+    assert found == [(one["job"], one["to_run"], one["forecast"]["engine_s"]) for one in told]
