@@ -16,15 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from batchinfer.core.request import (
-    Completion,
-    ExpertTokens,
-    Request,
-    RequestSample,
-    RowError,
-    StepSample,
-    TokenLogprobs,
-)
+from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs
+from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed, alone
 from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams

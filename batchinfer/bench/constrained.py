@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.vocabulary import made_up_tokenizer
 from batchinfer.bench.workloads import Row
-from batchinfer.core.request import ConstraintWork, RowError, SamplingParams
+from batchinfer.core.request import RowError
+from batchinfer.core.samples import ConstraintWork
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarConstraints
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.engine.load.build import LoadedModel

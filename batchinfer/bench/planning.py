@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from batchinfer.bench.workloads import Row
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import Layout
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter

@@ -11,7 +11,8 @@ from typing import Any, cast
 from batchinfer.bench.planning import Planned, plan_rows
 from batchinfer.bench.workloads import Row
 from batchinfer.core.errors import BatchInferError, OutOfMemory
-from batchinfer.core.request import Completion, Request, StepSample
+from batchinfer.core.request import Completion, Request
+from batchinfer.core.samples import StepSample
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import EngineInfo, most_queued
 from batchinfer.engine.load.build import LoadedModel

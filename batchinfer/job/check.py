@@ -19,7 +19,7 @@ from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
 from batchinfer.core.hub import NoModel, locate_model
-from batchinfer.core.request import CONSTRAINTS
+from batchinfer.core.sampling import CONSTRAINTS
 from batchinfer.job.file import JobFile, absolute, not_utf8
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
 

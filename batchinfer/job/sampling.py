@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from batchinfer.core.request import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
+from batchinfer.core.sampling import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
 from batchinfer.job.field_types import Choice, FromColumns, JsonSchema, Stops, Text, bounded
 from batchinfer.job.section import Section
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from batchinfer.core.request import MAX_SCHEMA_BYTES
+from batchinfer.core.sampling import MAX_SCHEMA_BYTES
 
 _RIGHT = "{type: object, properties: {…}}"
 

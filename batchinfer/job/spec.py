@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.core.request import SamplingParams, Truncate
+from batchinfer.core.request import Truncate
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.job.check import check
 from batchinfer.job.field_types import (
     Auto,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from batchinfer.core.request import JSON_CONSTRAINTS, Completion, Request
+from batchinfer.core.request import Completion, Request
+from batchinfer.core.sampling import JSON_CONSTRAINTS
 from batchinfer.data.columns.answer_check import AnswerCheck
 from batchinfer.data.results.error_budget import Budget
 from batchinfer.data.store.completion_store import CompletionStore

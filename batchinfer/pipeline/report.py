@@ -14,7 +14,7 @@ import duckdb
 
 from batchinfer.core.errors import BatchInferError, known
 from batchinfer.core.hub import described
-from batchinfer.core.request import ExpertTokens
+from batchinfer.core.samples import ExpertTokens
 from batchinfer.core.text import json_line
 from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo

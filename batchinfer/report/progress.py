@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from batchinfer.core.request import StepSample
+from batchinfer.core.samples import StepSample
 from batchinfer.core.sizes import size
 from batchinfer.core.text import printable, with_near_paths
 from batchinfer.core.units import about, count, short

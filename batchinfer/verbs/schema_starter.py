@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import InputCorrupt, InputMissing
-from batchinfer.core.request import MAX_SCHEMA_BYTES, SamplingParams
+from batchinfer.core.sampling import MAX_SCHEMA_BYTES, SamplingParams
 from batchinfer.data.columns.schema_columns import NoColumns, schema_columns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.constraint_check import constraint_problem

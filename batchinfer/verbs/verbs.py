@@ -10,7 +10,7 @@ from typing import Any
 
 from batchinfer.bench.options import BenchOptions
 from batchinfer.core.errors import InputMissing
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.sizes import size
 from batchinfer.data.index.index import Index
 from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results

@@ -13,7 +13,7 @@ import duckdb
 import pytest
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.core.request import LAUNCH_MODES
+from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.job import load_job
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import RunOptions, run_job

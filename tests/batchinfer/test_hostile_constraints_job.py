@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from batchinfer.core.request import ConstraintFailed, SamplingParams
+from batchinfer.core.request import ConstraintFailed
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraints
 from batchinfer.data.constraints.constraint_check import ConstraintChecker, constraint_problem
 from batchinfer.data.constraints.grammar import compiled

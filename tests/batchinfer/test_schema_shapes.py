@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from batchinfer.core.request import Completion, ConstraintFailed, Request, SamplingParams
+from batchinfer.core.request import Completion, ConstraintFailed, Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.columns.answer_check import AnswerCheck, parsed_answer
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarConstraints

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from batchinfer.core.request import LAUNCH_MODES, StepSample
+from batchinfer.core.samples import LAUNCH_MODES, StepSample
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner

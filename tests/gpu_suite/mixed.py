@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
 from batchinfer.engine.schedule.scheduler import Chunk

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from batchinfer.core.request import StepSample
+from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.engine import Engine
 from tests.gpu_suite import workloads
 from tests.gpu_suite.case import WrongResult

@@ -16,7 +16,9 @@ from batchinfer.bench.ideal import ideal_job
 from batchinfer.bench.report import Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload
-from batchinfer.core.request import Request, SamplingParams, StepSample
+from batchinfer.core.request import Request
+from batchinfer.core.samples import StepSample
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.models.checkpoint.shapes import shape_config
 from batchinfer.report.tables.launches import LaunchCounts
 from tests.gpu_suite.loaded import loaded_model, memory, model_name, peaks

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from batchinfer.core.request import INT32_MAX, SamplingParams
+from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.data.constraints.generated_schema import generated_schema, parsed_schema
 from batchinfer.data.constraints.patterns.width import NoWidth, in_json, pattern_width, plain
 from batchinfer.data.constraints.schema_problem import BadSchema

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import ConstraintFailed, ConstraintWork, RowError, SamplingParams
+from batchinfer.core.request import ConstraintFailed, RowError
+from batchinfer.core.samples import ConstraintWork
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.kept_grammars import KeptGrammars
 from batchinfer.machine.cpus import usable_cpus
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.core.request import INT32_MAX, SamplingParams
+from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.machine.memory import lift_memory_limit, limit_memory
 from batchinfer.machine.spawning import Child, Ended, receiving
 from batchinfer.machine.waiting import comes

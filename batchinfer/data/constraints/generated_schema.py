@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from batchinfer.core.request import MAX_SCHEMA_BYTES
+from batchinfer.core.sampling import MAX_SCHEMA_BYTES
 from batchinfer.data.constraints.exact_numbers import check_multiples, is_exact, is_number
 from batchinfer.data.constraints.narrow_values import narrow_value
 from batchinfer.data.constraints.schema_closing import closable, compared, has_further_names, in_company

@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constraint_wording import faulty_place, shown
 from batchinfer.data.constraints.generated_schema import generated_schema, parsed_schema, subschemas
 from batchinfer.data.constraints.patterns.engine_syntax import engine_pattern

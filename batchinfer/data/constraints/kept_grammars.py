@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 
 KEPT = 1024  # constraints that are remembered
 _T = TypeVar("_T")

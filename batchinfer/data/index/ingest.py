@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchinfer.core.request import RowError, SamplingParams
+from batchinfer.core.request import RowError
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
 from batchinfer.data.index.index import AnswerSchema, Index, Layout
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.core.request import RowError, SamplingParams
+from batchinfer.core.request import RowError
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, Layout
 from batchinfer.data.index.token_store import TokenWriter
 from batchinfer.data.input.rows import RowBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.rows import RowProblem

@@ -6,7 +6,8 @@ import hashlib
 
 import numpy as np
 
-from batchinfer.core.request import CONSTRAINTS, TokenIds
+from batchinfer.core.request import TokenIds
+from batchinfer.core.sampling import CONSTRAINTS
 
 # The version of how constraints are read: generated_schema.py and what it imports, and grammar.py. Raise it with a
 # change after which an answer that was stored before may not follow its constraint, or not be what the documentation

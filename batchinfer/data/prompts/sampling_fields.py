@@ -10,7 +10,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from batchinfer.core.request import (
+from batchinfer.core.sampling import (
     BOUNDS,
     CONSTRAINTS,
     INT32_MAX,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 
 _INCOMPLETE = "\ufffd"  # what a character is decoded to as long as tokens of it are missing
 

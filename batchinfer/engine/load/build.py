@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.core.request import ExpertTokens
+from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, Agreed, EngineConfig, EngineInfo, Untimed, alone
 from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.graphs.graph_capture import GpuRecorder, GraphRecorder, R, Replay

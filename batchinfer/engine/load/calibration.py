@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.engine.load.sources import ModelSource

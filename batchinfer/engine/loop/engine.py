@@ -13,14 +13,12 @@ import numpy as np
 from batchinfer.core.request import (
     Completion,
     ConstraintFailed,
-    ConstraintWork,
     FinishReason,
     Request,
-    RequestSample,
     RowError,
-    StepSample,
     TokenLogprobs,
 )
+from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
 from batchinfer.engine.loop.in_flight import End, InFlight, Taken
 from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.schedule.constraints import Constraint, Constraints

@@ -13,7 +13,8 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import LAUNCH_MODES, LaunchMode, TokenLogprobs
+from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs

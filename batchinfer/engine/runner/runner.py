@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from batchinfer.core.request import LaunchMode, TokenLogprobs
+from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.samples import LaunchMode
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.shared_parts import Copy

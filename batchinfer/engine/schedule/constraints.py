@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import ConstraintWork, RowError, SamplingParams
+from batchinfer.core.request import RowError
+from batchinfer.core.samples import ConstraintWork
+from batchinfer.core.sampling import SamplingParams
 
 
 class Constraint(Protocol):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from batchinfer.core.request import FinishReason, Request, SamplingParams
+from batchinfer.core.request import FinishReason, Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.schedule.collected_logprobs import CollectedLogprobs
 from batchinfer.engine.schedule.constraints import Constraint
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from batchinfer.core.request import ExpertTokens
+from batchinfer.core.samples import ExpertTokens
 
 
 class ExpertLoads:

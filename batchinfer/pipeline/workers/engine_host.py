@@ -18,7 +18,8 @@ from batchinfer.core.errors import (
     SecurityRefusal,
     Unavailable,
 )
-from batchinfer.core.request import ExpertTokens, Request
+from batchinfer.core.request import Request
+from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.spawning import Child, receiving
 from batchinfer.pipeline.workers.messages import (

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchinfer.core.request import Completion, ExpertTokens, Request, RequestSample, StepSample
+from batchinfer.core.request import Completion, Request
+from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo
 
 

@@ -12,7 +12,8 @@ from multiprocessing.connection import wait
 from types import TracebackType
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
-from batchinfer.core.request import ExpertTokens, Request
+from batchinfer.core.request import Request
+from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import EngineInfo, most_queued
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts

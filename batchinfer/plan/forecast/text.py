@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from batchinfer.core.request import LAUNCH_MODES
+from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.core.sizes import size
 from batchinfer.core.units import count, percent, seconds, short
 from batchinfer.plan.forecast.engine import EngineForecast

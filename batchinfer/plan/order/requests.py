@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import Request, SamplingParams, TokenIds, common_prefix
+from batchinfer.core.request import Request, TokenIds, common_prefix
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.plan.order.plan import Plan, Window
 
 LONG_PARAMS = 16 << 10  # characters

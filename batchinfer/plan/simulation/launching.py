@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 
-from batchinfer.core.request import LaunchMode
+from batchinfer.core.samples import LaunchMode
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.tensors.graph_sizes import LATER_FIRST, SHORTEST, batch_sizes, context_bound
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from batchinfer.core.request import LAUNCH_MODES, Request, SamplingParams, StepSample
+from batchinfer.core.request import Request
+from batchinfer.core.samples import LAUNCH_MODES, StepSample
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import most_queued
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool

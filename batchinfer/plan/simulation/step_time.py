@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import LaunchMode
+from batchinfer.core.samples import LaunchMode
 from batchinfer.plan.simulation.step_parts import PARTS, TimedStep, predicted, step_parts
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from batchinfer.core.request import LAUNCH_MODES, LaunchMode
+from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.core.sizes import size
 from batchinfer.core.units import seconds
 from batchinfer.report.page.figures import Figure, Figures

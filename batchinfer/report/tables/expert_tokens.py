@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchinfer.core.request import ExpertTokens
+from batchinfer.core.samples import ExpertTokens
 from batchinfer.report.tables.columns import EXPERT_SCHEMA, EXPERTS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool

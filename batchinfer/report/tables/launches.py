@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinfer.core.request import LAUNCH_MODES, LaunchMode
+from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.core.units import percent
 
 _SAID: dict[LaunchMode, str] = {

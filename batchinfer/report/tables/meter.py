@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from batchinfer.core.request import Request, RequestSample, StepSample
+from batchinfer.core.request import Request
+from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.machine.energy import EnergyMeter, EnergyUse
 from batchinfer.report.tables.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
 from batchinfer.report.tables.details import Details, Machine

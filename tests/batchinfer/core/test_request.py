@@ -9,14 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.core.request import (
-    Completion,
-    Request,
-    RequestSample,
-    RowError,
-    SamplingParams,
-    TokenLogprobs,
-)
+from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs
+from batchinfer.core.samples import RequestSample
+from batchinfer.core.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.core.request import Completion, RowError, SamplingParams
+from batchinfer.core.request import Completion, RowError
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, AnswerSchema
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.prompts.keys import token_bytes

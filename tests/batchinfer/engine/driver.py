@@ -8,7 +8,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.schedule.output_lengths import OutputLengths
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, Step
 from batchinfer.engine.schedule.sequence import Sequence

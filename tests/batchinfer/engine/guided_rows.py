@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.core.request import Completion, Request, SamplingParams
+from batchinfer.core.request import Completion, Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraints, grammar_constraints
 from batchinfer.data.tokenizer.stop_strings import stop_streams
 from batchinfer.data.tokenizer.tokenizer import Tokenizer

@@ -25,7 +25,8 @@ if interpreter.is_wanted():  # attention is planned for a GPU, and none may be h
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits
 from batchinfer.engine.graphs.graph_capture import Captured
 from batchinfer.engine.kv.kv_cache import BlockPool

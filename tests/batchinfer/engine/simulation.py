@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.models.spec.spec import CacheSpec

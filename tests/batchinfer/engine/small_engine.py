@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchinfer.core.request import Completion, Request, RequestSample, SamplingParams, StepSample
+from batchinfer.core.request import Completion, Request
+from batchinfer.core.samples import RequestSample, StepSample
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout, cache_layout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits

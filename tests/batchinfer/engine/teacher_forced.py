@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import Request, SamplingParams, StepSample
+from batchinfer.core.request import Request
+from batchinfer.core.samples import StepSample
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.load.build import LoadedModel, load_model

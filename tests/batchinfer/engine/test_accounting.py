@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.request import RequestSample
+from batchinfer.core.samples import RequestSample
 from batchinfer_kernels.cost import ModelCost, StepShape
 from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, greedy, make_engine, make_runner
 from tests.model_costs import llama_cost

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.request import Completion, ConstraintWork, Request, SamplingParams
+from batchinfer.core.request import Completion, Request
+from batchinfer.core.samples import ConstraintWork
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import ConstraintMask

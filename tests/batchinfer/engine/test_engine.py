@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.core.request import Completion, Request, SamplingParams
+from batchinfer.core.request import Completion, Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.core.request import SamplingParams, TokenLogprobs
+from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraint
 from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.load.device_fit import CacheRoom, fit

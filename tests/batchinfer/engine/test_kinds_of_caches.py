@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from batchinfer.core.errors import JobFileError, Unavailable
-from batchinfer.core.request import Completion, StepSample
+from batchinfer.core.request import Completion
+from batchinfer.core.samples import StepSample
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load.build import load_model

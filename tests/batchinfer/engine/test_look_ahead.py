@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from batchinfer.core.request import Request, SamplingParams, TokenLogprobs
+from batchinfer.core.request import Request, TokenLogprobs
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import Launched
 from batchinfer.engine.runner.runner import StepLaunch

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.load.build import build_engine, load_model
 from batchinfer.models.decoder.decoder import Decoder

@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.engine.config import WINDOW
 from batchinfer.engine.kv.kv_cache import BlockPool

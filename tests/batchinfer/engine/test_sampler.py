@@ -10,7 +10,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.ops.interface import NO_TOKEN

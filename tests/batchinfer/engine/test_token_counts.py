@@ -12,7 +12,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.loop.engine import Draft
 from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.small_engine import Limits, Ran, greedy, make_engine, watcher

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import ConstraintFailed, ConstraintWork, RowError, SamplingParams
+from batchinfer.core.request import ConstraintFailed, RowError
+from batchinfer.core.samples import ConstraintWork
+from batchinfer.core.sampling import SamplingParams
 
 FIRST = ord("a")  # the letter of token 0, which ends an answer
 

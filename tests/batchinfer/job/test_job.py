@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from batchinfer.core.errors import Mistake
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.prompts.sampling_fields import override
 from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from batchinfer.job import (

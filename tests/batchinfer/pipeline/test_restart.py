@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, Interrupted, Unavailable
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.pipeline.workers.engine_host import Crash
 from batchinfer.pipeline.workers.interrupts import Interrupts

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.request import RequestSample, StepSample
+from batchinfer.core.samples import RequestSample, StepSample
 
 StepMaker = Callable[..., StepSample]
 RequestMaker = Callable[..., RequestSample]

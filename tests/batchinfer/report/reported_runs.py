@@ -10,7 +10,9 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.core.request import LAUNCH_MODES, Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.samples import LAUNCH_MODES
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.machine.hardware import Hardware
 from batchinfer.report.history import HISTORY, history_sql
 from batchinfer.report.page.reported import ReportedRun, find_run

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.core.request import Request, RequestSample, SamplingParams, StepSample
+from batchinfer.core.request import Request
+from batchinfer.core.samples import RequestSample, StepSample
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.request import RequestSample, StepSample
+from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.report.tables.columns import (
     BUCKETS,
     PHASES,

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core.request import LAUNCH_MODES
+from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.figures import Figure, Figures, html_prose, shown
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges

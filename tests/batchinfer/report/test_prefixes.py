@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core.request import Request, SamplingParams, common_prefix
+from batchinfer.core.request import Request, common_prefix
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.report.tables.prefixes import NONE, PrefixNodes, PrefixTree
 
 prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)

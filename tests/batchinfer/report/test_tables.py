@@ -11,7 +11,7 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.request import LAUNCH_MODES, LaunchMode
+from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.machine.energy import EnergyUse
 from batchinfer.machine.hardware import Hardware
 from batchinfer.report.tables import folder, spool

@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.cli import status_verb
 from batchinfer.core.errors import Interrupted
-from batchinfer.core.request import StepSample
+from batchinfer.core.samples import StepSample
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.report.progress import RECORD_EVERY_S, Progress, ProgressState
 from batchinfer.verbs.status import RunStatus, prometheus_lines, status_of, write_prometheus

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.columns.schema_columns import schema_columns
 from batchinfer.data.constraints.grammar import check_grammar
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Command, command

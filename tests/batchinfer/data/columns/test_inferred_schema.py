@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.columns.inferred_schema import MAX_PARTS, MAX_PROPERTIES, InferredSchema, NoJson
 from batchinfer.data.columns.schema_columns import schema_columns
 from batchinfer.data.constraints.generated_schema import parsed_schema

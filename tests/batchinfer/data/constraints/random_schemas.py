@@ -22,7 +22,7 @@ from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.grammar import BadConstraint, grammar_of
 
 MOST_BYTES = 160  # of an answer that is drawn

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from batchinfer.core.request import INT32_MAX, SamplingParams
+from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.grammar import grammar_of
 from batchinfer.data.constraints.patterns.width import NoWidth, in_json, pattern_width, plain

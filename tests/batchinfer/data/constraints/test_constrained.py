@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from batchinfer.core.request import ConstraintFailed, RowError, SamplingParams
+from batchinfer.core.request import ConstraintFailed, RowError
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarConstraints
 from batchinfer.data.constraints.grammar_tokenizer import grammar_problem
 from batchinfer.data.prompts.prepare import CheckedConstraints

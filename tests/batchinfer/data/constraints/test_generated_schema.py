@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.generated_schema import generated_schema, subschemas
 from batchinfer.data.constraints.grammar import BadConstraint, check_grammar
 from batchinfer.data.constraints.narrow_values import DIGITS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.kept_grammars import GRAMMAR_BYTES, KeptGrammars, estimated_bytes
 
 

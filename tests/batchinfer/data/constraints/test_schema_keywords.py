@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.grammar import BadConstraint, check_grammar, grammar_of
 from batchinfer.data.constraints.schema_problem import BadSchema

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import InputCorrupt, JobFileError, StorageError, Unavailable
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import INDEX_FORMAT, Index
 from batchinfer.data.index.ingest import IngestProgress, ingest
 from batchinfer.data.prompts import render_worker

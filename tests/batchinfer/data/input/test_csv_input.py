@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import BatchInferError, InputCorrupt, JobFileError
-from batchinfer.core.request import RowError, SamplingParams
+from batchinfer.core.request import RowError
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.protocol import TextOptions
 from batchinfer.data.input.reader import Reader

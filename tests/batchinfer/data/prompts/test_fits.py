@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.prepare import CheckedConstraints
 from tests.batchinfer.data.tokenizer.made_tokenizers import byte_level

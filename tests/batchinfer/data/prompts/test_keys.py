@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.request import CONSTRAINTS, SamplingParams
+from batchinfer.core.sampling import CONSTRAINTS, SamplingParams
 from batchinfer.data.input.openai import CHAT_URL, openai_defaults
 from batchinfer.data.prompts.keys import CONSTRAINT_RULES, token_bytes, work_key
 from tests.batchinfer.data.ingest_kit import checkpoint, make_job, rows_of, run, write_lines

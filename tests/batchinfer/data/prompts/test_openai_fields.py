@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.prompts.sampling_fields import override_openai
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.pipeline.workers.engine_host import EngineHost
 from batchinfer.pipeline.workers.messages import WorkerSpec

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
-from batchinfer.core.request import Completion, Request, RowError, StepSample
+from batchinfer.core.request import Completion, Request, RowError
+from batchinfer.core.samples import StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.pipeline.workers import feed
 from batchinfer.pipeline.workers.engine_host import Crash

@@ -15,7 +15,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from batchinfer.bench.workloads import Row, make_workload
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import WINDOW
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.schedule.scheduler import SchedulerConfig

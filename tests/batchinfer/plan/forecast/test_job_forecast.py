@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.run import RunOptions, run_job

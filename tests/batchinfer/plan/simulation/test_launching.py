@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.graph_sizes import SHORTEST

@@ -19,7 +19,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from batchinfer.core.request import Request, SamplingParams
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.schedule import scheduler
 from batchinfer.engine.schedule.budget import (

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.grammar import LIMITS, BadConstraint, grammar_of
 from tests.batchinfer.data.constraints.patterns.drawn_patterns import DrawnPattern
 from tests.batchinfer.data.constraints.patterns.ecmascript import matches

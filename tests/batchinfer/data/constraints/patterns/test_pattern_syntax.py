@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.request import SamplingParams
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.grammar import BadConstraint, check_grammar
 from batchinfer.data.constraints.patterns import properties
 from batchinfer.data.constraints.patterns.engine_syntax import engine_pattern

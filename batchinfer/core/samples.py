@@ -1,0 +1,87 @@
+"""Samples of cost: what each request and each step of the engine took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Literal
+
+from batchinfer.core.request import Pickled
+
+# How the host launches a step on a GPU, from the least work to the most: as one CUDA graph; as graphs of the pieces
+# between one layer's attention and the next one's; an operator at a time
+LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
+LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
+ExpertTokens = Mapping[int, list[int]]  # layer → tokens that each of its experts was given
+
+
+@dataclass(slots=True)
+class ConstraintWork:
+    """What constraints took so far."""
+
+    compile_s: float = 0.0
+    mask_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSample:
+    """What a request cost, in seconds since the engine started. Depends on the schedule: never in the results."""
+
+    key: bytes
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens served from a shared prefix
+    preemptions: int
+    queued_s: float  # when the engine got it
+    scheduled_s: float  # its first step began
+    first_token_s: float  # its first token was sampled (end of that step)
+    finished_s: float  # its last token was sampled
+    constrained: bool = False
+    steered: bool = False  # its constraint kept it from its most likely token at least once
+    # Tokens of the completion that were not sampled, because its constraint left no choice
+    forced_tokens: int = 0
+    unrun_tokens: int = 1  # the last tokens of the completion, which the model never ran
+    cut: bool = False  # max_tokens or the model's context ended it, so that it might have become longer
+
+    def __reduce__(self) -> Pickled:
+        """Send the values only: processes send each other millions of samples."""
+        return RequestSample, _SAMPLED(self)
+
+
+_SAMPLED = attrgetter(*(field.name for field in fields(RequestSample)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """What one engine step ran and what it had to move, by the operators' declared costs."""
+
+    step: int
+    started_s: float  # since the engine started
+    duration_s: float
+    model_s: float  # of that, inside the model and the sampler
+    prefill_tokens: int  # all others: prompt tokens, and what is recomputed
+    decode_tokens: int  # tokens run for the first time that lie behind their prompt
+    recomputed_tokens: int  # of the prefill tokens, those that had been run before a preemption
+    cached_tokens: int  # prompt tokens not run because a shared prefix held them
+    sampled_tokens: int
+    padded_tokens: int  # query positions computed for nothing: padding, rows that had ended, rejected drafts
+    running: int  # sequences after scheduling
+    waiting: int
+    preemptions: int
+    blocks_used: int
+    blocks_total: int
+    flops: int  # useful: without padding and recomputation
+    bytes: int  # that had to move
+    roofline_s: float | None  # sum over operators of max(flops/peak, bytes/bandwidth); None: peaks unknown
+    forced_tokens: int = 0  # appended behind the step's, because a constraint left no choice
+    mask_s: float = 0.0  # filling the masks of constrained rows
+    compile_s: float = 0.0  # compiling constraints, since the step before
+    scheduled_s: float = 0.0  # when its scheduling began: before `started_s` where steps overlap
+    pairs: int = 0  # (query, key) pairs attended, summed over layers; useful ones, as FLOPs are
+    kv_tokens: int = 0  # distinct cached tokens read, summed over layers
+    copied_tokens: int = 0  # of the cached tokens, those copied out of the middle of a block
+    metering_s: float = 0.0  # what counting all this took the engine
+    launch: LaunchMode | None = None  # None: on a CPU, for which nothing is captured
+    capture_s: float | None = None  # capturing graphs for it; None: likewise
+    graph_bytes: int | None = None  # of the GPU's memory, that these graphs took; None: likewise

@@ -1,0 +1,116 @@
+"""How the tokens of an answer are chosen, and what the parameters may be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a number may be: from `low` to `high`, or with `above` from just above `low`."""
+
+    low: float
+    high: float
+    above: bool = False
+
+
+INT32_MAX = 2**31 - 1
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
+JSON_CONSTRAINTS = ("json_schema", "json_object")
+CONSTRAINTS = (*JSON_CONSTRAINTS, "regex", "choice", "grammar")
+# What the numbers of SamplingParams may be, wherever they come from: job file, column, OpenAI request
+BOUNDS: Mapping[str, Bounds] = {
+    "max_tokens": Bounds(1, INT32_MAX),
+    "min_tokens": Bounds(0, INT32_MAX),
+    "temperature": Bounds(0, 100),
+    "top_p": Bounds(0, 1, above=True),
+    "top_k": Bounds(0, INT32_MAX),
+    "min_p": Bounds(0, 1),
+    "seed": Bounds(-(2**63), 2**63 - 1),
+    "repetition_penalty": Bounds(0, 100, above=True),
+    "presence_penalty": Bounds(-100, 100),
+    "frequency_penalty": Bounds(-100, 100),
+    "logprobs": Bounds(0, MAX_LOGPROBS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a row's tokens are chosen. `temperature == 0` means greedy, where only limits and stops matter."""
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None  # None: no log-probabilities; n: of each token, and of the n most likely ones
+    # What an answer has to look like; one of them at most
+    json_schema: str | None = None  # JSON text of a JSON Schema
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None  # Lark, or GBNF
+
+    @property
+    def constraint(self) -> str | None:
+        """Which of the constraints an answer has to follow."""
+        return next((name for name in CONSTRAINTS if getattr(self, name)), None)
+
+    @property
+    def has_known_length(self) -> bool:
+        """Whether nothing but max_tokens, or the model's context, can end an answer."""
+        return self.ignore_eos and not (self.stop or self.stop_token_ids or self.constraint)
+
+    @property
+    def constraint_digest(self) -> bytes:
+        """What a constraint is remembered by: itself it may take a megabyte."""
+        name = self.constraint
+        said = (name, None if name is None else getattr(self, name))
+        return sha256(repr(said).encode()).digest()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken each time."""
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens that stand in a text already are made less or more likely."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def canonical(self) -> Self:
+        """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
+        stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))
+        ordered = replace(self, stop=stops, stop_token_ids=ids, choice=tuple(sorted(set(self.choice))))
+        return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
+
+    def to_json(self) -> str:
+        """Canonical JSON (sorted keys, no spaces): equal parameters give equal text.
+
+        A parameter at its default is left out, so that one which is added later changes no stored text and no key.
+        The defaults therefore never change: a stored text without the parameter would then mean another value.
+        """
+        said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values: dict[str, Any] = json.loads(text)
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values)
