@@ -22,7 +22,6 @@ from batchinfer.core.errors import UsageError
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.load.build import LoadedModel, load_model
-from batchinfer.engine.load.sources import ModelSource, Source, checkpoint_source
 from batchinfer.engine.tensors.garbage import loaded_for_good
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import codes_of, detect, has_fast_bf16
@@ -30,6 +29,7 @@ from batchinfer.models.checkpoint.dummy import DummyWeights, write_checkpoint
 from batchinfer.models.checkpoint.shapes import SHAPES, shape_config
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.peaks import MeasuredPeaks, measure_peaks
+from batchinfer.models.sources import ModelSource, Source, checkpoint_source
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.pipeline.operators_build import build_operators
 from batchinfer.plan.setup.resolve import auto_dtype, auto_quantization, runs_in_tiles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeAlias
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, config_folder, inspect_checkpoint
 from batchinfer.models.checkpoint.config import known_types
@@ -10,10 +11,13 @@ from batchinfer.models.files.config_fields import load_json_object
 from batchinfer.models.foreign.apart import describe_apart
 from batchinfer.models.foreign.checkpoint import Describe, ForeignCheckpoint, inspect_foreign
 
+# A checkpoint folder that passed every check
+StoredModel: TypeAlias = Checkpoint | ForeignCheckpoint
 
-def open_checkpoint(path: Path, describe: Describe = describe_apart) -> Checkpoint | ForeignCheckpoint:
-    """Check a checkpoint folder without loading it: a StoredModel. `describe` finds out what a model is that none of
-    our families covers; by default in a process of its own.
+
+def open_checkpoint(path: Path, describe: Describe = describe_apart) -> StoredModel:
+    """Check a checkpoint folder without loading it. `describe` finds out what a model is that none of our families
+    covers; by default in a process of its own.
 
     Raises SecurityRefusal or JobFileError, with the reason, for what cannot be run.
     """

@@ -43,7 +43,7 @@ from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.engine.config import NUMERICS_VERSION
 from batchinfer.job import Job
-from batchinfer.models.files.stored import StoredModel
+from batchinfer.models.opening import StoredModel
 from batchinfer.pipeline.clean import clean_after_run, note_use
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.openai_file import openai_file

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from batchinfer.engine.load import sources
+from batchinfer.models import sources
 from batchinfer.models.ops.interface import AttentionInputs, Head, LayerCache, Linear, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.arithmetic import CacheDtype, Dtype, KvCacheDtype, Quantization

@@ -18,9 +18,9 @@ from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE, cache_blocks
 from batchinfer.engine.load import build as building
 from batchinfer.engine.load.build import LoadedModel, load_model
-from batchinfer.engine.load.sources import ModelSource
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import shape_config
+from batchinfer.models.sources import ModelSource
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import Peaks

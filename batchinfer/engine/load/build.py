@@ -21,7 +21,6 @@ from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.load.rehearsal import GpuMeter
-from batchinfer.engine.load.sources import Arithmetic, Source, checkpoint_source
 from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import ConstraintMask, Sampler
@@ -32,8 +31,10 @@ from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.memory import available_memory
+from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
+from batchinfer.models.sources import Source, checkpoint_source
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
 
@@ -102,8 +103,14 @@ def load_model(
     """
     device, dtype, threads = _settled(config)
     source = source or checkpoint_source(config.model, config.kv_cache, config.quantization == "stored")
-    how = (config.quantization, config.deterministic, config.tiles, config.kv_cache)
-    arithmetic = Arithmetic(dtype, device, *how)
+    arithmetic = Arithmetic(
+        dtype,
+        device,
+        quantization=config.quantization,
+        deterministic=config.deterministic,
+        tiles=config.tiles,
+        kv_cache=config.kv_cache,
+    )
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
     cost, block_size = source.cost(arithmetic), config.block_size or DEFAULT_BLOCK_SIZE
@@ -111,7 +118,7 @@ def load_model(
     sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
     ops = fastest_prefill(source.choose_ops(arithmetic), sizes, device, source.plain_attention, agreed)
     model = source.load(ops, arithmetic, longest)
-    eos, caches = frozenset(source.eos_token_ids), source.caches
+    eos, caches = frozenset(source.spec.eos_token_ids), source.spec.caches
     layout = cache_layout(caches, block_size, longest)
     bytes_of_a_block = block_bytes(ops, caches, layout, dtype.itemsize)
     room = CacheRoom(
@@ -122,7 +129,7 @@ def load_model(
         longest=longest,
         least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
     )
-    followed = None if constraints is None else constraints(eos, source.vocab)
+    followed = None if constraints is None else constraints(eos, source.spec.vocab)
     mask = None if followed is None else ConstraintMask(followed)
     runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask, device.type == "cpu"), cost, device)
     counters = model.expert_loads if source.can_be_captured else None

@@ -18,13 +18,13 @@ from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.load.build import LoadedModel, load_model
-from batchinfer.engine.load.sources import ModelSource
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.garbage import loaded_for_good
 from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import SHAPES
+from batchinfer.models.sources import ModelSource
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer_kernels.arithmetic import Dtype, Quantization
 from batchinfer_kernels.cost import ModelCost, StepShape

@@ -37,12 +37,12 @@ class ForeignCheckpoint(WeightFiles):
 
     @property
     def modelling(self) -> str:
-        """See StoredModel."""
+        """Return whose code computes the model, and its version, for the key of its answers."""
         return f"transformers {self.spec.version}"
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """See StoredModel."""
+        """Return what a user should know before it runs."""
         slower = (
             f"batchinfer has no code of its own for {self.spec.family}: transformers {self.spec.version} computes it, "
             "which is slower (docs/models.md)"
@@ -55,11 +55,11 @@ class ForeignCheckpoint(WeightFiles):
         return False
 
     def as_stored(self) -> ForeignCheckpoint:
-        """See StoredModel."""
+        """Return the checkpoint itself: it stores no codes."""
         return self
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """See StoredModel."""
+        """Return what is asked for and cannot be had of this model: key of the job file, and why."""
         why = f"{self.spec.family} is computed by transformers' code, in which"
         asked = (
             (quantized, "model.quantization", f"{why} no layer is quantised; leave it out"),
@@ -73,7 +73,7 @@ class ForeignCheckpoint(WeightFiles):
         return [(key, text) for wanted, key, text in asked if wanted]
 
     def cost(self, itemsize: int, weight_itemsize: int, kv_cache: KvCacheDtype = "auto") -> ModelCost:
-        """See StoredModel."""
+        """Return what its steps cost; activations, weights and the cache have one size."""
         return foreign_cost(self.spec, itemsize)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.models.spec.spec import CacheSpec
+from batchinfer.models.spec.spec import Caches, CacheSpec
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import (
     Cost,
@@ -68,8 +68,13 @@ class ForeignSpec:
     streamed: int
 
     @property
+    def caches(self) -> Caches:
+        """What each layer keeps in the cache."""
+        return [layer.cache for layer in self.layers]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer."""
+        """The window of each layer; None: it has none."""
         return tuple(layer.window for layer in self.layers)
 
 

@@ -42,6 +42,7 @@ def choose_ops(
     dtype: torch.dtype,
     group: int,
     head_dim: int,
+    *,
     quantization: Quantization = "none",
     deterministic: bool = False,
     kv_heads: int = 1,
@@ -62,27 +63,18 @@ def choose_ops(
     wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
     wanted += ["engine.deterministic: true"] if deterministic else []
     wanted += ["model.kv_cache_dtype: int8"] if codes else []
-    sizes, arithmetic = (dtype, group, head_dim), (quantization, deterministic)
     if device.type == "cpu":
-        needed, found = (
-            "compiled CPU operators",
-            _compiled(
-                *sizes,
-                quantization,
-                latent,
-                tiles if deterministic and dtype == torch.bfloat16 else None,
-                codes,
-            ),
-        )
+        needed, promised = "compiled CPU operators", deterministic and dtype == torch.bfloat16
+        found = _compiled(dtype, group, head_dim, quantization, latent, tiles if promised else None, codes)
     else:
-        needed, found = "Triton operators", _triton(*sizes, *arithmetic, kv_heads, latent)
+        needed = "Triton operators"
+        found = _triton(dtype, group, head_dim, quantization, deterministic, kv_heads, latent)
     if isinstance(found, Ops):
         return found
     if wanted:
         asked = f"{' and '.join(wanted)} {'needs' if len(wanted) == 1 else 'need'}"
-        automatic = (
-            quantization == "stored" and not deterministic
-        )  # as auto has it: nothing could be taken out
+        # As auto has it: nothing could be taken out
+        automatic = quantization == "stored" and not deterministic
         other = "take model.quantization: none" if automatic else "take it out"
         raise Unavailable(f"{asked} the {needed}: {found.reason}; {found.remedy}, or {other}")
     _log.warning("%s; torch's operators are used, which are several times slower", found.reason)
@@ -98,7 +90,8 @@ def _compiled(
     tiles: bool | None,
     codes: bool,
 ) -> Ops | Lacking:
-    """`tiles`: whether it has to be in matrix tiles; None: wherever they are granted."""
+    """Return the compiled operators of this CPU. `tiles`: whether they have to be in matrix tiles; None: wherever these
+    are granted."""
     if quantization in ("fp8", "stored"):
         return Lacking("they have no products of fp8", "use engine.device: cuda, or model.quantization: int8")
     if not CpuOps.can_run(dtype, group, head_dim, latent):
@@ -123,7 +116,7 @@ def _compiled(
 
 
 def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:
-    """Says it where the CPU has tiles that are not used."""
+    """Log that the CPU has tiles that are not used, and why."""
     if grant.refusal:
         _log.warning("%s; matrix products use vector instructions instead, which are slower", grant.refusal)
     elif grant.given and not as_chosen:
@@ -146,7 +139,7 @@ def _triton(
     kv_heads: int,
     latent: bool,
 ) -> Ops | Lacking:
-    """The same for a GPU. Triton is imported only here: it looks for a driver."""
+    """Return Triton's operators for this GPU. Triton is imported only here: it looks for a driver."""
     if importlib.util.find_spec("triton") is None:
         return Lacking("triton is not installed", "install it (pip install triton)")
     from batchinfer.models.ops.triton_ops import TritonOps
@@ -162,7 +155,7 @@ def _triton(
 
 
 def _unfit_gpu(quantization: Quantization) -> Lacking | None:
-    """Why Triton cannot compile for the GPU that it finds, or the GPU cannot multiply so."""
+    """Return why Triton cannot compile for the GPU that it finds, or why the GPU cannot multiply so."""
     from batchinfer_kernels.gpu import target
     from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8
 

@@ -39,8 +39,7 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.check import LOGPROBS, RESULT_COLUMNS
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
-from batchinfer.models.files.stored import StoredModel
-from batchinfer.models.opening import open_checkpoint
+from batchinfer.models.opening import StoredModel, open_checkpoint
 from batchinfer.plan.setup.resolve import Setting, resolve
 
 SPACE_PER_INPUT_BYTE = 2  # at least: tokens and carried columns take about the input's size each

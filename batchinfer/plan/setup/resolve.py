@@ -26,7 +26,7 @@ from batchinfer.machine.hardware import (
 )
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.checkpoint.checkpoint import OWN
-from batchinfer.models.files.stored import StoredModel
+from batchinfer.models.opening import StoredModel
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.tiles import tile_grant

@@ -17,8 +17,8 @@ if interpreter.is_wanted():
 import torch
 
 from batchinfer.engine.load import build as building
-from batchinfer.engine.load import sources
 from batchinfer.engine.load.build import BuiltEngine
+from batchinfer.models import sources
 from batchinfer.models.foreign import source as foreign_source
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops

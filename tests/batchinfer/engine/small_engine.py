@@ -91,7 +91,7 @@ def checkpoint(family: str, **options: Any) -> Checkpoint:
 def cpu_ops(model: Checkpoint, quantization: Quantization = "none", codes: bool = False) -> Ops:
     attention, cpu = model.spec.attention, torch.device("cpu")
     sizes, latent = (attention.group, attention.head_dim), attention.cache.latent
-    return choose_ops(cpu, torch.float32, *sizes, quantization, latent=latent, codes=codes)
+    return choose_ops(cpu, torch.float32, *sizes, quantization=quantization, latent=latent, codes=codes)
 
 
 def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:

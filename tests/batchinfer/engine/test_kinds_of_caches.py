@@ -20,7 +20,6 @@ from batchinfer.core.samples import StepSample
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load.build import load_model
-from batchinfer.engine.load.sources import ModelSource
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
@@ -29,6 +28,7 @@ from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.cpu_layer import CompiledLayer
 from batchinfer.models.ops.interface import LayerCache, Ops
 from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.sources import ModelSource
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import CacheSpec

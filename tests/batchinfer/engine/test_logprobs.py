@@ -152,7 +152,7 @@ def test_steps_that_run_in_pieces_bring_them_along(room: int) -> None:
 def test_models_that_transformers_computes_have_them() -> None:
     foreign = make("opt")
     limits, requests = WAYS["chunks"], rows()
-    ran = run(foreign.runner(limits), limits, frozenset(foreign.source.eos_token_ids), requests)
+    ran = run(foreign.runner(limits), limits, frozenset(foreign.source.spec.eos_token_ids), requests)
     check_all(ran, requests, foreign.theirs)
 
 

@@ -18,12 +18,12 @@ import torch
 import triton
 from torch import Tensor
 
-from batchinfer.engine.load.sources import ModelSource, checkpoint_source
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.ops.interface import CodedWeight, Experts, ExpertWeights, Linear, Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
+from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference
 from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.engine.load.sources import ModelSource, checkpoint_source
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.config import load_config
 from batchinfer.models.families.multimodal import ABSENT_SIZES, MULTIMODAL
 from batchinfer.models.opening import open_checkpoint
+from batchinfer.models.sources import ModelSource, checkpoint_source
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json
 from tests.multimodal_models import MODELS, SINGLE, make_multimodal, stated_text

@@ -17,12 +17,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.engine.load.sources import ModelSource, checkpoint_source
 from batchinfer.models.checkpoint import weights
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.dequantize import dequantized
 from batchinfer.models.checkpoint.packed import PackedTensor, Packing, packing_of
 from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.sources import ModelSource, checkpoint_source
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json
 from tests.packed_weights import COMPRESSED, SINGLE, make_fp8, make_mxfp4

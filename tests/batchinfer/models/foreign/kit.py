@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
-from batchinfer.engine.load.sources import Arithmetic
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint, inspect_foreign
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.probe import describe, quiet
@@ -47,15 +47,15 @@ class Foreign:
         """In float32. What the cache never held is poisoned."""
         model, ops = self.loaded()
         layout = self.layout(limits.block_size)
-        caches = allocate_caches(ops, self.source.caches, layout, limits.blocks, torch.float32, "cpu")
+        caches = allocate_caches(ops, self.source.spec.caches, layout, limits.blocks, torch.float32, "cpu")
         for layer in caches:
             layer.k.fill_(float("nan"))
             layer.v.fill_(float("nan"))
-        sampler, cost = Sampler(frozenset(self.source.eos_token_ids)), self.source.cost(PLACE)
+        sampler, cost = Sampler(frozenset(self.source.spec.eos_token_ids)), self.source.cost(PLACE)
         return ModelRunner(model, ops, caches, layout, sampler, cost, PLACE.device)
 
     def layout(self, block_size: int) -> CacheLayout:
-        return cache_layout(self.source.caches, block_size, LONGEST)
+        return cache_layout(self.source.spec.caches, block_size, LONGEST)
 
     def greedy(self, prompts: list[list[int]], most: int) -> list[list[int]]:
         """By transformers' own `generate`, one prompt at a time, with its own cache and attention."""

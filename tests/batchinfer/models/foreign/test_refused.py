@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 from transformers.models.phi.modeling_phi import PhiMLP
 
 from batchinfer.core.errors import JobFileError, SecurityRefusal, Unavailable
-from batchinfer.engine.load.sources import Arithmetic, checkpoint_source
+from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.foreign import apart
 from batchinfer.models.foreign.apart import describe_apart
@@ -30,6 +30,7 @@ from batchinfer.models.foreign.probe import describe
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.source import ForeignSource
 from batchinfer.models.opening import open_checkpoint
+from batchinfer.models.sources import checkpoint_source
 from tests.batchinfer.models.foreign.kit import LONGEST, PLACE, Foreign, make, raw_config
 from tests.checkpoints import edit_json, kept_folder, make_checkpoint
 from tests.foreign_models import RUNS, make_foreign, other_types, stated

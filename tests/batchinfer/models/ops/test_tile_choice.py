@@ -35,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
 
 def linear_of(dtype: torch.dtype, quantization: str = "none", **how: bool) -> str:
-    return choose_ops(CPU, dtype, 2, 16, quantization, **how).linear
+    return choose_ops(CPU, dtype, 2, 16, quantization=quantization, **how).linear
 
 
 def test_tiles_are_used_where_they_are_granted(machine, caplog: pytest.LogCaptureFixture) -> None:

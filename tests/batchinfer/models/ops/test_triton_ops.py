@@ -48,7 +48,7 @@ INVARIANT = AttentionShape(torch.float32, 4, 2, 16, deterministic=True)
     ],
 )
 def test_a_gpu_gets_tritons(dtype, quantization, deterministic, linear):
-    ops = choose_ops(GPU, dtype, 4, 128, quantization, deterministic, 8)
+    ops = choose_ops(GPU, dtype, 4, 128, quantization=quantization, deterministic=deterministic, kv_heads=8)
     assert isinstance(ops, TritonOps)
     assert (ops.name, ops.linear) == ("triton", linear)
 
@@ -60,7 +60,7 @@ def test_what_they_do_not_cover_gets_torchs_and_a_warning(caplog):
     with pytest.raises(
         Unavailable, match=r"int8 needs the Triton operators: they do not cover .*17 query heads"
     ):
-        choose_ops(GPU, torch.bfloat16, 17, 64, "int8")
+        choose_ops(GPU, torch.bfloat16, 17, 64, quantization="int8")
 
 
 def test_without_triton(monkeypatch, caplog):
@@ -70,12 +70,12 @@ def test_without_triton(monkeypatch, caplog):
     with pytest.raises(Unavailable, match="deterministic: true needs the Triton operators: triton is not"):
         choose_ops(GPU, torch.bfloat16, 4, 64, deterministic=True)
     with pytest.raises(Unavailable, match=r"\(pip install triton\), or take model.quantization: none$"):
-        choose_ops(GPU, torch.bfloat16, 4, 64, "stored")
+        choose_ops(GPU, torch.bfloat16, 4, 64, quantization="stored")
     both = (
         r"int8 and engine\.deterministic: true need the .*; install it \(pip install triton\), or take it out"
     )
     with pytest.raises(Unavailable, match=both):
-        choose_ops(GPU, torch.bfloat16, 4, 64, "int8", deterministic=True)
+        choose_ops(GPU, torch.bfloat16, 4, 64, quantization="int8", deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_a_gpu_that_is_too_old_gets_torchs_or_is_refused(monkeypatch, caplog, ar
     chosen = choose_ops(GPU, torch.bfloat16, 4, 64)
     if has is None:
         assert type(chosen) is TritonOps
-        assert type(choose_ops(GPU, torch.bfloat16, 4, 64, "int8")) is TritonOps
+        assert type(choose_ops(GPU, torch.bfloat16, 4, 64, quantization="int8")) is TritonOps
         return
     assert type(chosen) is TorchOps
     assert f"compute capability {has}" in caplog.text
     with pytest.raises(
         Unavailable, match=r"int8 needs .* has compute capability 7\.5, .*; use a newer GPU"
     ) as refused:
-        choose_ops(GPU, torch.bfloat16, 4, 64, "int8")
+        choose_ops(GPU, torch.bfloat16, 4, 64, quantization="int8")
     assert refused.value.exit_code == 69
 
 
@@ -101,10 +101,10 @@ def test_a_gpu_that_is_too_old_gets_torchs_or_is_refused(monkeypatch, caplog, ar
 def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch, architecture, why):
     monkeypatch.setattr(fp8_matmul, "architecture", lambda: architecture)
     with pytest.raises(Unavailable, match=rf"fp8 needs .*{why}.*; use model.quantization: int8") as refused:
-        choose_ops(GPU, torch.bfloat16, 4, 64, "fp8")
+        choose_ops(GPU, torch.bfloat16, 4, 64, quantization="fp8")
     assert refused.value.exit_code == 69
     with pytest.raises(Unavailable, match=r"they have no products of fp8; use engine\.device: cuda"):
-        choose_ops(torch.device("cpu"), torch.bfloat16, 4, 64, "fp8")
+        choose_ops(torch.device("cpu"), torch.bfloat16, 4, 64, quantization="fp8")
 
 
 FOUND_WITHOUT_A_DRIVER = """
@@ -112,7 +112,7 @@ import torch
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.ops.choose import choose_ops
 try:
-    choose_ops(torch.device("cuda"), torch.bfloat16, 4, 64, "int8")
+    choose_ops(torch.device("cuda"), torch.bfloat16, 4, 64, quantization="int8")
 except Unavailable as error:
     print(error)
 print(choose_ops(torch.device("cuda"), torch.bfloat16, 4, 64).name)

@@ -1,0 +1,25 @@
+"""What a model is computed in, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The dtype of activations, the device, and what the engine's configuration asks for beside them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    quantization: Quantization = "none"
+    deterministic: bool = False
+    tiles: bool = False  # as in EngineConfig
+    kv_cache: KvCacheDtype = "auto"  # as the job asks for it; the model's spec says what each layer keeps
+
+    @property
+    def weight_itemsize(self) -> int:
+        return self.dtype.itemsize if self.quantization in ("none", "stored") else 1

@@ -1,0 +1,124 @@
+"""Where an engine gets its model from: what it is, and how it is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
+from batchinfer.models.checkpoint.weights import CheckpointWeights, Weights
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.foreign.spec import ForeignSpec
+from batchinfer.models.opening import open_checkpoint
+from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.spec.model_cost import model_cost
+from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
+from batchinfer_kernels.arithmetic import KvCacheDtype
+from batchinfer_kernels.cost import ModelCost
+
+if TYPE_CHECKING:
+    from batchinfer.models.foreign.source import ForeignSource
+
+# A model that an engine can be built of
+Source: TypeAlias = "ModelSource | ForeignSource"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model of one of our families: its spec, and where its weights come from."""
+
+    spec: ModelSpec
+    parameters: int  # values in all its tensors
+    weights: Callable[[torch.dtype, torch.device], Weights]
+    # Its decode steps launch the same kernels each time, and never wait for the device
+    can_be_captured: ClassVar[bool] = True
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether a layer has attention without a window, a soft cap and sinks, over a cache without codes."""
+        found = (layer.attention for layer in self.spec.layers)
+        return any(isinstance(attention, AttentionSpec) and attention.plain for attention in found)
+
+    def choose_ops(self, arithmetic: Arithmetic) -> Ops:
+        """Choose the operators that it runs with. Raises Unavailable if none here have the arithmetic."""
+        attention = self.spec.attention
+        caches = [cache for cache in self.spec.caches if cache is not None]
+        ops = choose_ops(
+            arithmetic.device,
+            arithmetic.dtype,
+            attention.group,
+            attention.head_dim,
+            quantization=arithmetic.quantization,
+            deterministic=arithmetic.deterministic,
+            kv_heads=attention.kv_heads,
+            tiles=arithmetic.tiles,
+            latent=attention.cache.latent,
+            codes=any(cache.dtype == "int8" for cache in caches),
+        )
+        for cache in caches:
+            if not ops.holds(cache):
+                raise Unavailable(
+                    f"the KV cache is to keep {cache.dtype}, which {ops.name} operators do not; use engine.device: "
+                    "cuda with Triton (docs/gpu.md), on a CPU int8 with a C compiler, or leave out "
+                    "model.kv_cache_dtype"
+                )
+        return ops
+
+    def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> Decoder:
+        """Load the weights, for sequences of up to `longest` tokens. Raises what its files make it raise."""
+        weights = WatchedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
+        model = Decoder(self.spec, weights, ops, longest, arithmetic.device)
+        warning = warning_of(weights.worst) if arithmetic.quantization == "int8" else None
+        if warning is not None:
+            _log.warning("%s", warning)
+        return model
+
+    def cost(self, arithmetic: Arithmetic) -> ModelCost:
+        """Return what its steps cost."""
+        return model_cost(self.spec, arithmetic.dtype.itemsize, arithmetic.weight_itemsize)
+
+    def weight_bytes(self, cost: ModelCost) -> int:
+        """Return the bytes of its loaded weights; a tied head counts once, unless it is quantised beside its
+        embedding."""
+        coded = sum(linear.values for linear in self.spec.linears() if linear.coded)
+        if coded or not cost.quantized:
+            return coded + (self.parameters - coded) * cost.itemsize
+        head = self.spec.head.values
+        linear = sum(linear.values for linear in self.spec.linears() if not linear.exact)
+        others = self.parameters - linear - (0 if self.spec.tied else head)
+        return (linear + head) * cost.weight_itemsize + others * cost.itemsize
+
+    def computed_by(self, ops: Ops) -> tuple[str, str]:
+        """Return whose operators compute it, and how its linear layers are computed, for the report."""
+        return ops.name, ops.linear
+
+
+def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
+    """Describe a model in this process, which has torch."""
+    from batchinfer.models.foreign.probe import describe  # transformers is slow to import
+
+    return describe(raw, generation)
+
+
+def checkpoint_source(path: Path, kv_cache: KvCacheDtype = "auto", as_stored: bool = False) -> Source:
+    """Open a checkpoint folder as a model with such a cache; `as_stored` keeps codes of fp8 where it stores them.
+    Raises what inspecting a checkpoint raises."""
+    checkpoint = open_checkpoint(path, _describe_here)
+    checkpoint = checkpoint.as_stored() if as_stored else checkpoint
+    if isinstance(checkpoint, Checkpoint):
+        spec = checkpoint.spec.caching(kv_cache)
+        return ModelSource(spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint))
+    from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families
+
+    return ForeignSource(checkpoint)
