@@ -97,6 +97,21 @@ def render_and_be_ended(*arguments: Any) -> None:
     render_worker.serve(*arguments)
 
 
+def render_and_be_ended_at_a_check(*arguments: Any) -> None:
+    """A render worker that ENDED_BY ends while another process checks a constraint for it, in the first ENDED_MOST
+    starts."""
+    from batchinfer.data.prompts import prepare, render_worker
+
+    if _starts() < int(os.environ["ENDED_MOST"]):
+
+        def ended(*_: Any) -> None:
+            os.kill(os.getpid(), int(os.environ["ENDED_BY"]))
+            time.sleep(SLEEP_S)
+
+        prepare.CheckedConstraints.check = ended  # type: ignore[method-assign]
+    render_worker.serve(*arguments)
+
+
 def check_constraints_and_be_ended(*arguments: Any) -> None:
     """A checker of constraints that the signal ENDED_BY ends as it gets one, in the first ENDED_MOST starts."""
     from batchinfer.data.constraints import constraint_check

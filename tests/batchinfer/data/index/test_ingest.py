@@ -608,6 +608,19 @@ def test_a_row_that_ends_workers_in_a_batch_and_by_itself_is_an_error_row(
     assert (folder / "starts-99-11").stat().st_size == 5, "each such row costs two processes"
 
 
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGABRT])
+def test_kills_while_a_constraint_is_checked_cost_no_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
+) -> None:
+    """The worker only waits then for the process that checks, which is itself asked twice."""
+    rows = [{"text": "a", "regex": None}, {"text": "b", "regex": "[0-9]+"}, {"text": "c", "regex": "("}]
+    ended(monkeypatch, folder, 2, by)
+    task = "tests.batchinfer.child_tasks:render_and_be_ended_at_a_check"
+    monkeypatch.setattr(render_worker, "_ENTRY", task)
+    index = ingest_rows(folder, rows, sampling={"from_columns": ["regex"]})
+    assert codes(index) == [None, None, "bad_constraint"]
+
+
 STOPPED = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
