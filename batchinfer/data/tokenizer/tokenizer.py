@@ -24,6 +24,7 @@ _IN_CONFIG = f"{_CONFIG} (chat_template)"
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 _STATING_ENDS = ("generation_config.json", "config.json")
 FILES = (_FAST, _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
+_SHOWN = 80  # characters of a token that a message quotes
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -61,17 +62,20 @@ class Tokenizer:
         its files is no regular file."""
         there = [name for name in (*FILES, *_STATING_ENDS) if held(folder / name)]
         if _FAST in there:
-            return cls(folder, read_text(folder / _FAST))
-        if any(name in there for name in _SLOW):
-            return cls(folder, converted(folder))
-        raise wrong_tokenizer(folder, f"{folder} has no tokenizer; {_FAST} is needed")
+            found = cls(folder, read_text(folder / _FAST))
+        elif any(name in there for name in _SLOW):
+            found = cls(folder, converted(folder))
+        else:
+            raise wrong_tokenizer(folder, f"{folder} has no tokenizer; {_FAST} is needed")
+        _check_ids(found)
+        return found
 
     @property
     def chat_template(self) -> str | None:
         """The text of the chat template, None when the checkpoint has none."""
         return None if self.template is None else self.template.text
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Ids are below this: the vocabulary with its added tokens."""
         return max(self.rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -204,6 +208,16 @@ def _check_size(folder: Path, rust: Any) -> None:
             f"{_FAST} has {tokens:,} tokens; at most {MAX_TOKENS:,} are supported",
             "use another model",
         )
+
+
+def _check_ids(tokenizer: Tokenizer) -> None:
+    """Raises JobFileError for an id so high that tables of all tokens take more than processes have memory for."""
+    if tokenizer.vocab_size <= MAX_TOKENS:
+        return
+    vocabulary = tokenizer.rust.get_vocab(with_added_tokens=True)
+    token = max(vocabulary, key=vocabulary.__getitem__)
+    text = f"{_FAST} gives the token {token[:_SHOWN]!r} the id {vocabulary[token]:,}; ids must be below {MAX_TOKENS:,}"
+    raise wrong_tokenizer(tokenizer.folder, text)
 
 
 def _token_text(value: object) -> str | None:

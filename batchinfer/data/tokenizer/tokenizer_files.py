@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import SecurityRefusal
+from batchinfer.core.model_links import inside, model_roots
 from batchinfer.data.tokenizer.slow_tokenizer import wrong_tokenizer
 
 # The largest public tokenizers have 0.9 million tokens, and 35 MB. One of 1,048,576 tokens takes 0.8 GiB of memory in
@@ -18,9 +19,10 @@ _SHOWN = 200  # characters of an error's text that a message quotes
 
 
 def held(path: Path) -> bool:
-    """Whether there is such a file. Raises SecurityRefusal when it is no regular file: opening a pipe would hang."""
+    """Whether there is such a file. Raises SecurityRefusal for a link out of the model's folder, and for what is no
+    regular file: opening a pipe would hang."""
     try:
-        mode = path.stat().st_mode
+        mode = inside(path, model_roots(path.parent.resolve())).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
     if not stat.S_ISREG(mode):

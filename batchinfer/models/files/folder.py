@@ -6,10 +6,10 @@ import stat
 from pathlib import Path, PurePosixPath
 
 from batchinfer.core.errors import SecurityRefusal
-from batchinfer.core.hub import CONFIG, HUB_PREFIX
+from batchinfer.core.hub import CONFIG
+from batchinfer.core.model_links import inside, model_roots
 from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
 
-SHARED_BLOBS_MARKER = (".huggingface-shared-blobs", "1\n")  # file and content: the layout that we know
 FURTHER_TEMPLATES = (
     "additional_chat_templates",
 )  # folders that transformers reads where it converts a tokenizer
@@ -17,12 +17,7 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 class CheckpointFolder:
-    """A folder whose files are regular files inside it.
-
-    A Hugging Face cache keeps a model as `models--org--name/snapshots/<revision>/` full of links into
-    `models--org--name/blobs/`, and those may be links into the cache's own `blobs/`, which its models share: links into
-    these two folders are allowed, any other link that leaves is not.
-    """
+    """A folder whose files are regular files inside it, or where `model_roots` says that they may lie."""
 
     def __init__(self, path: Path) -> None:
         """Raises JobFileError when `path` is no folder, SecurityRefusal when an entry leads outside, or is neither a
@@ -31,7 +26,7 @@ class CheckpointFolder:
             what = "a file" if path.is_file() else "missing"
             raise wrong_checkpoint(path, f"{path} is {what}; a checkpoint folder with config.json is needed")
         self.path = path.resolve()
-        self._roots = [self.path, *_hub_blobs(self.path)]
+        self._roots = model_roots(self.path)
         for entry in sorted(self.path.iterdir()):
             self._check_entry(entry)
             if entry.name in FURTHER_TEMPLATES and entry.is_dir():
@@ -39,20 +34,9 @@ class CheckpointFolder:
                     self._check_entry(template)
 
     def _check_entry(self, entry: Path) -> None:
-        target = self._check_inside(entry)
+        target = inside(entry, self._roots)
         if target.exists() and not (target.is_file() or target.is_dir()):
             raise _not_regular(entry)
-
-    def _check_inside(self, entry: Path) -> Path:
-        try:
-            target = entry.resolve()
-        except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
-            raise SecurityRefusal(f"{entry} is a link that leads nowhere: {error}") from error
-        if not any(target == root or root in target.parents for root in self._roots):
-            raise SecurityRefusal(
-                f"{entry} leads to {target}, outside the checkpoint {self.path}; put a copy of the file there"
-            )
-        return target
 
     def file(self, name: str, named_by: str = "") -> Path | None:
         """The regular file of that name, None when there is none.
@@ -66,7 +50,7 @@ class CheckpointFolder:
                 "only files inside the checkpoint folder are read"
             )
         path = self.path / name
-        target = self._check_inside(path)
+        target = inside(path, self._roots)
         if not target.exists():
             return None
         if not stat.S_ISREG(target.stat().st_mode):
@@ -128,23 +112,3 @@ def _is_plain(name: str) -> bool:
         and bool(pure.parts)
         and all(part != ".." and len(part.encode()) <= 255 for part in pure.parts)
     )
-
-
-def _hub_blobs(path: Path) -> list[Path]:
-    """Where a hub cache keeps the content of the snapshot `path`, if it is one: its own blobs, and the shared ones."""
-    snapshots = path.parent
-    entry = snapshots.parent
-    if snapshots.name != "snapshots" or not entry.name.startswith(HUB_PREFIX):
-        return []
-    shared = entry.parent / "blobs"
-    return [entry / "blobs", shared] if _is_shared_blobs(shared) else [entry / "blobs"]
-
-
-def _is_shared_blobs(folder: Path) -> bool:
-    """Whether huggingface_hub made the folder: beside a model's entry, another `blobs` could be anybody's."""
-    name, content = SHARED_BLOBS_MARKER
-    marker = folder / name
-    if folder.is_symlink() or marker.is_symlink() or not marker.is_file():
-        return False
-    with marker.open("rb") as file:
-        return file.read(len(content) + 1) == content.encode()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Rust
 
-from batchinfer.core.errors import JobFileError
+from batchinfer.core.errors import JobFileError, SecurityRefusal
 from batchinfer.data.tokenizer import tokenizer as tokenizer_module
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.data.ingest_kit import CHATML, byte_bpe, checkpoint
@@ -140,3 +140,31 @@ def test_more_tokens_than_there_is_memory_for(
     path.write_text(json.dumps(raw))
     with pytest.raises(JobFileError, match=f"tokenizer.json has {most + 1:,} tokens; at most {most:,}"):
         Tokenizer.load(tmp_path)
+
+
+def test_an_id_that_is_too_high_is_refused(tmp_path: Path) -> None:
+    """Tables of all tokens have a place for each id below the highest: this one would take gigabytes."""
+    make_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["model"]["vocab"]["far away"] = 2**32 - 1
+    path.write_text(json.dumps(raw))
+    with pytest.raises(
+        JobFileError, match=r"token 'far away' the id 4,294,967,295; ids must be below 1,048,576"
+    ):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"]
+)
+def test_a_link_out_of_the_folder_is_refused_unread(tmp_path: Path, name: str) -> None:
+    """Whoever reads the tokenizer: a query of an unfinished run has no other check."""
+    folder = tmp_path / "model"
+    make_tokenizer(folder)
+    path = folder / name
+    path.unlink(missing_ok=True)
+    (tmp_path / "elsewhere").write_text("{}")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SecurityRefusal, match=rf"{name} leads to .*elsewhere, outside the checkpoint"):
+        Tokenizer.load(folder)
