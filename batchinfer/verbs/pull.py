@@ -22,6 +22,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.hub import (
     CONFIG,
+    GGUF,
     HUB_PREFIX,
     PICKLE_SUFFIXES,
     WEIGHT_INDEX,
@@ -149,6 +150,13 @@ class _Pull:
 
     def _refuse_unusable(self) -> None:
         """Before a byte is downloaded."""
+        if gguf := self._only_gguf():
+            more = f" and {len(gguf) - 1} more" if len(gguf) > 1 else ""
+            raise InputMissing(
+                f"{self.name} has its weights as GGUF only ({gguf[0]}{more}), a format of llama.cpp, which is not "
+                "read; pull the model's original release instead: it has safetensors weights, and this model's page "
+                "names it"
+            )
         if CONFIG not in self.tree:
             raise InputMissing(f"{self.name} has no {CONFIG}: it is no checkpoint in Hugging Face's format")
         if WEIGHTS in self.tree or WEIGHT_INDEX in self.tree:
@@ -160,6 +168,15 @@ class _Pull:
             )
         raise InputMissing(
             f"{self.name} has neither {WEIGHTS} nor {WEIGHT_INDEX}: no weights that could be run"
+        )
+
+    def _only_gguf(self) -> list[str]:
+        """The GGUF files of a model that has no other weights; none where it has others."""
+        others = (".safetensors", *PICKLE_SUFFIXES)
+        return (
+            []
+            if any(name.endswith(others) for name in self.tree)
+            else [n for n in self.tree if n.endswith(GGUF)]
         )
 
     def _weights(self) -> list[str]:

@@ -217,6 +217,21 @@ def test_pickle_is_refused_before_anything_is_fetched(hub: Hub, cache: Path) -> 
     assert {name for name in hub.served if name} == set()
 
 
+@pytest.mark.parametrize("config", [True, False])
+def test_a_model_of_gguf_files_alone_is_refused_with_what_would_be_right(
+    hub: Hub, cache: Path, config: bool
+) -> None:
+    files = hub.commits[FIRST]
+    for name in [name for name in files if not (name == "config.json" and config)]:
+        del files[name]
+    files |= {"tiny-q4.gguf": b"GGUF", "tiny-q8.gguf": b"GGUF"}
+    code, _, err = pull(hub, cache, "org/tiny")
+    assert code == 66, err
+    for words in ("as GGUF only (tiny-q4.gguf and 1 more)", "pull the model's original release instead"):
+        assert words in err
+    assert {name for name in hub.served if name} == set()
+
+
 def test_a_model_that_cannot_be_run_is_called_so(hub: Hub, cache: Path) -> None:
     config = json.loads(hub.commits[FIRST]["config.json"])
     hub.commits[FIRST]["config.json"] = json.dumps(config | {"num_hidden_layers": 77}).encode()
