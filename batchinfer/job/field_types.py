@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import difflib
-import json
 import re
 from dataclasses import fields
 from datetime import datetime
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
 
+from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.sampling import BOUNDS, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from batchinfer.job.deadline import deadline_after
@@ -204,7 +204,9 @@ def _schema_text(value: object) -> object:
         return value
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_exactly(value)
+        except RepeatedName as error:
+            raise ValueError(f"the schema {error}") from None
         except (ValueError, RecursionError):
             raise ValueError(
                 f"found {found(value)}, which is not JSON; write the schema as a mapping, "
@@ -212,7 +214,7 @@ def _schema_text(value: object) -> object:
             ) from None
     if (problem := no_schema(value)) is not None:
         raise ValueError(problem)
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return written(value)
 
 
 def _deadline(text: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.sampling import MAX_SCHEMA_BYTES
 
 _RIGHT = "{type: object, properties: {…}}"
@@ -33,13 +33,15 @@ def no_schema(value: object) -> str | None:
 def read_schema_file(path: Path) -> str:
     """The schema in a file, as compact JSON text. Raises ValueError, which says what is wrong with the file."""
     try:
-        schema = json.loads(path.read_bytes()[: MAX_SCHEMA_BYTES + 1])
+        schema = read_exactly(path.read_bytes()[: MAX_SCHEMA_BYTES + 1])
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except RepeatedName as error:
+        raise ValueError(f"{path} {error}") from None
     except (ValueError, RecursionError):
         whole = path.stat().st_size <= MAX_SCHEMA_BYTES
         why = "is no JSON file" if whole else f"is over {MAX_SCHEMA_BYTES} bytes"
         raise ValueError(f"{path} {why}; it must hold one JSON Schema") from None
     if (problem := no_schema(schema)) is not None:
         raise ValueError(f"{path}: {problem}")
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return written(schema)

@@ -27,6 +27,8 @@ from ruamel.yaml.events import (
 )
 from ruamel.yaml.reader import ReaderError
 
+from batchinfer.core.exact_json import read_float
+
 Scalar = str | int | float | bool | None
 Loc = tuple[str | int, ...]
 
@@ -43,7 +45,7 @@ _NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], int | float]], ...] = (
     (re.compile(r"[-+]?[0-9]+"), int),
     (re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
     (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text[2:], 16)),
-    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), read_float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)"), lambda text: float(text.replace(".", ""))),
     (re.compile(r"\.(nan|NaN|NAN)"), lambda _: float("nan")),
 )

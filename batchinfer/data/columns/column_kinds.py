@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.data.input.json_text import written
+from batchinfer.core.exact_json import written
 
 _T = TypeVar("_T")
 _WRITTEN_DAY = re.compile(r"([0-9]{4})-([0-9]{2})-([0-9]{2})")

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
+from batchinfer.core.exact_json import written
 from batchinfer.core.sampling import MAX_SCHEMA_BYTES
 from batchinfer.data.constraints.exact_numbers import check_multiples, is_exact, is_number
 from batchinfer.data.constraints.narrow_values import narrow_value
@@ -23,7 +24,7 @@ from batchinfer.data.constraints.schema_closing import closable, compared, has_f
 from batchinfer.data.constraints.schema_keywords import followed_schema
 from batchinfer.data.constraints.schema_problem import BadSchema
 from batchinfer.data.constraints.schema_references import References
-from batchinfer.data.input.json_text import MAX_NESTING, nested_beyond, written
+from batchinfer.data.input.json_text import MAX_NESTING, nested_beyond
 
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")

@@ -15,6 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from batchinfer.core.exact_json import written
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constraint_wording import faulty_place, shown
 from batchinfer.data.constraints.generated_schema import generated_schema, parsed_schema, subschemas
@@ -22,7 +23,6 @@ from batchinfer.data.constraints.patterns.engine_syntax import engine_pattern
 from batchinfer.data.constraints.patterns.schemas import translate_patterns
 from batchinfer.data.constraints.schema_closing import has_further_names
 from batchinfer.data.constraints.schema_problem import BadSchema
-from batchinfer.data.input.json_text import written
 
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_GROUPS = 200  # parentheses of a regex or grammar that are open at once

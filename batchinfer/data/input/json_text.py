@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from decimal import Decimal
 from typing import Any, NoReturn
 
+from batchinfer.core.exact_json import read_float
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
 from batchinfer.data.input.text_encoding import UTF8, decoded
 
@@ -37,15 +37,6 @@ def parse_value(text: str) -> Any:
         raise RowProblem("bad_json", "the prompt's column must hold JSON here: a list") from None
     _check_surrogates(value)
     return value
-
-
-def written(value: Any) -> str:
-    """A parsed value as compact JSON; numbers that were parsed as int or Decimal keep every digit."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{written(name)}:{written(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(written, value)) + "]"
-    return str(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False)
 
 
 def _parse(text: str) -> Any:
@@ -106,7 +97,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _finite(text: str) -> float:
-    number = float(text)
+    number = read_float(text)
     if math.isinf(number):
         raise RowProblem("nan", "a number is too large for a 64-bit float")
     return number

@@ -10,6 +10,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
+from batchinfer.core.exact_json import written
 from batchinfer.core.sampling import (
     BOUNDS,
     CONSTRAINTS,
@@ -22,7 +23,6 @@ from batchinfer.core.sampling import (
 )
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.schema_problem import BadSchema
-from batchinfer.data.input.json_text import written
 from batchinfer.data.input.rows import RowProblem, kind_of
 
 # What OpenAI requests may carry without changing the answer here.

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.core.exact_json import written
 from batchinfer.data.columns.column_kinds import Unfit
 from batchinfer.data.columns.schema_columns import MAX_COLUMNS, NoColumns, schema_columns
-from batchinfer.data.input.json_text import written
 
 ENUM = pa.dictionary(pa.int32(), pa.string())
 TYPES = [

@@ -1,0 +1,68 @@
+"""Numbers of a schema keep every digit, wherever the schema is written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.errors import JobFileError
+from batchinfer.core.exact_json import read_float, written
+from batchinfer.data.input.json_text import parse_row
+from batchinfer.data.prompts.sampling_fields import CHECKS
+from batchinfer.job import load_job
+from tests.batchinfer.wrong_jobs import Place
+
+SCHEMA = (
+    '{"type":"object","properties":{"a":{"type":"number","minimum":9007199254740993.5,'
+    '"maximum":18446744073709551617.5},"b":{"type":"integer","maximum":9007199254740993}},"required":["a","b"]}'
+)
+NUMBERS = st.one_of(
+    st.decimals(allow_nan=False, allow_infinity=False).map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.from_regex(r"-?(0|[1-9][0-9]{0,25})\.[0-9]{1,25}([eE][-+]?[0-9]{1,3})?", fullmatch=True),
+).filter(lambda text: "." in text or "e" in text)
+
+
+@given(NUMBERS)
+def test_a_number_is_written_as_it_was_read(text: str) -> None:
+    for value in (read_float(text), pickle.loads(pickle.dumps(read_float(text)))):
+        assert value == float(text)
+        assert Decimal(written([value])[1:-1]) == Decimal(text)
+
+
+def test_what_is_nested_too_deeply_to_be_read_exactly_is_written_all_the_same() -> None:
+    deep = "[" * 500 + "0.5" + "]" * 500
+    assert written(json.loads(deep)) == deep
+
+
+@pytest.mark.parametrize("kind", ["mapping", "text", "file", "row"])
+def test_a_schema_keeps_its_digits(place: Place, kind: str) -> None:
+    if kind == "row":
+        row = parse_row(f'{{"json_schema": {SCHEMA}}}'.encode())
+        assert CHECKS["json_schema"]("json_schema", row["json_schema"]) == SCHEMA
+        return
+    (place.folder / "schema.json").write_text(SCHEMA)
+    given = {
+        "mapping": f"schema: {SCHEMA}",
+        "text": f"schema: '{SCHEMA}'",
+        "file": "schema_file: schema.json",
+    }
+    job = load_job(place.job(output=f"output: {{path: out/res, {given[kind]}}}"), [], None)
+    assert job.params().json_schema == SCHEMA
+
+
+@pytest.mark.parametrize("kind", ["text", "file"])
+def test_a_name_that_stands_twice_is_refused(place: Place, kind: str) -> None:
+    twice = SCHEMA.replace('"required"', '"properties":{},"required"')
+    (place.folder / "schema.json").write_text(twice)
+    given = f"schema: '{twice}'" if kind == "text" else "schema_file: schema.json"
+    path = place.job(output=f"output: {{path: out/res, {given}}}")
+    with pytest.raises(
+        JobFileError, match="has the name 'properties' twice in one object; leave one of them out"
+    ):
+        load_job(path, [], None)
