@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
+from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 
 ENGINE = "batchinfer.engine.load.build:build_engine"
 _SWITCHES = ("replace", "retry_errors", "verify", "openai_timestamps")
@@ -24,6 +25,7 @@ class RunOptions:
     openai_timestamps: bool = False
     engine: str = ENGINE  # "module:function" that builds the engine in its process
     price_per_hour: float | None = None  # what the machine costs, in any currency
+    transport: Transport = PROCESSES  # how workers are started and spoken to
     already_s: float = 0.0  # what the command took before: interpreter, imports, job file
 
     def __post_init__(self) -> None:

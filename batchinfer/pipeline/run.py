@@ -402,7 +402,8 @@ class _Run:
 
         load = partial(self.report.timed, "load_s")
         step_s = partial(longest_step_s, self.setting, self.setting.model_cost(self.checkpoint), longest)
-        return ReplicaPool(specs, rows, self.interrupts, named, self.notice, load, step_s)
+        how = self.options.transport
+        return ReplicaPool(specs, rows, self.interrupts, named, self.notice, load, step_s, how)
 
     def _wait_until_ready(self, host: ReplicaPool) -> None:
         while host.info is None and self.interrupts.pending is None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Chooser(Protocol):
-    """The parent's end of an engine that may ask for the choice; an EngineHost is one."""
+    """The parent's end of an engine that may ask for the choice; a WorkerHandle is one."""
 
     asks: bool  # waits for an answer
     decides: bool  # was told to choose, and has not said yet what

@@ -18,8 +18,8 @@ DRAIN_S = 15.0  # after a signal: what runs may finish for so long
 LATE_S = 3.0  # a worker in the middle of a long step hears of it only afterwards
 
 
-class Host(Protocol):
-    """An engine, or several, wherever they run: ReplicaPool says what these mean."""
+class Engines(Protocol):
+    """What feeds a plan sees of an engine or several, wherever they run: ReplicaPool says what these mean."""
 
     @property
     def info(self) -> EngineInfo | None: ...
@@ -51,7 +51,7 @@ class Sink(Protocol):
 def run_plan(
     plan: Plan,
     prompts: Prompts,
-    host: Host,
+    engines: Engines,
     sink: Sink,
     interrupts: Interrupts,
     draining: Callable[[float], None],
@@ -64,35 +64,34 @@ def run_plan(
     in_flight, more = 0, True
     while more or in_flight:
         if interrupts.pending is not None:
-            if (
-                in_flight and host.info is not None
-            ):  # else nothing runs: a model may be loading, again perhaps
+            # Without an engine nothing runs: a model may be loading, again perhaps
+            if in_flight and engines.info is not None:
                 draining(DRAIN_S)
-                _drain(host, sink)
+                _drain(engines, sink)
             return
         if sink.enough():
             return
-        while more and host.wants_more:
+        while more and engines.wants_more:
             read = next(windows, None)
             if read is None:
                 more = False
                 break
             window, requests = read
             sink.planned(window, requests)
-            host.submit(requests)
+            engines.submit(requests)
             in_flight += len(requests)
-        for done in host.receive(POLL_S):
+        for done in engines.receive(POLL_S):
             in_flight -= len(done.completions)
             sink.take(done)
         sink.tick()
-    _drain(host, sink)
+    _drain(engines, sink)
 
 
-def _drain(host: Host, sink: Sink) -> None:
-    """Have the worker finish what runs and leave; whoever closes the host ends one that did not."""
-    host.finish(DRAIN_S)
+def _drain(engines: Engines, sink: Sink) -> None:
+    """Have the worker finish what runs and leave; whoever closes the engines ends one that did not."""
+    engines.finish(DRAIN_S)
     give_up = time.monotonic() + DRAIN_S + LATE_S
-    while not host.left and time.monotonic() < give_up:
-        for done in host.receive(POLL_S):
+    while not engines.left and time.monotonic() < give_up:
+        for done in engines.receive(POLL_S):
             sink.take(done)
         sink.tick()

@@ -102,7 +102,6 @@ class Left:
     """From the worker: it is done and leaves."""
 
     peak_rss: int  # the most memory that it held, in bytes
-    other_cores: float | None = (
-        None  # CPU cores that other processes used meanwhile, on average; None: unknown
-    )
+    # CPU cores that other processes used meanwhile, on average; None: unknown
+    other_cores: float | None = None
     expert_tokens: ExpertTokens = field(default_factory=dict)  # of its model's layers that have experts

@@ -1,4 +1,4 @@
-"""One engine of a pool: its process, and what it was given and has not given back."""
+"""One engine of a pool: its worker, and what the worker was given and has not given back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.waiting import Waited
-from batchinfer.pipeline.workers.engine_host import EngineHost
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.suspects import Group
+from batchinfer.pipeline.workers.transport import Transport
+from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 from batchinfer.plan.order.backlog import tokens_of
 
 # Deaths in a row with next to nothing done in between, after which an engine is not started again: rows that ran by
@@ -41,10 +42,10 @@ class Death:
 
 
 class Replica:
-    """A place for an engine: should its process die, another one may be started in its place."""
+    """A place for an engine: should its worker die, another one may be started in its place."""
 
-    def __init__(self, number: int, spec: WorkerSpec) -> None:
-        self.number, self._spec = number, spec
+    def __init__(self, number: int, spec: WorkerSpec, transport: Transport) -> None:
+        self.number, self._spec, self._transport = number, spec, transport
         self._engine = number  # how many were started in the run before the present process
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
         self.restarts = 0
@@ -58,12 +59,12 @@ class Replica:
         self._running = self._waiting = 0  # rows, after its last step
         self._longest_step_s = 0.0
         self._silence = Waited()
-        self.host = EngineHost(spec)
+        self.worker = WorkerHandle(spec, transport)
 
     @property
     def info(self) -> EngineInfo | None:
         """What the present process has built; None while it loads."""
-        return self.host.info
+        return self.worker.info
 
     @property
     def loads_first(self) -> bool:
@@ -84,11 +85,11 @@ class Replica:
         """Queue requests."""
         self.unfinished.update((request.key, request) for request in requests)
         self.load += sum(map(tokens_of, requests))
-        self.host.submit(requests)
+        self.worker.submit(requests)
 
     def receive(self) -> list[WorkDone]:
         """What has come. Raises what ended the process."""
-        heard = self.host.receive(0)
+        heard = self.worker.receive(0)
         self._silence.again()
         for done in heard:
             done.engine, done.replica = self._engine, self.number
@@ -108,14 +109,14 @@ class Replica:
     def listen(self, longest_step_s: Callable[[], float]) -> None:
         """It has said nothing, once more. Ends a process that has work, and has said nothing for too long while this
         process ran: a step is forecast to take `longest_step_s` at the most."""
-        if not self.unfinished or self.host.untimed:
+        if not self.unfinished or self.worker.untimed:
             self._silence.again()
             return
         if self._silence.look() <= SILENT_S:
             return
         limit_s = max(SILENT_S, SILENT_STEPS * max(longest_step_s(), self._longest_step_s))
         if self._silence.seconds > limit_s:
-            self.host.give_up(limit_s)
+            self.worker.give_up(limit_s)
 
     def run_apart(self, group: Group) -> None:
         """Queue rows that are to run with no others; nothing else is unfinished."""
@@ -170,11 +171,11 @@ class Replica:
         """Start another process, the `engine`-th of the run."""
         self.restarts += 1
         self._engine = engine
-        self.host.close()
-        self.host = EngineHost(self._spec)
+        self.worker.close()
+        self.worker = WorkerHandle(self._spec, self._transport)
         self._silence.again()
 
     def close(self) -> None:
         """End the process."""
         self.gone = True
-        self.host.close()
+        self.worker.close()

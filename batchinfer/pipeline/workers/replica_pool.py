@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import wait
 from types import TracebackType
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
@@ -20,6 +19,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica import CODE, Death, Replica
 from batchinfer.pipeline.workers.suspects import Group, Suspects, proof_of
+from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 from batchinfer.plan.order.backlog import Backlog, piece_rows
 
 # The fewer rows are left, the fewer wait in an engine: its even share of them divided by this.
@@ -42,7 +42,8 @@ class ReplicaPool:
 
     `rows`: how many there are in the plan. `name_rows` says in words which rows some keys stand for, `notice` tells a
     user of a death, and the time inside `loading` is that in which no engine can work yet. `longest_step_s` forecasts
-    the longest step of an engine: one that is silent for far longer is ended and replaced.
+    the longest step of an engine: one that is silent for far longer is ended and replaced. `transport` starts
+    workers.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class ReplicaPool:
         notice: Callable[[str], None],
         loading: Callable[[], AbstractContextManager[None]],
         longest_step_s: Callable[[EngineInfo], float] = lambda _: 0.0,
+        transport: Transport = PROCESSES,
     ) -> None:
+        self._transport = transport
         self._longest_step_s = longest_step_s
         self._silent: set[bytes] = set()  # rows that were in work when an engine fell silent
         self._interrupts, self._notice, self._loading = interrupts, notice, loading
@@ -69,7 +72,7 @@ class ReplicaPool:
         try:
             with self._loading():
                 for number, spec in enumerate(specs):
-                    self._replicas.append(Replica(number, spec))
+                    self._replicas.append(Replica(number, spec, transport))
         except BaseException:
             self.close()
             raise
@@ -105,7 +108,7 @@ class ReplicaPool:
     @property
     def left(self) -> bool:
         """Nothing more is to be heard."""
-        return all(replica.gone or replica.host.left for replica in self._replicas)
+        return all(replica.gone or replica.worker.left for replica in self._replicas)
 
     @property
     def wants_more(self) -> bool:
@@ -124,7 +127,7 @@ class ReplicaPool:
         """What has come, waiting for at most `timeout_s` when there is nothing. Raises what ended the last engine."""
         with self._loading() if self.info is None else nullcontext():
             heard = [done for replica in self._speaking(timeout_s) for done in self._from(replica)]
-        self._agreement.settle(replica.host for replica in self._live)
+        self._agreement.settle(replica.worker for replica in self._live)
         heard += self._verdicts()
         if self._ready_at is None and self.info is not None:
             self._ready_at = time.monotonic(), time.process_time()
@@ -139,20 +142,20 @@ class ReplicaPool:
             if replica.info is None:
                 replica.close()
             else:
-                replica.host.finish(within_s)
+                replica.worker.finish(within_s)
 
     # What is known once they have left
 
     @property
     def peak_rss(self) -> int | None:
         """The most bytes that each engine's process held, added up; None while none has left."""
-        known = [r.host.peak_rss for r in self._replicas if r.host.peak_rss is not None]
+        known = [r.worker.peak_rss for r in self._replicas if r.worker.peak_rss is not None]
         return sum(known) if known else None
 
     @property
     def other_cores(self) -> float | None:
         """CPU cores that other processes used meanwhile. For an engine this process is another one, too."""
-        known = [r.host.other_cores for r in self._replicas if r.host.other_cores is not None]
+        known = [r.worker.other_cores for r in self._replicas if r.worker.other_cores is not None]
         if not known or self._ready_at is None:
             return None
         began, worked = self._ready_at
@@ -166,7 +169,7 @@ class ReplicaPool:
         and then, a step would have to wait for the device."""
         found: dict[int, Counter[int]] = {}
         for replica in self._replicas:
-            for layer, tokens in replica.host.expert_tokens.items():
+            for layer, tokens in replica.worker.expert_tokens.items():
                 found.setdefault(layer, Counter()).update(dict(enumerate(tokens)))
         return {
             layer: [counts[expert] for expert in range(len(counts))]
@@ -239,13 +242,14 @@ class ReplicaPool:
 
     def _speaking(self, timeout_s: float) -> Iterator[Replica]:
         """Engines that have something to say."""
-        heard = {r.host.connection: r for r in self._live if not r.host.left}
-        failed = [replica for replica in heard.values() if replica.host.ended]
+        heard = [replica for replica in self._live if not replica.worker.left]
+        failed = [replica for replica in heard if replica.worker.ended]
         if failed:
             yield from failed
             return
-        spoke = [heard[connection] for connection in wait(list(heard), timeout_s)]  # type: ignore[index]
-        for replica in heard.values():
+        links = self._transport.speaking([replica.worker.link for replica in heard], timeout_s)
+        spoke = [replica for link in links for replica in heard if replica.worker.link is link]
+        for replica in heard:
             if replica not in spoke and replica.info is not None:
                 replica.listen(partial(self._longest_step_s, replica.info))
         yield from spoke
@@ -280,7 +284,7 @@ class ReplicaPool:
 
     def _after(self, replica: Replica, error: BatchInferError) -> None:
         """Go on after what ended an engine's process, with a new one or with the others. Raises when neither can be."""
-        crash, others = replica.host.crash, len(self._live) > 1
+        crash, others = replica.worker.crash, len(self._live) > 1
         if crash is None and not (others and error.exit_code in _OF_ONE):
             raise error
         if crash is not None and self._finishing and not replica.unfinished:
@@ -356,7 +360,7 @@ class ReplicaPool:
         return f"{how}: {self._name_rows([request.key for request in death.in_work])}"
 
     def _told(self, death: Death) -> str:
-        """In words."""
+        """What the engine was at when it died, in words."""
         if not death.loaded:
             return "it was loading the model" + (" again, after a restart" if death.restarts else "")
         if not death.in_work:

@@ -26,8 +26,9 @@ from batchinfer.pipeline.run import RunOptions, run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.report.summary import PHASES
+from tests.memory_transport import FakeTransport
 
-FAKE = RunOptions(engine="tests.fake_engine:build")
+FAKE = RunOptions(engine="tests.fake_engine:build", transport=FakeTransport())
 NO_ENGINE = RunOptions(
     engine="tests.batchinfer.pipeline.test_pipeline:no_engine"
 )  # a run that needs an engine fails

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
-from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.errors import BatchInferError, Interrupted, Unavailable
-from batchinfer.core.request import Request
-from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.config import EngineConfig
-from batchinfer.pipeline.workers.engine_host import Crash
+from batchinfer.core.errors import BatchInferError, Interrupted
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
-from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.report.summary import PHASES
-from tests import fake_engine
 from tests.batchinfer.pipeline import test_pipeline as pipeline_kit
 from tests.batchinfer.pipeline.test_pipeline import people, table, write_job
 
@@ -307,56 +296,6 @@ def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
         ran()
     assert (ran.row["exit_code"], ran.row["worker_restarts"]) == (143, 1)
     assert not [notice for notice in ran.notices if "rows in work may finish" in notice]
-
-
-class DeadThenReady:
-    """Two workers: the first dies with requests in work, the second is ready once it was asked."""
-
-    made: ClassVar[list[DeadThenReady]] = []
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.info = None if self.made else fake_engine.build(spec.config).info
-        self.crash: Crash | None = None
-        self.left = self.ended = self.asks = self.decides = False
-        self.chosen: str | None = None
-        self.connection, other = Pipe()
-        other.send("there is something to receive")
-        self.got: list[object] = []
-        self.made.append(self)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.got.append(len(requests))
-
-    def finish(self, within_s: float) -> None:
-        self.got.append("finish")
-
-    def receive(self, timeout_s: float) -> list[WorkDone]:
-        if len(self.made) == 1:
-            self.crash = Crash(Unavailable, "it died", "again")
-            raise self.crash.error()
-        self.info = self.made[0].info
-        return []
-
-    def close(self) -> None:
-        self.got.append("closed")
-
-
-@pytest.mark.parametrize("finishing", [False, True])
-def test_a_new_worker_that_still_loads_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, finishing: bool
-) -> None:
-    monkeypatch.setattr("batchinfer.pipeline.workers.replica.EngineHost", DeadThenReady)
-    monkeypatch.setattr(DeadThenReady, "made", [])
-    config = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
-    pool = ReplicaPool([WorkerSpec(config, None)], 1, Interrupts(), str, str, nullcontext)
-    pool.submit([Request(bytes(32), np.array([1, 2], np.int32), SamplingParams())])
-    pool.receive(0.1)
-    if finishing:
-        pool.finish(1.0)
-    pool.receive(0.1)
-    second = ["closed"] if finishing else [1]
-    assert [worker.got for worker in DeadThenReady.made] == [[1, "closed"], second]
-    assert pool.left == finishing
 
 
 def test_what_a_worker_refuses_it_is_not_asked_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

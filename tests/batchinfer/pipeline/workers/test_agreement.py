@@ -25,7 +25,7 @@ CONFIG = EngineConfig(Path("no model"), "cpu", "float32", 64, 64)
 
 @dataclass
 class Engine:
-    """As an EngineHost."""
+    """As a WorkerHandle."""
 
     number: int
     asks: bool = False

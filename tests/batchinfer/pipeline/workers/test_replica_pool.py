@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,20 @@ from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.pipeline.workers import feed
-from batchinfer.pipeline.workers.engine_host import Crash
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
+from batchinfer.pipeline.workers.messages import Add, Failed, Finish, Left, Pulse, Ready, WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica_pool import MOST_APART, ReplicaPool
+from batchinfer.pipeline.workers.transport import Link
 from batchinfer.plan.order.plan import Plan
-from tests import fake_engine
 from tests.batchinfer.plan.order.test_backlog import rows
+from tests.memory_transport import DiedError, MemoryTransport
 
 CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
 WINDOW = 50
 AT_ONCE = 8
+KILLED = (
+    "the engine's process was killed (signal 9, SIGKILL), most likely by the kernel because memory ran out"
+)
 
 
 @dataclass
@@ -43,52 +45,49 @@ class Fate:
     killers: frozenset[bytes] = frozenset()  # rows that it dies of when it runs them
 
 
-@dataclass
-class Engines:
-    """Takes the place of EngineHost: engines in this process, started with the fates in turn."""
+class Engines(MemoryTransport):
+    """Starts workers with the fates in turn; `other` is that of further starts."""
 
-    fates: list[Fate] = field(default_factory=list)
-    started: list[Started] = field(default_factory=list)
-    other: Fate = field(default_factory=Fate)  # of further starts
+    def __init__(self, fates: Sequence[Fate] = (), other: Fate | None = None) -> None:
+        self.workers: list[Started] = []
+        self._fates = [*fates], other or Fate()
+        super().__init__(self._next)
 
-    def __call__(self, spec: WorkerSpec) -> Started:
-        number = len(self.started)
-        self.started.append(Started(self.fates[number] if number < len(self.fates) else self.other))
-        return self.started[-1]
+    def _next(self, spec: WorkerSpec) -> Started:
+        fates, other = self._fates
+        number = len(self.workers)
+        self.workers.append(Started(fates[number] if number < len(fates) else other))
+        return self.workers[-1]
 
 
 class Started:
-    """As EngineHost. Its connection is always readable: nobody waits."""
+    """A worker whose fate is known. It heard so many times that it was its turn."""
 
     def __init__(self, fate: Fate) -> None:
         self.fate = fate
-        self.info: EngineInfo | None = None
-        self.crash: Crash | None = None
-        self.left = self.ended = self.closed = self.untimed = self.asks = self.decides = False
-        self.chosen: str | None = None
-        self.peak_rss, self.other_cores, self.expert_tokens = 10, 0.5, {0: [1, 2]}
-        self.connection, self._other = Pipe()
-        self._other.send("there is something to receive")
+        self.loaded = self.leaves = self.died = False
         self.queue: list[Request] = []
         self.pieces: list[list[Request]] = []
         self.most, self.finished, self.heard = 0, 0, 0
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.pieces.append(list(requests))
-        self.queue += requests
-        self.most = max(self.most, len(self.queue))
+    def hear(self, message: object) -> None:
+        if isinstance(message, Add):
+            self.pieces.append(list(message.requests))
+            self.queue += message.requests
+            self.most = max(self.most, len(self.queue))
+        elif isinstance(message, Finish):
+            self.leaves = True
 
-    def finish(self, within_s: float) -> None:
-        self.left = True
-
-    def receive(self, timeout_s: float) -> list[WorkDone]:
+    def turn(self) -> list[object]:
         self.heard += 1
-        if self.info is None:
+        if self.leaves:
+            return [Left(10, 0.5, {0: [1, 2]})]
+        if not self.loaded:
             return self._load()
         spent = self.fate.dies_after is not None and self.finished >= self.fate.dies_after
         if spent or any(request.key in self.fate.killers for request in self.queue[:AT_ONCE]):
-            self.crash = Crash(OutOfMemory, "it was killed", "the same command resumes the job")
-            raise self.crash.error()
+            self.died = True
+            raise DiedError
         done, self.queue = self.queue[: self.fate.speed], self.queue[self.fate.speed :]
         if not done:
             return []
@@ -97,18 +96,13 @@ class Started:
         step = StepSample(0, *[0] * 11, running, len(self.queue) - running, *[0] * 5, None)  # type: ignore[arg-type]
         return [WorkDone([Completion(r.key, r.prompt[:1], "stop") for r in done], [], [step])]
 
-    def _load(self) -> list[WorkDone]:
-        if self.heard > self.fate.loads_for:
-            if self.fate.refuses is not None:
-                raise self.fate.refuses
-            self.info = fake_engine.build(CONFIG).info
-            self.info = EngineInfo("fake", "cpu", "float32", 1, AT_ONCE, 512, 16, 1, 0, 0)
-        return []
-
-    def close(self) -> None:
-        self.closed = True
-        self.connection.close()
-        self._other.close()
+    def _load(self) -> list[object]:
+        if self.heard <= self.fate.loads_for:
+            return [Pulse()]
+        problem, self.loaded = self.fate.refuses, True
+        if problem is not None:
+            return [Failed(problem.exit_code, str(problem), "")]
+        return [Ready(EngineInfo("fake", "cpu", "float32", 1, AT_ONCE, 512, 16, 1, 0, 0))]
 
 
 class Kept:
@@ -143,13 +137,12 @@ def pool_of(
     notices: list[str] = []
     windows = [requests[at : at + WINDOW] for at in range(0, len(requests), WINDOW)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchinfer.pipeline.workers.replica.EngineHost", engines)
         patch.setattr(feed, "planned_requests", lambda *_: iter([(None, window) for window in windows]))
         specs = [WorkerSpec(CONFIG, None)] * replicas
         named = "rows {}".format
         with ReplicaPool(
             specs, len(requests), interrupts or Interrupts(), lambda keys: named(len(keys)), notices.append,
-            nullcontext,
+            nullcontext, transport=engines,
         ) as pool:  # fmt: skip
             yield pool, notices
 
@@ -187,17 +180,17 @@ def test_every_row_is_answered_once_or_all_engines_are_dead(
     requests, engines, sink = rows(*groups), Engines(fates), Kept()
     with pool_of(engines, replicas, requests) as (pool, _):
         failed = failure(pool, sink)
-        assert pool.restarts == len(engines.started) - replicas
+        assert pool.restarts == len(engines.workers) - replicas
     if failed is None:
         assert set(sink.answers) == {request.key for request in requests}
-        died_alone = [one.pieces[0] for one in engines.started if one.crash and len(one.pieces) == 1]
+        died_alone = [one.pieces[0] for one in engines.workers if one.died and len(one.pieces) == 1]
         assert set(sink.errors) <= {piece[0].key for piece in died_alone if len(piece) == 1}
     else:
-        assert "it was killed" in str(failed)
+        assert KILLED in str(failed)
         assert failed.exit_code == 71
-        assert not any(one.crash is None for one in engines.started)
+        assert not any(not one.died for one in engines.workers)
     assert set(sink.answers.values()) <= {1}
-    assert all(one.closed for one in engines.started)
+    assert all(link.closed for link in engines.started)
 
 
 @pytest.mark.parametrize("speeds", [(1, 1), (1, 4), (4, 1, 1)])
@@ -205,8 +198,8 @@ def test_engines_end_together_whatever_their_speeds(speeds: tuple[int, ...]) -> 
     engines = Engines([Fate(speed) for speed in speeds])
     with pool_of(engines, len(speeds), rows(*[(1, 0, 10)] * 600)) as (pool, _):
         run(pool, Kept())
-    heard = [-(-one.finished // one.fate.speed) for one in engines.started]
-    assert sum(one.finished for one in engines.started) == 600
+    heard = [-(-one.finished // one.fate.speed) for one in engines.workers]
+    assert sum(one.finished for one in engines.workers) == 600
     # what one of them runs at the end, alone
     assert max(heard) <= 600 / sum(speeds) + AT_ONCE
 
@@ -216,7 +209,7 @@ def test_groups_go_to_one_engine_each() -> None:
     engines = Engines([Fate(3), Fate(5)])
     with pool_of(engines, 2, requests) as (pool, _):
         run(pool, Kept())
-    place = {r.key: at for at, one in enumerate(engines.started) for piece in one.pieces for r in piece}
+    place = {r.key: at for at, one in enumerate(engines.workers) for piece in one.pieces for r in piece}
     for at in range(0, len(requests), 7):
         assert len({place[request.key] for request in requests[at : at + 7]}) == 1
     assert len(set(place.values())) == 2
@@ -227,14 +220,14 @@ def test_a_group_of_all_rows_is_shared_out() -> None:
     engines = Engines([Fate(2), Fate(2)])
     with pool_of(engines, 2, rows((400, 30, 20))) as (pool, _):
         run(pool, Kept())
-    assert min(one.finished for one in engines.started) > 150
+    assert min(one.finished for one in engines.workers) > 150
 
 
 def test_what_is_held_is_bounded() -> None:
     engines, sink = Engines([Fate(3), Fate(5)]), Kept()
     with pool_of(engines, 2, rows(*[(1, 0, 3)] * 20_000)) as (pool, _):
         run(pool, sink)
-    assert max(one.most for one in engines.started) <= 1024
+    assert max(one.most for one in engines.workers) <= 1024
     assert sink.held <= 4096
 
 
@@ -249,8 +242,8 @@ def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
         assert pool.expert_tokens == {0: [2, 4]}
     assert sorted(sink.answers.elements()) == sorted(request.key for request in requests)
     assert notices == [
-        "engine 0: it was killed; in work: rows 8; a new one is started",
-        "engine 0: it was killed; in work: rows 8; death 2 in a row with little done before; a new one is started",
+        f"engine 0: {KILLED}; in work: rows 8; a new one is started",
+        f"engine 0: {KILLED}; in work: rows 8; death 2 in a row with little done before; a new one is started",
     ]
 
 
@@ -315,7 +308,7 @@ def test_an_engine_that_is_doubted_runs_a_row_that_was_answered() -> None:
         failed = failure(pool, sink)
     assert failed is not None
     assert "in work by itself: a row that had been answered before; death 4 in a row" in str(failed)
-    assert (len(sink.answers), len(sink.errors), len(engines.started)) == (8, 0, 5)
+    assert (len(sink.answers), len(sink.errors), len(engines.workers)) == (8, 0, 5)
     assert "a row that had been answered before; death 3 in a row" in notices[-1]
 
 
@@ -352,7 +345,7 @@ def test_an_engine_that_dies_of_every_row_blames_none(count: int) -> None:
         failed = failure(pool, sink)
     assert failed is not None
     assert "death 4 in a row" in str(failed)
-    assert len(engines.started) == 4
+    assert len(engines.workers) == 4
     assert not sink.answers
     assert len(notices) == 3
 
@@ -388,7 +381,7 @@ def test_nothing_is_handed_out_before_all_engines_are_there() -> None:
     engines = Engines([Fate(), Fate(loads_for=40)])
     with pool_of(engines, 2, rows(*[(1, 0, 10)] * 10)) as (pool, _):
         run(pool, Kept())
-    assert [one.finished for one in engines.started] == [5, 5]
+    assert [one.finished for one in engines.workers] == [5, 5]
 
 
 def test_after_a_signal_no_engine_is_started_and_all_are_told() -> None:
@@ -400,21 +393,21 @@ def test_after_a_signal_no_engine_is_started_and_all_are_told() -> None:
         run(pool, sink, interrupts)
         assert pool.left
         assert pool.restarts == 0
-    assert len(engines.started) == 2
+    assert len(engines.workers) == 2
     assert 0 < sink.answers.total() < 200
 
 
 def test_when_one_process_cannot_be_started_the_others_are_ended() -> None:
     class Scarce(Engines):
-        def __call__(self, spec: WorkerSpec) -> Started:
+        def start(self, spec: WorkerSpec) -> Link:
             if len(self.started) == 2:
                 raise OSError("no more processes")
-            return super().__call__(spec)
+            return super().start(spec)
 
     engines = Scarce()
     with pytest.raises(OSError, match="no more"), pool_of(engines, 3, []):
         pass
-    assert [one.closed for one in engines.started] == [True, True]
+    assert [link.closed for link in engines.started] == [True, True]
 
 
 def test_an_engine_that_dies_after_each_row_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +417,7 @@ def test_an_engine_that_dies_after_each_row_is_given_up_in_time(monkeypatch: pyt
     with pool_of(engines, 1, rows(*[(1, 0, 10)] * 64)) as (pool, _):
         failed = failure(pool, sink)
     assert failed is not None
-    assert len(engines.started) == 1 + MOST_APART
+    assert len(engines.workers) == 1 + MOST_APART
     assert not sink.errors
 
 
@@ -437,3 +430,17 @@ def test_what_a_broken_engine_accuses_others_run() -> None:
         run(pool, sink)
     assert set(sink.answers) == {request.key for request in requests}
     assert not sink.errors
+
+
+@pytest.mark.parametrize("finishing", [False, True])
+def test_a_new_worker_that_still_loads_is_not_waited_for(finishing: bool) -> None:
+    engines = Engines([Fate(dies_after=0), Fate(loads_for=3)])
+    with pool_of(engines, 1, rows((1, 0, 10))) as (pool, _):
+        pool.receive(0.1)  # it is ready
+        pool.submit(rows((1, 0, 10)))
+        pool.receive(0.1)
+        assert [len(worker.pieces) for worker in engines.workers] == [1, 0]
+        if finishing:
+            pool.finish(1.0)
+        assert engines.started[0].closed
+        assert (engines.started[1].closed, pool.left) == (finishing, finishing)

@@ -11,8 +11,9 @@ from batchinfer.core.errors import BatchInferError
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
-from batchinfer.pipeline.workers.engine_host import EngineHost
 from batchinfer.pipeline.workers.messages import WorkerSpec
+from batchinfer.pipeline.workers.transport import PROCESSES
+from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 from tests import fake_engine
 from tests.patience import PATIENCE_S
 
@@ -36,7 +37,7 @@ def failing(config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
     return fake_engine.BuiltFake(FailsInItsSecondStep(), fake_engine.build(config).info)
 
 
-def receive_for_ever(host: EngineHost, done: list[bytes]) -> None:
+def receive_for_ever(host: WorkerHandle, done: list[bytes]) -> None:
     while True:
         done += [c.key for p in host.receive(0.1) for c in p.completions]
 
@@ -44,14 +45,14 @@ def receive_for_ever(host: EngineHost, done: list[bytes]) -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "after-its-death"])
 def test_what_was_finished_before_a_failure_is_received_before_the_failure(late):
     requests = [Request(bytes([i] * 32), np.array([1, 2], np.int32), SamplingParams()) for i in range(5)]
-    with EngineHost(
-        WorkerSpec(CONFIG, None, "tests.batchinfer.pipeline.workers.test_engine_host:failing")
+    with WorkerHandle(
+        WorkerSpec(CONFIG, None, "tests.batchinfer.pipeline.workers.test_worker_handle:failing"), PROCESSES
     ) as host:
         while host.info is None:
             host.receive(0.1)
         host.submit(requests)
         if late:
-            host._child.wait(PATIENCE_S)
+            host.link.wait(PATIENCE_S)
             host.submit(requests)  # nobody reads it, and nothing is lost by it
         done: list[bytes] = []
         with pytest.raises(BatchInferError, match="out of memory") as caught:

@@ -1,10 +1,9 @@
-"""The parent's end of the engine's process."""
+"""The parent's end of a worker, the process of an engine."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
@@ -21,7 +20,6 @@ from batchinfer.core.errors import (
 from batchinfer.core.request import Request
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import EngineInfo
-from batchinfer.machine.spawning import Child, receiving
 from batchinfer.pipeline.workers.messages import (
     Add,
     Answer,
@@ -35,8 +33,8 @@ from batchinfer.pipeline.workers.messages import (
     WorkDone,
     WorkerSpec,
 )
+from batchinfer.pipeline.workers.transport import Link, Transport
 
-WORKER = "batchinfer.pipeline.workers.worker:main"
 CONTINUES = "the same command resumes the job"
 LEAVE_S = 10.0  # a worker that was told to leave and has not by then is killed
 _BY_CODE: dict[int, type[BatchInferError]] = {
@@ -64,19 +62,17 @@ class Crash:
         )
 
 
-class EngineHost:
+class WorkerHandle:
     """Starts the worker, feeds it, hears from it, and outlives it. A context manager: leaving it ends the worker."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, transport: Transport) -> None:
         self._spec = spec
-        self._child = Child(WORKER, spec)
-        self.connection = self._child.connection  # readable when there is something to receive
+        self.link: Link = transport.start(spec)
         self._left = False
         self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
-        self.other_cores: float | None = (
-            None  # CPU cores that others used meanwhile, this process included; known then, too
-        )
+        # CPU cores that others used meanwhile, this process included; known then, too
+        self.other_cores: float | None = None
         self.expert_tokens: ExpertTokens = {}  # known then, too
         self.info: EngineInfo | None = None  # known once it is ready
         self.asks = self.decides = False  # see Chooser
@@ -85,7 +81,7 @@ class EngineHost:
         self._silent_s: float | None = None  # for so long, when it was given up
         self.crash: Crash | None = None  # what `receive` raised, if it is one
 
-    def __enter__(self) -> EngineHost:
+    def __enter__(self) -> WorkerHandle:
         return self
 
     def __exit__(
@@ -95,21 +91,16 @@ class EngineHost:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Should the worker be gone, the next `receive` tells."""
-        self._send(Add(requests))
+        self.link.send(Add(requests))
 
     def finish(self, within_s: float) -> None:
         """Tell the worker to drop what waits, finish what runs within `within_s` seconds, and leave."""
-        self._send(Finish(within_s))
+        self.link.send(Finish(within_s))
 
     def answer(self, chosen: str | None) -> None:
         """See Chooser."""
         self.asks, self.decides = False, chosen is None
-        self._send(Answer(chosen))
-
-    def _send(self, message: Add | Finish | Answer) -> None:
-        """Raises nothing when nobody reads it: what the worker said before it ended is still to be received."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send(message)
+        self.link.send(Answer(chosen))
 
     @property
     def left(self) -> bool:
@@ -122,10 +113,9 @@ class EngineHost:
         Raises what ended the worker, once everything that it had finished was received.
         """
         heard: list[WorkDone] = []
-        while not self.ended and self.connection.poll(0 if heard else timeout_s):
+        while not self.ended and self.link.poll(0 if heard else timeout_s):
             try:
-                with receiving():
-                    message = self.connection.recv()
+                message = self.link.receive()
             except EOFError:
                 if heard:
                     return heard  # the next call finds the end again
@@ -141,19 +131,19 @@ class EngineHost:
 
     @property
     def ended(self) -> bool:
-        """Nothing more is read of its connection; `receive` still raises what ended it."""
+        """Nothing more is read of its link; `receive` still raises what ended it."""
         return self._left or self._failed is not None
 
     def give_up(self, silent_s: float) -> None:
         """End a worker that has said nothing for so many seconds; the next `receive` tells."""
         self._silent_s = silent_s
-        self._child.kill()
+        self.link.kill()
 
     def close(self) -> None:
         """End the worker, gently when it has left already."""
         if self._left:
-            self._child.wait(LEAVE_S)
-        self._child.close()
+            self.link.wait(LEAVE_S)
+        self.link.close()
 
     def _note(self, message: object) -> None:
         if isinstance(message, Ready):
@@ -184,11 +174,11 @@ class EngineHost:
         raise _error_of(failed, str(self._spec.config.model))
 
     def _crash(self) -> Crash:
-        """Of a worker that could not say why."""
+        """How a worker ended that could not say why."""
         if self._silent_s is not None:
             what = f"the engine's process was ended: it had done nothing for {self._silent_s:.0f} s"
             return Crash(Unavailable, what, CONTINUES, silent=True)
-        ended = self._child.wait(LEAVE_S)
+        ended = self.link.wait(LEAVE_S)
         what = f"the engine's process {'closed its connection' if ended is None else ended}"
         if ended is not None and ended.out_of_memory:
             return Crash(OutOfMemory, what, f"lower engine.kv_memory or engine.max_num_seqs; {CONTINUES}")
@@ -201,10 +191,9 @@ class EngineHost:
         if self._failed is not None:
             return self._failed
         deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and self.connection.poll(0.1):
+        while time.monotonic() < deadline and self.link.poll(0.1):
             try:
-                with receiving():
-                    message = self.connection.recv()
+                message = self.link.receive()
             except EOFError:
                 return None
             if isinstance(message, Failed):

@@ -1,0 +1,81 @@
+"""How messages travel between the parent and a worker: through a pipe to a process of its own, or as a test likes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Protocol
+
+from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.pipeline.workers.messages import WorkerSpec
+
+WORKER = "batchinfer.pipeline.workers.worker:main"
+
+
+class Link(Protocol):
+    """The parent's end of the way to one worker, which lives as long as the link."""
+
+    def send(self, message: object) -> None:
+        """Raises nothing when the worker is gone: what it said before it ended is still to be received."""
+
+    def poll(self, timeout_s: float) -> bool:
+        """Whether there is something to receive, an end included; waits for it for so long."""
+
+    def receive(self) -> object:
+        """The next message of the worker. Raises EOFError once the worker has ended and all was received."""
+
+    def wait(self, within_s: float) -> Ended | None:
+        """How the worker ended; None: it has not within so many seconds."""
+
+    def kill(self) -> None:
+        """End the worker now, and wait until it has."""
+
+    def close(self) -> None:
+        """Kill the worker if it still runs, and give back what the link holds; safe to call twice."""
+
+
+class Transport(Protocol):
+    """Starts workers, and tells which of them have something to say."""
+
+    def start(self, spec: WorkerSpec) -> Link:
+        """A new worker. Raises OSError where none can be started."""
+
+    def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        """Those of the links that can be received from; waits for the first one for so long."""
+
+
+class ProcessLink:
+    """A pipe to a worker that is a process of its own."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self.connection = child.connection
+        self.poll, self.wait = child.connection.poll, child.wait
+        self.kill, self.close = child.kill, child.close
+
+    def send(self, message: object) -> None:
+        """See Link."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+    def receive(self) -> object:
+        """See Link."""
+        with receiving():
+            return self.connection.recv()
+
+
+class ProcessTransport:
+    """Each worker is a process of its own, so that an engine that crashes costs its own work alone."""
+
+    def start(self, spec: WorkerSpec) -> Link:
+        """See Transport."""
+        return ProcessLink(Child(WORKER, spec))
+
+    def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        """See Transport."""
+        by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
+        return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
+
+
+PROCESSES = ProcessTransport()
