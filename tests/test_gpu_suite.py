@@ -42,6 +42,7 @@ MISSING = (
     "llguidance",
     "jsonschema",
 )  # on a machine that is only to be measured
+PEAKS = {"bfloat16": 1e11, "float32": 1e11, "int8": 2e11, "float8_e4m3fn": 2e11, "bytes_per_s": 1e10}
 TIMED = {
     "median_s",
     "min_s",
@@ -78,20 +79,33 @@ def suite(bare: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=bare, timeout=4 * PATIENCE_S)
 
 
-def test_a_rehearsal(bare, tmp_path):
+def test_a_rehearsal(bare, tmp_path, monkeypatch):
     """One test, as it takes long, and test processes share no fixtures."""
-    done = suite(bare, "--rehearse", "--out", str(tmp_path))
+    for name, value in bare.items():
+        monkeypatch.setenv(name, value)
+    keeper = Keeper(tmp_path)
+    ran = Suite(ROOT, True, 60.0, lambda line: None, keeper.keep, rehearsed(ENTRIES)).run()
+    everything_is_rehearsed(ran)
+    every_kernel_is_rehearsed(ran)
+    the_engine_is_rehearsed_with_triton(ran)
+    what_a_gpu_would_tell_is_told(ran)
+    it_claims_nothing(json.loads(keeper.path.read_text("utf-8")))
+
+
+def test_a_rehearsal_by_the_command(bare, tmp_path):
+    done = suite(bare, "--rehearse", "--sections", "peaks", "pointwise", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text("utf-8"))
-    everything_is_rehearsed(record, done)
-    every_kernel_is_rehearsed(record)
-    the_engine_is_rehearsed_with_triton(record)
-    it_claims_nothing(record, done)
+    it_claims_nothing(record)
     it_says_where_it_was_made(record)
+    assert not any(unit in done.stdout for unit in ("/s", "µs", " ms", "%", "TB", "TFLOP", "aim"))
+    assert "rehearsal" in done.stdout.splitlines()[1]
+    assert "docs/measurements" not in done.stdout
 
 
-def everything_is_rehearsed(record: dict[str, Any], done: subprocess.CompletedProcess[str]) -> None:
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+def everything_is_rehearsed(record: dict[str, Any]) -> None:
+    assert [failure for section in record["sections"] for failure in section["failures"]] == []
     assert [section["name"] for section in record["sections"]] == [entry.name for entry in rehearsed(ENTRIES)]
     assert {section["status"] for section in record["sections"]} == {"ok"}
     assert all(section["results"] for section in record["sections"])
@@ -99,7 +113,6 @@ def everything_is_rehearsed(record: dict[str, Any], done: subprocess.CompletedPr
     assert record["failed"] is False
     (tests,) = next(s["results"] for s in record["sections"] if s["name"] == "tests")
     assert tests["passed"] > 0 == tests["failed"]
-    assert "docs/measurements" not in done.stdout
 
 
 def every_kernel_is_rehearsed(record: dict[str, Any]) -> None:
@@ -134,7 +147,6 @@ def every_kernel_is_rehearsed(record: dict[str, Any]) -> None:
 def the_engine_is_rehearsed_with_triton(record: dict[str, Any]) -> None:
     by_name = {section["name"]: section["results"] for section in record["sections"]}
     assert {result["phase"] for result in by_name["model"]} == {"decode", "prefill"}
-    assert [(p["steps"], p["profiled"]) for p in by_name["small-profile"]] == [(1, None)]
     for name in ("small-steady", "against"):
         assert {result["ops"] for result in by_name[name] if result["kind"] != "memory"} == {"triton"}
     prompts = [result["launched"]["piecewise_graph_steps"] for result in by_name["small-launching"]]
@@ -144,7 +156,33 @@ def the_engine_is_rehearsed_with_triton(record: dict[str, Any]) -> None:
     assert coded == [", stored fp8 weights", ", fp8 KV cache", ", int8 KV cache"]
 
 
-def it_claims_nothing(record: dict[str, Any], done: subprocess.CompletedProcess[str]) -> None:
+def what_a_gpu_would_tell_is_told(record: dict[str, Any]) -> None:
+    """With the peaks of another machine, the record of a GPU has its shares, and the table says them."""
+    gpu = {"name": "NVIDIA H200", "driver_version": "580"}
+    told = with_shares({**record, "rehearsal": False, "gpu": gpu}, PEAKS)
+    for result in (result for section in told["sections"] for result in section["results"]):
+        if result["kind"] in ("kernel", "tiles"):
+            assert result["error"] <= result["tolerance"]
+            assert set(result["aim"]) <= set(result["times_as_fast"])
+            if result["dtype"] in PEAKS:
+                assert result["bound_s"] == pytest.approx(result["share"] * result["ours"]["median_s"])
+        if result["kind"] == "step":
+            assert 0 < result["mbu"] <= result["roofline_efficiency"] * (1 + 1e-9)
+            assert result["tokens_per_s"] == result["tokens"] / result["ours"]["median_s"]
+        if result["kind"] == "mixed":
+            for times in result["ways"].values():
+                assert times["host_layer_s"] == times["host_s"] / result["layers"]
+        if result["kind"] == "host":
+            admission, ways = result["host"]["admission"], result["host"]["ways"]
+            assert sum(found["steps"] for found in admission.values()) == result["steps"]
+            assert sum(way["steps"] for way in ways.values()) == result["steps"]
+    text = table(told)
+    parts = ["a layer (assumed 330 µs)", "rows admitted: scheduled in", "the GPU idles", "× torch", "MBU"]
+    parts += ["steps launched as one graph", "roofline", "× transformers", "tiles (", "torch SDPA"]
+    assert [part for part in parts if part not in text] == []
+
+
+def it_claims_nothing(record: dict[str, Any]) -> None:
     """No time, no rate, no share, no peak."""
 
     def claims(value: Any) -> list[str]:
@@ -155,13 +193,11 @@ def it_claims_nothing(record: dict[str, Any], done: subprocess.CompletedProcess[
     assert claims(record) == []
     assert record["peaks"] == {}
     assert record["gpu"] is None
-    assert not any(unit in done.stdout for unit in ("/s", "µs", " ms", "%", "TB", "TFLOP", "aim"))
-    assert "rehearsal" in done.stdout.splitlines()[1]
 
 
 def it_says_where_it_was_made(record: dict[str, Any]) -> None:
     assert record["versions"]["torch"] == torch.__version__
-    assert record["command"].endswith("--rehearse --out " + record["command"].split()[-1])
+    assert record["command"].split()[1:4] == ["-m", "tests.gpu_suite", "--rehearse"]
     assert len(record["sources_sha256"]) == 64
     assert record["measured_at"].endswith("+00:00")
     assert record["cpu"]["cores"] >= 1

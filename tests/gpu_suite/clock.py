@@ -84,6 +84,26 @@ class Clock:
         return float(start.elapsed_time(end)) / 1e3
 
 
+class HostClock:
+    """Times calls by the host's clock, once each: what a rehearsal has. Its record keeps no time."""
+
+    def times(self, calls: Mapping[str, Call]) -> dict[str, Times]:
+        """Run each call once."""
+        found = {}
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            taken = time.perf_counter() - began
+            found[name] = Times(taken, taken, 1, taken)
+        return found
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what was queued; a CPU has done it when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def _event() -> Any:
     event: Callable[..., Any] = torch.cuda.Event
     return event(enable_timing=True)

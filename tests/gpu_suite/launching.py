@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-import torch
-
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -25,6 +23,7 @@ from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, Step
 from batchinfer.engine.schedule.shared_parts import Copy
 from tests.gpu_suite import workloads
 from tests.gpu_suite.case import WrongResult
+from tests.gpu_suite.clock import wait_for
 from tests.gpu_suite.loaded import loaded_model, model_name
 from tests.gpu_suite.section import Section
 
@@ -91,9 +90,7 @@ def _measured(section: Section, in_pieces: bool) -> dict[str, Any]:
     samples, steps, begun = _stepped(section, in_pieces)
     layers = loaded_model(section.setting).runner.cost.layers
     result = {"kind": "host", "model": model_name(section.setting), "in_pieces": in_pieces, "layers": layers}
-    result |= {"steps": len(samples) - begun, "host": None, **workloads.launched(samples[begun:])}
-    if section.setting.rehearsal:
-        return result
+    result |= {"steps": len(samples) - begun, **workloads.launched(samples[begun:])}
     if not result["steps"]:
         raise WrongResult("no step was left once rows had begun to end")
     steady = list(zip(samples[begun:], steps[begun:], strict=True))
@@ -122,8 +119,7 @@ def _stepped(section: Section, in_pieces: bool) -> tuple[list[StepSample], list[
         ended += len(output.completions)
         samples += [] if output.sample is None else [output.sample]
         begun = len(samples) if ended < first else begun
-    if not setting.rehearsal:
-        torch.cuda.synchronize()  # what is in flight is not to outlast its engine
+    wait_for(setting.device)  # what is in flight is not to outlast its engine
     return samples, timed.steps[: len(samples)], begun
 
 

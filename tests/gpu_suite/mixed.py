@@ -23,6 +23,7 @@ from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.batch import host_batch
 from tests.gpu_suite.case import WrongResult, distance, the_clock
+from tests.gpu_suite.clock import wait_for
 from tests.gpu_suite.loaded import loaded_model, model_name
 from tests.gpu_suite.section import Part, Section
 from tests.gpu_suite.workloads import FIRST_ID
@@ -66,9 +67,7 @@ def _measured(section: Section, tokens: int) -> dict[str, Any]:
         raise WrongResult(f"in pieces a row is {error:.3g} away, where {tolerance:.3g} would do")
     layers = runner.cost.layers
     told: dict[str, Any] = {"kind": "mixed", "model": model_name(section.setting), "layers": layers}
-    told |= {"tokens": tokens, "rows": rows, "error": error, "ways": dict.fromkeys(ways)}
-    if tiny:
-        return told
+    told |= {"tokens": tokens, "rows": rows, "error": error}
     times = the_clock(section.setting.device).times(
         {name: partial(way.launch, chunks) for name, way in ways.items()}
     )
@@ -116,7 +115,7 @@ def _host_s(runner: DeviceRunner, chunks: list[Chunk]) -> float:
     """Of queueing the step while nothing else is queued."""
     found = []
     for _ in range(HOST_RUNS):
-        torch.cuda.synchronize()
+        wait_for(runner.device)
         began = time.perf_counter()
         runner.launch(chunks)
         found.append(time.perf_counter() - began)

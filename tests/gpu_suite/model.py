@@ -114,9 +114,7 @@ def _costs(model: ModelCost, steps: Sequence[StepShape]) -> dict[str, Cost]:
 def _result(
     section: Section, phase: str, size: str, seconds: Sequence[float], costs: dict[str, Cost]
 ) -> dict[str, Any]:
-    times = None
-    if not section.setting.rehearsal:
-        times = {"median_s": statistics.median(seconds), "min_s": min(seconds), "runs": len(seconds)}
+    times = {"median_s": statistics.median(seconds), "min_s": min(seconds), "runs": len(seconds)}
     operators = {name: [cost.flops, cost.bytes, cost.coded_ops] for name, cost in costs.items()}
     dtype = dtype_of(section.setting)
     return {

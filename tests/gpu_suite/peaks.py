@@ -23,7 +23,7 @@ FP8_CAPABILITY = (8, 9)  # the first with such tensor cores
 
 def run(section: Section) -> None:
     """A result a dtype (FLOP/s; operations for int8), and one each for reading and copying (bytes/s); by events on the
-    device. A rehearsal runs it and tells no number."""
+    device."""
     section.parts([*_products(section), *_streams(section)])
 
 
@@ -48,11 +48,7 @@ def _streams(section: Section) -> Iterator[Part]:
 
 def _measured(section: Section, name: str, make: Callable[[], Call], work: int) -> dict[str, Any]:
     """`work`: FLOPs or bytes of a call. The fastest call counts: other users of the machine only slow it down."""
-    call = make()
-    if section.setting.rehearsal:
-        call()
-        return {"kind": "peaks", "peaks": {}}
-    seconds = the_clock(section.setting.device).times({name: call})[name].min_s
+    seconds = the_clock(section.setting.device).times({name: make()})[name].min_s
     return {"kind": "peaks", "peaks": {name: work / seconds}}
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.engine import Engine
 from tests.gpu_suite import workloads
 from tests.gpu_suite.case import WrongResult
+from tests.gpu_suite.clock import wait_for
 from tests.gpu_suite.loaded import loaded_model, model_name
 from tests.gpu_suite.section import Section
 
@@ -54,14 +54,15 @@ def _profiled(section: Section) -> dict[str, Any]:
     before = _steps(engine, wanted)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         samples = _steps(engine, wanted)
-        if on_gpu:
-            torch.cuda.synchronize()  # what is in flight is not to outlast its engine
+        wait_for(section.setting.device)  # what is in flight is not to outlast its engine
     result: dict[str, Any] = {"kind": "profile", "model": model_name(section.setting), "steps": len(samples)}
-    if not on_gpu:
-        return {**result, "profiled": None}
-    if len(samples) < STEPS:
-        raise WrongResult(f"{len(samples)} steps were left, not {STEPS}")
-    return {**result, **_described(before, samples), "profiled": summary(_device_work(seen))}
+    if len(samples) < wanted:
+        raise WrongResult(f"{len(samples)} steps were left, not {wanted}")
+    return {
+        **result,
+        **_described(before, samples),
+        "profiled": summary(_device_work(seen, "CUDA" if on_gpu else "CPU")),
+    }
 
 
 def _reach(engine: Engine, ended: int) -> None:
@@ -88,12 +89,13 @@ def _described(before: Iterable[StepSample], samples: list[StepSample]) -> dict[
     }
 
 
-def _device_work(seen: Any) -> list[Work]:
-    """Kernels, copies and fills. Raises WrongResult where the profiler saw none: it may lack the right to."""
+def _device_work(seen: Any, kind: str) -> list[Work]:
+    """Return the kernels, copies and fills of a kind of device. Raises WrongResult where the profiler saw none: it may
+    lack the right to."""
     found = [
         Work(event.name, event.time_range.start, event.time_range.end)
         for event in seen.events()
-        if event.device_type.name == "CUDA"
+        if event.device_type.name == kind
     ]
     if not found:
         raise WrongResult("torch's profiler saw nothing on the device")

@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from batchinfer.machine.datasheet import datasheet
 from batchinfer_kernels.cost import Cost, Peaks
 from tests.gpu_suite.section import BANDWIDTH
 
+# What a workload's result says in a rehearsal
+UNTIMED = ("kind", "workload", "model", "ops", "mean_output", "launched", "rows", "steps")
+
 
 def with_shares(record: dict[str, Any], peaks: Mapping[str, float]) -> dict[str, Any]:
     """The record with `peaks`, what the GPU's maker states (`datasheet`), and in each timed result its bounds by both
-    and what follows from them. None in a rehearsal."""
+    and what follows from them. A rehearsal's record claims nothing: it has none of these, and no times."""
     stated = stated_peaks(record)
+    told = untimed if record["rehearsal"] else partial(_told, peaks=peaks, stated=stated)
     sections = [
-        {**section, "results": [_told(result, peaks, stated) for result in section["results"]]}
+        {**section, "results": [told(result) for result in section["results"]]}
         for section in record["sections"]
     ]
-    return {**record, "peaks": dict(peaks), "datasheet": stated, "sections": sections}
+    return {
+        **record,
+        "peaks": {} if record["rehearsal"] else dict(peaks),
+        "datasheet": stated,
+        "sections": sections,
+    }
+
+
+def untimed(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result without what depends on the time that anything took."""
+    match result["kind"]:
+        case "kernel" | "tiles":
+            return {**result, "ours": None, "others": dict.fromkeys(result["others"])}
+        case "step":
+            return {**result, "ours": None}
+        case "host":
+            return {**result, "host": None}
+        case "peaks":
+            return {**result, "peaks": {}}
+        case "mixed":
+            return {**result, "ways": dict.fromkeys(result["ways"]), "assumed_layer_s": None}
+        case "profile":
+            return {"kind": "profile", "model": result["model"], "steps": result["steps"], "profiled": None}
+        case "workload":
+            return {name: result[name] for name in UNTIMED}
+    return result
 
 
 def stated_peaks(record: dict[str, Any]) -> dict[str, float]:

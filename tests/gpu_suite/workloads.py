@@ -95,13 +95,12 @@ def _measured(section: Section, workload: Workload, seconds: float) -> dict[str,
 
 
 def told(section: Section, workload: Workload, series: Series, peer: str | None = None) -> dict[str, Any]:
-    """As `batchinfer bench` tells it; of a rehearsal what does not depend on time."""
+    """Return the result as `batchinfer bench` tells it."""
     loaded = loaded_model(section.setting)
     result: dict[str, Any] = {"kind": "workload", "workload": workload.name, "ops": loaded.info.ops}
     result |= {"model": model_name(section.setting), "mean_output": mean_output(workload.rows)}
     result |= launched(series.ours[-1].steps)
-    if section.setting.rehearsal:
-        return {**result, "rows": len(workload.rows), "steps": len(series.ours[0].steps)}
+    result["steps"] = len(series.ours[0].steps)
     ideal = ideal_job(workload.rows, loaded.runner.layout.windows)
     whole = WorkloadResult(workload, ideal, series)
     return {**result, **whole.to_json(loaded.runner.cost, peaks(section.setting), peer)}
