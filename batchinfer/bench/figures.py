@@ -70,7 +70,7 @@ def compute_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
 
 
 def _step_costs(run: Run, model: ModelCost) -> Iterator[dict[str, Cost]]:
-    """For each step the costs of its operators, without recomputed tokens."""
+    """Yield the costs of the operators of each step, without recomputed tokens."""
     return (model.step(step) for step in run.shapes)
 
 
@@ -114,7 +114,7 @@ def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFi
 
 
 def medians(runs: Sequence[RunFigures]) -> dict[str, float]:
-    """Of each figure over the runs; counts stay whole where the runs agree."""
+    """Return the median of each figure over the runs; counts stay whole where the runs agree."""
     columns = {name: [asdict(run)[name] for run in runs] for name in asdict(runs[0])}
     return {name: _median(values) for name, values in columns.items()}
 

@@ -79,7 +79,7 @@ class WorkloadResult:
         return result
 
     def _operators(self, cost: ModelCost, peaks: Peaks) -> dict[str, float]:
-        """Of the median run, the largest first."""
+        """Return the seconds of each operator in the median run, the largest first."""
         middle = sorted(self.series.ours, key=lambda run: run.wall_s)[len(self.series.ours) // 2]
         seconds = operator_seconds(middle, cost, peaks)
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
@@ -137,7 +137,7 @@ class BenchReport:
         return "cpu" if self.info.device == "cpu" else "cuda"
 
     def table(self) -> str:
-        """The same for people."""
+        """Return the report as text for people."""
         return "\n\n".join([self._head(), *(_block(result) for result in self.json["results"])])
 
     def _head(self) -> str:

@@ -132,7 +132,7 @@ def _is_block(value: object) -> bool:
 
 
 def packed_tensors(packing: Packing | None, tensors: Mapping[str, StoredTensor]) -> PackedTensors:
-    """Those that are stored so; whatever else there is, is stored as it is."""
+    """Return the tensors that are stored so; all others are stored as they are."""
     packed = PackedTensors()
     if packing is None:
         return packed

@@ -145,7 +145,7 @@ def stretches_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
 
 
 def _stretches(tensor: Tensor, part: Part | None) -> Tensor:
-    """Of the tensor, or of the one matrix in it that the part has."""
+    """Return the stretches of outputs that the part has of the tensor, or of one matrix in it."""
     if part is None:
         return tensor[None]
     outputs = tensor.t() if part.transposed and tensor.dim() > 1 else tensor
@@ -171,13 +171,13 @@ class _OpenFiles:
         self._stack.close()
 
     def parameter(self, stored: StoredParameter) -> Tensor:
-        """As it is stored, or dequantised to float32."""
+        """Read a parameter as it is stored, or dequantised to float32."""
         if stored.rows:
             return torch.stack([self._read(row, None) for row in stored.rows])
         return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
 
     def coded(self, stored: StoredParameter) -> StoredCodes:
-        """As it is stored, of a tensor that `Checkpoint.as_stored` names."""
+        """Read the codes of a parameter as they are stored, of a tensor that `Checkpoint.as_stored` names."""
         packed = self._checkpoint.packed[stored.tensor]
         codes, scales = self._read(packed.values, None), self._read(packed.scales, None).float()
         high = 1 if packed.block is None else packed.block[0]

@@ -129,7 +129,7 @@ def _attention(fields: Fields, turned: bool) -> LatentAttentionSpec:
 
 
 def deepseek_modules(layer: LayerSpec) -> Modules:
-    """With those of every expert."""
+    """Return the names of the modules, those of every expert among them."""
     experts = expert_modules(layer, "mlp.experts", PROJECTIONS)
     if not isinstance(layer.feed_forward, ExpertsSpec):
         return MODULES

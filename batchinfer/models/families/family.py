@@ -194,7 +194,7 @@ def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
 
 
 def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
-    """As Llama names it."""
+    """Read a gated feed-forward half with the names that Llama has."""
     return FeedForwardSpec(fields.integer("intermediate_size"), activation(fields), biased)
 
 
@@ -219,7 +219,7 @@ def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> di
 
 
 def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") -> Activation:
-    """Of the feed-forward half."""
+    """Read the activation of the feed-forward half."""
     name = fields.text(key, absent)
     if name not in ACTIVATIONS:
         fields.mistakes.append(
@@ -229,7 +229,7 @@ def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") ->
 
 
 def rms_eps(fields: Fields, absent: float = 1e-6) -> float:
-    """Of every RMSNorm."""
+    """Read the epsilon of every RMSNorm."""
     return fields.number("rms_norm_eps", absent)
 
 

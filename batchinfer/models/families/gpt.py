@@ -121,7 +121,7 @@ def gpt2_modules(layer: LayerSpec) -> Modules:
 
 
 def gpt_neox_modules(layer: LayerSpec) -> Modules:
-    """Of each head q, k and v."""
+    """Return the names of the modules; the stored tensor has q, k and v of one head after the other."""
     assert isinstance(layer.attention, AttentionSpec)
     dim = layer.attention.head_dim
     parts = {

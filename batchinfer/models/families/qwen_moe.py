@@ -71,7 +71,7 @@ def parse_qwen3_moe(files: ConfigFiles) -> ModelSpec:
 def _layers(
     fields: Fields, attended: AttentionSpec, experts: ExpertsSpec, windows: list[int | None]
 ) -> tuple[LayerSpec, ...]:
-    """Those with experts, and those without."""
+    """Return the layers in their order, with experts and without."""
     dense, plain = gated_feed_forward(fields), _layers_without_experts(fields)
     every = fields.integer("decoder_sparse_step", 1)
     halves = [dense if i in plain or (i + 1) % every else experts for i in range(len(windows))]
@@ -92,7 +92,7 @@ def _layers_without_experts(fields: Fields) -> list[int]:
 
 
 def _window(fields: Fields) -> int | None:
-    """Of the layers that have one; transformers 5 saves 0 where none has."""
+    """Read the window of the layers that have one; transformers 5 saves 0 where none has."""
     if not fields.boolean("use_sliding_window", False):
         return None
     return fields.optional_integer("sliding_window") or (None if "sliding_window" in fields.raw else 4096)

@@ -48,7 +48,7 @@ class LibraryHead(Head):
 
 
 class LibraryExact(Linear):
-    """The same for a layer that is no head."""
+    """The library's product in float32, for a layer that is no head."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -72,7 +72,7 @@ class InvariantLinear(Linear):
 
 
 class InvariantHead(Head):
-    """The same with float32 results."""
+    """A head whose logits are row-invariant float32 sums."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
@@ -110,7 +110,7 @@ class Int8Linear(Linear):
 
 
 class Int8Head(Head):
-    """The same with float32 results."""
+    """A head of int8 codes with float32 logits."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
@@ -160,7 +160,7 @@ class StoredFp8Linear(Linear):
 
 
 class Fp8Head(Head):
-    """The same with float32 results."""
+    """A head of fp8 codes with float32 logits."""
 
     def __init__(self, weight: Tensor, deterministic: bool) -> None:
         self.out_features, self.in_features = weight.shape

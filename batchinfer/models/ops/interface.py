@@ -41,7 +41,7 @@ class LayerCache:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of codes."""
+        """The scales of the codes of K and V; None: the cache keeps values."""
         return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
 
     @property
@@ -463,7 +463,7 @@ class Ops(ABC):
         """(T, 2 × intermediate) → (T, intermediate). See batchinfer_kernels.gated_activation."""
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """Of each value of (T, intermediate). torch's own serves every device."""
+        """Apply the activation to each value of (T, intermediate). torch's own serves every device."""
         return activation_reference(x, activation)
 
 

@@ -47,14 +47,14 @@ class PromptOps(Protocol):
 
     @property
     def shape(self) -> AttentionShape:
-        """Of the model that they are made for."""
+        """The sizes of attention in the model that they are made for."""
 
     @property
     def latent(self) -> bool:
         """Whether its cache keeps latents."""
 
     def with_prefill(self, prefill: FlashInferPrefill) -> Ops:
-        """The same operators, with prompts read by it."""
+        """Return the same operators, with prompts read by `prefill`."""
 
 
 @dataclass(frozen=True, slots=True)

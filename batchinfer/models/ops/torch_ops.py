@@ -70,7 +70,7 @@ class TorchHead(Head):
 
 
 class ExactLinear(TorchLinear):
-    """The same in float32, whatever dtype the weight has."""
+    """A linear layer that computes in float32, whatever dtype the weight has."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.float(), None if bias is None else bias.float())

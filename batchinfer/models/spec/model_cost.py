@@ -81,7 +81,7 @@ def _is_coded(spec: ModelSpec) -> bool:
 
 
 def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
-    """Of a token: its row, scaled, and that of its position, which is added to it."""
+    """Return the cost of embedding a token: its row, scaled, and the row of its position, which is added to it."""
     found = embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
     if spec.embedding_multiplier != 1:
         found += scale_cost(1, spec.hidden, itemsize)
@@ -122,7 +122,7 @@ def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> I
 
 
 def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Callable[[int], Cost]:
-    """Of rotating heads and filling the cache, if it is the layer's own."""
+    """Return the cost of rotating heads and of filling the cache, if it is the layer's own."""
     heads, rotation = attention.q_heads, attention.rotation
     turned = rotation.dim if rotation.rope else 0
     if isinstance(attention, LatentAttentionSpec):
@@ -134,7 +134,7 @@ def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Cal
 
 
 def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
-    """Of the products that take queries into the latent, and results out of it."""
+    """Return the cost of the products that take queries into the latent, and results out of it."""
     into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),)), itemsize, weight_itemsize)
     out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),)), itemsize, weight_itemsize)
     return lambda n: (into(n) + out(n)) * attention.q_heads
@@ -162,14 +162,14 @@ def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int)
 
 
 def _copying(spec: ModelSpec, itemsize: int) -> Cost:
-    """Of a token's K and V, in all layers that keep them."""
+    """Return the cost of copying a token's K and V, in all layers that keep them."""
     each = keeping(spec.caches).values()
     sizes = ((cache.heads, cache.dim, itemsize, cache.tensors, cache.dtype is not None) for cache in each)
     return sum((copy_parts_cost(1, *size) for size in sizes), Cost())
 
 
 def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
-    """Of the activation behind a product."""
+    """Return the cost of the activation behind a product."""
     if linear.gated:
         width = linear.outputs // 2
         return _token("activation", lambda n: gated_activation_cost(n * linear.chosen, width, itemsize))
@@ -222,10 +222,10 @@ def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable
 
 
 def _token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
-    """Of an operator that every token passes: its cost is linear in their number."""
+    """Return the cost of an operator that every token passes; it is linear in their number."""
     return OperatorCost(name, step=cost(0), token=cost(1) - cost(0))
 
 
 def _sampled(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
-    """Of one that sees nothing but the sampled rows."""
+    """Return the cost of an operator that sees only the sampled rows."""
     return OperatorCost(name, step=cost(0), sampled=cost(1) - cost(0), only_sampled=True)

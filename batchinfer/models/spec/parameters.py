@@ -36,7 +36,7 @@ def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
 
 
 def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
-    """The same of what stands before and after the layers; a head that is the embedding is left out."""
+    """Return the shapes of the parameters before and after the layers, without a head that is the embedding."""
     table: Shape = (spec.vocab, spec.hidden)
     tables = {EMBEDDING: table} if spec.tied else {EMBEDDING: table, HEAD: table}
     if spec.learned_positions:

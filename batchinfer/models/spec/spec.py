@@ -34,7 +34,7 @@ class NormSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its weight."""
+        """The shape of its weight."""
         return (self.width,) if self.heads is None else (self.heads, self.width)
 
 
@@ -64,7 +64,7 @@ class LinearSpec:
 
     @property
     def outputs(self) -> int:
-        """Of one expert, where it has several."""
+        """How many values it gives for a token; where it has several experts, those of one."""
         return sum(outputs for _, outputs in self.parts) // max(1, self.experts)
 
     @property
@@ -74,7 +74,7 @@ class LinearSpec:
 
     @property
     def active_values(self) -> int:
-        """Those that a token multiplies."""
+        """How many of its values a token is multiplied with."""
         return self.inputs * self.outputs * self.chosen
 
 
@@ -97,11 +97,11 @@ class CacheSpec:
     dtype: CacheDtype | None = None
 
     def head_bytes(self, dim: int, itemsize: int) -> int:
-        """Of `dim` values of a head, which take `itemsize` each where they are no codes."""
+        """Return the bytes of `dim` values of a head, which take `itemsize` each where they are no codes."""
         return dim * itemsize if self.dtype is None else dim + SCALE_BYTES
 
     def token_bytes(self, itemsize: int) -> int:
-        """Of one token."""
+        """Return the bytes that a token takes in the cache."""
         return self.tensors * self.heads * self.head_bytes(self.dim, itemsize)
 
     @property
@@ -223,7 +223,7 @@ class AttentionSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """By the name of their parameter."""
+        """The norms of queries and keys by the name of their parameter."""
         return {"q_norm": self.q_norm} | ({"k_norm": self.k_norm} if self.kv_layer is None else {})
 
 
@@ -290,7 +290,7 @@ class LatentAttentionSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """By the name of their parameter."""
+        """The norms of the compressed queries and latents by the name of their parameter."""
         q = None if self.q_rank is None else NormSpec(self.q_rank, self.eps)
         return {"q_a_norm": q, "kv_a_norm": NormSpec(self.rank, self.eps)}
 
@@ -412,7 +412,7 @@ class LayerSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec]:
-        """By the name of their parameter."""
+        """The layer's norms by the name of their parameter."""
         found = {
             "input_norm": self.input_norm,
             "attention_norm": self.attention_norm,
@@ -453,7 +453,7 @@ class ModelSpec:
 
     @property
     def caches(self) -> Caches:
-        """Of each layer; None: it has no attention."""
+        """What each layer keeps in the cache; None: it has no attention."""
         return tuple(layer.cache for layer in self.layers)
 
     def caching(self, kept: KvCacheDtype) -> ModelSpec:
@@ -476,7 +476,7 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer that has attention."""
+        """The window of each layer that has attention; None: it sees all tokens."""
         return tuple(cache.window for cache in self.caches if cache is not None)
 
     @property
@@ -484,6 +484,6 @@ class ModelSpec:
         return LinearSpec("lm_head", self.hidden, (("head", self.vocab),))
 
     def linears(self) -> Iterator[LinearSpec]:
-        """Those of all layers, the head not among them."""
+        """Yield the linear layers of all layers, without the head."""
         for layer in self.layers:
             yield from layer.linears
