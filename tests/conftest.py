@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.examples import examples
 from tests.kernels.gpu import interpreter
 
 # Hundreds of tests start the package in a process of its own. Where the environment forbids keeping modules compiled,
@@ -23,7 +24,9 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # An example that takes long says that the machine is busy: no property is a matter of milliseconds.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "patient", max_examples=examples(40, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")
 
 # Files with tests of ten seconds and more. Begun last, one of two test processes would wait for the other's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -38,15 +39,21 @@ def _watched(path: Path) -> bool:
     return path.suffix in WATCHED or path.name in ("Makefile", "run", "LICENSE")
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Each source is parsed once, for all rules."""
+    return ast.parse(source)
+
+
 def functions(source: str) -> list[tuple[str, int]]:
     """(name, lines) of every function, docstring and signature included."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function)]
+    found = [node for node in ast.walk(parsed(source)) if isinstance(node, Function)]
     return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in found]
 
 
 def swallowed(source: str) -> list[int]:
     """Lines of handlers that catch everything without raising again, or that do nothing at all."""
-    handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler)]
+    handlers = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ExceptHandler)]
     return [node.lineno for node in handlers if _catches_all(node) or _does_nothing(node)]
 
 
@@ -67,7 +74,7 @@ def shared_names(files: dict[str, str]) -> dict[str, list[str]]:
     """Classes that several of these files (name → source) define, or one file twice: class → files."""
     found: dict[str, list[str]] = {}
     for name, source in files.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(name)
     return {name: places for name, places in found.items() if len(places) > 1}

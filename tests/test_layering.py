@@ -12,6 +12,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -150,10 +151,16 @@ def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str:
     return ".".join([*kept, *([node.module] if node.module else [])])
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Each source is parsed once, for all rules."""
+    return ast.parse(source)
+
+
 def import_faults(source: str, module: str, package: bool = False) -> list[str]:
     """What a module imports against the rules."""
     faults = []
-    for name, line in imports(ast.parse(source), module, package):
+    for name, line in imports(parsed(source), module, package):
         where = f"{module}:{line} imports {name}"
         faults += [f"{where}: {why}" for why in _faults_of_rooms(module, name)]
         for rule in RULES:
@@ -203,7 +210,7 @@ def voice_faults(source: str, module: str) -> list[str]:
     wrong = _prints if module in CHILDREN else _prints_or_exits
     return [
         f"{module}:{node.lineno} {ast.unparse(node)[:60]}: only cli prints and exits"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if wrong(node)
     ]
 
@@ -235,7 +242,7 @@ def import_graph() -> Graph:
     sources = {module: (path, package) for module, path, package in modules()}
     graph: dict[str, set[str]] = {}
     for module, (path, package) in sources.items():
-        names = {name for name, _ in imports(ast.parse(path.read_text("utf-8")), module, package)}
+        names = {name for name, _ in imports(parsed(path.read_text("utf-8")), module, package)}
         ours = {name if name in sources else name.rpartition(".")[0] for name in names}
         graph[module] = {name for name in ours if name in sources and name != module}
     return graph

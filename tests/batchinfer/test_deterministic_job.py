@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.batchinfer.wrong_jobs import Place, environment, make_place
+from batchinfer import cli
+from tests.batchinfer.wrong_jobs import Place, make_place
 from tests.checkpoints import make_model_folder
-from tests.patience import PATIENCE_S
 
 ROWS = [{"id": f"r{n}", "text": f"number {n} " * (n % 7)} for n in range(40)]
 SLOWLY = (
@@ -31,19 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(place: Place, *settings: str) -> None:
-    """The command line as a user has it, engine and all."""
-    command = [sys.executable, "-m", "batchinfer", "run", "job.yaml", "--quiet"]
-    command += [word for setting in settings for word in ("--set", setting)]
-    done = subprocess.run(
-        command,
-        cwd=place.folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    """The command line in this process, engine and all."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert cli._guarded(["run", str(place.folder / "job.yaml"), "--quiet", *words]) == 0
 
 
 def published(place: Place) -> list[str]:

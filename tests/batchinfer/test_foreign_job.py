@@ -52,6 +52,7 @@ def test_a_job(folder: Path, tmp_path: Path) -> None:
     assert [text for (text,) in rows] == json.loads((folder / "wanted.json").read_text())
 
 
+@pytest.mark.slow
 def test_validate_says_so(folder: Path, tmp_path: Path) -> None:
     found = "\n".join(validate_job(load_job(job(folder, tmp_path), ())))
     assert "batchinfer has no code of its own for gpt_bigcode: transformers" in found

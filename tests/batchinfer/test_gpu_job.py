@@ -130,6 +130,7 @@ def first_tokens(path: Path) -> list[dict[int, float]]:
     return [{one["token_id"]: one["logprob"] for one in top} for (top,) in found]
 
 
+@pytest.mark.slow
 def test_stored_fp8_runs_in_its_codes_and_its_answers_are_its_own(tmp_path: Path, stored_fp8: Path) -> None:
     """On a GPU, and then on a CPU, which dequantises: the same model, and no answers of the other's."""
     path = write_job(tmp_path / "job", stored_fp8, "stored")

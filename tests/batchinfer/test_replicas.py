@@ -18,6 +18,7 @@ from batchinfer.pipeline.run import RunOptions
 from batchinfer.report.summary import PHASES
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals
+from tests.examples import first_of
 from tests.patience import PATIENCE_S, wait_until
 
 TWO = ("engine.data_parallel", "2")
@@ -84,7 +85,7 @@ def test_no_more_engines_are_started_than_there_are_rows(tmp_path: Path, job: Pa
     assert (tmp_path / "starts").read_text().count(".") == 1
 
 
-@pytest.mark.parametrize("step", [0, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", first_of((2, 0, 4), 1))
 def test_an_engine_that_is_killed_costs_its_rows_in_work(
     job: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -149,7 +150,7 @@ def test_more_engines_than_cores_are_refused_before_anything_is_read(job: Path) 
         run(job, FAKE, TWO, ("engine.threads", "1"))
 
 
-@pytest.mark.parametrize("deterministic", ["false", "true"])
+@pytest.mark.parametrize("deterministic", first_of(("true", "false"), 1))
 def test_real_engines_give_the_same_rows_as_one(tmp_path: Path, model: Path, deterministic: str) -> None:
     """In float32, greedy; and sampled to the bit where bits are promised."""
     found, rows = [], people(48)

@@ -34,6 +34,7 @@ from tests.batchinfer.wrong_jobs import (
     flip,
 )
 from tests.checkpoints import edit_json, make_checkpoint
+from tests.examples import first_of
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -642,8 +643,17 @@ DESTINATIONS = {
 REFUSED = JOB_FILES | CHECKPOINTS | INPUTS | DESTINATIONS
 
 
-# What a process of its own tells that imports torch and transformers, 6 s each time: `validate` and `run` ask it always
-ASKS_TRANSFORMERS = ("unsupported architecture", "a tokenizer that cannot be converted")
+# What `preview` and `run` say of the rest is tried where everything is: each kind of mistake is found in one place
+WITH_ALL_VERBS = (
+    "unknown key", "several mistakes", "template syntax", "no job file", "too long for the model", "--set unknown key",
+    "auto_map", "missing tensor", "damaged tokenizer", "chat template with a syntax error", "config.json is a pipe",
+    "truncated gzip", "differing schemas", "missing file", "failing query", "no space", "no chat template",
+    "column in no row, id and template", "too many bad rows", "result of another job", "a store in a file",
+)  # fmt: skip
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in WITH_ALL_VERBS else [pytest.mark.slow]
 
 
 def each(cases: dict[str, Wrong]) -> Iterator[Any]:
@@ -651,7 +661,7 @@ def each(cases: dict[str, Wrong]) -> Iterator[Any]:
     for name, case in cases.items():
         for verb in case.verbs:
             if "validate" not in case.verbs or verb == "preview":
-                yield pytest.param(name, verb, marks=[pytest.mark.slow] if name in ASKS_TRANSFORMERS else [])
+                yield pytest.param(name, verb, marks=marks(name) if "validate" in case.verbs else [])
 
 
 def clear(message: str) -> None:
@@ -681,7 +691,18 @@ def refused(case: Wrong, ended: Ended) -> None:
     assert ended.out == ""
 
 
-@pytest.mark.parametrize("name", [name for name, case in REFUSED.items() if "validate" in case.verbs])
+VALIDATED = [name for name, case in REFUSED.items() if "validate" in case.verbs]
+
+
+@pytest.mark.parametrize("name", [name for name in VALIDATED if name not in WITH_ALL_VERBS])
+def test_validate_refuses(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    case = REFUSED[name]
+    monkeypatch.chdir(place.folder)
+    case.arrange(place)
+    refused(case, command(capsys, monkeypatch, NO_ENGINE)("validate", "job.yaml", *case.arguments))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in VALIDATED])
 def test_validate_and_run_agree(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """What `run` refuses, `validate` refuses with the same words; it writes nothing."""
     case = REFUSED[name]
@@ -700,9 +721,6 @@ def test_validate_and_run_agree(name: str, place: Place, capsys, monkeypatch) ->
 
 
 RIGHT: dict[str, Callable[[Place], object]] = {
-    "as it is": lambda p: p.job(),
-    "no rows": lambda p: (p.rows(), p.job(output="output: {path: out/res}")),
-    "a result of an older run": lambda p: p.job(output="output: {path: out/new}"),
     "a column in a later row only": lambda p: (
         p.rows(*ROWS * 60, {"id": "last", "text": "x", "note": "y"}),
         p.job(output="output: {path: out/res, columns: [note]}"),
@@ -711,6 +729,9 @@ RIGHT: dict[str, Callable[[Place], object]] = {
         prompt="prompt: {user: \"{% if text == 'odd' %}{{ more }}{% else %}{{ text }}{% endif %}\"}"
     ),
     "few bad rows": lambda p: (p.rows(*ROWS, b"{no"), p.job("on_error: {max_error_rate: 0.1}")),
+    "as it is": lambda p: p.job(),
+    "no rows": lambda p: (p.rows(), p.job(output="output: {path: out/res}")),
+    "a result of an older run": lambda p: p.job(output="output: {path: out/new}"),
     "CSV": lambda p: (p.bytes(b"id,text\nr,x\n", "rows.csv"), p.job(input=from_file("rows.csv", ", id: id"))),
     "a query": from_sql("select text from 'rows.jsonl' -- all of them"),
     "a text prompt without a chat template": lambda p: (
@@ -720,7 +741,7 @@ RIGHT: dict[str, Callable[[Place], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", first_of(RIGHT, 5))
 def test_validate_and_run_agree_on_what_is_right(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     RIGHT[name](place)
     command_line = command(capsys, monkeypatch)
@@ -820,12 +841,9 @@ def separate(
     )
 
 
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [(JOB_FILES, "several mistakes"), (CHECKPOINTS, "auto_map"), (INPUTS, "truncated gzip")],
-)
-def test_the_exit_status(group: dict[str, Wrong], name: str, place: Place) -> None:
-    case = group[name]
+@pytest.mark.parametrize("name", first_of(("truncated gzip", "several mistakes", "auto_map"), 1))
+def test_the_exit_status(name: str, place: Place) -> None:
+    case = REFUSED[name]
     case.arrange(place)
     ended = separate(place, "run", "job.yaml")
     assert ended.returncode == case.code

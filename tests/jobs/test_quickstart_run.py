@@ -69,7 +69,7 @@ class Least:
 @pytest.mark.parametrize(
     ("limit", "least"),
     [
-        (800, Least(790, 3, 30, 16_000)),
+        (300, Least(290, 1, 5, 4_000)),
         pytest.param(None, Least(2000, 8, 100, 50_000), marks=pytest.mark.slow),
     ],
 )
@@ -99,7 +99,7 @@ def test_it_is_right_in_every_dtype(tmp_path, dtype):
 def test_with_a_schema_its_columns_have_types(tmp_path):
     """And hold what the right answers say."""
     output = tmp_path / "typed"
-    row = run(output, "--set", "input.limit=150", job=TYPED)
+    row = run(output, "--set", "input.limit=60", job=TYPED)
     clean, _, right = accuracy(output)
     assert right >= LEAST
     assert row["constrained_requests"] == row["computed_requests"]

@@ -41,7 +41,7 @@ def attend(compiled, q, caches, table, queries, contexts, scale, window=None, sh
     sunk=st.booleans(),
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(26, 80), deadline=None)
 def test_equals_the_reference(seed, dtype, kv_heads, share, dim, block_size, window, soft_cap, sunk, lengths):
     compiled = CompiledOperators()
     chunks = [(queries, queries + before) for queries, before in lengths]
@@ -90,7 +90,7 @@ def tree_case(seed, dtype, kv_heads, group, dim, block_size, children, depths, o
     window=st.sampled_from([None, 40, 1000]),
     special=st.booleans(),
 )
-@settings(max_examples=examples(15, 40), deadline=None)
+@settings(max_examples=examples(8, 40), deadline=None)
 def test_shared_prefixes_of_several_levels_change_no_bit(
     seed, dtype, group, dim, block_size, children, depths, window, special
 ):

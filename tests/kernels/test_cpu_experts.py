@@ -19,6 +19,7 @@ from batchinfer_kernels.experts import (
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.routing import Routing
+from tests.examples import examples
 from tests.kernels.test_cpu_linear import TOLERANCE, WAYS, operators, threads_of
 from tests.kernels.test_cpu_operators import DTYPES
 
@@ -56,7 +57,7 @@ def choice_of(tokens: int, chosen: int = 2, count: int = COUNT, seed: int = 0) -
     biased=st.booleans(),
     int8=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, 120), deadline=None)
 def test_grouped_products_equal_the_reference(
     tiles, seed, dtype, counts, inputs, outputs, gated, biased, int8
 ):

@@ -14,6 +14,8 @@ from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.tiles import TileWay
+from tests.examples import examples
+from tests.kernels.gpu.pairs import pairs_first
 from tests.kernels.test_cpu_operators import DTYPES
 
 # Sums of a few hundred products of unit normals in float32, then one rounding to the stored type
@@ -69,7 +71,7 @@ def wide(x, weight, bias):
     kind=st.sampled_from(["plain", "float", *GATES]),
     biased=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, 120), deadline=None)
 def test_equals_torch(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
     torch.manual_seed(seed)
     compiled = operators(tiles)
@@ -120,7 +122,7 @@ def gated_apart(gate_up, apart, activated):
     kind=st.sampled_from(["plain", "float", *GATES]),
     biased=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, 120), deadline=None)
 def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
     torch.manual_seed(seed)
     compiled = operators(tiles)
@@ -143,9 +145,7 @@ def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, ki
     assert (got.float() - wanted.float()).abs().le(allowed + step).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("inputs", [576, 1537])
+@pytest.mark.parametrize(("dtype", "int8", "inputs"), pairs_first(DTYPES, (False, True), (576, 1537)))
 def test_a_row_does_not_depend_on_its_batch(compiled, dtype, int8, inputs):
     torch.manual_seed(1)
     x, weight = torch.randn(300, inputs).to(dtype), torch.randn(130, inputs).to(dtype)
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused(compiled):
     int8=st.booleans(),
     threads=st.integers(1, 2),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 def test_the_greatest_result_is_the_first_of_equals(tiles, seed, dtype, rows, outputs, steps, int8, threads):
     """Few different values make many ties; all results of the first row are negative, so that padding would win."""
     torch.manual_seed(seed)

@@ -71,7 +71,7 @@ def test_the_reference_is_attention_of_heads_that_are_made():
     block_size=st.sampled_from([1, 4, 16, 21, 100]),
     lengths=LENGTHS,
 )
-@settings(max_examples=examples(40, 80), deadline=None)
+@settings(max_examples=examples(20, 80), deadline=None)
 def test_equals_the_reference(tiles, seed, dtype, heads, rank, turned, block_size, lengths):
     compiled = operators(tiles)
     chunks = [(queries, queries + before) for queries, before in lengths]
@@ -99,7 +99,7 @@ def test_equals_the_reference(tiles, seed, dtype, heads, rank, turned, block_siz
     block_size=st.sampled_from([16, 5, 64]),
     own=st.integers(1, 3),
 )
-@settings(max_examples=examples(20, 40), deadline=None)
+@settings(max_examples=examples(10, 40), deadline=None)
 def test_a_shared_prefix_changes_no_bit(tiles, seed, dtype, rows, shared, block_size, own):
     compiled, torch_seed = operators(tiles), torch.Generator().manual_seed(seed)
     fresh = iter(range(shared, 10_000))

@@ -17,6 +17,7 @@ from batchinfer_kernels.cpu.paged_attention import (
     grouped_attention,
 )
 from batchinfer_kernels.paged_attention import paged_attention_reference
+from tests.examples import examples
 
 
 def poisoned_case(
@@ -69,7 +70,7 @@ def grouped(q, caches, table, chunks, block_size, scale, window):
     window=st.sampled_from([None, 1, 5, 40]),
     lengths=st.lists(st.tuples(st.integers(1, 33), st.integers(0, 100)), min_size=1, max_size=9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 def test_grouped_equals_reference(seed, kv_heads, share, dim, block_size, window, lengths):
     chunks = [(queries, queries + before) for queries, before in lengths]
     q, caches, table = poisoned_case(seed, kv_heads * share, kv_heads, dim, block_size, chunks)

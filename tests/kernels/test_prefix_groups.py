@@ -71,7 +71,7 @@ def as_found(groups: list[PrefixGroup]) -> list[Found]:
     return [(tuple(sorted(g.sequences.tolist())), g.first, g.end, g.level) for g in groups]
 
 
-@settings(max_examples=examples(100, 400), deadline=None)
+@settings(max_examples=examples(50, 400), deadline=None)
 @given(steps(), st.sampled_from((1, 2)), st.integers(1, 3), st.integers(2, 4))
 def test_groups_are_those_that_comparing_finds(step, units, least, sharers) -> None:
     lens, contexts, tables = step

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels import quantized_linear
 from batchinfer_kernels.quantized_linear import quantize_rows, quantize_weight, quantized_linear_reference
+from tests.examples import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -146,7 +147,7 @@ def test_a_weight_of_integers_is_refused() -> None:
         quantize_weight(torch.zeros(2, 2, dtype=torch.int8))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(20, 60))
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 99), st.floats(1e-6, 1e6))
 def test_a_row_does_not_depend_on_its_batch(
     tokens: int, inputs: int, outputs: int, seed: int, size: float

@@ -35,7 +35,7 @@ X86 = platform.machine() in ("x86_64", "AMD64")
     sunk=st.booleans(),
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=4),
 )
-@settings(max_examples=examples(25, 100), deadline=None)
+@settings(max_examples=examples(12, 100), deadline=None)
 def test_equals_the_reference(seed, kv_heads, group, dim, block_size, window, soft_cap, sunk, lengths):
     chunks = [(queries, queries + before) for queries, before in lengths]
     q, caches, table = poisoned_case(seed, kv_heads * group, kv_heads, dim, block_size, chunks)
@@ -63,7 +63,7 @@ def test_equals_the_reference(seed, kv_heads, group, dim, block_size, window, so
     window=st.sampled_from([None, 40, 1000]),
     special=st.booleans(),
 )
-@settings(max_examples=examples(10, 40), deadline=None)
+@settings(max_examples=examples(8, 40), deadline=None)
 def test_shared_prefixes_of_several_levels_change_no_bit(
     seed, group, dim, block_size, children, depths, window, special
 ):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.tiles import FLAGS, Grant, TileWay, ask, tile_grant
+from tests.examples import examples
 from tests.kernels.c_units import assembled
 from tests.kernels.test_cpu_linear import GATES, operators
 from tests.kernels.test_cpu_operators import DTYPES
@@ -33,7 +34,7 @@ X86 = platform.machine() in ("x86_64", "AMD64")
     kind=st.sampled_from(["plain", "float", *GATES]),
     biased=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 def test_int8_has_the_bits_of_vectors(seed, dtype, rows, inputs, outputs, kind, biased):
     """Sums are exact: so no key need tell them apart."""
     torch.manual_seed(seed)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.kernels.c_units import assembled, compiled_unit
 from tests.kernels.tile_probe import address, multiply, shapes_of
 
@@ -122,7 +123,7 @@ KINDS = ["usual", "tiny", "denormal", "huge", "any bits"]
     columns=st.integers(1, 3) | st.just(16),
     kinds=st.tuples(*[st.sampled_from(KINDS)] * 2),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(13, 40), deadline=None)
 def test_bfloat16_products_have_the_manuals_bits(probe, seed, rows, words, columns, kinds):
     """Sums of even and of odd values apart, each step rounded once, nothing between 0 and a normal number."""
     generator = np.random.default_rng(seed)
@@ -153,7 +154,7 @@ def test_what_rounds_to_a_normal_number_with_any_exponent_is_kept(probe, below, 
 @given(
     seed=st.integers(0, 2**16), rows=st.integers(1, 16), words=st.integers(1, 16), columns=st.integers(1, 16)
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(13, 40), deadline=None)
 def test_int8_products_are_exact(probe, seed, rows, words, columns):
     generator = np.random.default_rng(seed)
     x = generator.integers(0, 256, (rows, 4 * words), dtype=np.uint8)

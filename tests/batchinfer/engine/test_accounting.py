@@ -11,6 +11,7 @@ import pytest
 from batchinfer.core.samples import RequestSample
 from batchinfer_kernels.cost import ModelCost, StepShape
 from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, greedy, make_engine, make_runner
+from tests.kernels.gpu.pairs import each_first
 from tests.model_costs import llama_cost
 
 LAYERS, OUTPUT = 2, 40
@@ -50,8 +51,7 @@ def flops(cost: ModelCost, ran: set[tuple[bytes, int]], sampled: int) -> int:
     return dense + 4 * pairs * ATTENTION.q_heads * ATTENTION.head_dim
 
 
-@pytest.mark.parametrize("budget", [11, 64, 300])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("budget", "caching"), each_first((11, 64, 300), (False, True)))
 def test_preempted_work_counts_once_and_as_what_it_is(caching: bool, budget: int) -> None:
     model = checkpoint("llama")
     limits = Limits(budget=budget, blocks=45, caching=caching, scarce=True)

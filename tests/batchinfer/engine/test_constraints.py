@@ -103,7 +103,7 @@ CUTS = st.builds(
 )
 
 
-@settings(max_examples=examples(40, 120), deadline=None, print_blob=True)
+@settings(max_examples=examples(20, 120), deadline=None, print_blob=True)
 @given(rows(), CUTS)
 def test_answers_are_among_those_allowed_however_the_work_is_cut(work: list[Request], cut: Cut) -> None:
     """Batches, chunks, preemption, look-ahead, forced tokens and masks filled only where they are needed change no

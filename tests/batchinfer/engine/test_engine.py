@@ -31,6 +31,7 @@ from batchinfer.models.spec.model_cost import model_cost
 from tests.batchinfer.engine.driver import Hopeful
 from tests.batchinfer.models.paged import load_decoder
 from tests.checkpoints import EOS, LONGROPE, kept_folder, make_checkpoint
+from tests.examples import first_of
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 129, 200, 300)
 OUTPUT = 8
@@ -237,7 +238,7 @@ def cases():
             if variant in FULL or number in (0, 5):
                 setting = replace(setting, **SCARCE.get(variant, {})) if setting.scarce else setting
                 steps = setting.budget == 1 and variant != "llama"  # thousands
-                slow = steps or (variant not in FULL and not setting.scarce)
+                slow = steps or (variant != "llama" and not setting.scarce)
                 marks = [pytest.mark.slow] if slow else []
                 yield pytest.param(variant, setting, id=f"{variant}-{setting}", marks=marks)
 
@@ -279,7 +280,7 @@ def sampled(rows: list[list[int]]) -> list[Request]:
     return [Request(keys.bytes(32), np.array(p, np.int32), kinds[i % len(kinds)]) for i, p in enumerate(rows)]
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+@pytest.mark.parametrize("variant", first_of(("qwen3", "llama"), 1))
 def test_a_row_is_the_same_in_any_company_and_order(variant):
     """Greedy and sampled rows, with 1, 7 and 64 sequences at once, and shuffled."""
     folder, _, _ = reference(variant)

@@ -49,6 +49,7 @@ from tests.batchinfer.engine.test_engine import (
 from tests.batchinfer.engine.test_engine import greedy as eight_tokens
 from tests.batchinfer.made_up import MadeUp, PlainDecoder, register
 from tests.checkpoints import kept_folder
+from tests.kernels.gpu.pairs import each_first
 
 NORMED = {"qk_norm": True, "attention_bias": True}
 MODELS = {
@@ -115,8 +116,7 @@ def check_steps(steps: list[StepSample], setting: Setting | Limits) -> None:
         assert any(s.prefill_tokens and s.decode_tokens for s in steps), "no step mixed prefill and decode"
 
 
-@pytest.mark.parametrize("setting", ALWAYS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("setting", "name"), each_first(ALWAYS, list(MODELS)), ids=str)
 def test_tokens_and_logits_equal_those_of_a_plain_decoder(name: str, setting: Setting) -> None:
     setting = replace(setting, **SCARCE.get(name, {})) if setting.scarce else setting
     done, seen, steps = run_engine(folder(name), setting, eight_tokens(prompts()))

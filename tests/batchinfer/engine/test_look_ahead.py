@@ -148,7 +148,7 @@ def work(draw: Any) -> tuple[Limits, list[Arriving], int, tuple[int | None, ...]
     return limits, rows, draw(st.sampled_from([0, 0, 11])), windows
 
 
-@settings(max_examples=examples(20, 60), deadline=None)
+@settings(max_examples=examples(10, 60), deadline=None)
 @given(work())
 def test_answers_do_not_depend_on_it(case):
     """Any arrivals, lengths, stops, penalties, broken logits, preemptions and cache groups."""

@@ -18,6 +18,7 @@ from batchinfer.engine.schedule.scheduler import Chunk
 from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import EOS, HashingModel, hashing_runner
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
+from tests.examples import examples
 
 LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
 
@@ -117,7 +118,7 @@ def test_steps_that_say_nothing_about_the_limit_do_not_raise_it():
     assert pieces.most_tokens == 32
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(13, 40), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 2000)), max_size=12))
 def test_no_step_is_cut_forever_and_few_fail(phases):
     """Phases of (wanted tokens, tokens that there is memory for, steps)."""

@@ -24,7 +24,7 @@ from batchinfer.plan.order.requests import planned_requests
 from batchinfer.report.tables.prefixes import PrefixTree
 from tests.batchinfer.data.small_index import good_row, write_index
 from tests.batchinfer.engine.driver import Driver
-from tests.kernels.gpu.pairs import pairs_first
+from tests.kernels.gpu.pairs import each_first
 
 BLOCK = 16
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -88,7 +88,7 @@ MORE = {SCARCE: 1.02, SOME: 1.02, PLENTY: 1.0}
 
 @pytest.mark.parametrize(
     ("shape", "room", "budget"),
-    pairs_first([(0, 200, 16, 16), (70, 50, 16, 16), (70, 1100, 6, 5)], [SCARCE, SOME, PLENTY], [64, 2048]),
+    each_first([(0, 200, 16, 16), (70, 50, 16, 16), (70, 1100, 6, 5)], [SCARCE, SOME, PLENTY], [64, 2048]),
     ids=str,
 )
 def test_each_node_runs_once(shape, room, budget, tmp_path):

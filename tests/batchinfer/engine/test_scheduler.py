@@ -45,7 +45,7 @@ windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1
     refill=st.sampled_from([None, None, *REFILL]),
     seed=st.integers(0, 1 << 16),
 )
-@settings(max_examples=examples(120, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(60, 300), deadline=None, print_blob=True)
 def test_every_sequence_finishes_and_reads_only_its_own_prefix(
     rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, refill, seed
 ):
@@ -83,7 +83,7 @@ def common(tokens: list[list[int]], row: int) -> int:
 
 
 @given(rows=prompts, windows=windows, seed=st.integers(0, 1 << 16))
-@settings(max_examples=50, deadline=None, print_blob=True)
+@settings(max_examples=examples(16, 50), deadline=None, print_blob=True)
 def test_what_waits_can_be_forgotten_at_any_time(rows, windows, seed):
     pool = BlockPool(24 * len(windows), 2, len(windows))
     scheduler = Scheduler(SchedulerConfig(4, 16), pool, Hopeful(), windows)

@@ -79,7 +79,7 @@ def scheduler_for(
     budget=st.sampled_from([17, 256, 4096]),
     shuffled=st.booleans(),
 )
-@settings(max_examples=examples(60, 300), deadline=None, print_blob=True)
+@settings(max_examples=examples(30, 300), deadline=None, print_blob=True)
 def test_each_token_of_a_tree_runs_once(
     rows: list[list[int]], size: int, seqs: int, budget: int, shuffled: bool
 ) -> None:
@@ -99,7 +99,7 @@ def test_each_token_of_a_tree_runs_once(
     windows=st.sampled_from([(None,), (7,), (None, 20), (5, None, 64)]),
     seqs=st.sampled_from([2, 30]),
 )
-@settings(max_examples=examples(40, 200), deadline=None, print_blob=True)
+@settings(max_examples=examples(20, 200), deadline=None, print_blob=True)
 def test_every_row_ends_where_memory_is_scarce(
     rows: list[list[int]], size: int, room: float, windows: tuple[int | None, ...], seqs: int
 ) -> None:

@@ -49,7 +49,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rows": ("qwen3", "row", {"num_hidden_layers": 1}),
     "tensors": ("llama", "tensor", {"num_hidden_layers": 1}),
 }
-SLOW = ("blocks, parts of a tensor", "blocks of experts")
 
 
 @cache
@@ -137,7 +136,7 @@ def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[floa
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind != "blocks" else []) for kind in KINDS]
 )
 def test_stored_codes_are_what_their_references_say(kind: str) -> None:
     model, limits = stored(kind), Limits(budget=32)

@@ -105,7 +105,7 @@ def cases(draw: Any) -> Case:
     )
 
 
-@settings(max_examples=examples(100, 250), deadline=None, print_blob=True)
+@settings(max_examples=examples(50, 250), deadline=None, print_blob=True)
 @given(cases())
 def test_answers_are_those_of_one_token_a_step(case: Case) -> None:
     """Random numbers of tokens, drafts and rejections, barriers, lengths, stops, broken logits and preemptions."""

@@ -149,7 +149,9 @@ def cases():
         for setting in SETTINGS:
             if variant == "llama-one-layer":  # for what is about the engine, not about layers
                 continue
-            slow = variant != "llama" and (setting != "chunked" or variant not in ALWAYS)
+            slow = (
+                setting != "chunked" if variant == "llama" else variant not in ALWAYS or setting != "chunked"
+            )
             yield pytest.param(variant, setting, marks=[pytest.mark.slow] if slow else [])
 
 
@@ -492,6 +494,7 @@ def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(
     assert {compiled(rows) for rows in range(1, largest + 1)} <= warmed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_segments")
 def test_answers_are_the_same_where_flashinfer_reads_prompts(monkeypatch):
     """A module with its interface stands in, and is taken to be faster."""

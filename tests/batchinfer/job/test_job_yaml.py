@@ -22,7 +22,7 @@ from tests.examples import examples
 PLAIN = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     deadline=None,
-    max_examples=examples(50, 150),
+    max_examples=examples(25, 150),
 )
 VARIABLES = Variables("2026-01-02", {"A": "a", "EMPTY": "", "BRACES": "{{ x }}"})
 

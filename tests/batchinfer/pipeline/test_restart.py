@@ -15,6 +15,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.summary import PHASES
 from tests.batchinfer.pipeline import test_pipeline as pipeline_kit
 from tests.batchinfer.pipeline.test_pipeline import people, table, write_job
+from tests.examples import first_of
 
 ROWS, BATCH = 40, 5
 
@@ -63,7 +64,7 @@ def dies(monkeypatch: pytest.MonkeyPatch, times: int, **how: object) -> None:
         monkeypatch.setenv(f"FAKE_ENGINE_{name}", str(value))
 
 
-@pytest.mark.parametrize("how", ["killed", "segfault", "exits", "raises"])
+@pytest.mark.parametrize("how", first_of(("killed", "raises", "segfault", "exits"), 2))
 def test_a_worker_that_dies_once_is_replaced(job: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     by: dict[str, dict[str, object]] = {
         "killed": {"DIES_BY": int(signal.SIGKILL)},
@@ -98,7 +99,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("step", first_of((3, 0), 1))
 def test_an_engine_that_falls_silent_is_replaced_and_accuses_no_row(
     job: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -183,7 +184,7 @@ def test_a_worker_that_dies_now_and_then_costs_no_row(job: Path, monkeypatch: py
     assert (len(ran.computed), set(ran.computed.values())) == (ROWS, {1})
 
 
-@pytest.mark.parametrize("place", [0, 17, ROWS - 1])
+@pytest.mark.parametrize("place", first_of((ROWS - 1, 0, 17), 1))
 def test_a_row_that_kills_workers_becomes_an_error_row(
     tmp_path: Path, model: Path, job: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:

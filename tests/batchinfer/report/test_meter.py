@@ -29,6 +29,7 @@ from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.meter import Measured, Meter, tpot
 from batchinfer_kernels.cost import Peaks
+from tests.examples import examples
 
 counts = st.integers(0, 10_000)
 spans = st.floats(0.001, 100)
@@ -69,7 +70,7 @@ def rows_of(folder: Path, table: str) -> pa.Table:
     return pq.read_table(table_path(folder, table, "r"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20), deadline=None)
 @given(steps=step_lists(), buffer_rows=st.integers(1, 5))
 def test_totals_are_the_sums_and_the_table_holds_every_step(
     steps: list[StepSample], buffer_rows: int
@@ -92,7 +93,7 @@ def test_totals_are_the_sums_and_the_table_holds_every_step(
     assert [tuple(row[n] for n in shared) for row in table.to_pylist()] == [astuple(s) for s in steps]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20), deadline=None)
 @given(requests=st.lists(request_samples(), min_size=1, max_size=20))
 def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +115,7 @@ def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
             assert found == (None, None, None)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20), deadline=None)
 @given(steps=step_lists())
 def test_itl_counts_each_decoded_token_once(steps: list[StepSample]) -> None:
     with tempfile.TemporaryDirectory() as folder:

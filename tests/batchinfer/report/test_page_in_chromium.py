@@ -11,6 +11,7 @@ import pytest
 from batchinfer.report.page.document import page
 from tests.batchinfer.report.reported_runs import error_rows, read_run, write_tables
 from tests.chromium import Chromium, chromium, find_chromium
+from tests.examples import first_of
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(
@@ -57,7 +58,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
         yield found
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
+@pytest.mark.parametrize(
+    ("width", "dark"), first_of([(390, True), (1280, False), (1280, True), (390, False)], 1)
+)
 def test_all_is_drawn_without_an_error_and_without_a_network(
     browser: Chromium, file: Path, width: int, dark: bool
 ) -> None:

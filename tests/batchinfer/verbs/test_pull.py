@@ -60,6 +60,7 @@ def snapshot(cache: Path, commit: str = FIRST) -> Path:
     return cache / "models--org--tiny" / "snapshots" / commit
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_own_can_be_run(tmp_path: Path, cache: Path) -> None:
     make_foreign(tmp_path / "phi", "phi")
     make_tokenizer(tmp_path / "phi")

@@ -17,6 +17,7 @@ from batchinfer_kernels.gpu.attention_plan import (
     plan_attention,
 )
 from batchinfer_kernels.step_tables import StepTables
+from tests.examples import examples
 
 SHAPE = AttentionShape(torch.bfloat16, 8, 2, 64)  # 128 rows of 4 heads: 32 queries an item; tiles of 64 keys
 
@@ -181,7 +182,7 @@ def keys_in_common(tables: np.ndarray, contexts: list[int], one: int, other: int
     return blocks * 16 // unit * unit
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(steps(), st.sampled_from((16, 32)), st.sampled_from((16, 48)), st.integers(2, 4))
 def test_nothing_worth_a_level_is_missed(step, unit, least_keys, sharers) -> None:
     lens, contexts, tables = step

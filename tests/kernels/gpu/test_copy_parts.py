@@ -8,6 +8,7 @@ import torch
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.gpu.copy_parts import copy_parts
 from tests.kernels.gpu.aot import TARGETS, compile_launch
+from tests.kernels.gpu.pairs import each_first
 from tests.kernels.test_copy_parts import BLOCKS, SHAPES, equal, some_parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
@@ -48,8 +49,7 @@ def launch(dtype: str) -> None:
     copy_parts(k, v, torch.zeros(5, 4, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["float32", "bfloat16", "int8"]))
 def test_compiles(target, dtype):
     (found,) = compile_launch("tests.kernels.gpu.test_copy_parts:launch", (dtype,), target)
     found.check()

@@ -49,7 +49,7 @@ def whole(case: Case, row: int, window=None, **extras) -> Tensor:
 
 
 VARIANTS = [
-    pytest.param(torch.float32, None, {}, id="float32"),
+    pytest.param(torch.float32, None, {}, id="float32", marks=pytest.mark.slow),
     pytest.param(torch.bfloat16, None, {"window": 150}, id="bfloat16-window"),
     pytest.param(torch.float16, torch.int8, {"soft_cap": 2.0}, id="float16-int8-cap"),
 ]

@@ -10,7 +10,7 @@ import torch
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu.gated_activation import gated_activation
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
-from tests.kernels.gpu.pairs import every_pair
+from tests.kernels.gpu.pairs import each_first, every_pair
 from tests.kernels.gpu.poison import poisoned
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
@@ -85,9 +85,9 @@ def launch(dtype: str, intermediate: int, activation: str) -> None:
     gated_activation(torch.zeros(16, 2 * intermediate, dtype=getattr(torch, dtype)), activation)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("dtype", "activation"), [("bfloat16", "silu"), ("float32", "gelu")])
-def test_compiles(target, dtype, activation):
+@pytest.mark.parametrize(("target", "case"), each_first(TARGETS, [("bfloat16", "silu"), ("float32", "gelu")]))
+def test_compiles(target, case):
+    dtype, activation = case
     path = "tests.kernels.gpu.test_gated_activation:launch"
     (found,) = compile_launch(path, (dtype, 14_336, activation), target)
     found.check()

@@ -11,7 +11,7 @@ import torch
 
 from batchinfer_kernels.gated_activation import Activation
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, Compiled, compile_launch
-from tests.kernels.gpu.pairs import pairs_first
+from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.test_matmul_aot import assert_multiplies, assert_reads_wide
 
 FEW, MANY = 16, 4096
@@ -81,12 +81,12 @@ def compiled(
     return matmul
 
 
-@pytest.mark.parametrize(("target", "coded", "rows"), pairs_first(TARGETS, (None, "int8"), (FEW, MANY)))
+@pytest.mark.parametrize(("target", "coded", "rows"), each_first(TARGETS, (None, "int8"), (FEW, MANY)))
 def test_few_and_many_rows(target: str, coded: str | None, rows: int) -> None:
     compiled(target, rows, coded=coded, activation="silu" if rows == FEW else None)
 
 
-@pytest.mark.parametrize(("target", "rows"), pairs_first(("sm_89", "sm_90", "sm_100"), (FEW, MANY)))
+@pytest.mark.parametrize(("target", "rows"), each_first(("sm_89", "sm_90", "sm_100"), (FEW, MANY)))
 def test_scales_of_blocks(target: str, rows: int) -> None:
     for deterministic in (False, True):
         kernel = compiled(target, rows, coded="block_fp8", deterministic=deterministic, activation="silu")

@@ -8,6 +8,7 @@ import torch
 from batchinfer_kernels.gpu.latent_attention import latent_attention
 from batchinfer_kernels.latent_attention import latent_attention_reference
 from tests.kernels.gpu.aot import TARGETS, compile_launch
+from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.poison import poisoned
 from tests.kernels.test_paged_attention import poisoned_case
 
@@ -85,8 +86,7 @@ def launch(dtype: str, heads: int, rank: int, turned: int) -> None:
     latent_attention(q, cache, table, rows, rows, SCALE, rank)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["bfloat16", "float32"]))
 def test_compiles(target, dtype):
     """At the sizes of DeepSeek-V3."""
     (found,) = compile_launch("tests.kernels.gpu.test_latent_attention:launch", (dtype, 128, 512, 64), target)

@@ -8,6 +8,7 @@ import torch
 from batchinfer_kernels.gpu.mask import mask
 from batchinfer_kernels.mask import mask_reference, mask_words
 from tests.kernels.gpu.aot import TARGETS, compile_launch
+from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.sampling_cases import some_logits
 
 
@@ -43,8 +44,7 @@ def launch(dtype: str) -> None:
     mask(torch.zeros(16, 151_936, dtype=getattr(torch, dtype)), torch.arange(16, dtype=torch.int32), bits)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["float32", "bfloat16"]))
 def test_compiles(target, dtype):
     (found,) = compile_launch("tests.kernels.gpu.test_mask:launch", (dtype,), target)
     found.check()

@@ -244,9 +244,9 @@ def test_the_largest_int8_sum_does_not_overflow() -> None:
 
 
 def long_and_short() -> Iterator[Any]:
-    """Every way of multiplying with few inputs; with many, int4's smaller groups only in the whole sweep."""
+    """Every way of multiplying with few inputs; with many, two of them, and all in the whole sweep."""
     for name, inputs in product(FLOATS, (96, 1100)):
-        slow = inputs == 1100 and name in ("int4_32", "int4_64", "int4_64_zeros")
+        slow = inputs == 1100 and name not in ("plain", "int8_weight")
         yield pytest.param(name, inputs, marks=[pytest.mark.slow] if slow else [])
 
 

@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 
+from tests.examples import first_of
 from tests.kernels.gpu.aot import TARGETS, Compiled, compile_launch
-from tests.kernels.gpu.pairs import every_pair, pairs_first
+from tests.kernels.gpu.pairs import each_first, every_pair
 
 LAUNCH = "tests.kernels.gpu.matmul_cases:launch_way"
 PROCESSORS = 132
@@ -82,7 +83,7 @@ def assert_reads_wide(kernel: Compiled, least: int) -> None:
 
 @pytest.mark.parametrize(
     ("target", "way", "rows"),
-    pairs_first(TARGETS, ("plain", "int8_weight", "int4_64_zeros", *FLOAT8, "int8"), (FEW, MANY)),
+    each_first(TARGETS, ("plain", "int8_weight", "int4_64_zeros", *FLOAT8, "int8"), (FEW, MANY)),
 )
 def test_few_and_many_rows(target: str, way: str, rows: int) -> None:
     if can(target, way):
@@ -98,7 +99,7 @@ def test_what_may_wait_does() -> None:
         assert compiled("sm_90", way, FEW).losses
 
 
-@pytest.mark.parametrize("way", ["plain", "int4_64"])
+@pytest.mark.parametrize("way", first_of(("plain", "int4_64"), 1))
 def test_segments_and_gates(way: str) -> None:
     compiled("sm_90", way, FEW, DEEP, activation="silu", processors=PROCESSORS)
     compiled("sm_90", way, MANY, DEEP, deterministic=True, activation="silu")
@@ -112,17 +113,17 @@ def test_odd_sizes(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "way", "sizes"),
     [
-        ("sm_80", "int4_128", EVEN),
+        pytest.param("sm_80", "int4_128", EVEN, marks=pytest.mark.slow),
         ("sm_90", "fp8", EVEN),
         ("sm_100", "int4_32", ODD),
-        ("gfx942", "plain", ODD),
+        pytest.param("gfx942", "plain", ODD, marks=pytest.mark.slow),
     ],
 )
 def test_float16_with_a_gate(target: str, way: str, sizes: tuple[int, int]) -> None:
     compiled(target, way, FEW, sizes, dtype="float16", activation="silu")
 
 
-@pytest.mark.parametrize(("target", "rows"), pairs_first(("sm_89", "sm_90", "sm_100"), (FEW, 64, MANY)))
+@pytest.mark.parametrize(("target", "rows"), each_first(("sm_89", "sm_90", "sm_100"), (FEW, 64, MANY)))
 def test_scales_of_blocks_leave_tiles_in_flight(target: str, rows: int) -> None:
     """The loop waits for the oldest tile's two copies alone."""
     for deterministic in (False, True):
@@ -132,7 +133,7 @@ def test_scales_of_blocks_leave_tiles_in_flight(target: str, rows: int) -> None:
         assert waits[0] >= 2, f"{found.summary()}: {waits}"
 
 
-@pytest.mark.parametrize("way", ["plain", "fp8", "int8"])
+@pytest.mark.parametrize("way", first_of(("fp8", "plain", "int8"), 1))
 def test_little_shared_memory(way: str) -> None:
     for rows in (FEW, MANY):
         compiled("sm_89", way, rows)

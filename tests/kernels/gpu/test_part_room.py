@@ -20,6 +20,7 @@ from batchinfer_kernels.gpu.attention_plan import (
     SharedPrefix,
     plan_attention,
 )
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 LLAMA_8B = {"dtype": torch.bfloat16, "q_heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -84,7 +85,7 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[SharedPrefix]]:
     return [int(end) + draw(longer) for end in ends], shared
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(trees(), st.booleans(), st.booleans())
 def test_no_step_takes_more_than_is_set_aside(tree, deterministic, captured) -> None:
     contexts, shared = tree

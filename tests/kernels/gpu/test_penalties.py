@@ -13,6 +13,7 @@ from batchinfer_kernels.gpu import penalties as module
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from tests.kernels.gpu.aot import TARGETS, compile_launch
+from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.sampling_cases import some_logits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -133,8 +134,7 @@ def launch(dtype: str) -> None:
     penalise(torch.zeros(16, 151_936, dtype=getattr(torch, dtype)), penalties)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["float32", "bfloat16"]))
 def test_compiles(target, dtype):
     (found,) = compile_launch("tests.kernels.gpu.test_penalties:launch", (dtype,), target)
     found.check()

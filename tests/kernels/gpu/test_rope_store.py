@@ -292,11 +292,11 @@ def test_compiles(target, case):
             assert found.wide_stores() >= 5
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("dtype", "normed", "interleaved"), [("bfloat16", True, False), ("float32", False, True)]
+    ("target", "case"), each_first(TARGETS, [("bfloat16", True, False), ("float32", False, True)])
 )
-def test_q_alone_compiles(target, dtype, normed, interleaved):
+def test_q_alone_compiles(target, case):
+    dtype, normed, interleaved = case
     (found,) = compile_launch(PATH + "_alone", (dtype, normed, interleaved), target)
     found.check()
 

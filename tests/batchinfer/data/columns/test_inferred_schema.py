@@ -15,6 +15,7 @@ from batchinfer.data.columns.inferred_schema import MAX_PARTS, MAX_PROPERTIES, I
 from batchinfer.data.columns.schema_columns import schema_columns
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.grammar import check_grammar
+from tests.examples import examples
 
 FORMATS = jsonschema.FormatChecker(["date", "uuid"])  # of others it knows no more than other packages do
 
@@ -53,7 +54,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, 120), deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=6), st.sampled_from([1, 20]))
 def test_every_example_is_valid(examples: list[Any], times: int) -> None:
     check(inferred(*examples * times), examples)
@@ -84,7 +85,7 @@ KINDS = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, 120), deadline=None)
 @given(st.data())
 def test_examples_of_one_kind_have_typed_columns(data: st.DataObject) -> None:
     kind = data.draw(st.fixed_dictionaries({"a": KINDS, "b": KINDS}))

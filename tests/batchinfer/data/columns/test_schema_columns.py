@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from batchinfer.core.exact_json import written
 from batchinfer.data.columns.column_kinds import Unfit
 from batchinfer.data.columns.schema_columns import MAX_COLUMNS, NoColumns, schema_columns
+from tests.examples import examples
 
 ENUM = pa.dictionary(pa.int32(), pa.string())
 TYPES = [
@@ -269,7 +270,7 @@ SCHEMAS = st.recursive(
 
 
 @given(data=st.data(), pair=SCHEMAS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 def test_values_come_back_from_parquet_and_duckdb(tmp_path_factory, data, pair):
     """Any schema of these types, any values: what is read is what was written, null where there is no answer."""
     schema, values = pair
@@ -297,6 +298,6 @@ def test_values_come_back_from_parquet_and_duckdb(tmp_path_factory, data, pair):
         max_leaves=10,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 def test_written_json_is_what_was_parsed(value):
     assert json.loads(written(value), parse_float=Decimal) == value

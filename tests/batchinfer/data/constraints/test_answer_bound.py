@@ -16,6 +16,7 @@ from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.grammar import grammar_of
 from batchinfer.data.constraints.patterns.width import NoWidth, in_json, pattern_width, plain
+from tests.examples import examples
 
 Case = tuple[dict[str, Any], st.SearchStrategy[Any]]  # a bounded schema, and values that are valid under it
 CHARACTERS = st.characters(codec="utf-8")
@@ -117,7 +118,7 @@ def bounded() -> st.SearchStrategy[Case]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(st.data())
 def test_no_valid_value_is_longer_than_the_bound(data: st.DataObject) -> None:
     schema, values = data.draw(bounded())
@@ -239,7 +240,7 @@ PATTERNS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(st.data())
 def test_no_text_that_a_pattern_matches_is_wider(data: st.DataObject) -> None:
     pattern = data.draw(PATTERNS)

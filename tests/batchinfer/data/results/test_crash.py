@@ -120,7 +120,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
     ("code", "start"),
     [
         (errno.ENOSPC, 0),
-        (errno.EIO, 1),
+        pytest.param(errno.EIO, 1, marks=pytest.mark.slow),
         pytest.param(errno.ENOSPC, 1, marks=pytest.mark.slow),
         pytest.param(errno.EIO, 0, marks=pytest.mark.slow),
     ],

@@ -25,6 +25,7 @@ from batchinfer.models.spec.spec import (
     Rotation,
 )
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from tests.examples import examples
 from tests.kernels.test_cpu_linear import WAYS, operators
 
 HIDDEN, INNER, KV_HEADS, BLOCK, SHARED = 52, 70, 2, 16, 9
@@ -118,7 +119,7 @@ def run(layers, ops, inputs, blocks, spec, x):
     copied=st.integers(0, BLOCK),
     tiles=st.sampled_from(WAYS),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 def test_equals_the_operators_one_by_one(
     seed, dtype, quantization, group, dim, biased, normed, window, gemma, lengths, threads, copied, tiles
 ):

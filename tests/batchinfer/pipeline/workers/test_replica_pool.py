@@ -24,6 +24,7 @@ from batchinfer.pipeline.workers.replica_pool import MOST_APART, ReplicaPool
 from batchinfer.pipeline.workers.transport import Link
 from batchinfer.plan.order.plan import Plan
 from tests.batchinfer.plan.order.test_backlog import rows
+from tests.examples import examples
 from tests.memory_transport import DiedError, MemoryTransport
 
 CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
@@ -172,7 +173,7 @@ FATES = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(26, 80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(groups=GROUPS, fates=FATES, replicas=st.integers(1, 4))
 def test_every_row_is_answered_once_or_all_engines_are_dead(
     groups: list[tuple[int, int, int]], fates: list[Fate], replicas: int
@@ -312,7 +313,7 @@ def test_an_engine_that_is_doubted_runs_a_row_that_was_answered() -> None:
     assert "a row that had been answered before; death 3 in a row" in notices[-1]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     count=st.integers(1, 400),
     places=st.sets(st.integers(0, 399), max_size=5),

@@ -86,6 +86,8 @@ JOBS = {
     ),
 }
 
+SLOW = ("fixed lengths", "duplicates", "bad rows", "forced tokens", "stop strings", "preemption")
+
 
 @pytest.fixture(autouse=True)
 def known_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +95,9 @@ def known_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: found)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in JOBS]
+)
 def test_tokens_are_forecast_within_two_percent(name: str, tmp_path: Path, model: Path) -> None:
     job = JOBS[name]
     sections = {"sampling": job.sampling, "engine": job.engine, "on_error": {"max_error_rate": 1.0}}

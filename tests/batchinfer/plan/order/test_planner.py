@@ -29,6 +29,7 @@ from tests.batchinfer.data.small_index import (
     mixed_rows,
     write_index,
 )
+from tests.examples import examples
 
 
 def planned(plan: Plan) -> list[dict[str, Any]]:
@@ -144,7 +145,7 @@ tree_prompts = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20), deadline=None)
 @given(tree=tree_prompts, rows_per_part=st.integers(1, 30))
 def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
     rows = [

@@ -16,6 +16,7 @@ from batchinfer.plan.order import sorted_prompts as sorting
 from batchinfer.plan.order.block_hashes import BLOCK, HASH_BYTES, block_hashes
 from batchinfer.plan.order.prefix_forest import ROOT, ForestBuilder, PrefixForest
 from batchinfer.plan.order.run_order import depth_first, kept_together
+from tests.examples import examples
 
 # A path is made of stretches of 5 tokens, which fill no whole blocks
 paths = st.lists(
@@ -61,7 +62,7 @@ def brute_force(prompts: list[np.ndarray]) -> dict[bytes, tuple[int, bytes | Non
 
 
 @given(paths, st.integers(1, 50))
-@settings(max_examples=40, deadline=None, print_blob=True)
+@settings(max_examples=examples(13, 40), deadline=None, print_blob=True)
 def test_the_forest_is_the_one_of_brute_force(tree, batch):
     prompts, forest = in_order(prompts_of(tree), batch)
     heads = [
@@ -84,7 +85,7 @@ def test_the_forest_is_the_one_of_brute_force(tree, batch):
 
 @pytest.mark.parametrize("many", [0, 1000])
 @given(tree=paths, data=st.data())
-@settings(max_examples=30, deadline=None, print_blob=True)
+@settings(max_examples=examples(10, 30), deadline=None, print_blob=True)
 def test_the_order_walks_the_forest_by_effort(many, tree, data):
     """What shares a token stands together among many rows, among few what shares a block."""
     prompts, forest = in_order(prompts_of(tree), 1000)

@@ -34,6 +34,7 @@ from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_second
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
 from tests.batchinfer.engine.simulation import LLAMA_8B, LLAMA_135M
 from tests.batchinfer.engine.small_engine import MAX_LEN, Limits, drain, make_engine, watcher
+from tests.examples import examples
 
 PEAKS = Peaks(1e12, 1e11)
 MEASURED = ("_s", "graph_bytes")  # what only a device can say
@@ -84,7 +85,7 @@ def counts(steps: Sequence[StepSample]) -> list[dict[str, int]]:
     return [{name: getattr(step, name) for name in COUNTS} for step in steps]
 
 
-@settings(max_examples=80, deadline=None, print_blob=True)
+@settings(max_examples=examples(26, 80), deadline=None, print_blob=True)
 @given(rows(), LIMITS, st.sampled_from([ModelRunner, DeviceRunner]))
 def test_each_step_is_that_of_the_real_engine(work: list[Request], limits: Limits, kind: Any) -> None:
     """Chunks, batches, sharing, preemption, padding of steps that looked ahead, flops and bytes."""
@@ -98,7 +99,7 @@ def test_each_step_is_that_of_the_real_engine(work: list[Request], limits: Limit
     assert counts(found) == counts(real.steps)
 
 
-@settings(max_examples=20, deadline=None, print_blob=True)
+@settings(max_examples=examples(8, 20), deadline=None, print_blob=True)
 @given(rows(), LIMITS, st.integers(1, 12), st.integers(4, 40))
 def test_steps_are_launched_as_by_the_real_engine(
     work: list[Request], limits: Limits, most: int, longest: int

@@ -12,6 +12,7 @@ from batchinfer.plan.simulation.step_parts import PARTS, TimedStep, fitted, pred
 from batchinfer.plan.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 from tests.batchinfer.engine.simulation import LLAMA_8B, LLAMA_135M
+from tests.examples import examples
 from tests.model_costs import llama_cost
 
 PEAKS = Peaks(150e9, 30e9)
@@ -101,7 +102,7 @@ def test_a_measurement_that_lacks_a_part_is_none() -> None:
         assert StepTime.calibrated(PEAKS, {key: value for key, value in whole.items() if key != name}) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(st.integers(0, 10_000))
 def test_no_other_coefficients_from_zero_on_come_nearer(seed: int) -> None:
     rng = np.random.default_rng(seed)
