@@ -69,7 +69,7 @@ class Least:
 @pytest.mark.parametrize(
     ("limit", "least"),
     [
-        (300, Least(290, 1, 5, 4_000)),
+        (800, Least(790, 3, 30, 16_000)),
         pytest.param(None, Least(2000, 8, 100, 50_000), marks=pytest.mark.slow),
     ],
 )
