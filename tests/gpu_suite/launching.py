@@ -19,8 +19,8 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
+from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, Step
-from batchinfer.engine.schedule.shared_parts import Copy
 from tests.gpu_suite import workloads
 from tests.gpu_suite.case import WrongResult
 from tests.gpu_suite.clock import wait_for

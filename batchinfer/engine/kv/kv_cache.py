@@ -12,10 +12,10 @@ from batchinfer.engine.kv.reservations import Reservations
 class BlockPool:
     """Reference-counted blocks. A block is used (count > 0), cached (count 0, but reserved) or free.
 
-    A waiting sequence reserves the contents that it could share (`reserve`), by its turn in the queue. A block that
+    A waiting sequence reserves the contents that it could share (`reserve`), by its arrival in the queue. A block that
     nobody uses is kept exactly while its content is reserved. When no free block is left, cached ones give way:
     the one whose next user is farthest away first, children before their parents. A sequence that will copy the
-    beginning of a block reserves its content as a part.
+    beginning of a block reserves its content as a partial one.
 
     Blocks of several cache groups may have the same content: K and V of the same tokens, in other layers. A
     reservation is for all of them.
@@ -35,7 +35,7 @@ class BlockPool:
         self._cached: dict[int, None] = {}  # in the order in which they fell idle, so children before parents
         self._content: dict[int, tuple[int, bytes]] = {}  # block → group, digest
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(groups)]  # of each group
-        self._reserved, self._parts = Reservations(), Reservations()
+        self._reserved, self._partial = Reservations(), Reservations()
 
     @property
     def available(self) -> int:
@@ -66,25 +66,25 @@ class BlockPool:
 
     def expects(self, content: bytes) -> bool:
         """Whether a block holds this content, or somebody waits for one that will."""
-        return content in self._block_of[0] or content in self._parts or content in self._reserved
+        return content in self._block_of[0] or content in self._partial or content in self._reserved
 
-    def reserve(self, digests: Iterable[bytes], turn: int) -> None:
-        """Keep these contents, once computed, for the sequence with this turn; a smaller turn comes earlier."""
-        self._reserved.add(digests, turn)
+    def reserve(self, digests: Iterable[bytes], arrival: int) -> None:
+        """Keep these contents, once computed, for the sequence with this arrival; a smaller arrival comes earlier."""
+        self._reserved.add(digests, arrival)
 
-    def unreserve(self, digests: Iterable[bytes], turn: int) -> None:
+    def unreserve(self, digests: Iterable[bytes], arrival: int) -> None:
         """Remove a reservation: the sequence was admitted or dropped. Frees blocks that are not used or reserved."""
         for digest in digests:
-            if self._reserved.remove(digest, turn) and digest not in self._parts:
+            if self._reserved.remove(digest, arrival) and digest not in self._partial:
                 self._free_cached(digest)
 
-    def reserve_part(self, digest: bytes, turn: int) -> None:
-        """Keep a content of which the sequence with this turn will copy the beginning."""
-        self._parts.add([digest], turn)
+    def reserve_partial(self, digest: bytes, arrival: int) -> None:
+        """Keep a content of which the sequence with this arrival will copy the beginning."""
+        self._partial.add([digest], arrival)
 
-    def unreserve_part(self, digest: bytes, turn: int) -> None:
+    def unreserve_partial(self, digest: bytes, arrival: int) -> None:
         """The same for a content of which it would have copied the beginning, or has."""
-        if self._parts.remove(digest, turn) and digest not in self._reserved:
+        if self._partial.remove(digest, arrival) and digest not in self._reserved:
             self._free_cached(digest)
 
     def hold(self, blocks: Iterable[int]) -> list[int]:
@@ -126,7 +126,7 @@ class BlockPool:
         As `drop` does, in half of its time: a row of many tokens may end with every step.
         """
         references, contents, free = self._references, self._content, self._free
-        wanted, copied = self._reserved.turns, self._parts.turns
+        wanted, copied = self._reserved.arrivals, self._partial.arrivals
         for block in reversed(blocks):
             references[block] -= 1
             if references[block]:
@@ -167,7 +167,7 @@ class BlockPool:
             return False
         content = self._content[block][1]
         # who reserves what is beyond reserves this one, too
-        return content in self._parts or self._reserved.count(content) > self._reserved.count(beyond)
+        return content in self._partial or self._reserved.count(content) > self._reserved.count(beyond)
 
     def _free_cached(self, content: bytes) -> int:
         """Free the blocks that are kept for a content, of all groups; how many there are."""
@@ -183,14 +183,14 @@ class BlockPool:
         one group has lost is of no use to the others."""
         if count > len(self._cached):
             raise IndexError(f"{count} KV blocks are missing and {len(self._cached)} can be evicted")
-        for block in nlargest(count, self._cached, key=self._next_turn):
+        for block in nlargest(count, self._cached, key=self._next_arrival):
             if count > 0 and block in self._cached:
                 count -= self._free_cached(self._content[block][1])
 
-    def _next_turn(self, block: int) -> int:
+    def _next_arrival(self, block: int) -> int:
         content = self._content[block][1]
-        turns = (self._reserved.first(content), self._parts.first(content))
-        return min(turn for turn in turns if turn is not None)
+        arrivals = (self._reserved.first(content), self._partial.first(content))
+        return min(arrival for arrival in arrivals if arrival is not None)
 
     def _free_block(self, block: int) -> None:
         content = self._content.pop(block, None)
@@ -202,10 +202,10 @@ class BlockPool:
         self,
         tables: Iterable[Sequence[int]],
         reservations: Mapping[int, Sequence[bytes]] | None = None,
-        parts: Mapping[int, Sequence[bytes]] | None = None,
+        partial: Mapping[int, Sequence[bytes]] | None = None,
     ) -> None:
         """Raises AssertionError unless free + used + cached = total, the counts equal the block tables' uses, and
-        exactly what `reservations` and `parts` (turn → contents) name is kept.
+        exactly what `reservations` and `partial` (arrival → contents) name is kept.
         """
         uses = Counter(block for table in tables for block in table)
         assert [uses[b] for b in range(self.total)] == self._references, (
@@ -222,19 +222,19 @@ class BlockPool:
         assert not free & set(self._content), "a free block has content"
         found = {(g, h): b for g, group in enumerate(self._block_of) for h, b in group.items()}
         assert {content: b for b, content in self._content.items()} == found, "hashes and blocks disagree"
-        wanted, copied = _turns_of(reservations or {}), _turns_of(parts or {})
-        assert wanted == self._reserved.turns, "reservations differ from what waits"
-        assert copied == self._parts.turns, "reserved parts differ from what waits"
+        wanted, copied = _arrivals_of(reservations or {}), _arrivals_of(partial or {})
+        assert wanted == self._reserved.arrivals, "reservations differ from what waits"
+        assert copied == self._partial.arrivals, "reserved partial blocks differ from what waits"
         kept = {*wanted, *copied}
         assert all(b in self._content and self._content[b][1] in kept for b in cached), (
             "a block is kept for nobody"
         )
 
 
-def _turns_of(reservations: Mapping[int, Sequence[bytes]]) -> dict[bytes, list[int]]:
-    """Content → the turns that reserve it, ascending."""
+def _arrivals_of(reservations: Mapping[int, Sequence[bytes]]) -> dict[bytes, list[int]]:
+    """Map each content to the arrivals that reserve it, ascending."""
     found: dict[bytes, list[int]] = {}
-    for turn, contents in sorted(reservations.items()):
+    for arrival, contents in sorted(reservations.items()):
         for content in contents:
-            found.setdefault(content, []).append(turn)
+            found.setdefault(content, []).append(arrival)
     return found

@@ -7,35 +7,35 @@ from collections.abc import Iterable
 
 
 class Reservations:
-    """For each content the turns of the sequences that reserve it; a smaller turn comes earlier."""
+    """For each content the arrivals of the sequences that reserve it; a smaller arrival comes earlier."""
 
     def __init__(self) -> None:
-        self.turns: dict[bytes, list[int]] = {}  # ascending
+        self.arrivals: dict[bytes, list[int]] = {}  # ascending
 
     def __contains__(self, content: bytes) -> bool:
-        return content in self.turns
+        return content in self.arrivals
 
-    def add(self, contents: Iterable[bytes], turn: int) -> None:
+    def add(self, contents: Iterable[bytes], arrival: int) -> None:
         for content in contents:
-            turns = self.turns.setdefault(content, [])
-            if turns and turn < turns[-1]:
-                insort(turns, turn)  # a preempted sequence is back
+            arrivals = self.arrivals.setdefault(content, [])
+            if arrivals and arrival < arrivals[-1]:
+                insort(arrivals, arrival)  # a preempted sequence is back
             else:
-                turns.append(turn)
+                arrivals.append(arrival)
 
-    def remove(self, content: bytes, turn: int) -> bool:
+    def remove(self, content: bytes, arrival: int) -> bool:
         """Whether nobody else reserves it."""
-        turns = self.turns[content]
-        del turns[bisect_left(turns, turn)]
-        if not turns:
-            del self.turns[content]
-        return not turns
+        arrivals = self.arrivals[content]
+        del arrivals[bisect_left(arrivals, arrival)]
+        if not arrivals:
+            del self.arrivals[content]
+        return not arrivals
 
     def count(self, content: bytes | None) -> int:
         """How many sequences reserve it."""
-        return len(self.turns.get(content, ())) if content is not None else 0
+        return len(self.arrivals.get(content, ())) if content is not None else 0
 
     def first(self, content: bytes) -> int | None:
-        """The turn that comes first of those that reserve it."""
-        turns = self.turns.get(content)
-        return turns[0] if turns else None
+        """The arrival that comes first of those that reserve it."""
+        arrivals = self.arrivals.get(content)
+        return arrivals[0] if arrivals else None

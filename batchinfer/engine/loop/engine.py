@@ -23,7 +23,7 @@ from batchinfer.engine.loop.in_flight import End, InFlight, Taken
 from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.schedule.constraints import Constraint, Constraints
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
-from batchinfer.engine.schedule.sequence import Sequence, StopStream, StopStreams
+from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus, StopStream, StopStreams
 from batchinfer_kernels.arithmetic import NO_TOKEN
 from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
 
@@ -95,7 +95,7 @@ class Engine:
         return (
             len(scheduler.waiting)
             + len(scheduler.running)
-            + len(scheduler.leaving)
+            + len(scheduler.finishing)
             + len(self._early.completions)
         )
 
@@ -123,7 +123,7 @@ class Engine:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
             return End("error", error=failed.error)
-        sequence.barrier = self._draft is not None or self._runner.needs_tokens(sequence)
+        sequence.needs_sync = self._draft is not None or self._runner.needs_tokens(sequence)
         if end is not None:
             self._early.requests.append(_request_sample(sequence, end, self._now()))
             return end
@@ -186,7 +186,7 @@ class Engine:
         if sequence.constraint is None or sequence.logprobs is not None:
             return None
         for token in sequence.constraint.forced():
-            sequence.forced += 1
+            sequence.jump_forward_tokens += 1
             self._forced += 1
             end = self._append(sequence, token, now, None)
             if end is not None:
@@ -224,21 +224,23 @@ class Engine:
         """Prepare the sequences for a step that is scheduled before this one's tokens are known: with placeholders for
         these, behind which it can run on."""
         for sequence in step.sampling:
-            if sequence.barrier:
-                sequence.blocked = True
+            if sequence.needs_sync:
+                sequence.status = SequenceStatus.AWAITING_TOKENS
                 continue
             tokens = sequence.tokens
             tokens.append(0)
-            sequence.pending += 1
+            sequence.placeholders += 1
             if len(tokens) >= sequence.max_length:
-                self._scheduler.leave(sequence)
+                self._scheduler.stop(sequence)
         for sequence in step.completed:
-            self._scheduler.leave(sequence)
+            self._scheduler.stop(sequence)
 
     def _propose(self, sequence: Sequence, draft: Draft) -> None:
         """Give a sequence that decodes its drafts. The last token that it may get is sampled, not proposed."""
         room = sequence.max_length - len(sequence) - 1
-        free = not (sequence.blocked or sequence.drafts) and sequence.constraint is None
+        free = (
+            sequence.status is SequenceStatus.RUNNING and not sequence.drafts and sequence.constraint is None
+        )
         if sequence.remaining == 1 and room > 0 and free:
             sequence.propose(draft(sequence)[:room])
 
@@ -283,7 +285,7 @@ class Engine:
                 continue
             found = logprobs[sequence] if sequence.logprobs is not None else None
             if len(given) == 1 and not sequence.drafts:
-                sequence.blocked = False
+                sequence.tokens_known()
                 end = self._append(sequence, given[0], now, found) or self._force(sequence, now)
             else:
                 taken = self._take(sequence, given, now, found)
@@ -297,11 +299,11 @@ class Engine:
         self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
     ) -> Taken:
         """Append any number of tokens to a sequence, up to the one that ends it; the rest is dropped."""
-        if sequence.pending:
+        if sequence.placeholders:
             raise ValueError(
                 f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
             )
-        sequence.blocked = False
+        sequence.tokens_known()
         taken = Taken(sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :])
         sequence.drop_drafts()
         for at, token in enumerate(tokens):
@@ -333,7 +335,9 @@ class Engine:
         """Give up the positions that were computed for rejected tokens."""
         if taken.end is None:
             sequence, end, again = taken.sequence, taken.useful_end, taken.count == 0
-            sequence.high_water = end if again else min(sequence.high_water, end)
+            sequence.computed_before_preemption = (
+                end if again else min(sequence.computed_before_preemption, end)
+            )
             # the last token has to run: again, if none came behind it
             self._scheduler.take_back(sequence, end - again)
 
@@ -344,13 +348,13 @@ class Engine:
 
     def _let_go(self, sequence: Sequence) -> None:
         """Remove a finished sequence. If the in-flight step runs it, its blocks are freed when that step has ended."""
-        runs_on = sequence.pending > 0
-        sequence.forget_pending()
+        runs_on = sequence.placeholders > 0
+        sequence.drop_placeholders()
         if runs_on:
             self._in_flight[0].dropped.add(sequence)
-            if sequence in self._scheduler.running:
-                self._scheduler.leave(sequence)
-        elif sequence in self._scheduler.leaving:
+            if sequence.status is not SequenceStatus.FINISHING:
+                self._scheduler.stop(sequence)
+        elif sequence.status is SequenceStatus.FINISHING:
             self._scheduler.release(sequence)
         else:
             self._scheduler.finish(sequence)
@@ -476,8 +480,8 @@ def _request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
         first_token_s=sequence.first_token_s if sequence.first_token_s is not None else now,
         finished_s=now,
         constrained=sequence.constraint is not None,
-        steered=sequence.steered,
-        forced_tokens=sequence.forced,
+        steered=sequence.masking.ever_steered,
+        forced_tokens=sequence.jump_forward_tokens,
         unrun_tokens=sequence.output_length - ran,
         cut=end.for_length,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
 from batchinfer.core.request import FinishReason, RowError
 from batchinfer.engine.runner.runner import Launched
-from batchinfer.engine.schedule.scheduler import Chunk, Step
+from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer_kernels.cost import StepShape
 
@@ -70,38 +71,22 @@ class InFlight:
     result: Launched | None = None
     shape: StepShape | None = None  # of what is useful, without what was dropped
     irregular: list[Taken] = field(default_factory=list)  # of sequences that did not just get the next token
-    dropped: set[Sequence] = field(
-        default_factory=set
-    )  # sequences that had already ended when it was launched
+    dropped: set[Sequence] = field(default_factory=set)  # sequences that had ended when it was launched
 
     @classmethod
     def of(cls, step: Step, began_s: float) -> InFlight:
         """Read the chunks before launching, which moves the sequences on."""
-        chunks = step.chunks
-        sampling: list[Sequence] = []
-        completed: list[Sequence] = []
-        decodes = recomputed = 0
-        for chunk in chunks:
-            sequence, start, length = chunk
-            end = start + length
-            if end == len(sequence.tokens):
-                if end < sequence.max_length:
-                    sampling.append(sequence)
-                else:
-                    completed.append(sequence)
-            if start < sequence.high_water:
-                recomputed += chunk.recomputed
-                decodes += chunk.decodes
-            elif start >= sequence.prompt_length:
-                decodes += length
-            elif end > sequence.prompt_length:
-                decodes += chunk.decodes
+        chunks, samples = step.chunks, sampling_chunks(step.chunks)
+        # A chunk that begins behind its prompt and behind what was computed before a preemption only decodes
+        reading = [c for c in chunks if c[1] < c[0].prompt_length or c[1] < c[0].computed_before_preemption]
+        recomputed = sum(c.recomputed for c in reading)
+        silent = [c for c, one in zip(chunks, samples, strict=True) if not one] if False in samples else []
         return cls(
             scheduled=step,
-            sampling=sampling,
-            completed=completed,
+            sampling=[c[0] for c in compress(chunks, samples)],
+            completed=[c.sequence for c in silent if c.end == len(c.sequence)],
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
-            decodes=decodes,
+            decodes=sum([c[2] for c in chunks]) - sum(c.length - c.decodes for c in reading),
             recomputed=recomputed,
             began_s=began_s,
         )

@@ -23,9 +23,9 @@ from batchinfer.engine.runner.pending import Pending
 from batchinfer.engine.runner.pieces import Pieces
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import Masked, Sampled, by_sequence
+from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.schedule.shared_parts import Copy
 from batchinfer.engine.tensors.batch import HostBatch, host_batch
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.device_tables import DeviceTables
@@ -154,7 +154,11 @@ class DeviceRunner(ModelRunner):
     def _run(self, host: HostBatch) -> tuple[Sampled | None, int, LaunchMode]:
         """(what was sampled, if anything was, padded tokens, and how it was launched)"""
         hidden, padded, mode = self._forward(host)
-        return (self.sampled(hidden, host.sampling, self.pending) if host.sampling else None), padded, mode
+        return (
+            (self.next_tokens(hidden, host.sampling, self.pending) if host.sampling else None),
+            padded,
+            mode,
+        )
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
         """(hidden states of the rows to sample from, padded tokens, and how it was launched)"""
@@ -182,7 +186,7 @@ class DeviceRunner(ModelRunner):
 
     def _fill_in(self, host: HostBatch, token_ids: Tensor) -> None:
         """Write the tokens that are awaited of the step before."""
-        waits = [sequence.pending > 0 for sequence in host.sampling]
+        waits = [sequence.placeholders > 0 for sequence in host.sampling]
         if True not in waits:
             return
         waiting, places = host.sampling, host.sampled_rows

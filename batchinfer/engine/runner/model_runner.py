@@ -15,10 +15,10 @@ from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.pending import Pending
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import Sampled, by_sequence
-from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.runner.sampler import Head, Sampler
+from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.schedule.shared_parts import Copy
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.engine.tensors.batch import build_batch
 from batchinfer.engine.tensors.table_rows import TableRows
@@ -26,7 +26,7 @@ from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, Laye
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 
-class Model(Protocol):
+class Model(Head, Protocol):
     """A decoder, as the runner needs it; `batchinfer.models.decoder.decoder` has it."""
 
     def forward(
@@ -38,12 +38,6 @@ class Model(Protocol):
     ) -> Tensor:
         """(T,) → hidden states (T, hidden). `inputs` and `plans` have an element for each cache group, `caches` one for
         each layer, which names its group."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(n, hidden) → (n, vocab) float32."""
-
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """(n, hidden) → (n,) int64, the argmax of the logits; NO_TOKEN where they are not finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +107,7 @@ class ModelRunner:
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
         if not batch.sampling:
             return RunnerOutput([], plans[0].padded_tokens, launch=self._launch)
-        sampled = self.sampled(hidden[batch.sampled_rows], batch.sampling)
+        sampled = self.next_tokens(hidden[batch.sampled_rows], batch.sampling)
         if sampled.masked is not None:
             sampled.masked.note(sampled.masked.barred.numpy(force=True))
         tokens, found = [[token] for token in sampled.tokens.tolist()], sampled.logprobs
@@ -129,26 +123,11 @@ class ModelRunner:
             plans.append(self.ops.plan_attention(own, self.layout.block_size, group.windows, beside))
         return plans
 
-    def sampled(self, hidden: Tensor, sequences: list[Sequence], pending: Pending | None = None) -> Sampled:
-        """What follows these rows' hidden states. `pending`: last tokens that only the device knows."""
-        if self.sampler.takes_argmax(sequences):
-            return Sampled(self.model.argmax(hidden))
-        if self.sampler.takes_argmax_first(sequences):
-            return self._corrected(hidden, sequences)
-        return self.sampler.sample(self.ops, self.model.logits(hidden), sequences, pending)
-
-    def _corrected(self, hidden: Tensor, sequences: list[Sequence]) -> Sampled:
-        """The argmax of each row, and of those whose mask does not allow it what it does allow."""
-        tokens = self.model.argmax(hidden)
-        refused = self.sampler.refused(sequences, tokens.tolist())
-        if not refused:
-            return Sampled(tokens)
-        masked = [sequences[row] for row in refused]
-        for sequence in masked:
-            sequence.obeys = False
-        corrected = self.sampler.sample(self.ops, self.model.logits(hidden[refused]), masked)
-        tokens[refused] = corrected.tokens
-        return Sampled(tokens, masked=corrected.masked)
+    def next_tokens(
+        self, hidden: Tensor, sequences: list[Sequence], pending: Pending | None = None
+    ) -> Sampled:
+        """Sample what follows these rows' hidden states. `pending`: last tokens that only the device knows."""
+        return self.sampler.next_tokens(self.ops, self.model, hidden, sequences, pending)
 
     def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
         """See batchinfer.engine.schedule.step_shape."""

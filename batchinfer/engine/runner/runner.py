@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.core.samples import LaunchMode
+from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.schedule.shared_parts import Copy
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 

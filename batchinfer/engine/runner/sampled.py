@@ -38,8 +38,8 @@ class Masked:
     def note(self, barred: NDArray[Any]) -> None:
         """Remember on the sequences what `barred` says on the host."""
         for sequence, one in zip(self.sequences, barred.tolist(), strict=True):
-            sequence.obeys = not one
-            sequence.steered = sequence.steered or one
+            masking = sequence.masking
+            masking.followed, masking.ever_steered = not one, masking.ever_steered or one
 
 
 @dataclass(frozen=True, slots=True, eq=False)

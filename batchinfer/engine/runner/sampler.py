@@ -23,6 +23,16 @@ from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
 
 
+class Head(Protocol):
+    """The end of a model, which makes logits of hidden states."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, hidden) → (n, vocab) float32."""
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """(n, hidden) → (n,) int64, the argmax of the logits; NO_TOKEN where they are not finite numbers."""
+
+
 class TokenMask(Protocol):
     """Says which tokens a row may get next, for example those that a grammar allows."""
 
@@ -81,21 +91,47 @@ class Sampler:
         """Whether the tokens of this row are masked."""
         return self.mask is not None and self.mask.masks(sequence)
 
-    def takes_argmax(self, sequences: list[Sequence]) -> bool:
-        """Whether each row needs no more than the argmax of its logits, so that the logits need not be written."""
-        alone = all(s.argmax_alone or _argmax_alone(s) for s in sequences)
-        return alone and (self.mask is None or not any(map(self.mask.masks, sequences)))
+    def next_tokens(
+        self,
+        ops: Ops,
+        head: Head,
+        hidden: Tensor,
+        sequences: list[Sequence],
+        pending: Pending | None = None,
+    ) -> Sampled:
+        """The next token of each row, from its hidden state. Logits are written only for rows that need more than their
+        argmax. `pending`: last tokens that only the device knows."""
+        if self.tries_argmax(sequences):
+            return self._corrected(ops, head, hidden, sequences)
+        return self.sample(ops, head.logits(hidden), sequences, pending)
 
-    def takes_argmax_first(self, sequences: list[Sequence]) -> bool:
-        """Whether each row's token is likely to be the argmax of its logits, so that `refused` is asked and the logits
-        are written for the rows that it names alone."""
-        return self.on_host and all(_argmax_alone(s) and (s.obeys or not self.masks(s)) for s in sequences)
+    def tries_argmax(self, sequences: list[Sequence]) -> bool:
+        """Whether each row's token is the argmax of its logits, or is likely to be and can be looked at on the host."""
+        if not all(s.plain_greedy or _is_greedy(s) for s in sequences):
+            return False
+        if self.mask is None:
+            return True
+        return all((self.on_host and s.masking.followed) or not self.mask.masks(s) for s in sequences)
 
-    def refused(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
-        """The rows whose token is not known to be allowed."""
-        asked = [i for i, s in enumerate(sequences) if self.masks(s) and tokens[i] != NO_TOKEN]
-        if self.mask is None or not asked:
+    def _corrected(self, ops: Ops, head: Head, hidden: Tensor, sequences: list[Sequence]) -> Sampled:
+        """The argmax of each row, and of those whose mask does not allow it what it does allow."""
+        tokens = head.argmax(hidden)
+        refused = self.refused(sequences, tokens)
+        if not refused:
+            return Sampled(tokens)
+        masked = [sequences[row] for row in refused]
+        for sequence in masked:
+            sequence.masking.followed = False
+        corrected = self.sample(ops, head.logits(hidden[refused]), masked)
+        tokens[refused] = corrected.tokens
+        return Sampled(tokens, masked=corrected.masked)
+
+    def refused(self, sequences: list[Sequence], found: Tensor) -> list[int]:
+        """The rows whose token in `found` is not known to be allowed."""
+        if self.mask is None or not any(map(self.mask.masks, sequences)):
             return []
+        tokens = found.tolist()
+        asked = [i for i, s in enumerate(sequences) if self.masks(s) and tokens[i] != NO_TOKEN]
         allowed = self.mask.allowed([sequences[i] for i in asked], [tokens[i] for i in asked])
         return [row for row, may in zip(asked, allowed, strict=True) if not may]
 
@@ -119,15 +155,14 @@ class Sampler:
 
     def _greedy(self, ops: Ops, logits: Tensor, which: list[int], sequences: list[Sequence]) -> Sampled:
         """The argmax of each row, `which` of them are masked."""
-        unsure = [i for i in which if self.on_host and sequences[i].obeys]
+        unsure = [i for i in which if self.on_host and sequences[i].masking.followed]
         sure = sorted({*which}.difference(unsure))
         bits = np.full((len(sequences), mask_words(logits.shape[1])), -1, np.int32)
         if sure:
             bits[sure] = self._filled([sequences[i] for i in sure], logits)
         tokens, barred = ops.masked_argmax(logits, *upload([bits], logits.device))
         if unsure:
-            found = tokens[unsure].tolist()
-            refused = [unsure[row] for row in self.refused([sequences[i] for i in unsure], found)]
+            refused = [unsure[row] for row in self.refused([sequences[i] for i in unsure], tokens[unsure])]
             self._correct(ops, logits, refused, sequences, (tokens, barred))
         if len(which) < len(sequences):
             (index,) = upload([np.array(which, np.int64)], logits.device)
@@ -187,7 +222,7 @@ class Sampler:
         self, penalties: Penalties, sequences: list[Sequence], last: list[int], pending: Pending
     ) -> None:
         """The last token of a row may be known on the device alone."""
-        waits = [s.pending > 0 and s.request.params.penalised for s in sequences]
+        waits = [s.placeholders > 0 and s.request.params.penalised for s in sequences]
         if True in waits:
             device, waiting = penalties.tokens.device, list(compress(sequences, waits))
             (index,) = upload([np.array(list(compress(last, waits)), np.int64)], device)
@@ -238,10 +273,9 @@ class _Asking:
 _NONE = np.empty(0, np.int32)
 
 
-def _argmax_alone(sequence: Sequence) -> bool:
-    """Whether nothing but a mask can give it another token than the argmax now."""
-    if sequence.argmax_alone:
-        return True
+def _is_greedy(sequence: Sequence) -> bool:
+    """Whether nothing but a mask can give the row another token than the argmax now. It may by now have the tokens that
+    it must have at least, without which `plain_greedy` is false."""
     return sequence.request.params.greedy and sequence.logprobs is None and not _reshaped(sequence)
 
 

@@ -53,7 +53,7 @@ def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
     shared: set[int] = set()
     held = []
     for steps, sequence in ordered:
-        left = sequence.left[group]
+        left = sequence.freed[group]
         # no block behind the prompt is shared
         prompt = sequence.tables[group][left : sequence.prompt_length // pool.block_size]
         common = [block for block in prompt if pool.users(block) > 1]

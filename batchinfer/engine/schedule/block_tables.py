@@ -13,7 +13,7 @@ LEFT = 0  # entry of a block that a window has left. Operators do not read what 
 
 class BlockTables:
     """All tables of a sequence have the same length. Those of a window give up the blocks that it has left: entries
-    before `sequence.left` name no block of the sequence.
+    before `sequence.freed` name no block of the sequence.
     """
 
     def __init__(self, pool: BlockPool, windows: tuple[int | None, ...]) -> None:
@@ -50,13 +50,13 @@ class BlockTables:
         """Free the blocks in which no token from `start` on sees anything."""
         for group, window in self._windows:
             first, last = (
-                sequence.left[group],
+                sequence.freed[group],
                 min(self.sizes.left(window, start), len(sequence.tables[group])),
             )
             if first < last:
                 self._drop(sequence, group, window, first, last)
                 sequence.tables[group][first:last] = [LEFT] * (last - first)
-                sequence.left[group] = last
+                sequence.freed[group] = last
 
     def cut(self, sequence: Sequence, tokens: int) -> bool:
         """Free the blocks behind so many tokens; whether there were any."""
@@ -72,16 +72,16 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Free all its blocks."""
         for group, window in self._windows:
-            self._drop(sequence, group, window, sequence.left[group], len(sequence.tables[group]))
+            self._drop(sequence, group, window, sequence.freed[group], len(sequence.tables[group]))
         for group in self._whole:
             self.pool.release(sequence.tables[group])
-        sequence.tables, sequence.left = [], []
+        sequence.tables, sequence.freed = [], []
 
     def give_back(self, sequence: Sequence) -> None:
         """Undo `share`."""
         for blocks in self.held(sequence):
             self.pool.release(blocks)
-        sequence.tables, sequence.left = [], []
+        sequence.tables, sequence.freed = [], []
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the prompt blocks findable that tokens [start, end) complete, and the one in which the prompt ends once
@@ -92,7 +92,7 @@ class BlockTables:
         for index in range(first, last + ends):
             digest = sequence.content(index, size)
             for group, table in enumerate(sequence.tables):
-                if index >= sequence.left[group]:
+                if index >= sequence.freed[group]:
                     self.pool.register(table[index], digest, group)
 
     def found(self, sequence: Sequence) -> int:
@@ -103,7 +103,7 @@ class BlockTables:
         """Acquire its first blocks, as far as they are cached."""
         digests = sequence.hashes[: sequence.reserved]
         blocks = self._reusable(digests)
-        sequence.tables, sequence.left = [], []
+        sequence.tables, sequence.freed = [], []
         for group, window in enumerate(self.sizes.windows):
             first = 0 if window is None else self.sizes.left(window, blocks * self.pool.block_size)
             found = [
@@ -114,11 +114,11 @@ class BlockTables:
             assert len(found) == blocks - first, "a shared block is not there"
             self.pool.acquire(found)
             sequence.tables.append([LEFT] * first + found)
-            sequence.left.append(first)
+            sequence.freed.append(first)
 
     def held(self, sequence: Sequence) -> Iterator[list[int]]:
         """The blocks of each of its tables."""
-        for table, left in zip(sequence.tables, sequence.left, strict=True):
+        for table, left in zip(sequence.tables, sequence.freed, strict=True):
             yield table[left:]
 
     def check(self, sequence: Sequence) -> None:
@@ -130,7 +130,7 @@ class BlockTables:
         assert len(sequence.tables[0]) >= self.sizes.blocks(sequence.computed), (
             "computed tokens without block"
         )
-        for left, window in zip(sequence.left, self.sizes.windows, strict=True):
+        for left, window in zip(sequence.freed, self.sizes.windows, strict=True):
             seen = 0 if window is None else self.sizes.left(window, sequence.computed)
             assert left <= seen, "a window has lost a block"
 

@@ -68,7 +68,7 @@ class OutputLengths:
             return sequence.max_length
         most, now = sequence.max_length - sequence.prompt_length, _bin(sequence)
         left = CERTAIN - self._dead[now]
-        quantile = (sequence.turn * _GOLDEN & 0xFFFFFFFF) * left >> 32
+        quantile = (sequence.arrival * _GOLDEN & 0xFFFFFFFF) * left >> 32
         if sequence.preemptions:
             quantile = left - (left - quantile) // CAUTION
         end = bisect_right(self._dead, self._dead[now] + quantile, now + 1, BINS)

@@ -11,9 +11,9 @@ from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.admission import CountedBlocks, peak_blocks
 from batchinfer.engine.schedule.block_tables import BlockTables
 from batchinfer.engine.schedule.output_lengths import OutputLengths
+from batchinfer.engine.schedule.partial_blocks import Copy, PartialBlock, PartialBlocks
 from batchinfer.engine.schedule.refill import IDLE, Refill, RefillCosts
-from batchinfer.engine.schedule.sequence import Sequence, SharedPart
-from batchinfer.engine.schedule.shared_parts import Copy, SharedParts
+from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 
 # One in so many blocks stays free of estimates. Simulated with five distributions of lengths (exponential, uniform,
 # normal, two peaks, all at max_tokens) in two scarce caches, against lengths that are known, mean (worst) time and
@@ -23,6 +23,8 @@ HEAD_ROOM = 20
 # A row that did not fit is looked at again when another has ended, or after so many steps: while it waits the others
 # get closer to their ends. A forecast for 256 rows takes 0.2 to 0.5 ms, so this hides it.
 RETRY_STEPS = 8
+
+_AWAITING = SequenceStatus.AWAITING_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +56,33 @@ class Chunk(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are sampled behind the chunk: it reaches the sequence's end, and one more may follow."""
-        return self.start + self.length == len(self.sequence.tokens) < self.sequence.max_length
+        """Whether tokens are sampled behind the chunk; see `sampling_chunks`."""
+        return sampling_chunks([self])[0]
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens of this chunk that had been computed before a preemption."""
+        start, before = self.start, self.sequence.computed_before_preemption
+        return min(start + self.length, before) - start if start < before else 0
 
     @property
     def decodes(self) -> int:
         """Tokens behind the prompt that run for the first time. Recomputation after a preemption ends with one."""
         sequence = self.sequence
-        return max(0, self.start + self.length - max(self.start, sequence.high_water, sequence.prompt_length))
-
-    @property
-    def recomputed(self) -> int:
-        """Tokens of this chunk that had been computed before a preemption."""
-        start, high_water = self.start, self.sequence.high_water
-        return min(start + self.length, high_water) - start if start < high_water else 0
+        return max(0, self.end - max(self.start, sequence.computed_before_preemption, sequence.prompt_length))
 
     @property
     def fresh(self) -> Chunk:
         """The tokens that run for the first time; its length may be 0."""
         again = self.recomputed
         return Chunk(self.sequence, self.start + again, self.length - again)
+
+
+def sampling_chunks(chunks: list[Chunk]) -> list[bool]:
+    """Say of each chunk whether tokens are sampled behind it: it reaches its sequence's end, and one more may follow.
+
+    Written for speed: it passes over every row of every step."""
+    return [start + length == len(s.tokens) < s.max_length for s, start, length in chunks]
 
 
 @dataclass(slots=True)
@@ -85,7 +94,7 @@ class Step:
     preemptions: int = 0
     copies: list[Copy] = field(
         default_factory=list
-    )  # before attention, once K and V of the chunks are stored
+    )  # made once K and V of the chunks are stored, before attention
     copied_tokens: int = 0  # in each layer
 
 
@@ -99,7 +108,7 @@ class Scheduler:
 
     A chunk's full prompt blocks are findable as soon as it is scheduled, so that a sequence admitted later in the
     same step shares them: in every layer, all K and V of a step are written before any attention reads them. Where its
-    prompt leaves such a block in the middle, it gets a copy of what they have in common (`SharedParts`).
+    prompt leaves such a block in the middle, it gets a copy of what they have in common (`PartialBlocks`).
 
     `windows`: of the cache groups, whose block tables each sequence has; see `BlockTables`.
     """
@@ -119,14 +128,13 @@ class Scheduler:
         self.tables = BlockTables(pool, windows)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first; a dict, because any of them may leave
-        self.leaving: dict[
-            Sequence, None
-        ] = {}  # not scheduled any more, but an in-flight step still reads their blocks
+        # Not scheduled any more, but an in-flight step still reads their blocks
+        self.finishing: dict[Sequence, None] = {}
         self._lengths = lengths or OutputLengths()
         self._added = 0
-        self.parts = SharedParts(self.tables, config.least_copied if config.prefix_caching else None)
+        self.partial = PartialBlocks(self.tables, config.least_copied if config.prefix_caching else None)
         self._next_prefix: list[bytes] = []  # contents that the request to be added next will look for
-        self._next_part: SharedPart | None = None
+        self._next_partial: PartialBlock | None = None
         self._for_chunks = self.tables.sizes.for_chunks(config.max_num_batched_tokens)
         # Blocks of all that runs or leaves, if none shares and each grows to its max_length, and of a step's chunks
         self._most = self._for_chunks
@@ -137,9 +145,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the whole cache could not hold it."""
         most = self.tables.sizes.alone(sequence.max_length, self._most_tokens)
-        sequence.turn, fits = self._added, most <= self.pool.total
+        sequence.arrival, fits = self._added, most <= self.pool.total
         if fits:
-            self.parts.add(sequence)
+            self.partial.insert(sequence)
             self._reserve(sequence)
             self.waiting.append(sequence)
         self._expect_next(sequence)
@@ -151,15 +159,16 @@ class Scheduler:
 
     def _expect_next(self, sequence: Sequence) -> None:
         """Reserve the prefix that the next request shares with this one: the queue may be empty until it comes."""
-        size, before, part, turn = self.pool.block_size, self._next_prefix, self._next_part, self._added
+        size, before, partial = self.pool.block_size, self._next_prefix, self._next_partial
+        arrival = self._added
         shared = min(sequence.request.shares_next, sequence.prompt_length)
         self._next_prefix = sequence.block_hashes(shared // size if self.config.prefix_caching else 0, size)
-        self._next_part = self.parts.behind(sequence, shared)
+        self._next_partial = self.partial.after(sequence, shared)
         self._added += 1
         self.pool.reserve(self._next_prefix, self._added)
-        self.parts.reserve(self._next_part, self._added)
-        self.pool.unreserve(before, turn)
-        self.parts.unreserve(part, turn)
+        self.partial.reserve(self._next_partial, self._added)
+        self.pool.unreserve(before, arrival)
+        self.partial.unreserve(partial, arrival)
 
     def limit_tokens(self, most: int | None) -> None:
         """Limit the tokens of each later step further than the configuration does; None: no further."""
@@ -168,7 +177,7 @@ class Scheduler:
             self.config = replace(self.config, max_num_batched_tokens=tokens)
 
     def schedule(self) -> Step:
-        """Decide the next step. It is empty only when there is nothing to run, or all of it is blocked."""
+        """Decide the next step. It is empty only when there is nothing to run, or all of it awaits tokens."""
         step = Step()
         self._leave_behind()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
@@ -181,24 +190,26 @@ class Scheduler:
 
     def launched(self) -> None:
         """The step that was scheduled last is launched."""
-        self.parts.launched()
+        self.partial.launched()
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that is done and free its blocks."""
-        self.leave(sequence)
+        self.stop(sequence)
         self.release(sequence)
 
-    def leave(self, sequence: Sequence) -> None:
+    def stop(self, sequence: Sequence) -> None:
         """Remove a sequence from the running ones. It keeps its blocks until `release`."""
         del self.running[sequence]
-        self.leaving[sequence] = None
+        self.finishing[sequence] = None
+        sequence.status = SequenceStatus.FINISHING
         self.tables.leave_behind(sequence, sequence.computed)
         self._lengths.record(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence that left, once no in-flight step reads them."""
-        del self.leaving[sequence]
-        self.parts.remove(sequence)
+        """Free the blocks of a sequence that finishes, once no in-flight step reads them."""
+        del self.finishing[sequence]
+        sequence.status = SequenceStatus.FINISHED
+        self.partial.remove(sequence)
         self._release(sequence)
         self._patience = 0
         self._refill.ended += 1
@@ -220,7 +231,7 @@ class Scheduler:
         self._leave_behind()
         missing = 0
         for sequence in self.running:
-            if sequence.blocked:
+            if sequence.status is _AWAITING:
                 continue
             length = min(sequence.remaining, budget)
             missing += max(0, self.tables.missing(sequence, sequence.computed + length))
@@ -237,7 +248,7 @@ class Scheduler:
         if self.tables.have_windows:  # then a sequence may hold a shared block without its parents
             tables = [s.tables[group][: sizes.blocks(start + n)] for s, start, n in chunks]
             return sum(map(len, tables)) - len(set().union(*tables))
-        if len(chunks) == len(self.running) + len(self.leaving):
+        if len(chunks) == len(self.running) + len(self.finishing):
             return pool.shared // sizes.tables  # nobody else holds any, and what is shared was run
         counted = CountedBlocks(pool)
         return sum(counted.before(s.tables[group], sizes.blocks(start + n)) for s, start, n in chunks)
@@ -247,23 +258,30 @@ class Scheduler:
         while self.waiting:
             sequence = self.waiting.popleft()
             self._unreserve(sequence)
-            self.parts.remove(sequence)
+            self.partial.remove(sequence)
         self.pool.unreserve(self._next_prefix, self._added)
-        self.parts.unreserve(self._next_part, self._added)
-        self._next_prefix, self._next_part = [], None
+        self.partial.unreserve(self._next_partial, self._added)
+        self._next_prefix, self._next_partial = [], None
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the block accounting is off."""
-        reservations = {s.turn: s.hashes[: s.reserved] for s in self.waiting}
+        reservations = {s.arrival: s.hashes[: s.reserved] for s in self.waiting}
         reservations[self._added] = self._next_prefix
-        parts = {s.turn: [s.part.content] for s in self.waiting if s.part is not None}
-        parts |= {self._added: [self._next_part.content]} if self._next_part is not None else {}
-        holders = [*self.running, *self.leaving]
-        self.pool.check_integrity((t for s in holders for t in self.tables.held(s)), reservations, parts)
+        each = ((s.arrival, self.partial.wanted(s)) for s in self.waiting)
+        partial = {arrival: [block.content] for arrival, block in each if block is not None}
+        partial |= {self._added: [self._next_partial.content]} if self._next_partial is not None else {}
+        holders = [*self.running, *self.finishing]
+        self.pool.check_integrity((t for s in holders for t in self.tables.held(s)), reservations, partial)
         assert not any(s.tables for s in self.waiting), "a waiting sequence holds blocks"
         assert not any(s.reserved for s in holders), "a running sequence holds a reservation"
-        assert not any(s.pending or s.drafts or s.blocked for s in self.waiting), (
-            "a waiting sequence awaits tokens"
+        assert not any(s.placeholders or s.drafts for s in self.waiting), "a waiting sequence awaits tokens"
+        assert all(s.status is SequenceStatus.WAITING for s in self.waiting), (
+            "a waiting sequence is not WAITING"
+        )
+        runs = (SequenceStatus.RUNNING, SequenceStatus.AWAITING_TOKENS)
+        assert all(s.status in runs for s in self.running), "a running sequence has another status"
+        assert all(s.status is SequenceStatus.FINISHING for s in self.finishing), (
+            "a sequence is not FINISHING"
         )
         for sequence in holders:
             self.tables.check(sequence)
@@ -275,16 +293,17 @@ class Scheduler:
         may be taken back."""
         if self.tables.have_windows:
             for sequence in self.running:
-                start = sequence.computed - (sequence.drafts + 1 if sequence.blocked else 0)
+                start = sequence.computed - (sequence.drafts + 1 if sequence.status is _AWAITING else 0)
                 self.tables.leave_behind(sequence, start)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
         """Written for speed: it passes over every row of every step."""
         size, chunks, new_tuple, preempted = self.pool.block_size, step.chunks, tuple.__new__, False
+        waiting, awaiting = SequenceStatus.WAITING, _AWAITING
         for sequence in list(self.running):
-            if budget == 0 or (preempted and sequence not in self.running):
+            if budget == 0 or (preempted and sequence.status is waiting):
                 break  # the youngest ones may have been preempted
-            if sequence.blocked:
+            if sequence.status is awaiting:
                 continue
             start, end = sequence.computed, len(sequence.tokens) - sequence.drafts
             length = end - start
@@ -330,12 +349,13 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        assert not sequence.pending, "who looks ahead asks `has_room` first"
-        assert not sequence.blocked, "an in-flight step runs it"
+        assert not sequence.placeholders, "who looks ahead asks `has_room` first"
+        assert sequence.status is not _AWAITING, "an in-flight step runs it"
+        sequence.status = SequenceStatus.WAITING
         sequence.drop_drafts()
         self._reserve(sequence)  # first: what is released is then kept for it
         self._release(sequence)
-        sequence.high_water = max(sequence.high_water, sequence.computed)
+        sequence.computed_before_preemption = max(sequence.computed_before_preemption, sequence.computed)
         sequence.computed = 0
         sequence.preemptions += 1
         self.waiting.appendleft(sequence)
@@ -343,13 +363,13 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence) -> None:
         sequence.reserved = self._sharable(sequence)
-        self.pool.reserve(sequence.block_hashes(sequence.reserved, self.pool.block_size), sequence.turn)
-        self.parts.reserve(sequence.part, sequence.turn)
+        self.pool.reserve(sequence.block_hashes(sequence.reserved, self.pool.block_size), sequence.arrival)
+        self.partial.reserve(self.partial.wanted(sequence), sequence.arrival)
 
     def _unreserve(self, sequence: Sequence) -> None:
-        self.pool.unreserve(sequence.hashes[: sequence.reserved], sequence.turn)
+        self.pool.unreserve(sequence.hashes[: sequence.reserved], sequence.arrival)
         sequence.reserved = 0
-        self.parts.unreserve(sequence.part, sequence.turn)
+        self.partial.unreserve(self.partial.wanted(sequence), sequence.arrival)
 
     def _sharable(self, sequence: Sequence) -> int:
         """How many prompt blocks it could share. The last token is never among them: it has to run."""
@@ -358,7 +378,7 @@ class Scheduler:
         return sequence.prompt_blocks(len(sequence) - 1, self.pool.block_size)
 
     def _release(self, sequence: Sequence) -> None:
-        self.parts.released(sequence)
+        self.partial.released(sequence)
         self.tables.release(sequence)
         self._most -= self._bound(sequence)
 
@@ -403,24 +423,26 @@ class Scheduler:
         """Give a waiting sequence the blocks that it shares; those of which it copies the beginning; None: it does not
         fit."""
         self.tables.share(sequence)
-        sequence.computed = self.tables.tokens(sequence)
-        sources = self.parts.take(sequence)
+        whole = self.tables.tokens(sequence)
+        sources, wanted = self.partial.acquire(sequence), self.partial.wanted(sequence)
+        sequence.computed = whole + (wanted.tokens if sources and wanted is not None else 0)
         if self._fits(sequence, budget):
             return sources
         if sources:  # before its blocks are given back: what follows them is to be evicted first
-            self.parts.give_back(sequence)
-            if not self.running and not self.leaving:  # nobody will make room for them
+            self.partial.release()
+            sequence.computed = whole
+            if not self.running and not self.finishing:  # nobody will make room for them
                 return []
         return None
 
     def _copy(self, sequence: Sequence, sources: list[int], step: Step) -> None:
         """Fill the beginning of its first block of its own from these, if there are any."""
-        self.parts.admitted(sequence)
-        if not sources:
+        self.partial.admitted(sequence)
+        wanted = self.partial.wanted(sequence)
+        if not sources or wanted is None:
             return
-        assert sequence.part is not None
-        step.copies += self.parts.copies(sequence, sources)
-        step.copied_tokens += sequence.part.tokens
+        step.copies += self.partial.copies(sequence, sources)
+        step.copied_tokens += wanted.tokens
         self.tables.leave_behind(sequence, sequence.computed)  # windows begin so much later
 
     def _waits_for_others(self, budget: int) -> bool:
@@ -439,7 +461,7 @@ class Scheduler:
     def _unshared(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that are not in the cache."""
         found = self.tables.found(sequence)
-        return len(sequence.tokens) - found - self.parts.found(sequence, found // self.pool.block_size)
+        return len(sequence.tokens) - found - self.partial.match(sequence, found // self.pool.block_size)
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
         """Whether its chunk fits now, and it and the running sequences are expected to end without a preemption."""
@@ -447,11 +469,11 @@ class Scheduler:
             return False
         if self._most + self._bound(sequence) <= self.pool.total:
             return True
-        if not self.running and not self.leaving:
+        if not self.running and not self.finishing:
             return True  # `add` has seen to it, and it need not share with anyone's wrong estimate
         self._lengths.survey(self.running)
         ends = [(self._steps_left(s), s) for s in self.running]
-        ends += [(0, s) for s in self.leaving]
+        ends += [(0, s) for s in self.finishing]
         ends.append((self._steps_left(sequence) + self._reading(sequence, budget), sequence))
         head_room = 0 if sequence.exact else self.pool.total // HEAD_ROOM
         return peak_blocks(ends, self.tables) + self._of_chunks(sequence) <= self.pool.total - head_room
@@ -481,8 +503,9 @@ class Scheduler:
     def _start(self, sequence: Sequence, step: Step) -> None:
         self._unreserve(sequence)
         # what it had computed before a preemption was run once, and saves nothing
-        saved = max(0, sequence.computed - sequence.high_water)
+        saved = max(0, sequence.computed - sequence.computed_before_preemption)
         sequence.cached_tokens += saved
         step.cached_tokens += saved
         self.running[sequence] = None
+        sequence.status = SequenceStatus.RUNNING
         self._most += self._bound(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from hashlib import blake2b
 
 from batchinfer.core.request import FinishReason, Request
@@ -21,56 +22,76 @@ StopStreams = Callable[[SamplingParams], StopStream]
 _ROTATED_LATER = b"rotated from a later row"
 
 
-@dataclass(slots=True, eq=False)
-class SharedPart:
-    """What several sequences have in common behind their last common whole block: the first `tokens` tokens of their
-    blocks `index`. `content`: of the block from which they take it over; `turns`: of those that wait to do so."""
+class SequenceStatus(Enum):
+    """Where a sequence stands between its arrival and its end."""
 
-    content: bytes
-    index: int
-    tokens: int
-    turns: list[int] = field(default_factory=list)
+    WAITING = auto()  # queued, for the first time or after a preemption; it holds no blocks
+    RUNNING = auto()  # each step may run it
+    AWAITING_TOKENS = (
+        auto()
+    )  # an in-flight step will give it tokens; it is not scheduled until they are known
+    FINISHING = auto()  # it is not scheduled any more, but an in-flight step still reads its blocks
+    FINISHED = auto()  # its blocks are free
+
+
+_AWAITING = SequenceStatus.AWAITING_TOKENS
+
+
+@dataclass(slots=True)
+class Masking:
+    """What the sampler remembers of a row's mask."""
+
+    followed: bool = True  # whether the last token would have been the same without the mask
+    ever_steered: bool = False  # whether the mask ever kept the row from its most likely token
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Token ids, block table and state of one request. Owned by the scheduler; plain ints only."""
+    """A request in flight: its token ids, block tables and state. The fields are grouped by who writes them."""
 
+    # Fixed when the sequence is made
     request: Request
-    tokens: array[int]  # prompt, then output
     prompt_length: int
     max_length: int  # prompt and output together may not grow beyond this
-    stop_stream: StopStream | None = None
-    constraint: Constraint | None = None  # what its answer has to follow
-    logprobs: CollectedLogprobs | None = None  # of its output tokens; None: the request does not ask for them
-    stops: frozenset[int] = frozenset()  # tokens that end it
-    watched: bool = False  # whether a token has to be looked at for more than `stops` and its length
-    argmax_alone: bool = False  # whether nothing but a mask ever gives it another token than the argmax
-    rotated_from: int = 0  # the row of the rotary tables at which its positions begin
-    computed: int = 0  # tokens whose K and V are in the cache
-    pending: int = 0  # how many of its last tokens are placeholders, whose values are still on the device
-    drafts: int = 0  # how many of its last tokens are proposals, which the next step that runs it verifies
-    barrier: bool = False  # no step looks ahead of its tokens: a step may give it none or several
-    blocked: bool = False  # an in-flight step will give it tokens; it is not scheduled until they are known
-    high_water: int = 0  # most tokens that were computed before a preemption: so many again are recomputation
-    tables: list[list[int]] = field(
-        default_factory=list
-    )  # of each cache group: blocks by position; none, if it waits
-    left: list[int] = field(
-        default_factory=list
-    )  # of each cache group: so many leading entries are free again
-    hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, as far as asked for
-    turn: int = 0  # place in the order of admission, kept over a preemption
-    reserved: int = 0  # while it waits: how many of its first blocks' contents are kept for it
-    part: SharedPart | None = None  # what it takes over behind whole blocks, if that is there
-    obeys: bool = True  # whether its last token would have been the same without its constraint
-    steered: bool = False  # whether its constraint ever kept it from its most likely token
-    forced: int = 0  # output tokens that had to come and were not sampled
-    cached_tokens: int = 0  # prompt tokens taken from a shared prefix instead of being run
-    preemptions: int = 0
-    queued_s: float = 0.0
+    stop_stream: StopStream | None
+    stop_token_ids: frozenset[int]  # tokens that end the answer
+    plain_greedy: bool  # whether nothing but a mask ever gives it another token than the argmax
+    rotated_from: int  # the row of the rotary tables at which its positions begin
+
+    # Written by the Engine
+    tokens: array[int]  # the prompt, then the output
+    logprobs: CollectedLogprobs | None  # of the output tokens; None: the request does not ask for them
+    watched: bool  # whether a token has to be looked at for more than `stop_token_ids` and the length
+    queued_s: float
     scheduled_s: float | None = None
     first_token_s: float | None = None
+    constraint: Constraint | None = None  # what the answer has to follow
+    needs_sync: bool = False  # no step looks ahead of its tokens: a step may give it none or several
+    placeholders: int = 0  # how many of the last tokens have values that only the device knows
+    drafts: int = 0  # how many of the last tokens are proposals, which the next step that runs it verifies
+    jump_forward_tokens: int = 0  # output tokens that had to come and were not sampled
+
+    # Written by the Scheduler. The Engine changes `status` between RUNNING and AWAITING_TOKENS, moves `computed` on
+    # after a launch, and lowers `computed_before_preemption` where drafts are rejected
+    status: SequenceStatus = SequenceStatus.WAITING
+    arrival: int = 0  # place in the order of arrival, kept over a preemption
+    computed: int = 0  # tokens whose K and V are in the cache
+    computed_before_preemption: int = (
+        0  # the most tokens computed before one; running them again is recomputation
+    )
+    reserved: int = 0  # while it waits: of how many first blocks the contents are kept for it
+    cached_tokens: int = 0  # prompt tokens taken from a shared prefix instead of being run
+    preemptions: int = 0
+
+    # Written by BlockTables: lists with an element for each cache group, empty while the sequence waits
+    tables: list[list[int]] = field(default_factory=list)  # blocks by position
+    freed: list[int] = field(default_factory=list)  # how many leading entries of the table are free again
+
+    # Written by the Sampler
+    masking: Masking = field(default_factory=Masking)
+
+    # Grows as block hashes are asked for: of the prompt's full blocks
+    hashes: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -84,17 +105,23 @@ class Sequence:
     ) -> Sequence:
         """A sequence that may become longer than `long_from` is rotated in the way that begins at `max_model_len`: what
         it may become is part of the row, so that its answer does not depend on other rows."""
-        tokens = array("i", request.prompt.tobytes())
-        longest = min(max_model_len, len(tokens) + request.params.max_tokens)
-        first = max_model_len if long_from is not None and longest > long_from else 0
-        params = request.params
-        made = cls(request, tokens, len(tokens), longest, stop_stream, queued_s=now)
-        made.logprobs, made.rotated_from = None if params.logprobs is None else CollectedLogprobs(), first
-        made.stops = (frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids)
-        made.watched = stop_stream is not None or made.logprobs is not None
-        free = not (params.penalised or params.min_tokens)
-        made.argmax_alone = params.greedy and made.logprobs is None and free
-        return made
+        params, prompt = request.params, array("i", request.prompt.tobytes())
+        longest = min(max_model_len, len(prompt) + params.max_tokens)
+        logprobs = None if params.logprobs is None else CollectedLogprobs()
+        reshaped = params.penalised or params.min_tokens > 0
+        return cls(
+            request=request,
+            prompt_length=len(prompt),
+            max_length=longest,
+            stop_stream=stop_stream,
+            stop_token_ids=(frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids),
+            plain_greedy=params.greedy and logprobs is None and not reshaped,
+            rotated_from=max_model_len if long_from is not None and longest > long_from else 0,
+            tokens=prompt,
+            logprobs=logprobs,
+            watched=stop_stream is not None or logprobs is not None,
+            queued_s=now,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -116,55 +143,61 @@ class Sequence:
     @property
     def known_length(self) -> int:
         """Tokens whose values are certain."""
-        return len(self.tokens) - self.pending - self.drafts
+        return len(self.tokens) - self.placeholders - self.drafts
 
     def take(self, token: int) -> None:
         """Append the next token, or put it in the place of the first placeholder."""
-        if self.pending:
-            self.tokens[-self.pending] = token
-            self.pending -= 1
+        if self.placeholders:
+            self.tokens[-self.placeholders] = token
+            self.placeholders -= 1
         else:
             self.tokens.append(token)
 
     def take_unwatched(self, token: int, now: float) -> FinishReason | None:
         """Append the next token of a sequence that is not watched and has no drafts; why it ends, if it does."""
-        tokens, pending = self.tokens, self.pending
-        if pending:
-            tokens[-pending] = token
-            self.pending = pending = pending - 1
+        tokens, placeholders = self.tokens, self.placeholders
+        if placeholders:
+            tokens[-placeholders] = token
+            self.placeholders = placeholders = placeholders - 1
         else:
             tokens.append(token)
-        self.blocked = False
+        if self.status is _AWAITING:
+            self.status = SequenceStatus.RUNNING
         if self.first_token_s is None:
             self.first_token_s = now
-        if token in self.stops or len(tokens) - pending >= self.max_length:
+        if token in self.stop_token_ids or len(tokens) - placeholders >= self.max_length:
             return self.ends_with(token)
         return None
 
+    def tokens_known(self) -> None:
+        """The tokens that it awaited are known: it may be scheduled again."""
+        if self.status is _AWAITING:
+            self.status = SequenceStatus.RUNNING
+
     def ends_with(self, token: int) -> FinishReason | None:
         """Why the sequence ends with its newest known token, if it does."""
-        length = len(self.tokens) - self.pending - self.drafts
-        if token in self.stops and length - self.prompt_length >= self.request.params.min_tokens:
+        length = self.known_length
+        if token in self.stop_token_ids and length - self.prompt_length >= self.request.params.min_tokens:
             return "stop"
         return "length" if length >= self.max_length else None
 
     def take_none(self) -> None:
         """Remove the first placeholder: its step gave no token."""
-        if self.pending:
-            del self.tokens[-self.pending]
-            self.pending -= 1
+        if self.placeholders:
+            del self.tokens[-self.placeholders]
+            self.placeholders -= 1
 
-    def forget_pending(self) -> None:
+    def drop_placeholders(self) -> None:
         """Remove all placeholders, because the sequence has ended."""
-        if self.pending:
-            del self.tokens[-self.pending :]
-            self.pending = 0
+        if self.placeholders:
+            del self.tokens[-self.placeholders :]
+            self.placeholders = 0
 
     def propose(self, tokens: Iterable[int]) -> None:
         """Append drafts: the next step runs them, too, and its tokens say how many of them were right."""
-        assert self.barrier, "a step may look ahead of its tokens"
-        assert not self.pending, "its last tokens are not known"
-        assert not self.blocked, "a step runs it"
+        assert self.needs_sync, "a step may look ahead of its tokens"
+        assert not self.placeholders, "its last tokens are not known"
+        assert self.status is not _AWAITING, "a step runs it"
         before = len(self.tokens)
         self.tokens.extend(tokens)
         self.drafts += len(self.tokens) - before

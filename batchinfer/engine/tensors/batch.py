@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.partial_blocks import Copy
+from batchinfer.engine.schedule.scheduler import Chunk, sampling_chunks
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.schedule.shared_parts import Copy
 from batchinfer.engine.tensors.table_rows import TableRows
 from batchinfer.models.ops.interface import AttentionInputs
 from batchinfer_kernels.step_tables import StepTables
@@ -86,8 +86,7 @@ def host_batch(
     positions = np.arange(len(row_of)) + (starts - ends + lens)[row_of]
     at, inside = np.divmod(positions, layout.block_size)
     contexts = (starts + lens).tolist()
-    # as Chunk.samples says, in a third of its time
-    samples = [end == len(s.tokens) < s.max_length for s, end in zip(sequences, contexts, strict=True)]
+    samples = sampling_chunks(chunks)
     all_sample = False not in samples  # nearly always: a list of bools takes long as an index
     return HostBatch(
         token_ids=_tokens(chunks, len(row_of)),

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
+from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.schedule.shared_parts import Copy
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.plan.simulation.launching import Launching
 from batchinfer.plan.simulation.step_time import StepTime

@@ -105,7 +105,7 @@ class Driver:
         for group, (own, *others) in enumerate(zip(kept, made, filled, strict=True)):
             assert [len(rows) for rows in (own.array(), *others)] == [count, count, size.rows]
             for place, sequence in enumerate(sequences):
-                table, left = sequence.tables[group], sequence.left[group]
+                table, left = sequence.tables[group], sequence.freed[group]
                 row = own.array()[place].tolist()
                 assert row[left:] == [*table[left:], *[0] * (len(row) - len(table))]
                 assert all(rows[place, left : len(table)].tolist() == table[left:] for rows in others)
@@ -129,7 +129,7 @@ class Driver:
             table = seq.tables[group]
             for at in range(least, chunk.end):
                 assert self.slots[table[at // size], at % size] == (group, known[at])
-            assert seq.left[group] == least // size, "a block that no token sees is held"
+            assert seq.freed[group] == least // size, "a block that no token sees is held"
 
     def post_process(self, seq: Sequence, end: int, samples: bool) -> None:
         seq.computed = end

@@ -20,6 +20,7 @@ from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
+from batchinfer.engine.schedule.sequence import SequenceStatus
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.ops.choose import choose_ops
@@ -119,7 +120,12 @@ class Preempting(Scheduler):
         self._steps += 1
         youngest = next(reversed(self.running), None)
         forced = youngest is not None and len(self.running) > 1 and self._steps % 4 == 0
-        if youngest is not None and forced and not (youngest.pending or youngest.blocked):
+        if (
+            youngest is not None
+            and forced
+            and youngest.status is SequenceStatus.RUNNING
+            and not youngest.placeholders
+        ):
             del self.running[youngest]
             self._preempt(youngest)
         else:

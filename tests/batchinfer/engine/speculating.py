@@ -14,9 +14,9 @@ import numpy as np
 from batchinfer.core.request import Request, TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.model_runner import ModelRunner, RunnerOutput
+from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.schedule.shared_parts import Copy
 from batchinfer.models.ops.interface import NO_TOKEN
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.small_engine import layer_each
@@ -108,7 +108,7 @@ class Speculating:
             given.append(next_token(known + given, self.nan_every))
         self.accepted += len(given) - 1
         self.rejected += sequence.drafts - len(given) + 1
-        if self.random and (sequence.barrier or not self.looks_ahead):
+        if self.random and (sequence.needs_sync or not self.looks_ahead):
             given = self._changed(known, given)
         known += given
         self.counts.append(len(given))

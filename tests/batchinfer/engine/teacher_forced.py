@@ -45,7 +45,7 @@ class ForcedSampler(Sampler):
     rows: Seq[Row] = ()
     seen: dict[Place, Tensor] = field(default_factory=dict)
 
-    def takes_argmax(self, sequences: list[Sequence]) -> bool:
+    def tries_argmax(self, sequences: list[Sequence]) -> bool:
         return False
 
     def sample(

@@ -71,7 +71,7 @@ def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
     for shared, own, steps in rows:
         seq = sequence([1] * (shared * size + own), 50)
         pool.acquire(chain[:shared])
-        seq.tables, seq.left = [chain[:shared] + pool.allocate(-(-own // size) // 2)], [0]
+        seq.tables, seq.freed = [chain[:shared] + pool.allocate(-(-own // size) // 2)], [0]
         ends.append((steps, seq))
     pool.release(chain)
     assert peak_blocks(ends, BlockTables(pool, (None,))) == walked(ends, size)
@@ -215,7 +215,7 @@ def test_a_row_that_was_preempted_comes_back_only_with_room_to_end():
 
 def test_estimates_follow_what_has_ended_and_what_still_runs():
     lengths, fresh = OutputLengths(), sequence([1], 3200)
-    fresh.turn = 1  # its quantile is the golden ratio's 0.62
+    fresh.arrival = 1  # its quantile is the golden ratio's 0.62
     lengths.survey([])
     assert lengths.longest(fresh) == fresh.max_length, "nothing is known, so all may be needed"
     for _ in range(30):

@@ -132,7 +132,7 @@ class RecordingSampler(Sampler):
 
     seen: dict[tuple[bytes, int], torch.Tensor] = field(default_factory=dict)
 
-    def takes_argmax(self, sequences: list[Sequence]) -> bool:
+    def tries_argmax(self, sequences: list[Sequence]) -> bool:
         return False
 
     def sample(

@@ -184,7 +184,7 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
         for i, kind in enumerate(kinds)
     ]
     sampler = Sampler(frozenset(), Multiples())
-    assert not sampler.takes_argmax(sequences[4:5]) or 4 not in asking
+    assert not sampler.tries_argmax(sequences[4:5]) or 4 not in asking
     sampled = sampler.sample(TorchOps(), logits.clone(), sequences)
     assert [int(sampled.tokens[i]) == 7 for i in range(6)] == [False, False, True, False, True, False]
     found = sampled.logprobs
@@ -198,8 +198,8 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
 
 def test_rows_that_ask_do_not_take_the_argmax_alone() -> None:
     sampler = Sampler(frozenset())
-    assert sampler.takes_argmax([make_sequence(0, [])])
-    assert not sampler.takes_argmax([make_sequence(0, []), make_sequence(1, [], logprobs=0)])
+    assert sampler.tries_argmax([make_sequence(0, [])])
+    assert not sampler.tries_argmax([make_sequence(0, []), make_sequence(1, [], logprobs=0)])
 
 
 def test_more_than_the_vocabulary_has_are_all_of_it() -> None:

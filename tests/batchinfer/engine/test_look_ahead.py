@@ -236,7 +236,7 @@ class Rising:
 
     def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
         for sequence, words in zip(sequences, bits, strict=True):
-            assert not sequence.pending, "its last token is not known"
+            assert not sequence.placeholders, "its last token is not known"
             last = sequence.tokens[-1]
             if last < VOCAB - 1:
                 words[0] = -1 << (last + 1)

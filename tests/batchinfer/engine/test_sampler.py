@@ -138,8 +138,8 @@ def test_masked_rows_get_allowed_tokens_alone(temperature):
     logits = torch.randn(60, 71, generator=torch.Generator().manual_seed(3))
     rows = [make(i, [i % 5], [], temperature=temperature, most=3 + i % 3) for i in range(60)]
     sampler = Sampler(frozenset(), Multiples())
-    assert not sampler.takes_argmax(rows)
-    assert sampler.takes_argmax([make(0, [1], [], most=4)])
+    assert not sampler.tries_argmax(rows)
+    assert sampler.tries_argmax([make(0, [1], [], most=4)])
     got = sampler.sample(TorchOps(), logits.clone(), rows).tokens.tolist()
     free = chosen(logits.clone(), rows)
     for token, unmasked, row, scores in zip(got, free, rows, logits, strict=True):
@@ -158,7 +158,7 @@ def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(5))
     logits[::3, 30], logits[1::3, 31] = 9.0, 9.0
     rows = [make(i, [1], [], temperature=0.0, most=2 if i == 8 else 5) for i in range(9)]
-    rows[6].obeys = False
+    rows[6].masking.followed = False
     filled: list[list[Sequence]] = []
 
     class Recording(Multiples):
@@ -183,8 +183,8 @@ def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
     assert checked.masked.sequences == always.masked.sequences == rows[:8]
     assert checked.masked.barred.tolist() == always.masked.barred.tolist()
     checked.masked.note(checked.masked.barred.numpy())
-    assert [row.obeys for row in rows[:2]] == [True, False]
-    assert rows[6].obeys, "without its mask it would have taken the same token"
+    assert [row.masking.followed for row in rows[:2]] == [True, False]
+    assert rows[6].masking.followed, "without its mask it would have taken the same token"
 
 
 def test_a_mask_of_every_token_changes_nothing():

@@ -230,7 +230,10 @@ def test_a_token_run_again_is_prefill_however_short_its_chunk():
     """Counted as a decode, it made `prefill - recomputed`, which the progress adds up, negative."""
     seq = sequence(list(range(4)), 8)
     seq.tokens.extend([7, 7])
-    seq.computed, seq.high_water = 4, 5  # preempted after five tokens; four of them run again so far
+    seq.computed, seq.computed_before_preemption = (
+        4,
+        5,
+    )  # preempted after five tokens; four of them run again so far
     again, new = Chunk(seq, 4, 1), Chunk(seq, 5, 1)
     assert (again.recomputed, again.decodes) == (1, 0)
     assert (new.recomputed, new.decodes) == (0, 1)

@@ -260,12 +260,12 @@ def recorder(seen: dict[tuple[bytes, int], Tensor]) -> type[DeviceRunner]:
     """A runner that keeps the logits of each token of each answer, as `seen[key, position]`."""
 
     class Recorder(DeviceRunner):
-        def sampled(
+        def next_tokens(
             self, hidden: Tensor, sequences: list[Sequence], pending: Pending | None = None
         ) -> Sampled:
             for sequence, row in zip(sequences, self.model.logits(hidden), strict=True):
                 seen[sequence.request.key, sequence.output_length] = row.clone()
-            return DeviceRunner.sampled(self, hidden, sequences, pending)
+            return DeviceRunner.next_tokens(self, hidden, sequences, pending)
 
     return Recorder
 
