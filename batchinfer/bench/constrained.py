@@ -83,10 +83,10 @@ class SampledConstraint:
         self.grammar.take(token)
 
     def allows(self, token: int) -> bool:
-        return not self.grammar.forced() and self.grammar.allows(token)
+        return not self.grammar.jump_forward() and self.grammar.allows(token)
 
-    def forced(self) -> Sequence[int]:
-        self.grammar.forced()
+    def jump_forward(self) -> Sequence[int]:
+        self.grammar.jump_forward()
         return ()
 
 

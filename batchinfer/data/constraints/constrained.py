@@ -65,7 +65,7 @@ class GrammarConstraint:
         # to ask for a token that the tokenizer lacks would end the answer
         return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
 
-    def forced(self) -> Seq[int]:
+    def jump_forward(self) -> Seq[int]:
         tokens = self._matcher.compute_ff_tokens()
         if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
             return ()

@@ -218,9 +218,15 @@ class DecodeGraphs:
     ) -> list[FixedPlan]:
         plans: list[FixedPlan] = []
         for at, (group, own) in enumerate(zip(self._groups, inputs, strict=True)):
-            sizes = (self._limits.block_size, group.windows, longest)
-            beside = (plans[-1] if plans else None, before[at] if before else None)
-            plans.append(self._ops.plan_captured(own, *sizes, *beside))
+            plan = self._ops.plan_captured(
+                own,
+                self._limits.block_size,
+                group.windows,
+                longest,
+                beside=plans[-1] if plans else None,
+                before=before[at] if before else None,
+            )
+            plans.append(plan)
         return plans
 
     def _graph(

@@ -28,7 +28,7 @@ from batchinfer.engine.tensors.device_tables import DeviceTables
 from batchinfer.engine.tensors.graph_inputs import grown
 from batchinfer.engine.tensors.staging import Upload, upload
 from batchinfer.models.decoder.attention import AttentionHalf
-from batchinfer.models.decoder.stop import StepRoom, Stop
+from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 
 _log = logging.getLogger(__name__)
@@ -46,16 +46,16 @@ Planned = Callable[[list[AttentionInputs]], list[AttentionPlan]]
 
 
 @runtime_checkable
-class StoppingModel(Protocol):
+class SplitModel(Protocol):
     """A decoder whose attention another can launch; `batchinfer.models.decoder.decoder` has it."""
 
-    def passing(
+    def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Seq[AttentionInputs], caches: Seq[LayerCache]
-    ) -> Generator[Stop, Tensor | None, Tensor]:
-        """A forward pass that stops before each attention, and is sent its result."""
+    ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
+        """Run a forward pass that yields before each attention, and is sent its result."""
 
-    def room(self, tokens: int) -> StepRoom:
-        """For steps of up to so many tokens."""
+    def static_buffers(self, tokens: int) -> StaticBuffers:
+        """Allocate the buffers of steps of up to so many tokens."""
 
 
 def token_sizes(most: int) -> list[int]:
@@ -74,19 +74,19 @@ def graph_bytes(tokens: int, layers: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Between:
-    """The attention that follows a piece, and how its tensors lie in the room."""
+class _AttentionCall:
+    """The attention that follows a piece, and how its tensors lie in the static buffers."""
 
     attention: AttentionHalf
     cache: LayerCache
     shapes: tuple[tuple[int, int], tuple[int, int]]  # of a token's queries, and of what is attended
 
     @classmethod
-    def of(cls, stop: Stop) -> _Between:
-        """Without the queries themselves, whose memory later pieces use."""
-        heads, dim = stop.queries.shape[1:]
-        attended = stop.attention.widths[1] // heads
-        return cls(stop.attention, stop.cache, ((heads, dim), (heads, attended)))
+    def of(cls, boundary: AttentionBoundary) -> _AttentionCall:
+        """Leave out the queries themselves, whose memory later pieces use."""
+        heads, dim = boundary.queries.shape[1:]
+        attended = boundary.attention.widths[1] // heads
+        return cls(boundary.attention, boundary.cache, ((heads, dim), (heads, attended)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,26 +95,26 @@ class _Pieces:
 
     lines: Upload  # that they read: token ids, positions, and the slots of each cache group
     replays: list[Replay]  # one more than there are layers with attention
-    between: list[_Between]
+    attention: list[_AttentionCall]
 
 
 class PiecewiseGraphs:
-    """Captures the pieces of steps of up to `room.tokens` tokens, and replays them.
+    """Captures the pieces of steps of up to `buffers.tokens` tokens, and replays them.
 
     `groups`: how many cache groups there are; `padding_slot`: where padding tokens write K and V to.
     """
 
     def __init__(
         self,
-        model: StoppingModel,
+        model: SplitModel,
         caches: list[LayerCache],
         groups: int,
         padding_slot: int,
-        room: StepRoom,
+        buffers: StaticBuffers,
         recorder: GraphRecorder,
     ) -> None:
         self._model, self._caches, self._groups = model, caches, groups
-        self._padding_slot, self._room, self._recorder = padding_slot, room, recorder
+        self._padding_slot, self._buffers, self._recorder = padding_slot, buffers, recorder
         self._pieces: dict[int, _Pieces] = {}
         self.sizes: list[int] = []  # numbers of tokens that were captured, ascending
         self.capture_s = 0.0  # seconds that capturing them took
@@ -130,7 +130,7 @@ class PiecewiseGraphs:
         is no memory are left out; what the attempt has taken is there for the smaller ones."""
         began = time.perf_counter()
         refused: list[int] = []
-        for size in reversed(token_sizes(self._room.tokens)):
+        for size in reversed(token_sizes(self._buffers.tokens)):
             try:
                 self._pieces[size] = self._captured(size)
             except torch.OutOfMemoryError:
@@ -171,66 +171,65 @@ class PiecewiseGraphs:
         fill_in(token_ids)
         inputs = batch.inputs(tables.of(batch.tables, rows), positions, *slots, *parts)
         plans = plan(inputs)
-        views = {own.shapes: self._views(own, tokens) for own in pieces.between}
+        views = {own.shapes: self._views(own, tokens) for own in pieces.attention}
         *before, last = pieces.replays
-        for replay, own in zip(before, pieces.between, strict=True):
+        for replay, own in zip(before, pieces.attention, strict=True):
             replay()
             (queries, attended), group = views[own.shapes], own.cache.group
             own.attention.attended(queries, inputs[group], own.cache, plans[group], attended)
         last()
-        return self._room.hidden.index_select(0, sampled), size - tokens + plans[0].padded_tokens
+        return self._buffers.hidden.index_select(0, sampled), size - tokens + plans[0].padded_tokens
 
     def _captured(self, size: int) -> _Pieces:
-        device = self._room.hidden.device
+        device = self._buffers.hidden.device
         zeros, slots = np.zeros(size, np.int64), np.full(size, self._padding_slot)
         lines = Upload([zeros, zeros, *[slots] * self._groups], device)
         self._recorder.warm_up(lambda: self._driven(lines, lambda piece: piece()))
         replays: list[Replay] = []
 
-        def recorded(piece: Callable[[], _Between | None]) -> _Between | None:
+        def recorded(piece: Callable[[], _AttentionCall | None]) -> _AttentionCall | None:
             own, replay = self._recorder.record(piece)
             replays.append(replay)
             return own
 
-        between = self._driven(lines, recorded)
-        return _Pieces(lines, replays, between)
+        attention = self._driven(lines, recorded)
+        return _Pieces(lines, replays, attention)
 
     def _driven(
-        self, lines: Upload, run: Callable[[Callable[[], _Between | None]], _Between | None]
-    ) -> list[_Between]:
-        """Pass through the model a piece at a time, with whatever the room holds in attention's place."""
+        self, lines: Upload, run: Callable[[Callable[[], _AttentionCall | None]], _AttentionCall | None]
+    ) -> list[_AttentionCall]:
+        """Pass through the model a piece at a time, with whatever the buffers hold in attention's place."""
         token_ids, positions, *slots = lines.tensors
-        nobody = torch.zeros(
-            (0, 0), dtype=torch.int32, device=token_ids.device
-        )  # no piece reads a block table
+        # No piece reads a block table
+        nobody = torch.zeros((0, 0), dtype=torch.int32, device=token_ids.device)
         inputs = [AttentionInputs(positions, own, nobody, [], [], None, self._padding_slot) for own in slots]
-        passing = self._model.passing(token_ids, inputs, self._caches)
-        found: list[_Between] = []
+        forward = self._model.forward_split_at_attention(token_ids, inputs, self._caches)
+        found: list[_AttentionCall] = []
         sent: Tensor | None = None
-        while (own := run(partial(self._piece, passing, sent, len(token_ids)))) is not None:
+        while (own := run(partial(self._piece, forward, sent, len(token_ids)))) is not None:
             found.append(own)
             sent = self._views(own, len(token_ids))[1]
         return found
 
     def _piece(
-        self, passing: Generator[Stop, Tensor | None, Tensor], sent: Tensor | None, size: int
-    ) -> _Between | None:
+        self, forward: Generator[AttentionBoundary, Tensor | None, Tensor], sent: Tensor | None, size: int
+    ) -> _AttentionCall | None:
         """On to the next attention; None: to the end."""
         try:
-            stop = passing.send(sent)
+            boundary = forward.send(sent)
         except StopIteration as end:
-            self._room.hidden[:size].copy_(end.value)
+            self._buffers.hidden[:size].copy_(end.value)
             return None
-        own = _Between.of(stop)
-        self._views(own, size)[0].copy_(stop.queries)
+        own = _AttentionCall.of(boundary)
+        self._views(own, size)[0].copy_(boundary.queries)
         return own
 
-    def _views(self, own: _Between, tokens: int) -> tuple[Tensor, Tensor]:
+    def _views(self, own: _AttentionCall, tokens: int) -> tuple[Tensor, Tensor]:
         """(queries, what is attended) of so many tokens."""
         (heads, dim), (_, attended) = own.shapes
         return (
-            self._room.queries[: tokens * heads * dim].view(tokens, heads, dim),
-            self._room.attended[: tokens * heads * attended].view(tokens, heads, attended),
+            self._buffers.queries[: tokens * heads * dim].view(tokens, heads, dim),
+            self._buffers.attended[: tokens * heads * attended].view(tokens, heads, attended),
         )
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -18,13 +17,12 @@ from batchinfer.engine.graphs.graph_capture import GpuRecorder, GraphRecorder, R
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
-from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
-from batchinfer.engine.load.rehearsal import GpuMeter
+from batchinfer.engine.load.dummy_steps import GpuMeter
 from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import ConstraintMask, Sampler
-from batchinfer.engine.schedule.budget import captured_tokens, refill_costs, scheduler_config
+from batchinfer.engine.schedule.budget import admission_costs, captured_tokens, scheduler_config
 from batchinfer.engine.schedule.constraints import Constraints, ConstraintsFor
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
@@ -33,6 +31,7 @@ from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.decoder.expert_loads import ExpertLoads
+from batchinfer.models.ops.interface import LayerCache
 from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
 from batchinfer.models.sources import Source, checkpoint_source
 from batchinfer_kernels.cost import Peaks
@@ -96,21 +95,14 @@ def load_model(
     untimed: Untimed = nullcontext,
     agreed: Agreed = alone,
 ) -> LoadedModel:
-    """Load the weights and size the KV cache; `source` takes the place of the checkpoint at `config.model`, and what
-    takes as long as it takes, also in mid-job, is done inside of `untimed`. A choice by time is made through `agreed`.
+    """Load the weights and size the KV cache. `source` takes the place of the checkpoint at `config.model`; work whose
+    duration nobody knows, also in mid-job, is done inside of `untimed`; a choice by time is made through `agreed`.
 
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
     """
-    device, dtype, threads = _settled(config)
+    device, threads = _settled(config)
     source = source or checkpoint_source(config.model, config.kv_cache, config.quantization == "stored")
-    arithmetic = Arithmetic(
-        dtype,
-        device,
-        quantization=config.quantization,
-        deterministic=config.deterministic,
-        tiles=config.tiles,
-        kv_cache=config.kv_cache,
-    )
+    arithmetic = _arithmetic(config, device)
     # no longer than what runs: a checkpoint may name billions of positions
     longest = max(1, min(config.longest, config.max_model_len))
     cost, block_size = source.cost(arithmetic), config.block_size or DEFAULT_BLOCK_SIZE
@@ -118,32 +110,81 @@ def load_model(
     sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
     ops = fastest_prefill(source.choose_ops(arithmetic), sizes, device, source.plain_attention, agreed)
     model = source.load(ops, arithmetic, longest)
-    eos, caches = frozenset(source.spec.eos_token_ids), source.spec.caches
-    layout = cache_layout(caches, block_size, longest)
-    bytes_of_a_block = block_bytes(ops, caches, layout, dtype.itemsize)
-    room = CacheRoom(
-        blocks=partial(
-            _blocks, config, device, bytes_of_a_block, layout.sizes, limits, source.weight_bytes(cost)
-        ),
-        allocate=lambda blocks: allocate_caches(ops, caches, layout, blocks, dtype, device),
-        longest=longest,
-        least=layout.sizes.alone(longest, limits.max_num_batched_tokens),
-    )
+    eos = frozenset(source.spec.eos_token_ids)
     followed = None if constraints is None else constraints(eos, source.spec.vocab)
-    mask = None if followed is None else ConstraintMask(followed)
-    runner = ModelRunner(model, ops, [], layout, Sampler(eos, mask, device.type == "cpu"), cost, device)
+    sampler = Sampler(eos, None if followed is None else ConstraintMask(followed), device.type == "cpu")
+    layout = cache_layout(source.spec.caches, block_size, longest)
+    runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
+    memory = _CacheMemory(config, source, runner, limits, arithmetic.dtype, longest)
     counters = model.expert_loads if source.can_be_captured else None
-    fitted = _fit(runner, limits, room, counters, config, untimed)
-    info = _info(config, source, fitted, (block_size, bytes_of_a_block), threads)
+    fitted = _fit(runner, limits, memory.room(), counters, config, untimed)
     model.expert_loads.restart()  # what was measured and compiled with is nobody's work
-    engine_limits = EngineLimits(longest, eos, model.long_from)
-    return LoadedModel(fitted.runner, fitted.limits, engine_limits, info, model.expert_loads, followed)
+    return LoadedModel(
+        runner=fitted.runner,
+        limits=fitted.limits,
+        engine_limits=EngineLimits(longest, eos, model.long_rope_beyond),
+        info=_info(config, source, fitted, memory.block_bytes, threads),
+        expert_loads=model.expert_loads,
+        constraints=followed,
+    )
 
 
-def _info(
-    config: EngineConfig, source: Source, fitted: Fitted, block: tuple[int, int], threads: int
-) -> EngineInfo:
-    """`block`: its tokens and its bytes."""
+def _arithmetic(config: EngineConfig, device: torch.device) -> Arithmetic:
+    return Arithmetic(
+        dtype=getattr(torch, config.dtype),
+        device=device,
+        quantization=config.quantization,
+        deterministic=config.deterministic,
+        tiles=config.tiles,
+        kv_cache=config.kv_cache,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheMemory:
+    """Sizes and allocates the KV cache of a runner, in the memory that is free when it is asked."""
+
+    config: EngineConfig
+    source: Source
+    runner: ModelRunner
+    limits: SchedulerConfig
+    dtype: torch.dtype
+    longest: int  # tokens of a sequence
+
+    @property
+    def block_bytes(self) -> int:
+        runner = self.runner
+        return block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
+
+    def room(self) -> CacheRoom:
+        """What `fit` asks of the cache."""
+        least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
+        return CacheRoom(self._blocks, self._allocate, self.longest, least)
+
+    def _blocks(self, needed: int) -> int:
+        """How many blocks the cache gets, where steps need so many bytes; see `cache_blocks`."""
+        config, limits, device = self.config, self.limits, self.runner.device
+        free = _free_bytes(device)
+        if device.type == "cpu" and config.memory is not None:
+            free = min(free, max(0, config.memory - self.source.weight_bytes(self.runner.cost)))
+        return cache_blocks(
+            block_bytes=self.block_bytes,
+            tables=self.runner.layout.sizes,
+            job=JobSize(config.longest, limits.max_num_seqs, limits.max_num_batched_tokens),
+            memory=config.kv_memory,
+            free=free,
+            kind=device.type,
+            needed=needed,
+        )
+
+    def _allocate(self, blocks: int) -> list[LayerCache]:
+        runner = self.runner
+        return allocate_caches(
+            runner.ops, self.source.spec.caches, runner.layout, blocks, self.dtype, runner.device
+        )
+
+
+def _info(config: EngineConfig, source: Source, fitted: Fitted, block_bytes: int, threads: int) -> EngineInfo:
     runner, limits = fitted.runner, fitted.limits
     whose, linear = source.computed_by(runner.ops)
     return EngineInfo(
@@ -153,9 +194,9 @@ def _info(
         threads=threads,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        block_size=block[0],
+        block_size=runner.layout.block_size,
         blocks=fitted.blocks,
-        kv_bytes=fitted.blocks * block[1],
+        kv_bytes=fitted.blocks * block_bytes,
         weight_bytes=source.weight_bytes(runner.cost),
         quantization=config.quantization,
         deterministic=config.deterministic,
@@ -167,12 +208,12 @@ def _info(
     )
 
 
-def _settled(config: EngineConfig) -> tuple[torch.device, torch.dtype, int]:
-    """The device, the dtype and the number of threads, of which this process takes notice. Raises Unavailable."""
+def _settled(config: EngineConfig) -> tuple[torch.device, int]:
+    """Set this process up for the job's device; the device and the number of threads. Raises Unavailable."""
     device, threads = _device(config), _set_threads(config)
     if config.device == "cuda":
         keep_partial_sums()
-    return device, getattr(torch, config.dtype), threads
+    return device, threads
 
 
 def _fit(
@@ -191,13 +232,15 @@ def _fit(
         found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
         return found if found.captures_pieces else _by_operators(found, config)
     blocks = room.blocks(0)
-    return Fitted(replace(runner, caches=room.allocate(blocks)), replace(limits, refill=None), blocks)
+    return Fitted(
+        replace(runner, caches=room.allocate(blocks)), replace(limits, admission_costs=None), blocks
+    )
 
 
 def _by_operators(found: Fitted, config: EngineConfig) -> Fitted:
     """Steps that read prompts are launched an operator at a time: more of it has to be hidden."""
-    refill = found.limits.refill and refill_costs(found.runner.cost, config.peaks, pieces=False)
-    return replace(found, limits=replace(found.limits, refill=refill))
+    costs = found.limits.admission_costs and admission_costs(found.runner.cost, config.peaks, pieces=False)
+    return replace(found, limits=replace(found.limits, admission_costs=costs))
 
 
 class _Uncounted(GraphRecorder):
@@ -217,23 +260,6 @@ class _Uncounted(GraphRecorder):
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
         with self._loads.paused(), self._untimed():
             return self._inner.record(run)
-
-
-def _blocks(
-    config: EngineConfig,
-    device: torch.device,
-    bytes_of_a_block: int,
-    sizes: TableSizes,
-    limits: SchedulerConfig,
-    weight_bytes: int,
-    needed: int,
-) -> int:
-    """How many blocks the cache gets of the memory that is free now; see `cache_blocks`."""
-    job = JobSize(config.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
-    free = _free_bytes(device)
-    if device.type == "cpu" and config.memory is not None:
-        free = min(free, max(0, config.memory - weight_bytes))
-    return cache_blocks(bytes_of_a_block, sizes, job, config.kv_memory, free, device.type, needed)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -14,13 +14,14 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.sizes import size
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits, GraphOps
 from batchinfer.engine.graphs.graph_capture import Capture, GraphRecorder
-from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs, StoppingModel, graph_bytes
-from batchinfer.engine.load.rehearsal import MemoryMeter, Rehearsal
+from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs, SplitModel, graph_bytes
+from batchinfer.engine.load.dummy_steps import DummySteps, MemoryMeter
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.device_tables import GraphTables
-from batchinfer.models.decoder.stop import StepRoom
+from batchinfer.models.decoder.attention_boundary import StaticBuffers
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 
 _log = logging.getLogger(__name__)
@@ -33,9 +34,8 @@ SMALLER = 15 / 16
 class CacheRoom:
     """Computes how large the cache may be, and allocates it."""
 
-    blocks: Callable[
-        [int], int
-    ]  # bytes that steps need → blocks; raises OutOfMemory when it holds no sequence
+    # Bytes that steps need → blocks; raises OutOfMemory when they hold no sequence
+    blocks: Callable[[int], int]
     allocate: Callable[[int], list[LayerCache]]  # raises torch.OutOfMemoryError
     longest: int  # tokens of a sequence
     least: int  # blocks that it holds alone
@@ -66,7 +66,7 @@ def fit(
     logprobs: int | None = None,
     mixed: int = 0,
 ) -> Fitted:
-    """Gives `runner`, which has no cache yet, the largest cache that leaves room for its steps.
+    """Give `runner`, which has no cache yet, the largest cache that leaves room for its steps.
 
     `capture` turns decode steps into graphs, if the operators can plan for graphs; None: the model cannot be captured.
     `logprobs`: the most log-probabilities that a row asks for; None: none does. `mixed`: the most tokens of a step that
@@ -74,45 +74,84 @@ def fit(
     Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for a step of one token
     or for the longest sequence.
     """
+    profile = _profile(runner, limits, room, meter, logprobs, mixed)
+    meter.restart()
+    limits = profile.limits
+    recorder = capture if isinstance(capture, GraphRecorder) else None
+    buffers = _static_buffers(runner, min(mixed, limits.max_num_batched_tokens)) if recorder else None
+    needed = profile.step_bytes + (graph_bytes(buffers.tokens, profile.layers) if buffers else 0)
+    # of steps that are launched, and of graphs, which keep what they take
+    spare = runner.ops.spare_bytes(_most_rows(limits), room.longest, runner.device)
+    needed += spare if capture is None else 2 * spare
+    tables = _graph_tables(runner, _largest(runner, limits, room)) if capture is not None else None
+    blocks, caches = _cache(room, room.blocks(needed))
+    fitted = replace(_with_cache(runner, caches), micro_batches=profile.micro_batches, recorder=recorder)
+    if capture is not None and tables is not None:
+        largest = _largest(runner, limits, room, blocks)
+        fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture))
+    if buffers is not None and recorder is not None:
+        fitted = replace(fitted, mixed=_piecewise(fitted, buffers, blocks, recorder))
+    return _warmed_up(
+        Fitted(fitted, limits, blocks), DummySteps(fitted, limits, room.longest, blocks, logprobs), meter
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Profile:
+    """What the profile run has found."""
+
+    step_bytes: int  # that steps take, beside the weights and the cache
+    limits: SchedulerConfig  # of the steps for which there is memory
+    micro_batches: MicroBatches
+    layers: int  # with attention
+
+
+def _profile(
+    runner: ModelRunner,
+    limits: SchedulerConfig,
+    room: CacheRoom,
+    meter: MemoryMeter,
+    logprobs: int | None,
+    mixed: int,
+) -> _Profile:
+    """Run the largest steps on a small cache, which is gone afterwards. Raises OutOfMemory."""
     measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
+    steps = DummySteps(measured, limits, room.longest, limits.max_num_seqs, logprobs)
     try:
-        first = Rehearsal(measured, limits, room.longest, limits.max_num_seqs, logprobs)
-        needed = first.step_bytes(meter, mixed)
+        step_bytes = steps.profile(meter, mixed)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"the device has no memory for a step of one token: {error}") from error
     if measured.most_tokens is not None:
         limits = replace(limits, max_num_batched_tokens=measured.most_tokens)
-    mixed = min(mixed, limits.max_num_batched_tokens)
-    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    pieces, layers = measured.pieces, len(measured.caches)
-    del measured, first  # its small cache, too
-    meter.restart()
-    between = _step_room(runner, mixed) if isinstance(capture, GraphRecorder) else None
-    needed += graph_bytes(between.tokens, layers) if between is not None else 0
-    # of steps that are launched, and of graphs, which keep what they take
-    needed += (1 if capture is None else 2) * runner.ops.spare_bytes(rows, room.longest, runner.device)
-    tables = _graph_tables(runner, _largest(runner, limits, room)) if capture is not None else None
-    blocks, caches = _cache(room, room.blocks(needed))
-    recorder = capture if isinstance(capture, GraphRecorder) else None
-    fitted = replace(_with_cache(runner, caches), pieces=pieces, recorder=recorder)
-    if capture is not None and tables is not None:
-        largest = _largest(runner, limits, room, blocks)
-        fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture))
-    if between is not None and isinstance(capture, GraphRecorder):
-        fitted = replace(fitted, mixed=_piecewise(fitted, between, blocks, capture))
+    return _Profile(step_bytes, limits, measured.micro_batches, len(measured.caches))
+
+
+def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
+    """Run the warm-up, and note what it has left of the device's memory."""
     before = meter.free()
-    Rehearsal(fitted, limits, room.longest, blocks, logprobs).warm_up()
+    steps.warm_up()
     free = meter.free()
     _log.info(
         "the warm-up took %s of the device's memory, %s of it for graphs; %s are free",
-        *map(size, (max(0, before - free), fitted.graph_bytes, free)),
+        *map(size, (max(0, before - free), steps.runner.graph_bytes, free)),
     )
-    return Fitted(fitted, limits, blocks, free)
+    return replace(fitted, free_bytes=free)
 
 
 def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
-    names = ("model", "ops", "layout", "sampler", "cost", "device")
-    return DeviceRunner(caches=caches, **{name: getattr(runner, name) for name in names})
+    return DeviceRunner(
+        model=runner.model,
+        ops=runner.ops,
+        caches=caches,
+        layout=runner.layout,
+        sampler=runner.sampler,
+        cost=runner.cost,
+        device=runner.device,
+    )
+
+
+def _most_rows(limits: SchedulerConfig) -> int:
+    return min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
 def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
@@ -134,13 +173,13 @@ def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
             return blocks, caches
 
 
-def _step_room(runner: ModelRunner, tokens: int) -> StepRoom | None:
-    """What is left between the pieces of steps of up to so many tokens, allocated before the cache is; None: no step is
-    captured in pieces."""
-    if not tokens or not isinstance(runner.ops, GraphOps) or not isinstance(runner.model, StoppingModel):
+def _static_buffers(runner: ModelRunner, tokens: int) -> StaticBuffers | None:
+    """Allocate what is passed on between the pieces of steps of up to so many tokens, before the cache is allocated;
+    None: no step is captured in pieces."""
+    if not tokens or not isinstance(runner.ops, GraphOps) or not isinstance(runner.model, SplitModel):
         return None
     try:
-        return runner.model.room(tokens)
+        return runner.model.static_buffers(tokens)
     except torch.OutOfMemoryError:
         _log.warning(
             "too little GPU memory to capture steps of %s tokens as graphs: they run slower; lower engine.kv_memory",
@@ -150,21 +189,20 @@ def _step_room(runner: ModelRunner, tokens: int) -> StepRoom | None:
 
 
 def _piecewise(
-    runner: DeviceRunner, between: StepRoom, blocks: int, recorder: GraphRecorder
+    runner: DeviceRunner, buffers: StaticBuffers, blocks: int, recorder: GraphRecorder
 ) -> PiecewiseGraphs:
-    assert isinstance(runner.model, StoppingModel), "it has made the room"
+    assert isinstance(runner.model, SplitModel), "it has made the buffers"
     groups, padding_slot = len(runner.layout.groups), blocks * runner.layout.block_size
-    return PiecewiseGraphs(runner.model, runner.caches, groups, padding_slot, between, recorder)
+    return PiecewiseGraphs(runner.model, runner.caches, groups, padding_slot, buffers, recorder)
 
 
 def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, blocks: int = 0) -> GraphLimits:
-    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    return GraphLimits(rows, room.longest, runner.layout.block_size, scratch_block=blocks)
+    return GraphLimits(_most_rows(limits), room.longest, runner.layout.block_size, scratch_block=blocks)
 
 
 def _graph_tables(runner: ModelRunner, largest: GraphLimits) -> GraphTables | None:
-    """What graphs of decode steps read block tables from, allocated before the cache is; None: no decode step is
-    captured."""
+    """Allocate what graphs of decode steps read block tables from, before the cache is allocated; None: no decode step
+    is captured."""
     if not isinstance(runner.ops, GraphOps):
         return None
     try:

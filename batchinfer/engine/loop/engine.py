@@ -19,7 +19,7 @@ from batchinfer.core.request import (
     TokenLogprobs,
 )
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
-from batchinfer.engine.loop.in_flight import End, InFlight, Taken
+from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
 from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.schedule.constraints import Constraint, Constraints
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
@@ -34,9 +34,8 @@ class EngineLimits:
 
     max_model_len: int  # tokens of prompt and answer, for which there are positions
     eos_token_ids: frozenset[int]
-    long_from: int | None = (
-        None  # a sequence that may become longer is rotated from position max_model_len on
-    )
+    # A sequence that may become longer is rotated from position max_model_len on (LongRoPE's long factors)
+    long_rope_beyond: int | None = None
 
 
 # Proposes tokens that may follow a sequence.
@@ -80,7 +79,8 @@ class Engine:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
         self._draft, self._constraints = draft, constraints
-        self._forced, self._reported = 0, _work_of(constraints)  # another engine may have used them before
+        self._jump_forward_tokens = 0  # since the last sample
+        self._reported = _work_of(constraints)  # another engine may have used them before
         self._started = clock()
         self._steps = 0
         self._early = StepOutput()  # what ended before any step
@@ -108,11 +108,17 @@ class Engine:
                 raise ValueError(
                     f"a prompt of {len(request.prompt)} tokens, and positions for {self._limits.max_model_len}"
                 )
-            limits, watch = self._limits, self._watch(request)
+            watch = self._watch(request)
             if request.params.constraint is not None and self._constraints is None:
                 raise ValueError("this engine has no tokenizer beside it, so it cannot follow a constraint")
-            lengths, ends = (limits.max_model_len, limits.long_from), limits.eos_token_ids
-            sequence = Sequence.of(request, lengths[0], watch, self._now(), lengths[1], ends)
+            sequence = Sequence.of(
+                request,
+                self._limits.max_model_len,
+                watch,
+                self._now(),
+                long_rope_beyond=self._limits.long_rope_beyond,
+                eos_token_ids=self._limits.eos_token_ids,
+            )
             end = self._queue(sequence)
             if end is not None:
                 self._early.completions.append(_completion(sequence, end))
@@ -176,18 +182,18 @@ class Engine:
         sequence.constraint, sequence.watched = self._constraints.start(sequence.request.params), True
         if len(sequence) >= sequence.max_length:
             return None
-        end = self._force(sequence, self._now())
+        end = self._jump_forward(sequence, self._now())
         sequence.first_token_s = None  # nothing was computed yet
         return end
 
-    def _force(self, sequence: Sequence, now: float) -> End | None:
+    def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
         """Append the tokens that have to come next: the next step runs them as one chunk. Rows with log-probabilities
         sample them, to know how likely they are."""
         if sequence.constraint is None or sequence.logprobs is not None:
             return None
-        for token in sequence.constraint.forced():
+        for token in sequence.constraint.jump_forward():
             sequence.jump_forward_tokens += 1
-            self._forced += 1
+            self._jump_forward_tokens += 1
             end = self._append(sequence, token, now, None)
             if end is not None:
                 return end
@@ -286,7 +292,7 @@ class Engine:
             found = logprobs[sequence] if sequence.logprobs is not None else None
             if len(given) == 1 and not sequence.drafts:
                 sequence.tokens_known()
-                end = self._append(sequence, given[0], now, found) or self._force(sequence, now)
+                end = self._append(sequence, given[0], now, found) or self._jump_forward(sequence, now)
             else:
                 taken = self._take(sequence, given, now, found)
                 step.irregular.append(taken)
@@ -297,14 +303,16 @@ class Engine:
 
     def _take(
         self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
-    ) -> Taken:
+    ) -> AcceptedTokens:
         """Append any number of tokens to a sequence, up to the one that ends it; the rest is dropped."""
         if sequence.placeholders:
             raise ValueError(
                 f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
             )
         sequence.tokens_known()
-        taken = Taken(sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :])
+        taken = AcceptedTokens(
+            sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :]
+        )
         sequence.drop_drafts()
         for at, token in enumerate(tokens):
             taken.add(token)
@@ -331,7 +339,7 @@ class Engine:
             return _constrained_end(sequence.constraint, token, reason, kept)
         return End(reason, kept) if reason else None
 
-    def _take_back(self, taken: Taken) -> None:
+    def _take_back(self, taken: AcceptedTokens) -> None:
         """Give up the positions that were computed for rejected tokens."""
         if taken.end is None:
             sequence, end, again = taken.sequence, taken.useful_end, taken.count == 0
@@ -392,7 +400,7 @@ class Engine:
         unused = len(step.dropped) + sum(taken.rejected for taken in step.irregular)
         decodes, recomputed = step.decodes - unused, step.recomputed
         costs = self._runner.cost.step(shape)
-        forced, self._forced = self._forced, 0
+        forced, self._jump_forward_tokens = self._jump_forward_tokens, 0
         work, launch = self._new_work(), step.result.launch
         return StepSample(
             step=self._steps,

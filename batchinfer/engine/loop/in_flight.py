@@ -29,7 +29,7 @@ class End(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Taken:
+class AcceptedTokens:
     """What a sequence took of the tokens that a step gave it."""
 
     sequence: Sequence
@@ -70,7 +70,9 @@ class InFlight:
     launched_s: float = 0.0
     result: Launched | None = None
     shape: StepShape | None = None  # of what is useful, without what was dropped
-    irregular: list[Taken] = field(default_factory=list)  # of sequences that did not just get the next token
+    irregular: list[AcceptedTokens] = field(
+        default_factory=list
+    )  # of sequences that did not just get the next token
     dropped: set[Sequence] = field(default_factory=set)  # sequences that had ended when it was launched
 
     @classmethod

@@ -18,9 +18,9 @@ from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
+from batchinfer.engine.runner.device_tokens import DeviceTokens
+from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.pending import Pending
-from batchinfer.engine.runner.pieces import Pieces
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import Masked, Sampled, by_sequence
 from batchinfer.engine.schedule.partial_blocks import Copy
@@ -41,10 +41,10 @@ class DeviceRun:
     download: Download | None  # tokens, then what `asking` says; None: nothing was sampled
     padded_tokens: int
     launch: StepLaunch
-    asking: list[list[Sequence]] = field(default_factory=list)  # of each piece that has log-probabilities
+    asking: list[list[Sequence]] = field(default_factory=list)  # of each batch that has log-probabilities
     masked: list[Masked] = field(
         default_factory=list
-    )  # of each piece that has masked rows; last in the download
+    )  # of each batch that has masked rows; last in the download
 
     def tokens(self) -> list[list[int]]:
         """See Launched."""
@@ -70,8 +70,8 @@ class DeviceRun:
 class DeviceRunner(ModelRunner):
     """Launches each step behind the one before: sampled tokens are passed on inside the device.
 
-    A step for which there is no memory is run in pieces, one after the other, and so are later steps until larger ones
-    are tried again.
+    A step for which there is no memory is run in micro-batches, one after the other, and so are later steps until
+    larger ones are tried again.
 
     A step may be scheduled while the one before is running, and take blocks that one reads: of what a window has left,
     of a sequence that has ended. It writes them only when the one before is done, as both are in one stream.
@@ -80,8 +80,8 @@ class DeviceRunner(ModelRunner):
     graphs: DecodeGraphs | None = None
     mixed: PiecewiseGraphs | None = None  # of steps that no decode graph covers
     recorder: GraphRecorder | None = None  # has captured the graphs
-    pieces: Pieces = field(default_factory=Pieces)
-    pending: Pending = field(default_factory=Pending)
+    micro_batches: MicroBatches = field(default_factory=MicroBatches)
+    device_tokens: DeviceTokens = field(default_factory=DeviceTokens)
     tables: DeviceTables = field(default_factory=DeviceTables)
 
     @property
@@ -90,7 +90,7 @@ class DeviceRunner(ModelRunner):
 
     @property
     def most_tokens(self) -> int | None:
-        return self.pieces.most_tokens
+        return self.micro_batches.most_tokens
 
     @property
     def capture_s(self) -> float:
@@ -108,31 +108,34 @@ class DeviceRunner(ModelRunner):
         starts = {copy.sequence: copy.sequence.computed for copy in copies}
         sampled: list[Sampled] = []
         sampling: list[Sequence] = []
-        padded, todo = 0, deque(self.pieces.cut(chunks))
+        padded, todo = 0, deque(self.micro_batches.split(chunks))
         modes: list[LaunchMode] = []
         while todo:
-            piece, failed = todo.popleft(), False
+            batch, failed = todo.popleft(), False
             try:
-                own = _begun(piece, copies, starts) if copies else []  # seldom: it passes over every row
-                host = host_batch(piece, self.layout, self.rows, own)
+                own = _begun(batch, copies, starts) if copies else []  # seldom: it passes over every row
+                host = host_batch(batch, self.layout, self.rows, own)
                 with lack_of_memory():
                     found, padding, mode = self._run(host)
             except torch.OutOfMemoryError:
-                if sum(c.length for c in piece) == 1:
+                if sum(c.length for c in batch) == 1:
                     raise
                 failed = True
             if failed:  # by now the error, whose traceback kept what the step held, is gone
-                self.pieces.shrink(piece)
+                self.micro_batches.shrink(batch)
                 torch.cuda.empty_cache()
-                todo = deque(smaller for rest in (piece, *todo) for smaller in self.pieces.cut(rest))
+                todo = deque(smaller for rest in (batch, *todo) for smaller in self.micro_batches.split(rest))
                 continue
-            self.pieces.succeeded(len(host.token_ids))
+            self.micro_batches.succeeded(len(host.token_ids))
             sampled += [] if found is None else [found]
             sampling += host.sampling
             padded += padding
             modes.append(mode)
-        captured = (self.capture_s - captured_s, self.graph_bytes - graph_bytes)
-        launch = StepLaunch(max(modes, key=LAUNCH_MODES.index), *captured)
+        launch = StepLaunch(
+            mode=max(modes, key=LAUNCH_MODES.index),
+            capture_s=self.capture_s - captured_s,
+            graph_bytes=self.graph_bytes - graph_bytes,
+        )
         return self._launched(sampling, sampled, padded, launch)
 
     def _launched(
@@ -141,7 +144,7 @@ class DeviceRunner(ModelRunner):
         if not sampled:
             return DeviceRun(None, padded, launch)
         tokens = sampled[0].tokens if len(sampled) == 1 else torch.cat([s.tokens for s in sampled])
-        self.pending.keep(tokens, sampling)
+        self.device_tokens.keep(tokens, sampling)
         logprobs = [s.logprobs for s in sampled if s.logprobs is not None]
         masked = [s.masked for s in sampled if s.masked is not None]
         beside = [
@@ -155,7 +158,7 @@ class DeviceRunner(ModelRunner):
         """(what was sampled, if anything was, padded tokens, and how it was launched)"""
         hidden, padded, mode = self._forward(host)
         return (
-            (self.next_tokens(hidden, host.sampling, self.pending) if host.sampling else None),
+            (self.next_tokens(hidden, host.sampling, self.device_tokens) if host.sampling else None),
             padded,
             mode,
         )
@@ -192,7 +195,7 @@ class DeviceRunner(ModelRunner):
         waiting, places = host.sampling, host.sampled_rows
         if False in waits:  # seldom: a list of bools takes long as an index
             waiting, places = list(compress(waiting, waits)), places[waits]
-        tokens = self.pending.of(waiting, self.device)
+        tokens = self.device_tokens.of(waiting, self.device)
         if places[-1] - places[0] == len(places) - 1:  # a step of single tokens
             token_ids[places[0] : places[-1] + 1].copy_(tokens)
         else:
@@ -200,7 +203,7 @@ class DeviceRunner(ModelRunner):
             token_ids.index_copy_(0, index, tokens)
 
 
-def _begun(piece: list[Chunk], copies: Seq[Copy], starts: Mapping[Sequence, int]) -> list[Copy]:
-    """The copies of the sequences that begin with this piece: what they copy is there by now."""
-    begun = {sequence for sequence, start, _ in piece if starts.get(sequence) == start}
+def _begun(batch: list[Chunk], copies: Seq[Copy], starts: Mapping[Sequence, int]) -> list[Copy]:
+    """The copies of the sequences that begin with this batch: what they copy is there by now."""
+    begun = {sequence for sequence, start, _ in batch if starts.get(sequence) == start}
     return [copy for copy in copies if copy.sequence in begun]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.runner.pending import Pending
+from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import Sampled, by_sequence
 from batchinfer.engine.runner.sampler import Head, Sampler
@@ -124,10 +124,10 @@ class ModelRunner:
         return plans
 
     def next_tokens(
-        self, hidden: Tensor, sequences: list[Sequence], pending: Pending | None = None
+        self, hidden: Tensor, sequences: list[Sequence], device_tokens: DeviceTokens | None = None
     ) -> Sampled:
-        """Sample what follows these rows' hidden states. `pending`: last tokens that only the device knows."""
-        return self.sampler.next_tokens(self.ops, self.model, hidden, sequences, pending)
+        """Sample what follows these rows' hidden states. `device_tokens`: last tokens that only the device knows."""
+        return self.sampler.next_tokens(self.ops, self.model, hidden, sequences, device_tokens)
 
     def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
         """See batchinfer.engine.schedule.step_shape."""

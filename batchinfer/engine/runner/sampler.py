@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.engine.runner.pending import Pending
+from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.sampled import Masked, RowLogprobs, Sampled
 from batchinfer.engine.schedule.constraints import Constraints
 from batchinfer.engine.schedule.sequence import Sequence
@@ -97,13 +97,13 @@ class Sampler:
         head: Head,
         hidden: Tensor,
         sequences: list[Sequence],
-        pending: Pending | None = None,
+        device_tokens: DeviceTokens | None = None,
     ) -> Sampled:
         """The next token of each row, from its hidden state. Logits are written only for rows that need more than their
-        argmax. `pending`: last tokens that only the device knows."""
+        argmax. `device_tokens`: last tokens that only the device knows."""
         if self.tries_argmax(sequences):
             return self._corrected(ops, head, hidden, sequences)
-        return self.sample(ops, head.logits(hidden), sequences, pending)
+        return self.sample(ops, head.logits(hidden), sequences, device_tokens)
 
     def tries_argmax(self, sequences: list[Sequence]) -> bool:
         """Whether each row's token is the argmax of its logits, or is likely to be and can be looked at on the host."""
@@ -136,17 +136,19 @@ class Sampler:
         return [row for row, may in zip(asked, allowed, strict=True) if not may]
 
     def sample(
-        self, ops: Ops, logits: Tensor, sequences: list[Sequence], pending: Pending | None = None
+        self, ops: Ops, logits: Tensor, sequences: list[Sequence], device_tokens: DeviceTokens | None = None
     ) -> Sampled:
         """The next token of each row, and its log-probabilities where they are asked for.
 
-        logits: (n, vocab) float32, which are changed. `pending`: last tokens that only the device knows.
+        logits: (n, vocab) float32, which are changed. `device_tokens`: last tokens that only the device knows.
         """
         shaped = [i for i, s in enumerate(sequences) if _reshaped(s)]
         masked = [i for i, s in enumerate(sequences) if self.masks(s)]
-        asking = _Asking.of(logits, sequences, {*shaped, *masked})
+        asking = _LogprobRows.of(logits, sequences, {*shaped, *masked})
         if shaped:
-            ops.penalise(logits, self._penalties(shaped, sequences, pending or Pending(), logits.device))
+            ops.penalise(
+                logits, self._penalties(shaped, sequences, device_tokens or DeviceTokens(), logits.device)
+            )
         if masked and all(s.request.params.greedy for s in sequences) and not asking:
             return self._greedy(ops, logits, masked, sequences)
         barred = self._masked(ops, logits, masked, sequences) if masked else None
@@ -200,7 +202,7 @@ class Sampler:
         return bits
 
     def _penalties(
-        self, rows: list[int], sequences: list[Sequence], pending: Pending, device: torch.device
+        self, rows: list[int], sequences: list[Sequence], device_tokens: DeviceTokens, device: torch.device
     ) -> Penalties:
         chosen = [sequences[i] for i in rows]
         params = [s.request.params for s in chosen]
@@ -215,18 +217,18 @@ class Sampler:
         indices, tokens = np.array(rows, np.int32), np.concatenate([*held, _NONE])
         parts: list[NDArray[Any]] = [indices, tokens, starts, prompts, lengths, *floats, self._banned(chosen)]
         penalties = Penalties(*upload(parts, device))
-        self._fill_in(penalties, chosen, (starts + lengths - 1).tolist(), pending)
+        self._fill_in(penalties, chosen, (starts + lengths - 1).tolist(), device_tokens)
         return penalties
 
     def _fill_in(
-        self, penalties: Penalties, sequences: list[Sequence], last: list[int], pending: Pending
+        self, penalties: Penalties, sequences: list[Sequence], last: list[int], device_tokens: DeviceTokens
     ) -> None:
         """The last token of a row may be known on the device alone."""
         waits = [s.placeholders > 0 and s.request.params.penalised for s in sequences]
         if True in waits:
             device, waiting = penalties.tokens.device, list(compress(sequences, waits))
             (index,) = upload([np.array(list(compress(last, waits)), np.int64)], device)
-            penalties.tokens.index_copy_(0, index, pending.of(waiting, device).to(torch.int32))
+            penalties.tokens.index_copy_(0, index, device_tokens.of(waiting, device).to(torch.int32))
 
     def _banned(self, sequences: list[Sequence]) -> NDArray[np.int32]:
         """(n, most) int32, padded with -1: what may not end a row yet."""
@@ -244,7 +246,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asking:
+class _LogprobRows:
     """The rows that ask for log-probabilities, with their logits as the model gave them."""
 
     sequences: list[Sequence]
@@ -252,7 +254,7 @@ class _Asking:
     logits: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, sequences: list[Sequence], changed: set[int]) -> _Asking | None:
+    def of(cls, logits: Tensor, sequences: list[Sequence], changed: set[int]) -> _LogprobRows | None:
         """`changed`: rows whose logits are about to be overwritten. None: no row asks."""
         rows = [i for i, s in enumerate(sequences) if s.logprobs is not None]
         if not rows:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batchinfer.engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
-from batchinfer.engine.schedule.refill import RefillCosts
+from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer_kernels.cost import ModelCost, Peaks
 
@@ -45,13 +47,21 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
     return max(min(max(rounded, LEAST), MOST), 2 * max_num_seqs)
 
 
-def refill_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -> RefillCosts:
+def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -> AdmissionCosts:
     """What decides when places are filled on a GPU. `pieces`: steps that read prompts are captured in pieces."""
-    host = ((REPLAY_LAYER_S if pieces else LAUNCH_LAYER_S) * cost.layers, HOST_STEP_S, HOST_ROW_S)
+    known = AdmissionCosts(
+        launch_s=(REPLAY_LAYER_S if pieces else LAUNCH_LAYER_S) * cost.layers,
+        host_step_s=HOST_STEP_S,
+        host_row_s=HOST_ROW_S,
+    )
     if peaks is None:
-        return RefillCosts(*host, 0.0, 0.0, 0.0)
-    weights_s = cost.parameters * cost.weight_itemsize / peaks.bytes_per_s
-    return RefillCosts(*host, weights_s, _token_s(cost, peaks), cost.kv_bytes(1) / peaks.bytes_per_s)
+        return known
+    return replace(
+        known,
+        weights_s=cost.parameters * cost.weight_itemsize / peaks.bytes_per_s,
+        token_s=_token_s(cost, peaks),
+        kv_token_s=cost.kv_bytes(1) / peaks.bytes_per_s,
+    )
 
 
 def _token_s(cost: ModelCost, peaks: Peaks) -> float:
@@ -83,6 +93,11 @@ def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = Tru
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[config.device]
     default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
     tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
-    refill = refill_costs(cost, config.peaks) if config.device == "cuda" and captured else None
-    least = least_copied(cost, config.peaks)
-    return SchedulerConfig(seqs, tokens, config.prefix_caching, refill, least)
+    waits = config.device == "cuda" and captured
+    return SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        prefix_caching=config.prefix_caching,
+        admission_costs=admission_costs(cost, config.peaks) if waits else None,
+        least_copied=least_copied(cost, config.peaks),
+    )

@@ -58,7 +58,7 @@ class SortedPrompts:
         yield from alike[max(0, place - 1) : place + 1]
 
     def _alike(self, sequence: Sequence) -> list[Sequence]:
-        return self._sorted[bool(sequence.rotated_from)]
+        return self._sorted[bool(sequence.rope_offset)]
 
 
 class PromptIndex:

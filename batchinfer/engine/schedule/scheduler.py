@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.admission import CountedBlocks, peak_blocks
+from batchinfer.engine.schedule.batched_admission import IDLE, AdmissionCosts, BatchedAdmission
 from batchinfer.engine.schedule.block_tables import BlockTables
 from batchinfer.engine.schedule.output_lengths import OutputLengths
 from batchinfer.engine.schedule.partial_blocks import Copy, PartialBlock, PartialBlocks
-from batchinfer.engine.schedule.refill import IDLE, Refill, RefillCosts
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 
 # One in so many blocks stays free of estimates. Simulated with five distributions of lengths (exponential, uniform,
@@ -31,7 +31,7 @@ _AWAITING = SequenceStatus.AWAITING_TOKENS
 class SchedulerConfig:
     """Limits of one step.
 
-    `refill`: what decides when places that have come free are filled; None: they are as soon as a sequence fits.
+    `admission_costs`: what decides when places that have come free are filled; None: as soon as a sequence fits.
 
     `least_copied`: tokens that it pays to copy from the middle of another sequence's block; None: none.
     """
@@ -39,7 +39,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     prefix_caching: bool = True
-    refill: RefillCosts | None = None
+    admission_costs: AdmissionCosts | None = None
     least_copied: int | None = 1
 
 
@@ -139,7 +139,7 @@ class Scheduler:
         # Blocks of all that runs or leaves, if none shares and each grows to its max_length, and of a step's chunks
         self._most = self._for_chunks
         self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
-        self._refill = Refill(config.refill)
+        self._batching = BatchedAdmission(config.admission_costs)
         self._left = 0  # blocks that were available when admission stopped
 
     def add(self, sequence: Sequence) -> None:
@@ -185,7 +185,7 @@ class Scheduler:
             budget = self._run_drafts(step, budget)
         if not step.preemptions:
             budget = self._admit(step, budget)
-        self._refill.read = self.config.max_num_batched_tokens - budget - len(step.chunks)
+        self._batching.read = self.config.max_num_batched_tokens - budget - len(step.chunks)
         return step
 
     def launched(self) -> None:
@@ -212,7 +212,7 @@ class Scheduler:
         self.partial.remove(sequence)
         self._release(sequence)
         self._patience = 0
-        self._refill.ended += 1
+        self._batching.ended += 1
 
     def take_back(self, sequence: Sequence, computed: int) -> None:
         """Keep the first `computed` positions of a sequence, which lie behind its prompt or end it: the others were
@@ -446,16 +446,20 @@ class Scheduler:
         self.tables.leave_behind(sequence, sequence.computed)  # windows begin so much later
 
     def _waits_for_others(self, budget: int) -> bool:
-        """Whether places that have come free are filled later, with those of others: see Refill."""
+        """Whether places that have come free are filled later, with those of others: see BatchedAdmission."""
         if self.pool.available - self._left >= self.pool.total // IDLE:
             return False
-        cached = self.pool.used * self.pool.block_size // self.tables.sizes.tables
-        sizes = (len(self.running), len(self.waiting), cached, budget)
-        return self._refill.waits(*sizes, lambda n: sum(map(self._unshared, islice(self.waiting, n))))
+        return self._batching.waits(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            cached=self.pool.used * self.pool.block_size // self.tables.sizes.tables,
+            budget=budget,
+            brought=lambda n: sum(map(self._unshared, islice(self.waiting, n))),
+        )
 
     def _stop_admitting(self) -> None:
         """There is no room until others have ended."""
-        self._refill.stop(len(self.running))
+        self._batching.stop(len(self.running))
         self._left = self.pool.available
 
     def _unshared(self, sequence: Sequence) -> int:

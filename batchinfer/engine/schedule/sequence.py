@@ -56,7 +56,7 @@ class Sequence:
     stop_stream: StopStream | None
     stop_token_ids: frozenset[int]  # tokens that end the answer
     plain_greedy: bool  # whether nothing but a mask ever gives it another token than the argmax
-    rotated_from: int  # the row of the rotary tables at which its positions begin
+    rope_offset: int  # the row of the rotary tables at which its positions begin
 
     # Written by the Engine
     tokens: array[int]  # the prompt, then the output
@@ -100,11 +100,12 @@ class Sequence:
         max_model_len: int,
         stop_stream: StopStream | None,
         now: float,
-        long_from: int | None = None,
+        long_rope_beyond: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> Sequence:
-        """A sequence that may become longer than `long_from` is rotated in the way that begins at `max_model_len`: what
-        it may become is part of the row, so that its answer does not depend on other rows."""
+        """Make a sequence of a request. One that may become longer than `long_rope_beyond` is rotated in the way that
+        begins at `max_model_len`: what it may become is part of the row, so that its answer does not depend on others.
+        """
         params, prompt = request.params, array("i", request.prompt.tobytes())
         longest = min(max_model_len, len(prompt) + params.max_tokens)
         logprobs = None if params.logprobs is None else CollectedLogprobs()
@@ -116,7 +117,7 @@ class Sequence:
             stop_stream=stop_stream,
             stop_token_ids=(frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids),
             plain_greedy=params.greedy and logprobs is None and not reshaped,
-            rotated_from=max_model_len if long_from is not None and longest > long_from else 0,
+            rope_offset=max_model_len if long_rope_beyond is not None and longest > long_rope_beyond else 0,
             tokens=prompt,
             logprobs=logprobs,
             watched=stop_stream is not None or logprobs is not None,
@@ -229,7 +230,7 @@ class Sequence:
     @property
     def _root(self) -> bytes:
         """The parent of the first block."""
-        return _ROTATED_LATER if self.rotated_from else b""
+        return _ROTATED_LATER if self.rope_offset else b""
 
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
         """Digests of the first `count` blocks, which must be full of prompt."""

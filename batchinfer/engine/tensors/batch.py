@@ -55,11 +55,13 @@ class HostBatch:
 
     def inputs(self, tables: Seq[Tensor], positions: Tensor, *places: Tensor) -> list[AttentionInputs]:
         """The attention inputs of each cache group, with `places` and `tables` on the device, (S, most blocks) each."""
-        lens, groups = (self.query_lens, self.context_lens), len(self.tables)
+        groups = len(self.tables)
         slots, parts = places[:groups], places[groups:] or [None] * groups
         each = zip(slots, tables, self.tables, self.whole, parts, strict=True)
         return [
-            AttentionInputs(positions, own, table, *lens, host, whole=whole, parts=copied)
+            AttentionInputs(
+                positions, own, table, self.query_lens, self.context_lens, host, whole=whole, parts=copied
+            )
             for own, table, host, whole, copied in each
         ]
 

@@ -57,10 +57,12 @@ class GraphInputs:
         """
         _, positions, *slots = self.lines.tensors
         missing = self.size.rows - len(batch.context_lens)
-        lens = ([1] * self.size.rows, [*batch.context_lens, *[0] * missing])
+        query_lens, context_lens = [1] * self.size.rows, [*batch.context_lens, *[0] * missing]
         each = zip(slots, tables, batch.tables, batch.whole, strict=True)
         return [
-            AttentionInputs(positions, own, table, *lens, host, self.size.padding_slot, whole)
+            AttentionInputs(
+                positions, own, table, query_lens, context_lens, host, self.size.padding_slot, whole
+            )
             for own, table, host, whole in each
         ]
 

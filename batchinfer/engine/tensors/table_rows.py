@@ -40,7 +40,7 @@ class TableRows:
     def rotations(self, sequences: list[Sequence]) -> NDArray[np.int64]:
         """(S,): the rows of the rotary tables at which the positions begin of the newest step's sequences."""
         if len(self._rotated) != len(sequences):
-            self._rotated = np.array([s.rotated_from for s in sequences], np.int64)
+            self._rotated = np.array([s.rope_offset for s in sequences], np.int64)
         return self._rotated
 
     def unsent(self) -> list[tuple[Places, Tables]]:

@@ -108,7 +108,7 @@ def _contradictions(spec: ModelSpec) -> list[str]:
     for rotation in {layer.rotation for layer in spec.layers}:
         if rotation is not None and rotation.rope is not None:
             found += _wrong_rotation(rotation.rope, rotation.dim, attention.head_dim)
-    if spec.long_from is not None and attention.cache.latent:
+    if spec.long_rope_beyond is not None and attention.cache.latent:
         found.append("config.json: rope type 'longrope' is not supported with latent attention")
     if attention.q_heads % attention.kv_heads:
         found.append(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import Weights
+from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.block import Block, build_layer
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.decoder.rope import rope_table
-from batchinfer.models.decoder.stop import StepRoom, Stop
 from batchinfer.models.ops.interface import (
     AttentionInputs,
     AttentionPlan,
@@ -59,9 +59,9 @@ class Decoder:
         self._attending = [index for index, layer in enumerate(spec.layers) if layer.attention is not None]
 
     @property
-    def long_from(self) -> int | None:
+    def long_rope_beyond(self) -> int | None:
         """See ModelSpec; such a sequence's positions are those of the second half of the rotary tables."""
-        return self.spec.long_from
+        return self.spec.long_rope_beyond
 
     @property
     def expert_loads(self) -> ExpertLoads:
@@ -96,13 +96,13 @@ class Decoder:
                 x, residual = layer(x, residual, inputs[cache.group], cache, plans[cache.group])
         return x if residual is None else x + residual
 
-    def passing(
+    def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[LayerCache]
-    ) -> Generator[Stop, Tensor | None, Tensor]:
-        """`forward`, stopped before each layer's attention, which whoever drives it computes and sends.
+    ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
+        """Run `forward`, yielding before each layer's attention, whose result the caller computes and sends.
 
-        Of `inputs` only positions, slots and the padding slot are read: what is launched between two stops depends on
-        the number of tokens alone. Not for operators that fuse layers.
+        Of `inputs` only positions, slots and the padding slot are read: what is launched between two boundaries depends
+        on the number of tokens alone. Not for operators that fuse layers.
         """
         x = self._embedded(token_ids, inputs[0].positions)
         residual: Tensor | None = None
@@ -115,21 +115,21 @@ class Decoder:
             assert isinstance(layer, Block), "a fused layer cannot be stopped"
             own = inputs[cache.group]
             queries, normed, residual = layer.begin(x, residual, own, cache)
-            attended = yield Stop(queries, layer.attention, cache)
+            attended = yield AttentionBoundary(queries, layer.attention, cache)
             del queries, x  # whoever captures the pieces uses their memory again
             assert attended is not None, "what attention gave is to be sent"
             x, residual = layer.end(attended, normed, residual, own)
         return x if residual is None else x + residual
 
-    def room(self, tokens: int) -> StepRoom:
-        """For what `passing` leaves at its stops, and for its result, of up to so many tokens."""
+    def static_buffers(self, tokens: int) -> StaticBuffers:
+        """Allocate what `forward_split_at_attention` passes on, for steps of up to so many tokens."""
         embedding, hidden = self._tables.embedding, self.spec.hidden
         halves = [
             layer.attention.widths for layer in self._layers if isinstance(layer, Block) and layer.attends
         ]
         widest = (max(widths) for widths in zip(*halves, strict=True))
         queries, attended = (embedding.new_zeros(tokens * width) for width in widest)
-        return StepRoom(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
+        return StaticBuffers(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x = self._ops.embedding(token_ids, self._tables.embedding)

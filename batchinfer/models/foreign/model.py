@@ -41,7 +41,7 @@ class TransformersModel:
         self._around = causal
 
     @property
-    def long_from(self) -> int | None:
+    def long_rope_beyond(self) -> int | None:
         """transformers' own code chooses the rotation."""
         return None
 

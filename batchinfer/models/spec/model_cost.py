@@ -116,8 +116,7 @@ def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> I
         yield _token("residual_multiplier", lambda n: scale_cost(n * halves, layer.hidden, itemsize))
     if isinstance(layer.feed_forward, ExpertsSpec):
         routing = layer.feed_forward.routing
-        sizes = (routing.experts, routing.chosen)
-        yield _token("routing", lambda n: routing_cost(n, *sizes))
+        yield _token("routing", lambda n: routing_cost(n, routing.experts, routing.chosen))
         yield _token("combine", lambda n: combine_cost(n, routing.chosen, layer.hidden, itemsize))
 
 
@@ -128,9 +127,16 @@ def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Cal
     if isinstance(attention, LatentAttentionSpec):
         return lambda n: latent_store_cost(n, heads, attention.rank, turned, itemsize)
     kv_heads = attention.kv_heads if attention.kv_layer is None else 0
-    sizes, normed = (heads, kv_heads, attention.head_dim, itemsize), attention.norms_heads
-    codes = attention.cache_dtype if kv_heads else None
-    return lambda n: rope_store_cost(n, *sizes, rotary_dim=turned, codes=codes, normed=normed)
+    return partial(
+        rope_store_cost,
+        q_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=attention.head_dim,
+        itemsize=itemsize,
+        rotary_dim=turned,
+        codes=attention.cache_dtype if kv_heads else None,
+        normed=attention.norms_heads,
+    )
 
 
 def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
@@ -151,21 +157,30 @@ def _attention(spec: ModelSpec, itemsize: int) -> OperatorCost:
 
 def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> OperatorCost:
     if isinstance(attention, LatentAttentionSpec):
-        sizes = (attention.q_heads, attention.head_dim, attention.rank, itemsize)
-        cost: Callable[..., Cost] = latent_attention_cost
+        cost = partial(
+            latent_attention_cost,
+            heads=attention.q_heads,
+            width=attention.head_dim,
+            rank=attention.rank,
+            itemsize=itemsize,
+        )
     else:
-        sizes = (attention.q_heads, attention.kv_heads, attention.head_dim, itemsize)
-        cost = partial(attention_cost, coded=attention.cache_dtype is not None)
-    return OperatorCost(
-        "attention", token=cost(1, 0, 0, *sizes), pair=cost(0, 1, 0, *sizes), kv_token=cost(0, 0, 1, *sizes)
-    )
+        cost = partial(
+            attention_cost,
+            q_heads=attention.q_heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            itemsize=itemsize,
+            coded=attention.cache_dtype is not None,
+        )
+    return OperatorCost("attention", token=cost(1, 0, 0), pair=cost(0, 1, 0), kv_token=cost(0, 0, 1))
 
 
 def _copying(spec: ModelSpec, itemsize: int) -> Cost:
     """Return the cost of copying a token's K and V, in all layers that keep them."""
     each = keeping(spec.caches).values()
-    sizes = ((cache.heads, cache.dim, itemsize, cache.tensors, cache.dtype is not None) for cache in each)
-    return sum((copy_parts_cost(1, *size) for size in sizes), Cost())
+    costs = (copy_parts_cost(1, c.heads, c.dim, itemsize, c.tensors, c.dtype is not None) for c in each)
+    return sum(costs, Cost())
 
 
 def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
@@ -181,13 +196,12 @@ def _experts(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Operato
 
     def cost(tokens: int, hit: int) -> Cost:
         rows = tokens * linear.chosen
-        sizes = (rows, hit, linear.inputs, linear.outputs, itemsize)
-        read = tokens if linear.gated else rows
+        read, inputs, outputs = tokens if linear.gated else rows, linear.inputs, linear.outputs
         if linear.coded == "block":
-            return block_fp8_grouped_linear_cost(*sizes, tokens=read)
+            return block_fp8_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
         if weight_itemsize == 1 or linear.coded:
-            return quantized_grouped_linear_cost(*sizes, tokens=read)
-        return grouped_linear_cost(*sizes, weight_itemsize, tokens=read)
+            return quantized_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
+        return grouped_linear_cost(rows, hit, inputs, outputs, itemsize, weight_itemsize, tokens=read)
 
     each = OperatorCost(linear.name, token=cost(1, 0), expert=cost(0, 1))
     return replace(each, experts=linear.experts, chosen=linear.chosen)
@@ -213,12 +227,13 @@ def _norm(norm: NormSpec, tokens: int, itemsize: int, residual: bool) -> Cost:
 
 
 def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
-    sizes = (linear.inputs, linear.outputs, itemsize)
+    inputs, outputs = linear.inputs, linear.outputs
     if linear.coded == "block":
-        return lambda n: block_fp8_linear_cost(n, *sizes)
+        return lambda n: block_fp8_linear_cost(n, inputs, outputs, itemsize)
     if linear.coded or (weight_itemsize == 1 and not linear.exact):
-        return lambda n: quantized_linear_cost(n, *sizes)
-    return lambda n: linear_cost(n, *sizes, itemsize if linear.exact else weight_itemsize)
+        return lambda n: quantized_linear_cost(n, inputs, outputs, itemsize)
+    stored = itemsize if linear.exact else weight_itemsize
+    return lambda n: linear_cost(n, inputs, outputs, itemsize, stored)
 
 
 def _token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:

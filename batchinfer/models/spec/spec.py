@@ -205,8 +205,9 @@ class AttentionSpec:
 
     @property
     def cache(self) -> CacheSpec:
-        kept = (self.window, False, self.kv_layer, self.cache_dtype)
-        return CacheSpec(self.kv_heads, self.head_dim, *kept)
+        return CacheSpec(
+            self.kv_heads, self.head_dim, window=self.window, shared=self.kv_layer, dtype=self.cache_dtype
+        )
 
     @property
     def first(self) -> str:
@@ -469,7 +470,7 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     @property
-    def long_from(self) -> int | None:
+    def long_rope_beyond(self) -> int | None:
         """Sequences that may become longer are rotated in another way; None: there is but one."""
         rope = self.attention.rotation.rope
         return rope.original_max_positions if rope is not None and rope.kind == "longrope" else None

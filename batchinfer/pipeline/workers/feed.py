@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from batchinfer.core.request import Request
-from batchinfer.engine.config import WINDOW, EngineInfo
+from batchinfer.engine.config import REQUESTS_AT_ONCE, EngineInfo
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.order.plan import Plan, Window
@@ -60,7 +60,7 @@ def run_plan(
 
     After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
     """
-    windows = planned_requests(plan, prompts, WINDOW)
+    windows = planned_requests(plan, prompts, REQUESTS_AT_ONCE)
     in_flight, more = 0, True
     while more or in_flight:
         if interrupts.pending is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from batchinfer.core.request import Request
-from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, WINDOW
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, REQUESTS_AT_ONCE
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
@@ -138,22 +138,26 @@ class ForecastEngine:
 
     def every(self, budget_s: float) -> int:
         """Which windows are simulated: every so many."""
-        windows = math.ceil(self.plan.to_run / WINDOW)
+        windows = math.ceil(self.plan.to_run / REQUESTS_AT_ONCE)
         takes_s = self.plan.to_run * ROW_S + self.plan.expected_tokens * OUTPUT_TOKEN_S
         engines = self.setup.setting.replicas  # of which one is simulated
         within = int(windows * budget_s * engines / takes_s / TWO_PARTS)
-        least = max(2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / WINDOW))
+        least = max(
+            2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / REQUESTS_AT_ONCE)
+        )
         rows = min(MOST_ROWS, MOST_TOKENS * self.plan.to_run // max(1, self.plan.prompt_tokens))
-        return max(1, windows // max(min(within, rows // WINDOW), least))
+        return max(1, windows // max(min(within, rows // REQUESTS_AT_ONCE), least))
 
     def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
-        return [requests for _, requests in planned_requests(self.plan, prompts, WINDOW, every)]
+        return [requests for _, requests in planned_requests(self.plan, prompts, REQUESTS_AT_ONCE, every)]
 
 
 def half_of(requests: Sequence[T]) -> list[T]:
     """Every other stretch of them, short enough that the half has as much of what comes first as of what comes last;
     long enough that rows which share a prefix mostly stay together."""
-    stretch = max(1, min(WINDOW, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2))
+    stretch = max(
+        1, min(REQUESTS_AT_ONCE, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2)
+    )
     return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
 
 

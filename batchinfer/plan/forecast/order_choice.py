@@ -10,7 +10,7 @@ import numpy as np
 
 from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.core.request import Request, common_prefix
-from batchinfer.engine.config import WINDOW
+from batchinfer.engine.config import REQUESTS_AT_ONCE
 from batchinfer.plan.forecast.engine import (
     OUTPUT_TOKEN_S,
     ROW_S,
@@ -136,7 +136,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
             BY_DEFAULT,
             "the usual order: in so short a job, comparing others takes longer than they could save",
         )
-    read = list(planned_requests(plan, prompts, WINDOW, every))
+    read = list(planned_requests(plan, prompts, REQUESTS_AT_ONCE, every))
     arrivals = [window.numbers("token_offset").tolist() for window, _ in read]
     all_rows = every == 1 and engine.multiple == 1
     whole = None if all_rows else round((plan.prompt_tokens + plan.expected_tokens) * engine.multiple)

@@ -90,8 +90,8 @@ def make_runner(layers: int, pieces: bool) -> DeviceRunner:
     runner = DeviceRunner(decoder, ops, caches, layout, sampler, model_cost(spec, 4, 4), device)
     if not pieces:
         return runner
-    room = decoder.room(64)
-    mixed = PiecewiseGraphs(decoder, caches, 1, blocks * BLOCK, room, Silent())
+    buffers = decoder.static_buffers(64)
+    mixed = PiecewiseGraphs(decoder, caches, 1, blocks * BLOCK, buffers, Silent())
     mixed.capture()
     return replace(runner, mixed=mixed)
 

@@ -17,7 +17,7 @@ from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.engine.loop.engine import Engine
-from batchinfer.engine.runner.pending import Pending
+from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.sampled import Sampled
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler
@@ -49,7 +49,7 @@ class ForcedSampler(Sampler):
         return False
 
     def sample(
-        self, ops: Ops, logits: Tensor, sequences: list[Sequence], pending: Pending | None = None
+        self, ops: Ops, logits: Tensor, sequences: list[Sequence], device_tokens: DeviceTokens | None = None
     ) -> Sampled:
         places = [(number_of(s.request.key), s.output_length) for s in sequences]
         for place, row in zip(places, logits, strict=True):

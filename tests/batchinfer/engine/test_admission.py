@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.admission import peak_blocks
+from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.block_tables import BlockTables
 from batchinfer.engine.schedule.output_lengths import BINS, OutputLengths
-from batchinfer.engine.schedule.refill import RefillCosts
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, sequence
@@ -37,8 +37,8 @@ def walked(ends: list[tuple[int, Sequence]], size: int) -> int:
 
 def places_taken(launch_s: float, prompt: int, outputs: list[int]) -> list[int]:
     """How many rows each step admits, after the first: 10 places, and rows of these output lengths."""
-    refill = RefillCosts(launch_s, 0.0, 0.0, 0.01, 0.001, 0.0) if launch_s else None
-    config = SchedulerConfig(10, 100, refill=refill)
+    costs = AdmissionCosts(launch_s, 0.0, 0.0, 0.01, 0.001, 0.0) if launch_s else None
+    config = SchedulerConfig(10, 100, admission_costs=costs)
     driver = Driver(Scheduler(config, BlockPool(1000, 4)))
     for key, output in enumerate(outputs):
         driver.scheduler.add(sequence([key] * prompt, output, key, exact=True))

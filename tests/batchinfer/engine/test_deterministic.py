@@ -122,7 +122,7 @@ def coded_yardstick(dtype: Dtype) -> tuple[LoadedModel, dict]:
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [1, 9, 11, 12])
 def test_codes_in_the_cache_change_no_bit_either(dtype, number):
-    """Pieces of prompts, prefixes read together, blocks that are scarce, two threads."""
+    """MicroBatches of prompts, prefixes read together, blocks that are scarce, two threads."""
     loaded, wanted = coded_yardstick(dtype)
     assert different(Forced(loaded, rows(), WAYS[number]).run(), wanted) == []
     _, values = yardstick("llama-wide", dtype, "none")

@@ -16,7 +16,7 @@ from batchinfer.engine.graphs.piecewise_graphs import GRAPH_BYTES
 from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE, JobSize, cache_blocks
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
-from batchinfer.engine.load.rehearsal import COSTLY, GREEDY, Rehearsal, sizes_between
+from batchinfer.engine.load.dummy_steps import COSTLY, GREEDY, DummySteps, sizes_between
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import ConstraintMask
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
@@ -87,11 +87,11 @@ class Device:
         hidden: Tensor = self._decoder.forward(token_ids, *rest)
         return hidden
 
-    def passing(self, *step: Any) -> Any:
-        return self._decoder.passing(*step)
+    def forward_split_at_attention(self, *step: Any) -> Any:
+        return self._decoder.forward_split_at_attention(*step)
 
-    def room(self, tokens: int) -> Any:
-        return self._decoder.room(tokens)
+    def static_buffers(self, tokens: int) -> Any:
+        return self._decoder.static_buffers(tokens)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
@@ -262,7 +262,7 @@ def test_a_gpu_without_room_beside_the_reserve():
 
 
 def test_dummy_steps_are_as_large_as_they_can_be():
-    rehearsal = Rehearsal(Device().fit().runner, STEPS, LONGEST, 60)
+    rehearsal = DummySteps(Device().fit().runner, STEPS, LONGEST, 60)
     chunks = rehearsal.chunks(250, 6, LONGEST, COSTLY)
     assert [c.length for c in chunks] == [100, 100, 47, 1, 1, 1]
     assert all(c.samples and c.end <= LONGEST for c in chunks)
@@ -319,7 +319,7 @@ def test_rows_are_masked_in_measured_steps_and_in_the_warm_up_where_constraints_
 
 
 def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
-    rehearsal = Rehearsal(Device().fit().runner, STEPS, LONGEST, 60)
+    rehearsal = DummySteps(Device().fit().runner, STEPS, LONGEST, 60)
     for shared in (False, True):
         chunks = rehearsal.chunks(250, 6, LONGEST, GREEDY, shared)
         written = {c.sequence.tables[0][at // SIZE] for c in chunks for at in range(c.start, c.end)}

@@ -17,8 +17,8 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.pending import Pending
 from batchinfer.engine.runner.sampled import Sampled
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
@@ -136,11 +136,15 @@ class RecordingSampler(Sampler):
         return False
 
     def sample(
-        self, ops: Ops, logits: torch.Tensor, sequences: list[Sequence], pending: Pending | None = None
+        self,
+        ops: Ops,
+        logits: torch.Tensor,
+        sequences: list[Sequence],
+        device_tokens: DeviceTokens | None = None,
     ) -> Sampled:
         for row, sequence in enumerate(sequences):
             self.seen[sequence.request.key, sequence.output_length] = logits[row].clone()
-        return super().sample(ops, logits, sequences, pending)
+        return super().sample(ops, logits, sequences, device_tokens)
 
 
 def prompts() -> list[list[int]]:
@@ -215,7 +219,7 @@ def run_engine(
     engine = Engine(
         runner,
         Scheduler(config, pool, Hopeful() if setting.scarce else None, windows),
-        EngineLimits(MAX_LEN, sampler.eos_token_ids, checkpoint.spec.long_from),
+        EngineLimits(MAX_LEN, sampler.eos_token_ids, checkpoint.spec.long_rope_beyond),
     )
     engine.add(requests)
     done: dict[bytes, Completion] = {}

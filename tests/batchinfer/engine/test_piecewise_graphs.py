@@ -92,7 +92,7 @@ def runner_for(
         return runner
     decoder: Any = runner.model
     places = (len(runner.layout.groups), limits.blocks * limits.block_size)
-    mixed = Poisoned(decoder, runner.caches, *places, decoder.room(most), recorder)
+    mixed = Poisoned(decoder, runner.caches, *places, decoder.static_buffers(most), recorder)
     mixed.capture()
     return replace(runner, mixed=mixed)
 

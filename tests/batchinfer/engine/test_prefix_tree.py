@@ -14,7 +14,7 @@ import pytest
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.token_store import TokenStore
-from batchinfer.engine.config import WINDOW
+from batchinfer.engine.config import REQUESTS_AT_ONCE
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
@@ -55,7 +55,7 @@ def plan_of(rows: list[list[int]], folder: Path) -> tuple[Plan, TokenStore]:
     return plan_job(index.folder / "index", index.tokens, [], folder / "plan"), index.tokens
 
 
-def planned(rows: list[list[int]], folder: Path, window: int = WINDOW) -> Iterator[list[Request]]:
+def planned(rows: list[list[int]], folder: Path, window: int = REQUESTS_AT_ONCE) -> Iterator[list[Request]]:
     """The windows of requests that the feeder sends."""
     plan, tokens = plan_of(rows, folder)
     for _, requests in planned_requests(plan, tokens, window):
@@ -111,7 +111,7 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchinfer.plan.order.run_order.MANY", 1)
         plan, tokens = plan_of(rows, tmp_path)
-    requests = [request for _, some in planned_requests(plan, tokens, WINDOW) for request in some]
+    requests = [request for _, some in planned_requests(plan, tokens, REQUESTS_AT_ONCE) for request in some]
     scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(4000 // size, size))
     driver = run(scheduler, iter([requests]), queued=192)
     assert driver.cached == plan.shared_prefix_tokens == sum(map(len, rows)) - fewest(rows)

@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.kv.kv_cache import BlockPool
-from batchinfer.engine.schedule.refill import RefillCosts
+from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.driver import Driver, Hopeful, sequence
@@ -27,7 +27,7 @@ prompts = st.lists(
 
 
 # launching a step takes as long as a few tokens do, and as long as any prompt here does
-REFILL = [RefillCosts(launch_s, 0.0, 0.0, 1e-3, 1e-3, 1e-6) for launch_s in (4e-3, 1.0)]
+REFILL = [AdmissionCosts(launch_s, 0.0, 0.0, 1e-3, 1e-3, 1e-6) for launch_s in (4e-3, 1.0)]
 # of one to three cache groups
 windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1, max_size=3).map(tuple)
 
@@ -42,17 +42,17 @@ windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1
     hopeful=st.booleans(),
     stops=st.sampled_from([0.0, 0.1, 0.5]),
     windows=windows,
-    refill=st.sampled_from([None, None, *REFILL]),
+    admission_costs=st.sampled_from([None, None, *REFILL]),
     seed=st.integers(0, 1 << 16),
 )
 @settings(max_examples=examples(60, 300), deadline=None, print_blob=True)
 def test_every_sequence_finishes_and_reads_only_its_own_prefix(
-    rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, refill, seed
+    rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, costs, seed
 ):
     """Random arrivals, lengths, trees, early ends, preemptions and cache groups; `Driver` checks every step."""
     pool = BlockPool(blocks * (4 // block_size) * len(windows), block_size, len(windows))
     lengths = Hopeful() if hopeful else None
-    config = SchedulerConfig(max_num_seqs, budget, caching, refill)
+    config = SchedulerConfig(max_num_seqs, budget, caching, costs)
     scheduler = Scheduler(config, pool, lengths, windows)
     driver = Driver(scheduler, seed, stops)
     tokens = [[10 + branch for branch in path for _ in range(5)] + [99] * own for path, own, _ in rows]

@@ -25,10 +25,10 @@ from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load import build, device_fit
 from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.load.device_fit import Fitted
-from batchinfer.engine.load.rehearsal import sizes_between
+from batchinfer.engine.load.dummy_steps import sizes_between
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.pending import Pending
 from batchinfer.engine.runner.sampled import Sampled
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
@@ -261,11 +261,11 @@ def recorder(seen: dict[tuple[bytes, int], Tensor]) -> type[DeviceRunner]:
 
     class Recorder(DeviceRunner):
         def next_tokens(
-            self, hidden: Tensor, sequences: list[Sequence], pending: Pending | None = None
+            self, hidden: Tensor, sequences: list[Sequence], device_tokens: DeviceTokens | None = None
         ) -> Sampled:
             for sequence, row in zip(sequences, self.model.logits(hidden), strict=True):
                 seen[sequence.request.key, sequence.output_length] = row.clone()
-            return DeviceRunner.next_tokens(self, hidden, sequences, pending)
+            return DeviceRunner.next_tokens(self, hidden, sequences, device_tokens)
 
     return Recorder
 

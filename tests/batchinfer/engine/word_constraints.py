@@ -56,7 +56,7 @@ class WordConstraint:
     def allows(self, token: int) -> bool:
         return token in self.next
 
-    def forced(self) -> Seq[int]:
+    def jump_forward(self) -> Seq[int]:
         at = WordConstraint(self.words, self.eos, True, self.said, self.closed)
         found: list[int] = []
         while self.forces and len(at.next) == 1 and not at.ended:

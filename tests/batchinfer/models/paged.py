@@ -102,5 +102,9 @@ def _step(
 
 def _rotated_from(decoder: Decoder, sequence: PagedSequence) -> int:
     """Where the rotary tables' rows of a prompt of this length begin."""
-    long_from = decoder.long_from
-    return decoder.max_positions if long_from is not None and len(sequence.tokens) > long_from else 0
+    long_rope_beyond = decoder.long_rope_beyond
+    return (
+        decoder.max_positions
+        if long_rope_beyond is not None and len(sequence.tokens) > long_rope_beyond
+        else 0
+    )

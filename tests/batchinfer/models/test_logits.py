@@ -143,7 +143,7 @@ def test_longrope(tmp_path: Path, family: str, stated: dict[str, Any]) -> None:
     more = {"original_max_position_embeddings": original} if family == "phi3" else {}
     model = make_checkpoint(tmp_path, family, rope={**LONGROPE, **stated}, **more)
     checkpoint = check_logits(tmp_path, model, lengths=(2, original, original + 1, 100, 300))
-    assert checkpoint.spec.long_from == original
+    assert checkpoint.spec.long_rope_beyond == original
 
 
 @pytest.mark.parametrize("inverse", [False, True])

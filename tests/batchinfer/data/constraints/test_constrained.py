@@ -55,7 +55,7 @@ def answer(
     failure = None
     try:
         while not constraint.ended and len(ids) < MOST:
-            for token in (*constraint.forced(), None):
+            for token in (*constraint.jump_forward(), None):
                 if constraint.ended:
                     break
                 token = sampled(constraints, constraint, bits, rng) if token is None else token
@@ -118,7 +118,7 @@ def test_tokens_are_allowed_one_by_one_as_by_the_mask(kind: str, name: str) -> N
     for _ in range(3):
         state = constraints.start(CONSTRAINTS[name][0])
         while True:
-            for token in state.forced():
+            for token in state.jump_forward():
                 state.take(token)
             if state.ended:
                 break

@@ -23,15 +23,15 @@ from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.schedule import scheduler
+from batchinfer.engine.schedule.batched_admission import AdmissionCosts, BatchedAdmission
 from batchinfer.engine.schedule.budget import (
     HOST_ROW_S,
     HOST_STEP_S,
     LAUNCH_LAYER_S,
     REPLAY_LAYER_S,
+    admission_costs,
     captured_tokens,
-    refill_costs,
 )
-from batchinfer.engine.schedule.refill import Refill, RefillCosts
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer.plan.simulation import launching
@@ -50,10 +50,10 @@ SEQS, BUDGET = 256, 8192
 SIZES = (2, 4, 8, 16, 32, 48)  # places that are filled together, where costs do not decide
 
 
-class Counted(Refill):
+class Counted(BatchedAdmission):
     """Fills so many places at a time, or fewer whose prompts fill a step."""
 
-    def __init__(self, places: int, costs: RefillCosts | None) -> None:
+    def __init__(self, places: int, costs: AdmissionCosts | None) -> None:
         super().__init__(costs)
         self._size = places
 
@@ -63,13 +63,13 @@ class Counted(Refill):
         return running > 0 and self.ended < min(self._size, waiting) and brought(self.ended) < budget
 
 
-def machine(cost: ModelCost, refill: RefillCosts | None, pieces: bool = True) -> SimulatedEngine:
+def machine(cost: ModelCost, costs: AdmissionCosts | None, pieces: bool = True) -> SimulatedEngine:
     layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
     host = (HOST_STEP_S, HOST_ROW_S, LAUNCH_LAYER_S, REPLAY_LAYER_S)
     time = StepTime(H100, EFFICIENCY, EFFICIENCY, *host)
     captures = Captures(SEQS, 100_000, captured_tokens(cost, H100, BUDGET) if pieces else 0)
     blocks = MEMORY // (16 * cost.kv_bytes(1))
-    limits = SchedulerConfig(SEQS, BUDGET, refill=refill)
+    limits = SchedulerConfig(SEQS, BUDGET, admission_costs=costs)
     return SimulatedEngine(cost, layout, blocks, limits, 100_000, time, looks_ahead=True, captures=captures)
 
 
@@ -89,7 +89,7 @@ def shares(name: str, prompt: int, output: int, rows: int, pieces: bool = True) 
     """The time of the device alone, as a share of the run's: filling places at once, and when costs say so."""
     cost = MODELS[name]
     once = machine(cost, None, pieces)
-    ways = (once, machine(cost, refill_costs(cost, H100, pieces), pieces))
+    ways = (once, machine(cost, admission_costs(cost, H100, pieces), pieces))
     alone = run(replace(once, time=StepTime(H100, EFFICIENCY, EFFICIENCY)), prompt, output, rows).seconds
     first, second = (alone / run(engine, prompt, output, rows).seconds for engine in ways)
     return first, second
@@ -102,7 +102,7 @@ def counted(
     once = machine(MODELS[name], None, pieces)
     alone = run(replace(once, time=StepTime(H100, EFFICIENCY, EFFICIENCY)), prompt, output, rows).seconds
     for size in sizes:
-        with patch.object(scheduler, "Refill", partial(Counted, size)):
+        with patch.object(scheduler, "BatchedAdmission", partial(Counted, size)):
             yield alone / run(once, prompt, output, rows).seconds
 
 

@@ -1,4 +1,4 @@
-"""Steps for which memory does not last: run in pieces, to the same answers, and said so."""
+"""Steps for which memory does not last: run in batches, to the same answers, and said so."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.engine.runner import pieces as pieces_module
+from batchinfer.engine.runner import batches as pieces_module
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.runner.pieces import PATIENCE, Pieces
+from batchinfer.engine.runner.micro_batches import PATIENCE, MicroBatches
 from batchinfer.engine.schedule.scheduler import Chunk
 from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import EOS, HashingModel, hashing_runner
@@ -29,16 +29,16 @@ LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
 )
 def test_pieces_are_the_step_in_order(spans, tokens):
     chunks = [Chunk(sequence([1] * (start + length), 5), start, length) for start, length in spans]
-    pieces = Pieces(tokens).cut(chunks)
-    assert all(0 < sum(c.length for c in piece) <= tokens for piece in pieces)
-    flat = [(c.sequence, at) for piece in pieces for c in piece for at in range(c.start, c.end)]
+    batches = MicroBatches(tokens).split(chunks)
+    assert all(0 < sum(c.length for c in batch) <= tokens for batch in batches)
+    flat = [(c.sequence, at) for batch in batches for c in batch for at in range(c.start, c.end)]
     assert flat == [(c.sequence, at) for c in chunks for at in range(c.start, c.end)]
-    assert [c.sequence for piece in pieces for c in piece if c.samples] == [c.sequence for c in chunks]
+    assert [c.sequence for batch in batches for c in batch if c.samples] == [c.sequence for c in chunks]
 
 
 def test_without_limits_a_step_is_one_piece():
     chunks = [Chunk(sequence([1] * 9, 5), 0, 9)]
-    assert Pieces().cut(chunks) == [chunks]
+    assert MicroBatches().split(chunks) == [chunks]
 
 
 def run(room: int) -> tuple[Ran, int]:
@@ -72,65 +72,65 @@ def chunks_of(tokens: int) -> list[Chunk]:
     return [Chunk(sequence([1] * tokens, 5), 0, tokens)]
 
 
-def try_steps(pieces: Pieces, wanted: int, room: int, steps: int) -> list[int]:
+def try_steps(batches: MicroBatches, wanted: int, room: int, steps: int) -> list[int]:
     """The steps that failed, of `steps` of up to `wanted` tokens on a device with memory for `room`."""
     failed = []
     for step in range(steps):
         todo = [wanted]
         while todo:
-            tokens = min(todo.pop(), pieces.most_tokens or wanted)
+            tokens = min(todo.pop(), batches.most_tokens or wanted)
             if tokens > room:
-                pieces.shrink(chunks_of(tokens))
+                batches.shrink(chunks_of(tokens))
                 failed.append(step)
                 todo.append(wanted)
             else:
-                pieces.succeeded(tokens)
+                batches.succeeded(tokens)
     return failed
 
 
 def test_the_limit_rises_when_a_peak_has_passed():
-    pieces = Pieces()
-    assert try_steps(pieces, wanted=64, room=10, steps=1) == [0, 0, 0]
-    assert pieces.most_tokens == 8
-    assert try_steps(pieces, wanted=64, room=64, steps=3 * PATIENCE - 1) == []
-    assert pieces.most_tokens is None, "8, 16, 32, and then what is asked for"
+    batches = MicroBatches()
+    assert try_steps(batches, wanted=64, room=10, steps=1) == [0, 0, 0]
+    assert batches.most_tokens == 8
+    assert try_steps(batches, wanted=64, room=64, steps=3 * PATIENCE - 1) == []
+    assert batches.most_tokens is None, "8, 16, 32, and then what is asked for"
 
 
 def test_a_size_for_which_there_is_never_memory_is_tried_ever_more_seldom():
-    pieces = Pieces()
-    failed = try_steps(pieces, wanted=60, room=40, steps=100 * PATIENCE)
+    batches = MicroBatches()
+    failed = try_steps(batches, wanted=60, room=40, steps=100 * PATIENCE)
     assert failed == [0, *(PATIENCE * (2**n - 1) for n in range(1, 7))]
-    assert pieces.most_tokens == 30, "what is known to fit, not half of what does not"
+    assert batches.most_tokens == 30, "what is known to fit, not half of what does not"
 
 
 def test_a_size_that_held_for_long_is_trusted_again_as_soon_as_at_first():
-    pieces = Pieces()
+    batches = MicroBatches()
     for _ in range(5):
-        assert try_steps(pieces, wanted=64, room=50, steps=1) == [0]
-        assert try_steps(pieces, wanted=64, room=64, steps=2 * PATIENCE) == []
-        assert pieces.most_tokens is None
+        assert try_steps(batches, wanted=64, room=50, steps=1) == [0]
+        assert try_steps(batches, wanted=64, room=64, steps=2 * PATIENCE) == []
+        assert batches.most_tokens is None
 
 
 def test_steps_that_say_nothing_about_the_limit_do_not_raise_it():
-    pieces = Pieces()
-    try_steps(pieces, wanted=64, room=40, steps=1)
-    try_steps(pieces, wanted=15, room=40, steps=10 * PATIENCE)
-    assert pieces.most_tokens == 32
+    batches = MicroBatches()
+    try_steps(batches, wanted=64, room=40, steps=1)
+    try_steps(batches, wanted=15, room=40, steps=10 * PATIENCE)
+    assert batches.most_tokens == 32
 
 
 @settings(max_examples=examples(13, 40), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 2000)), max_size=12))
 def test_no_step_is_cut_forever_and_few_fail(phases):
     """Phases of (wanted tokens, tokens that there is memory for, steps)."""
-    pieces, failures, steps = Pieces(), 0, 0
+    batches, failures, steps = MicroBatches(), 0, 0
     for wanted, room, count in phases:
-        failures += len(try_steps(pieces, wanted, room, count))
+        failures += len(try_steps(batches, wanted, room, count))
         steps += count
-        assert pieces.most_tokens is None or pieces.most_tokens >= 1
+        assert batches.most_tokens is None or batches.most_tokens >= 1
     halvings = 7  # of 80, each time that a phase begins with less room
     assert failures <= halvings * len(phases) + 2 * steps / PATIENCE
-    try_steps(pieces, 80, 80, 8 * PATIENCE * (1 + len(phases)) + 4 * steps)
-    assert pieces.most_tokens is None
+    try_steps(batches, 80, 80, 8 * PATIENCE * (1 + len(phases)) + 4 * steps)
+    assert batches.most_tokens is None
 
 
 def test_the_scheduler_is_told_when_a_peak_has_passed(monkeypatch):

@@ -179,7 +179,7 @@ def test_nothing_is_copied_where_it_does_not_pay(caching: bool) -> None:
 def test_rows_that_are_rotated_in_another_way_share_nothing() -> None:
     scheduler = Scheduler(SchedulerConfig(8, 4096), BlockPool(64, 16))
     rows: list[Sequence] = [sequence([7] * 20 + [key] * 5, 4, key) for key in range(2)]
-    rows[1].rotated_from = 100_000
+    rows[1].rope_offset = 100_000
     for row in rows:
         scheduler.add(row)
     assert not scheduler.schedule().copies

@@ -1,4 +1,4 @@
-"""Where a decoder stops on its way through its layers, and what it leaves there: see `Decoder.passing`."""
+"""A decoder's forward pass, split at attention: see `Decoder.forward_split_at_attention`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from batchinfer.models.ops.interface import LayerCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stop:
-    """Before the attention of a layer, whose cache holds K and V of the step's tokens."""
+class AttentionBoundary:
+    """The point before the attention of a layer, whose cache holds K and V of the step's tokens by then."""
 
     queries: Tensor  # (T, heads, dim)
     attention: AttentionHalf
@@ -20,8 +20,8 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepRoom:
-    """Tensors for what steps of up to so many tokens have at each stop, and at the end."""
+class StaticBuffers:
+    """Tensors that hold, for steps of up to `tokens` tokens, what is passed on at each boundary and at the end."""
 
     tokens: int
     queries: Tensor  # (tokens × the widest queries,)

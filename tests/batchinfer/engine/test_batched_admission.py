@@ -7,23 +7,25 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.schedule.budget import refill_costs
-from batchinfer.engine.schedule.refill import IDLE, Refill, RefillCosts
+from batchinfer.engine.schedule.batched_admission import IDLE, AdmissionCosts, BatchedAdmission
+from batchinfer.engine.schedule.budget import admission_costs
 from batchinfer_kernels.cost import Peaks
 from tests.model_costs import llama_cost
 
-COSTS = RefillCosts(5e-3, 1e-3, 1e-6, 2e-3, 1e-5, 1e-8)
+COSTS = AdmissionCosts(5e-3, 1e-3, 1e-6, 2e-3, 1e-5, 1e-8)
 MODEL = llama_cost(16, 2048, 8192, 32, 8, 64, 128_256, 2, 2)
 
 
-def steps_until_filled(costs: RefillCosts, every: int, prompt: int, places: int = 100, read: int = 0) -> int:
+def steps_until_filled(
+    costs: AdmissionCosts, every: int, prompt: int, places: int = 100, read: int = 0
+) -> int:
     """A sequence ends in every so many steps; how many have passed when the first place is filled."""
-    refill = Refill(costs)
-    refill.stop(places)
-    refill.read = read
+    admission = BatchedAdmission(costs)
+    admission.stop(places)
+    admission.read = read
     for step in range(1, 10 * places * every):
-        refill.ended += step % every == 0
-        if not refill.waits(places - refill.ended, 1000, 0, 8192, lambda n: n * prompt):
+        admission.ended += step % every == 0
+        if not admission.waits(places - admission.ended, 1000, 0, 8192, lambda n: n * prompt):
             return step
     raise AssertionError("places stay empty")
 
@@ -45,19 +47,21 @@ def test_prompts_that_keep_the_device_busy_do_not_wait():
 
 
 def test_without_peaks_only_what_the_host_takes_counts():
-    unknown = refill_costs(MODEL, None)
+    unknown = admission_costs(MODEL, None)
     assert (unknown.weights_s, unknown.token_s, unknown.kv_token_s) == (0, 0, 0)
-    known = refill_costs(MODEL, Peaks(760e12, 3e12))
-    assert unknown.launch_s == known.launch_s < refill_costs(MODEL, None, pieces=False).launch_s
+    known = admission_costs(MODEL, Peaks(760e12, 3e12))
+    assert unknown.launch_s == known.launch_s < admission_costs(MODEL, None, pieces=False).launch_s
     assert steps_until_filled(unknown, 1, 300) >= steps_until_filled(known, 1, 300)
 
 
 @given(st.integers(1, 300), st.integers(0, 400), st.integers(1, 400), st.integers(0, 300))
 def test_a_fifth_of_the_places_and_all_that_waits_are_never_held_back(places, ended, waiting, prompt):
-    refill = Refill(replace(COSTS, launch_s=1e9))
-    refill.stop(places)
-    refill.ended = min(ended, places)
-    held = refill.waits(places - refill.ended, waiting, 0, 1 << 30, lambda n: n * prompt)
-    full = refill.ended >= min(places // IDLE, waiting) or refill.ended == places
+    admission = BatchedAdmission(replace(COSTS, launch_s=1e9))
+    admission.stop(places)
+    admission.ended = min(ended, places)
+    held = admission.waits(places - admission.ended, waiting, 0, 1 << 30, lambda n: n * prompt)
+    full = admission.ended >= min(places // IDLE, waiting) or admission.ended == places
     assert held == (not full)
-    assert not Refill(None).waits(places, waiting, 0, 10, lambda n: n), "a CPU fills each place at once"
+    assert not BatchedAdmission(None).waits(places, waiting, 0, 10, lambda n: n), (
+        "a CPU fills each place at once"
+    )

@@ -1,4 +1,4 @@
-"""Decides when places that have come free are filled, where reading prompts costs a GPU's host more than decoding does.
+"""Batched admission: decides when places that have come free are filled, where reading prompts costs a GPU's host more.
 
 No torch: seconds and counts.
 """
@@ -13,19 +13,19 @@ IDLE = 5
 
 
 @dataclass(frozen=True, slots=True)
-class RefillCosts:
+class AdmissionCosts:
     """Seconds that decide whether to wait. Those of a device whose peaks are not known are 0."""
 
     launch_s: float  # of the host: to launch a step that reads prompts, beyond what every step takes it
     host_step_s: float  # of the host: every step
     host_row_s: float  # of the host: a row of a step
-    weights_s: float  # of the device: to read the weights
-    token_s: float  # of the device: to compute a token
-    kv_token_s: float  # of the device: to read K and V of a token
+    weights_s: float = 0.0  # of the device: to read the weights
+    token_s: float = 0.0  # of the device: to compute a token
+    kv_token_s: float = 0.0  # of the device: to read K and V of a token
 
 
-class Refill:
-    """Says, once admission has stopped for want of room, whether it goes on.
+class BatchedAdmission:
+    """Decides, once admission has stopped for want of room, whether it goes on: waiting sequences are admitted in batches.
 
     A place that stays empty wastes its share of what a step takes however many rows it has. Filling places wastes the
     time for which the device has nothing to do while the host launches their prompts: what launching takes beyond the
@@ -34,7 +34,7 @@ class Refill:
     and at once where prompts keep the device busy.
     """
 
-    def __init__(self, costs: RefillCosts | None) -> None:
+    def __init__(self, costs: AdmissionCosts | None) -> None:
         """`costs` None: a place is filled as soon as there is one."""
         self._costs = costs
         self.read = 0  # tokens of prompts in the step that was scheduled last
@@ -67,7 +67,7 @@ class Refill:
             return not self.ended
         return self._wasted_s < self._idle_s(costs, running, cached)
 
-    def _idle_s(self, costs: RefillCosts, running: int, cached: int) -> float:
+    def _idle_s(self, costs: AdmissionCosts, running: int, cached: int) -> float:
         """For how long the device would have nothing to do if places were filled now. Launching overlaps with the work
         of the step that is launched, and with that of the step before."""
         host_s = costs.host_step_s + running * costs.host_row_s

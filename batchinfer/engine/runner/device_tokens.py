@@ -14,7 +14,7 @@ from batchinfer.engine.tensors.staging import upload
 
 
 @dataclass(slots=True)
-class Pending:
+class DeviceTokens:
     """The tokens of the step before, by sequence."""
 
     tokens: Tensor | None = None  # (n,) int64

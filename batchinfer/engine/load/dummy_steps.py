@@ -1,4 +1,4 @@
-"""Profile and warm-up steps: measures the memory of a step, and compiles every kernel before the first real one.
+"""Profile run and warm-up: measures the memory of a step, and compiles every kernel before the first real one.
 
 The steps run dummy tokens, whose keys go to the block of the padding rows.
 """
@@ -88,8 +88,8 @@ class _EveryToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """Runs dummy steps, up to the largest that the limits allow."""
+class DummySteps:
+    """Runs steps of dummy tokens, up to the largest that the limits allow: the profile run, and the warm-up."""
 
     runner: DeviceRunner
     limits: SchedulerConfig
@@ -106,10 +106,10 @@ class Rehearsal:
         """What takes the most memory of what the job's rows may ask for."""
         return replace(COSTLY, logprobs=self.logprobs)
 
-    def step_bytes(self, meter: MemoryMeter, mixed: int = 0) -> int:
+    def profile(self, meter: MemoryMeter, mixed: int = 0) -> int:
         """Bytes that the largest step takes beside the weights and the cache, plus those of the largest decode step,
         which its graph keeps, and of the largest one that is captured in pieces, of `mixed` tokens. A step for which
-        there is no memory is measured in the pieces that it is then run in.
+        there is no memory is measured in the micro-batches that it is then run in.
         """
         total = 0
         for tokens in (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer.engine.runner.pending import Pending
+from batchinfer.engine.runner.device_tokens import DeviceTokens
 from tests.batchinfer.engine.driver import sequence
 
 CPU = torch.device("cpu")
@@ -18,13 +18,13 @@ ONE, TWO, THREE = (sequence([1, 2], 3, key) for key in range(3))
 )
 def test_each_gets_the_token_that_was_sampled_for_it(asked, tokens):
     """0 where none was: what the sequence runs on with is dropped."""
-    pending = Pending()
-    pending.keep(torch.tensor([7, -1, 9]), [ONE, TWO, THREE])
-    assert pending.of(asked, CPU).tolist() == tokens
+    device_tokens = DeviceTokens()
+    device_tokens.keep(torch.tensor([7, -1, 9]), [ONE, TWO, THREE])
+    assert device_tokens.of(asked, CPU).tolist() == tokens
 
 
 def test_a_sequence_that_the_step_did_not_run_is_an_error():
-    pending = Pending()
-    pending.keep(torch.tensor([7]), [ONE])
+    device_tokens = DeviceTokens()
+    device_tokens.keep(torch.tensor([7]), [ONE])
     with pytest.raises(AssertionError, match="did not run the sequence"):
-        pending.of([TWO], CPU)
+        device_tokens.of([TWO], CPU)

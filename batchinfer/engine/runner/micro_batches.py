@@ -1,4 +1,4 @@
-"""Cuts a step into pieces that run one after the other when there is no memory to run it at once."""
+"""Splits a step into micro-batches that run one after the other when there is no memory to run it at once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PATIENCE = 256
 
 
 @dataclass(slots=True)
-class Pieces:
-    """The most tokens, and so rows, that run at once; None: no limit.
+class MicroBatches:
+    """Limits the tokens, and so the rows, that run at once; None: no limit.
 
     The limit is halved when memory runs out, and doubled again after `PATIENCE` good steps: a peak may have passed. If
     the larger size fails too soon, it falls back, and twice as many good steps have to come before the next attempt.
@@ -31,25 +31,26 @@ class Pieces:
     _good: int = 0  # steps that counted since it last fell or rose
     _patience: int = field(default_factory=lambda: PATIENCE)
 
-    def cut(self, chunks: list[Chunk]) -> list[list[Chunk]]:
-        """Cut into pieces, in the same order; a chunk that is too long becomes several. A later piece reads from the
-        cache what an earlier one wrote, so the results are the same; only a chunk's last part samples.
+    def split(self, chunks: list[Chunk]) -> list[list[Chunk]]:
+        """Split the chunks into micro-batches, in the same order; a chunk that is too long becomes several. A later
+        micro-batch reads from the cache what an earlier one wrote, so the results are the same; only the last of a
+        chunk's own samples.
         """
         if self.most_tokens is None:
             return [chunks]
-        pieces: list[list[Chunk]] = [[]]
+        batches: list[list[Chunk]] = [[]]
         room = self.most_tokens
-        for chunk in _parts(chunks, self.most_tokens):
+        for chunk in _short_chunks(chunks, self.most_tokens):
             if chunk.length > room:
-                pieces.append([])
+                batches.append([])
                 room = self.most_tokens
-            pieces[-1].append(chunk)
+            batches[-1].append(chunk)
             room -= chunk.length
-        return pieces
+        return batches
 
-    def shrink(self, piece: list[Chunk]) -> None:
-        """Lower the limit after the device ran out of memory for `piece`, which has two tokens at least."""
-        tokens = sum(c.length for c in piece)
+    def shrink(self, batch: list[Chunk]) -> None:
+        """Lower the limit after the device ran out of memory for `batch`, which has two tokens at least."""
+        tokens = sum(c.length for c in batch)
         soon = self._held > 0 and self._good < self._patience
         self._patience = 2 * self._patience if soon else PATIENCE
         self._asked = max(self._asked, tokens)
@@ -59,7 +60,7 @@ class Pieces:
             "the device had too little memory for a step of %d tokens of %d rows: steps now have at most %d tokens; "
             "larger ones are tried again after %d steps. If this returns, lower engine.kv_memory, "
             "engine.max_num_batched_tokens or engine.max_num_seqs",
-            *(tokens, len(piece), self.most_tokens, self._patience),
+            *(tokens, len(batch), self.most_tokens, self._patience),
         )
 
     def succeeded(self, tokens: int) -> None:
@@ -79,7 +80,7 @@ class Pieces:
         )
 
 
-def _parts(chunks: list[Chunk], most: int) -> Iterator[Chunk]:
+def _short_chunks(chunks: list[Chunk], most: int) -> Iterator[Chunk]:
     for sequence, first, length in chunks:
         for start in range(first, first + length, most):
             yield Chunk(sequence, start, min(most, first + length - start))
