@@ -25,7 +25,7 @@ class AdmissionCosts:
 
 
 class BatchedAdmission:
-    """Decides, once admission has stopped for want of room, whether it goes on: waiting sequences are admitted in batches.
+    """Decides, once admission has stopped for want of room, when the next batch of sequences is admitted.
 
     A place that stays empty wastes its share of what a step takes however many rows it has. Filling places wastes the
     time for which the device has nothing to do while the host launches their prompts: what launching takes beyond the
