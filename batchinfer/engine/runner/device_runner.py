@@ -18,11 +18,10 @@ from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
-from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Launched, StepLaunch
-from batchinfer.engine.runner.sampled import Masked, Sampled, by_sequence
+from batchinfer.engine.runner.sampled import DeviceTokens, Masked, Sampled, by_sequence
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.runner import Launched, StepLaunch
-from batchinfer.engine.runner.sampled import Sampled, by_sequence
+from batchinfer.engine.runner.sampled import DeviceTokens, Sampled, by_sequence
 from batchinfer.engine.runner.sampler import Head, Sampler
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk

@@ -1,17 +1,20 @@
-"""What sampling gives for the rows of a step: tokens, and log-probabilities for the rows that ask for them."""
+"""The results of sampling a step: tokens, which the next step may need on the device, log-probabilities and masks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.tensors.staging import upload
+from batchinfer.engine.tensors.table_rows import places_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,3 +65,26 @@ def by_sequence(
         one, most = slice(row, row + 1), sequence.request.params.logprobs
         found[sequence] = TokenLogprobs(chosen[one], top[one, :most], ids[one, :most])
     return found
+
+
+@dataclass(slots=True)
+class DeviceTokens:
+    """The tokens of the step before, by sequence, which the host may not know yet."""
+
+    tokens: Tensor | None = None  # (n,) int64
+    sequences: list[Sequence] = field(default_factory=list)  # (n,): whose they are
+
+    def keep(self, tokens: Tensor, sequences: list[Sequence]) -> None:
+        """Take over the tokens that a step has sampled."""
+        self.tokens, self.sequences = tokens, sequences
+
+    def of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
+        """The tokens of these sequences. Token 0 stands for none, where a row's logits were not finite: the sequence
+        has ended, and what it runs on with is dropped."""
+        assert self.tokens is not None, "a token is awaited of a step that sampled none"
+        if sequences == self.sequences:  # nearly always
+            return self.tokens.clamp_min(0)
+        places = places_of(sequences, self.sequences)
+        assert -1 not in places, "a token is awaited of a step that did not run the sequence"
+        (index,) = upload([np.array(places, np.int64)], device)
+        return self.tokens.index_select(0, index).clamp_min_(0)

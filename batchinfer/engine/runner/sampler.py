@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.engine.runner.device_tokens import DeviceTokens
-from batchinfer.engine.runner.sampled import Masked, RowLogprobs, Sampled
+from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, Sampled
 from batchinfer.engine.schedule.constraints import Constraints
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.staging import upload

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
 
-from batchinfer.core.request import FinishReason, Request
+import numpy as np
+
+from batchinfer.core.request import FinishReason, Request, TokenLogprobs
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.schedule.collected_logprobs import CollectedLogprobs
 from batchinfer.engine.schedule.constraints import Constraint
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
@@ -35,6 +36,34 @@ class SequenceStatus(Enum):
 
 
 _AWAITING = SequenceStatus.AWAITING_TOKENS
+
+
+@dataclass(slots=True, eq=False)
+class CollectedLogprobs:
+    """The log-probabilities of a sequence's tokens. It takes 4 bytes a token, and 8 for each of the likeliest ones."""
+
+    _chosen: array[float] = field(default_factory=lambda: array("f"))
+    _top: array[float] = field(default_factory=lambda: array("f"))
+    _top_ids: array[int] = field(default_factory=lambda: array("i"))
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def append(self, found: TokenLogprobs, at: int) -> None:
+        """Copy the log-probabilities of the token `at` of `found`, which may be a view of a whole step's."""
+        self._chosen.append(found.chosen[at])
+        self._top.frombytes(found.top[at].tobytes())
+        self._top_ids.frombytes(found.top_ids[at].tobytes())
+
+    def all(self) -> TokenLogprobs:
+        """Return the log-probabilities of all tokens so far."""
+        count = len(self._chosen)
+        shape = (count, len(self._top) // max(count, 1))
+        return TokenLogprobs(
+            np.array(self._chosen, np.float32),
+            np.array(self._top, np.float32).reshape(shape),
+            np.array(self._top_ids, np.int32).reshape(shape),
+        )
 
 
 @dataclass(slots=True)

@@ -17,8 +17,7 @@ from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.engine.loop.engine import Engine
-from batchinfer.engine.runner.device_tokens import DeviceTokens
-from batchinfer.engine.runner.sampled import Sampled
+from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler
 from batchinfer.engine.schedule.sequence import Sequence

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from batchinfer.engine.runner.device_tokens import DeviceTokens
+from batchinfer.engine.runner.sampled import DeviceTokens
+from batchinfer.engine.tensors.table_rows import places_of
 from tests.batchinfer.engine.driver import sequence
 
 CPU = torch.device("cpu")
-ONE, TWO, THREE = (sequence([1, 2], 3, key) for key in range(3))
+SEQUENCES = [sequence([1, 2], 3, key) for key in range(12)]
+ONE, TWO, THREE = SEQUENCES[:3]
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,15 @@ def test_a_sequence_that_the_step_did_not_run_is_an_error():
     device_tokens.keep(torch.tensor([7]), [ONE])
     with pytest.raises(AssertionError, match="did not run the sequence"):
         device_tokens.of([TWO], CPU)
+
+
+@given(st.data())
+def test_each_is_found_where_it_was(data):
+    """As a dict would find them, whatever changed."""
+    before = data.draw(st.lists(st.sampled_from(SEQUENCES), unique_by=id))
+    stay = [s for s in before if data.draw(st.booleans())]
+    new = [s for s in SEQUENCES if s not in before and data.draw(st.booleans())]
+    now = [*stay, *new]
+    if data.draw(st.booleans()):
+        now = data.draw(st.permutations(now))
+    assert places_of(now, before) == [before.index(s) if s in before else -1 for s in now]

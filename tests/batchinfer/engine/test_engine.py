@@ -17,9 +17,8 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
-from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampled import Sampled
+from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence

@@ -17,8 +17,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.schedule.collected_logprobs import CollectedLogprobs
-from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.sequence import CollectedLogprobs, Sequence
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.engine.hashing_model import EOS, hashing_runner
 from tests.batchinfer.engine.small_engine import (

@@ -27,9 +27,8 @@ from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.load.device_fit import Fitted
 from batchinfer.engine.load.dummy_steps import sizes_between
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.runner.device_tokens import DeviceTokens
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampled import Sampled
+from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.models.ops import flashinfer_prefill, prefill_choice
