@@ -10,15 +10,12 @@ from pathlib import Path
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
-# More rows share the reading of the weights; a CPU is bound by computing before that. An 8B Llama on an H100, simulated
-# over 6,000 rows of 512 tokens with outputs of 128 on average, took 131.5 s with 256 rows in work, 125.2 with 512,
-# 123.1 with 1,024; 16,384 tokens a step instead of 8,192 took off less than 0.3 %, and would take twice the memory.
+# More rows share the reading of the weights; a CPU is bound by computing before that (docs/measurements/scheduling.md)
 DEFAULT_MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
 DEFAULT_BLOCK_SIZE = 16
 REQUESTS_AT_ONCE = 512  # requests that are handed to an engine at once
-_QUEUED = (
-    3  # times max_num_seqs: enough that the engine never waits for requests, little enough to stay bounded
-)
+# Times max_num_seqs: enough that the engine never waits for requests, little enough to stay bounded
+_QUEUED = 3
 
 # What is done inside takes as long as it takes, and whoever watches the engine does not take it for a hang.
 Untimed = Callable[[], AbstractContextManager[object]]
@@ -28,7 +25,7 @@ Agreed = Callable[[Callable[[], str]], str]
 
 
 def alone(choose: Callable[[], str]) -> str:
-    """For an engine that shares its choices with no other."""
+    """Choose for an engine that shares its choices with no other."""
     return choose()
 
 
@@ -49,14 +46,11 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
-    kv_memory: int | float | None = (
-        None  # bytes, or the fraction of the memory left once the weights are loaded
-    )
+    kv_memory: int | float | None = None  # bytes, or the share of the memory left once the weights are loaded
     prefix_caching: bool = True
     threads: int | None = None
-    memory: int | None = (
-        None  # bytes of a CPU's memory for this engine, its weights included; None: what is free
-    )
+    # Bytes of a CPU's memory for this engine, its weights included; None: what is free
+    memory: int | None = None
     peaks: Peaks | None = None  # of this engine, where several share a CPU
     quantization: Quantization = "none"
     deterministic: bool = False  # a row's numbers depend on nothing but the row
@@ -85,9 +79,7 @@ class EngineInfo:
     gpu: str = ""  # the GPU's identifier, as its driver knows it; empty without one
     capture_s: float | None = None  # capturing graphs, once the weights were loaded; None on a CPU
     graph_bytes: int | None = None  # of the GPU's memory, that these graphs took; None on a CPU
-    free_bytes: int | None = (
-        None  # of the GPU's memory, that are left once the engine is ready; None on a CPU
-    )
+    free_bytes: int | None = None  # of the GPU's memory, left once the engine is ready; None on a CPU
 
 
 # Part of every work key. Raise it when a change of operators may change a token, so that answers stored by the old

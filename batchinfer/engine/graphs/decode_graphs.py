@@ -70,11 +70,11 @@ class GraphLimits:
 
     @property
     def table_entries(self) -> int:
-        """Blocks of all rows, padding rows included."""
+        """Count the blocks of all rows, padding rows included."""
         return self.rows * self.blocks(self.longest)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks of a sequence of so many tokens."""
+        """Count the blocks of a sequence of so many tokens."""
         return -(-tokens // self.block_size)
 
 
@@ -86,7 +86,7 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Replayed:
-    """What was run last as a graph."""
+    """The step that was run last as a graph."""
 
     batch: HostBatch
     size: GraphSize
@@ -127,7 +127,7 @@ class DecodeGraphs:
         self.capture_s = 0.0  # seconds that captures took, those for which there was no memory included
 
     def end_warm_up(self) -> None:
-        """From here on a kind of step is captured when it comes for the third time: a capture takes as long as many
+        """Capture a kind of step from now on when it comes for the third time: a capture takes as long as many
         steps, and some kinds never come again."""
         self._first = LATER_FIRST
 
@@ -142,7 +142,7 @@ class DecodeGraphs:
         return self._replayed is not None
 
     def interrupt(self) -> None:
-        """A step was run without a graph: the next one does not follow the one that was replayed last."""
+        """Note that a step was run without a graph: the next one does not follow the one that was replayed last."""
         self._replayed = None
 
     def covers(self, batch: HostBatch) -> bool:
@@ -198,14 +198,14 @@ class DecodeGraphs:
         return may and self._seen[key] >= self._first
 
     def _size(self, batch: HostBatch) -> GraphSize:
-        """The least that holds the step."""
+        """Return the smallest size that holds the step."""
         limits = self._limits
         rows = self.sizes[bisect_left(self.sizes, len(batch.query_lens))]
         longest = context_bound(max(batch.context_lens), limits.longest)
         return GraphSize(rows, longest, limits.block_size, limits.padding_slot)
 
     def _hold(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
-        """The step on the device."""
+        """Put the step on the device."""
         held = self._inputs.get(size)
         if held is None:
             held = self._inputs[size] = GraphInputs.of(batch, size, self._tables.device)

@@ -45,9 +45,9 @@ class GraphRecorder(ABC):
 
     @abstractmethod
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        """(what the function returned, how to launch again what it launched). It may have been launched by now, once
-        everything that was recorded before was. Memory that it took and gave back is used again by what is recorded
-        later, and must be replayed later. Raises torch.OutOfMemoryError."""
+        """Return (what the function returned, how to launch again what it launched). The function may have been
+        launched by now, once everything that was recorded before was. Memory that it took and gave back is used again
+        by what is recorded later, and must be replayed later. Raises torch.OutOfMemoryError."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
         """See Capture."""
@@ -91,8 +91,8 @@ class GpuRecorder(GraphRecorder):
             current.wait_stream(self._side)
 
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        """A graph gets its memory on the device when it is first launched, so that is done here, where a lack of it is
-        expected, and not in mid-job."""
+        """Record and launch once: a graph gets its memory on the device when it is first launched, so that is done
+        here, where a lack of it is expected, and not in mid-job."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # `torch.cuda.graph` stays in its stream where the end of a capture fails
         with self._measured(), lack_of_memory(), not_collecting(), torch.cuda.stream(current):

@@ -69,7 +69,8 @@ def token_sizes(most: int) -> list[int]:
 
 
 def graph_bytes(tokens: int, layers: int) -> int:
-    """What the graphs of all sizes up to `tokens` take beside their tensors. `layers`: those with attention."""
+    """Count the bytes that graphs of all sizes up to `tokens` take beside their tensors. `layers`: those with
+    attention."""
     return len(token_sizes(tokens)) * (layers + 1) * GRAPH_BYTES
 
 
@@ -214,7 +215,7 @@ class PiecewiseGraphs:
     def _piece(
         self, forward: Generator[AttentionBoundary, Tensor | None, Tensor], sent: Tensor | None, size: int
     ) -> _AttentionCall | None:
-        """On to the next attention; None: to the end."""
+        """Run on to the next attention, and return it; None: the pass has ended."""
         try:
             boundary = forward.send(sent)
         except StopIteration as end:
@@ -225,7 +226,7 @@ class PiecewiseGraphs:
         return own
 
     def _views(self, own: _AttentionCall, tokens: int) -> tuple[Tensor, Tensor]:
-        """(queries, what is attended) of so many tokens."""
+        """Return (queries, results of attention) of so many tokens."""
         (heads, dim), (_, attended) = own.shapes
         return (
             self._buffers.queries[: tokens * heads * dim].view(tokens, heads, dim),

@@ -46,7 +46,7 @@ class CacheLayout:
 
     @property
     def sizes(self) -> TableSizes:
-        """What the scheduler counts with."""
+        """The sizes that the scheduler counts with."""
         return TableSizes(self.block_size, tuple(group.keeps for group in self.groups))
 
     @property
@@ -87,7 +87,7 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
 
 
 def _windows(caches: Caches) -> tuple[int | None, ...]:
-    """Of each layer with attention."""
+    """List the window of each layer with attention."""
     return tuple(cache.window for cache in caches if cache is not None)
 
 

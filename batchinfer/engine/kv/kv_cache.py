@@ -9,7 +9,7 @@ from heapq import nlargest
 
 
 class Reservations:
-    """For each content the arrivals of the sequences that reserve it; a smaller arrival comes earlier."""
+    """Maps each content to the arrivals of the sequences that reserve it; a smaller arrival comes earlier."""
 
     def __init__(self) -> None:
         self.arrivals: dict[bytes, list[int]] = {}  # ascending
@@ -26,7 +26,7 @@ class Reservations:
                 arrivals.append(arrival)
 
     def remove(self, content: bytes, arrival: int) -> bool:
-        """Whether nobody else reserves it."""
+        """Remove a reservation. Whether nobody else reserves the content."""
         arrivals = self.arrivals[content]
         del arrivals[bisect_left(arrivals, arrival)]
         if not arrivals:
@@ -63,9 +63,8 @@ class BlockPool:
         self.shared = 0  # users of used blocks beyond the first of each
         self._references = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
-        self._held: set[int] = (
-            set()
-        )  # that are to be read, and so neither free nor cached if nobody uses them
+        # Blocks that are to be read, and so neither free nor cached if nobody uses them
+        self._held: set[int] = set()
         self._cached: dict[int, None] = {}  # in the order in which they fell idle, so children before parents
         self._content: dict[int, tuple[int, bytes]] = {}  # block → group, digest
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(groups)]  # of each group
@@ -117,12 +116,12 @@ class BlockPool:
         self._partial.add([digest], arrival)
 
     def unreserve_partial(self, digest: bytes, arrival: int) -> None:
-        """The same for a content of which it would have copied the beginning, or has."""
+        """Undo `reserve_partial`: the sequence has copied the beginning, or never will."""
         if self._partial.remove(digest, arrival) and digest not in self._reserved:
             self._free_cached(digest)
 
     def hold(self, blocks: Iterable[int]) -> list[int]:
-        """Hold back those of these blocks that nobody uses, until `let_go`: a step will read them. Those that were not
+        """Hold back the blocks that nobody uses until `let_go`, as a step will read them. Return those that were not
         held before."""
         idle = [block for block in blocks if block in self._cached]
         for block in idle:

@@ -21,7 +21,7 @@ PREFIX_ROOM = 1.25
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """What a job puts into the cache at most."""
+    """The most that a job puts into the cache."""
 
     longest: int  # tokens of a sequence
     max_num_seqs: int
@@ -37,7 +37,7 @@ def cache_blocks(
     kind: str,
     needed: int = 0,
 ) -> int:
-    """As many blocks as the job can use, within what it may use.
+    """Count the blocks that the job can use, within the memory that it may use.
 
     `memory`: bytes (int), a fraction of `free` (float), of which `needed` bytes are taken for what a step computes,
     or None for the device's default. Raises OutOfMemory when not even the job's longest sequence fits.
@@ -58,7 +58,7 @@ def cache_blocks(
 
 
 def _usable(fraction: float | None, free: int, kind: str) -> int:
-    """Bytes of `free` that the cache and the steps may take together."""
+    """Count the bytes of `free` that the cache and the steps may take together."""
     if fraction is None and kind == "cuda":
         return free - GPU_RESERVE - int(free * GPU_RESERVE_SHARE)
     return int(free * (CPU_FRACTION if fraction is None else fraction))

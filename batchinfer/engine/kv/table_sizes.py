@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TableSizes:
-    """A sequence has a block table for each cache group; `windows` says how many tokens back each of them is read,
-    None: all. Tables have a block for the same positions, but those of a window give up what it has left.
-    """
+    """Counts blocks over the tables of a sequence, one for each cache group. `windows` says how many tokens back each
+    table is read, None: all. Tables have a block for the same positions, but those of a window give up what it has
+    left."""
 
     block_size: int
     windows: tuple[int | None, ...] = (None,)
@@ -29,7 +29,7 @@ class TableSizes:
         return len(self.windows)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks of one table that keeps so many tokens."""
+        """Count the blocks of one table that keeps so many tokens."""
         return -(-tokens // self.block_size)
 
     def span(self, window: int, chunk: int = 1) -> int:
@@ -47,7 +47,7 @@ class TableSizes:
         return self.whole * whole + windows
 
     def among_others(self, tokens: int) -> int:
-        """The same, beside its share of `for_chunks`.
+        """Count the most blocks that a sequence of so many tokens holds beside its share of `for_chunks`.
 
         A chunk of c tokens sees span(window) + ceil((c - 1) / block_size) blocks at most: no more than one, and
         c // block_size, beyond those of a single token.
@@ -57,12 +57,12 @@ class TableSizes:
         return self.whole * whole + windows
 
     def for_chunks(self, budget: int) -> int:
-        """Blocks that the chunks of a step take in tables of windows beyond `among_others`, and, if they were drafts
-        that may be taken back, those of the step before."""
+        """Count the blocks that the chunks of a step take in tables of windows beyond `among_others`, and, if they were
+        drafts that may be taken back, those of the step before."""
         return 2 * sum(tables for _, tables in self.windowed) * (budget // self.block_size)
 
     def of_chunk(self, tokens: int, chunk: int) -> int:
-        """Blocks that a chunk takes in tables of windows beyond those that a single token needs, for a sequence of so
+        """Count the blocks that a chunk takes in tables of windows beyond those of a single token, for a sequence of so
         many tokens."""
         whole = self.blocks(tokens)
         return sum(

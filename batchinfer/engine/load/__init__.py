@@ -1,1 +1,1 @@
-"""An engine is loaded here: its model, operators and memory."""
+"""Loads an engine: its model, operators and memory."""

@@ -64,7 +64,7 @@ class LoadedModel:
         stop_streams: StopStreams | None = None,
         runner: ModelRunner | None = None,
     ) -> Engine:
-        """An engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share
+        """Make an engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share
         the cache tensors. `runner` stands in for the model's own.
         """
         windows = self.runner.layout.sizes.windows
@@ -157,7 +157,7 @@ class _CacheMemory:
         return block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
 
     def room(self) -> CacheRoom:
-        """What `fit` asks of the cache."""
+        """Return what `fit` asks of the cache."""
         least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
         return CacheRoom(self._blocks, self._allocate, self.longest, least)
 
@@ -244,7 +244,7 @@ def _by_operators(found: Fitted, config: EngineConfig) -> Fitted:
 
 
 class _Uncounted(GraphRecorder):
-    """A step that is captured runs for nobody, and is replayed afterwards."""
+    """Records without counting experts' tokens: a step that is captured runs for nobody, and is replayed afterwards."""
 
     def __init__(self, inner: GraphRecorder, loads: ExpertLoads, untimed: Untimed) -> None:
         self._inner, self._loads, self._untimed = inner, loads, untimed
@@ -263,7 +263,7 @@ class _Uncounted(GraphRecorder):
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
+    """Count the bytes that can still be allocated on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory()

@@ -77,7 +77,7 @@ class Calibration:
 
 
 def calibrate(dtype: Dtype, quantization: Quantization) -> Calibration:
-    """On the CPU. Raises Unavailable where its operators lack this arithmetic."""
+    """Time both models on the CPU. Raises Unavailable where its operators lack this arithmetic."""
     found, first_use_s = Calibration([], []), 0.0
     for config in (_WIDE, _NARROW):
         loaded = _loaded(config, dtype, quantization)
@@ -124,9 +124,8 @@ def _steps() -> Iterator[list[Part]]:
 
 
 def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape, int, float]:
-    """The lower quartile of several runs, after one that does not count. Whatever else the machine does meanwhile makes
-    a run slower, never faster: measured twice while others used the same cores, the medians differed by 6 to 43 % in
-    the mean, the fastest by 3 to 27 %; these are some percent below what a job's steps take."""
+    """Return the lower quartile of several runs, after one that does not count: other work of the machine makes a run
+    slower, never faster (docs/measurements/scheduling.md)."""
     runner = loaded.runner
     chunks = _chunks(loaded, parts)
     shape = runner.step_shape(chunks, sum(chunk.samples for chunk in chunks), 0)
@@ -140,7 +139,7 @@ def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape
 
 
 def _first_use_s(loaded: LoadedModel) -> float:
-    """Seconds of a byte of the cache that is used for the first time, beside what its step takes anyway."""
+    """Time the first use of a byte of the cache, beside what its step takes anyway."""
     runner, block = loaded.runner, loaded.runner.layout.block_size
     blocks = FIRST_USE_TOKENS // block
     last = loaded.info.blocks - FIRST_USES * blocks  # from here on no step was
@@ -157,8 +156,8 @@ def _first_use_s(loaded: LoadedModel) -> float:
 
 
 def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chunk]:
-    """A step whose sequences have blocks of their own, as if their beginnings had been computed: how long attention
-    takes does not depend on what the cache holds."""
+    """Make a step whose sequences have blocks of their own, as if their beginnings had been computed: how long
+    attention takes does not depend on what the cache holds."""
     layout, blocks = loaded.runner.layout, loaded.info.blocks
     chunks = []
     for row, (start, length) in enumerate(parts):
@@ -174,7 +173,7 @@ def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chun
 
 
 def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, float]]:
-    """Of the steps of an engine that answers so many rows: rows, and seconds beside the model."""
+    """Time the steps of an engine that answers so many rows: their rows, and seconds beside the model."""
     draw = random.Random(rows)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompts = ([draw.randrange(5, 2000) for _ in range(32)] for _ in range(rows))

@@ -155,7 +155,7 @@ def _most_rows(limits: SchedulerConfig) -> int:
 
 
 def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
-    """(blocks for sequences, a cache with one block more, which takes the keys of padding rows)."""
+    """Return (blocks for sequences, a cache with one block more, which takes the keys of padding rows)."""
     blocks = wanted
     while True:
         try:

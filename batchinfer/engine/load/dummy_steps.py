@@ -103,14 +103,13 @@ class DummySteps:
 
     @property
     def costly(self) -> SamplingParams:
-        """What takes the most memory of what the job's rows may ask for."""
+        """The parameters that take the most memory of those that the job's rows may have."""
         return replace(COSTLY, logprobs=self.logprobs)
 
     def profile(self, meter: MemoryMeter, mixed: int = 0) -> int:
-        """Bytes that the largest step takes beside the weights and the cache, plus those of the largest decode step,
-        which its graph keeps, and of the largest one that is captured in pieces, of `mixed` tokens. A step for which
-        there is no memory is measured in the micro-batches that it is then run in.
-        """
+        """Measure the bytes that the largest step takes beside the weights and the cache, plus those of the largest
+        decode step, which its graph keeps, and of the largest one that is captured in pieces, of `mixed` tokens. A step
+        for which there is no memory is measured in the micro-batches that it is then run in."""
         total = 0
         for tokens in (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows)):
             meter.restart()
@@ -152,7 +151,7 @@ class DummySteps:
     def chunks(
         self, tokens: int, rows: int, longest: int, params: SamplingParams, shared: bool = False
     ) -> list[Chunk]:
-        """A step of `tokens` tokens, or as many as `rows` sequences have room for; every row samples.
+        """Make a step of `tokens` tokens, or of as many as `rows` sequences have room for; every row samples.
 
         The first rows are whole prompts, as long as allowed; the others run one token behind `longest` - 1, in blocks
         that the rows share or not.

@@ -30,7 +30,7 @@ from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What ends a sequence besides its own parameters."""
+    """The limits that end a sequence besides its own parameters."""
 
     max_model_len: int  # tokens of prompt and answer, for which there are positions
     eos_token_ids: frozenset[int]
@@ -44,7 +44,7 @@ Draft = Callable[[Sequence], Seq[int]]
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step finished, and what it cost. `sample` is None for work that ended before any step."""
+    """The completions of one step, and its cost. `sample` is None for work that ended before any step."""
 
     completions: list[Completion] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)
@@ -187,8 +187,8 @@ class Engine:
         return end
 
     def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
-        """Append the tokens that have to come next: the next step runs them as one chunk. Rows with log-probabilities
-        sample them, to know how likely they are."""
+        """Append the tokens that have to come next (jump-forward decoding): the next step runs them as one chunk. Rows
+        with log-probabilities sample them, to know how likely they are."""
         if sequence.constraint is None or sequence.logprobs is not None:
             return None
         for token in sequence.constraint.jump_forward():
@@ -384,7 +384,7 @@ class Engine:
         self._metering_ns += time.perf_counter_ns() - began
 
     def _new_work(self) -> ConstraintWork:
-        """What constraints took since this was last asked."""
+        """Count what constraints took since this was last asked."""
         if self._constraints is None:
             return _NO_WORK
         now, before = _work_of(self._constraints), self._reported
@@ -439,7 +439,7 @@ _NO_WORK = ConstraintWork()
 
 
 def _work_of(constraints: Constraints | None) -> ConstraintWork:
-    """What they took so far, as a copy: they count on."""
+    """Copy the counts of what constraints took so far: they count on."""
     return _NO_WORK if constraints is None else replace(constraints.work)
 
 
@@ -450,7 +450,7 @@ def _completion(sequence: Sequence, end: End) -> Completion:
 
 
 def _without_token(sequence: Sequence) -> End:
-    """How a sequence ends for which no token was found."""
+    """Say how a sequence ends for which no token was found."""
     constraint = sequence.constraint
     if constraint is not None and constraint.failure is not None:
         return End("error", error=constraint.failure)
@@ -461,7 +461,7 @@ def _without_token(sequence: Sequence) -> End:
 def _constrained_end(
     constraint: Constraint, token: int, reason: FinishReason | None, kept: int | None
 ) -> End | None:
-    """How a token ends an answer with a constraint: whole, or as an error."""
+    """Say how a token ends an answer with a constraint: whole, or as an error."""
     try:
         constraint.take(token)
     except ConstraintFailed as failed:

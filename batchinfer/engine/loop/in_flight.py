@@ -1,4 +1,4 @@
-"""A step between its launch and the arrival of its tokens, and what its sequences take of them."""
+"""The step that was launched and whose tokens are awaited, and what its sequences take of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer_kernels.cost import StepShape
 
 
 class End(NamedTuple):
-    """How a sequence ends."""
+    """The end of a sequence: why, and with what text or error."""
 
     reason: FinishReason
     text_length: int | None = None
@@ -30,7 +30,7 @@ class End(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AcceptedTokens:
-    """What a sequence took of the tokens that a step gave it."""
+    """The tokens that a sequence took of those that a step gave it."""
 
     sequence: Sequence
     known: int  # its tokens before

@@ -1,1 +1,1 @@
-"""What runs a step: the model on a device, and its sampler."""
+"""Runs steps: the model on a device, and its sampler."""

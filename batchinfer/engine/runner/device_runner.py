@@ -154,7 +154,7 @@ class DeviceRunner(ModelRunner):
         return DeviceRun(download, padded, launch, [found.sequences for found in logprobs], masked)
 
     def _run(self, host: HostBatch) -> tuple[Sampled | None, int, LaunchMode]:
-        """(what was sampled, if anything was, padded tokens, and how it was launched)"""
+        """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched)."""
         hidden, padded, mode = self._forward(host)
         return (
             (self.next_tokens(hidden, host.sampling, self.device_tokens) if host.sampling else None),
@@ -163,7 +163,7 @@ class DeviceRunner(ModelRunner):
         )
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
-        """(hidden states of the rows to sample from, padded tokens, and how it was launched)"""
+        """Run the model: (hidden states of the rows to sample from, padded tokens, and how the step was launched)."""
         self.tables.refresh(self.rows, self.device)
         in_pieces = self.mixed is not None and self.mixed.covers(len(host.token_ids))
         if self.graphs is not None and self.graphs.covers(host):

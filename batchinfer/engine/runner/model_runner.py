@@ -35,8 +35,8 @@ class Model(Head, Protocol):
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """(T,) → hidden states (T, hidden). `inputs` and `plans` have an element for each cache group, `caches` one for
-        each layer, which names its group."""
+        """Run a step: (T,) → hidden states (T, hidden). `inputs` and `plans` have an element for each cache group,
+        `caches` one for each layer, which names its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class ModelRunner:
 
     @property
     def graph_bytes(self) -> int | None:
-        """What captured graphs take of the device's memory; None on a CPU."""
+        """Bytes of the device's memory that captured graphs take; None on a CPU."""
         return None if self.device.type == "cpu" else 0
 
     @property
@@ -115,7 +115,7 @@ class ModelRunner:
         return RunnerOutput(tokens, plans[0].padded_tokens, logprobs, self._launch)
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
-        """A plan for each cache group."""
+        """Make a plan for each cache group."""
         plans: list[AttentionPlan] = []
         for group, own in zip(self.layout.groups, inputs, strict=True):
             beside = plans[-1] if plans else None

@@ -1,4 +1,4 @@
-"""What runs the steps of an engine, as the engine sees it. No torch: the simulator's runner only counts."""
+"""The protocol of what runs an engine's steps. No torch: the simulator's runner only counts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from batchinfer_kernels.cost import ModelCost, StepShape
 
 
 class StepLaunch(NamedTuple):
-    """How a GPU's step was launched. One that ran in several parts, for want of memory, counts as the part that the
-    host had most work with."""
+    """The way in which a GPU's step was launched. One that ran in micro-batches, for want of memory, counts as the one
+    that the host had most work with."""
 
     mode: LaunchMode
     capture_s: float | None = None  # capturing graphs for it; None: not known
@@ -32,7 +32,7 @@ class Launched(Protocol):
 
     @property
     def launch(self) -> StepLaunch | None:
-        """How it was launched; None: on a CPU."""
+        """The way in which it was launched; None: on a CPU."""
 
     def tokens(self) -> list[list[int]]:
         """The next tokens of each chunk that samples, in order: any number of them, or none. Waits for the device.
@@ -42,7 +42,7 @@ class Launched(Protocol):
         """
 
     def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
-        """For each sequence that asks, of every token that `tokens` gives it. Waits for the device.
+        """The log-probabilities of every token that `tokens` gives, for each sequence that asks. Waits for the device.
 
         By sequence and not by place: what a step computes beside tokens may also be for chunks that sample none.
         """
@@ -53,7 +53,7 @@ class Runner(Protocol):
 
     @property
     def cost(self) -> ModelCost:
-        """What steps of its model cost."""
+        """The costs of its model's steps."""
 
     @property
     def looks_ahead(self) -> bool:

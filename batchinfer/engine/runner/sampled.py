@@ -47,7 +47,7 @@ class Masked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Everything lies where the logits were."""
+    """The results of sampling, on the device where the logits were."""
 
     tokens: Tensor  # (rows,) int64; NO_TOKEN where a row's logits are not finite
     logprobs: RowLogprobs | None = None  # None: no row asks
@@ -57,8 +57,8 @@ class Sampled:
 def by_sequence(
     sequences: Seq[Sequence], chosen: NDArray[Any], top: NDArray[Any], top_ids: NDArray[Any]
 ) -> dict[Sequence, TokenLogprobs]:
-    """For each sequence those of its one token, with as many of the likeliest ones as it asks for. The arrays hold what
-    the tensors of `RowLogprobs` do."""
+    """Give each sequence the log-probabilities of its one token, with as many of the likeliest ones as it asks for. The
+    arrays hold what the tensors of `RowLogprobs` do."""
     ids = top_ids.astype(np.int32)
     found: dict[Sequence, TokenLogprobs] = {}
     for row, sequence in enumerate(sequences):

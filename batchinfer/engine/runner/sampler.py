@@ -1,4 +1,4 @@
-"""From logits to token ids, on any device: the arguments of all rows are built once a step and copied together."""
+"""Samples token ids on any device: the arguments of all rows are built once a step and copied together."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Head(Protocol):
     """The end of a model, which makes logits of hidden states."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(n, hidden) → (n, vocab) float32."""
+        """Make the logits: (n, hidden) → (n, vocab) float32."""
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """(n, hidden) → (n,) int64, the argmax of the logits; NO_TOKEN where they are not finite numbers."""
+        """Find the argmax of the logits, (n, hidden) → (n,) int64; NO_TOKEN where they are not finite numbers."""
 
 
 class TokenMask(Protocol):
@@ -39,7 +39,8 @@ class TokenMask(Protocol):
         """Whether this row is masked. If so, each of its steps waits for the token before."""
 
     def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
-        """Of each sequence, which is masked, whether this token may come next. False also where only `fill` can say."""
+        """Say of each sequence, which is masked, whether this token may come next. False also where only `fill` can
+        say."""
 
     def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
         """Clear the bits of the tokens that may not come next; all are set before.
@@ -98,8 +99,8 @@ class Sampler:
         sequences: list[Sequence],
         device_tokens: DeviceTokens | None = None,
     ) -> Sampled:
-        """The next token of each row, from its hidden state. Logits are written only for rows that need more than their
-        argmax. `device_tokens`: last tokens that only the device knows."""
+        """Find the next token of each row from its hidden state. Logits are written only for rows that need more than
+        their argmax. `device_tokens`: last tokens that only the device knows."""
         if self.tries_argmax(sequences):
             return self._corrected(ops, head, hidden, sequences)
         return self.sample(ops, head.logits(hidden), sequences, device_tokens)
@@ -230,7 +231,7 @@ class Sampler:
             penalties.tokens.index_copy_(0, index, device_tokens.of(waiting, device).to(torch.int32))
 
     def _banned(self, sequences: list[Sequence]) -> NDArray[np.int32]:
-        """(n, most) int32, padded with -1: what may not end a row yet."""
+        """List the tokens that may not end a row yet: (n, most) int32, padded with -1."""
         banned = [self._bans_of(s) for s in sequences]
         table = np.full((len(banned), max(map(len, banned))), -1, np.int32)
         for row, ids in enumerate(banned):

@@ -1,1 +1,1 @@
-"""What runs when: integers, without torch."""
+"""Schedules: what runs when. Integers, without torch."""

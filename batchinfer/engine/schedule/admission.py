@@ -35,7 +35,7 @@ def _steps(end: tuple[int, Sequence]) -> int:
 
 
 def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
-    """Blocks of the tables that keep all tokens, in the last step of each sequence. They share alike."""
+    """Count the blocks of the tables that keep all tokens, in the last step of each sequence. They share alike."""
     group, count = tables.sizes.windows.index(None), tables.sizes.whole
     counted, growing = CountedBlocks(tables.pool), _Growing(tables.pool.block_size)
     held = []
@@ -47,7 +47,7 @@ def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
 
 
 def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
-    """Blocks of a table of this window, in the last step of each sequence."""
+    """Count the blocks of a table of this window, in the last step of each sequence."""
     group, pool = tables.sizes.windows.index(window), tables.pool
     sliding = _Sliding(pool.block_size, tables.sizes.span(window))
     shared: set[int] = set()
@@ -81,7 +81,7 @@ class _Growing:
         self._count += 1
 
     def blocks(self, steps: int) -> int:
-        """After so many steps."""
+        """Count the blocks after so many steps."""
         blocks, rest = divmod(steps, self._size)
         parts = self._parts
         # growing by `rest` tokens ends in one block more, in two where the block overflows, in none where both are 0
@@ -90,14 +90,13 @@ class _Growing:
 
 
 class _Sliding:
-    """The same for sequences that hold no more than `most` blocks. To be asked for fewer and fewer steps."""
+    """Sums the blocks of sequences that hold no more than `most` each. It is asked for fewer and fewer steps."""
 
     def __init__(self, size: int, most: int) -> None:
         self._size, self._most = size, most
         self._growing = _Growing(size)
-        self._full: list[
-            tuple[int, int, int]
-        ] = []  # (- steps until it holds the most, tokens, without), a heap
+        # A heap of (- steps until it holds the most, tokens, without)
+        self._full: list[tuple[int, int, int]] = []
 
     def add(self, tokens: int, without: int) -> None:
         steps = (self._most + without - 1) * self._size - tokens + 1

@@ -68,8 +68,8 @@ class BatchedAdmission:
         return self._wasted_s < self._idle_s(costs, running, cached)
 
     def _idle_s(self, costs: AdmissionCosts, running: int, cached: int) -> float:
-        """For how long the device would have nothing to do if places were filled now. Launching overlaps with the work
-        of the step that is launched, and with that of the step before."""
+        """Estimate for how long the device would have nothing to do if places were filled now. Launching overlaps with
+        the work of the step that is launched, and with that of the step before."""
         host_s = costs.host_step_s + running * costs.host_row_s
         decode_s = max(costs.weights_s, running * costs.token_s) + cached * costs.kv_token_s
         before_s = decode_s + self.read * costs.token_s - host_s - (costs.launch_s if self.read else 0.0)

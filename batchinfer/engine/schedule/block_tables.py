@@ -28,7 +28,7 @@ class BlockTables:
         return bool(self._windows)
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Blocks to allocate until the tables hold so many tokens; less than 0 if they hold more."""
+        """Count the blocks to allocate until the tables hold so many tokens; less than 0 if they hold more."""
         return (self.sizes.blocks(tokens) - len(sequence.tables[0])) * len(sequence.tables)
 
     def extend(self, sequence: Sequence, missing: int) -> None:
@@ -38,11 +38,11 @@ class BlockTables:
             table += blocks[number :: len(tables)]
 
     def tokens(self, sequence: Sequence) -> int:
-        """Tokens that its tables have room for."""
+        """Count the tokens that its tables have room for."""
         return len(sequence.tables[0]) * self.pool.block_size
 
     def room(self, sequence: Sequence) -> int:
-        """Tokens that its tables could hold with all that is available."""
+        """Count the tokens that its tables could hold with all that is available."""
         tables = sequence.tables
         return (len(tables[0]) + self.pool.available // len(tables)) * self.pool.block_size
 
@@ -96,7 +96,7 @@ class BlockTables:
                     self.pool.register(table[index], digest, group)
 
     def found(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that `share` would find."""
+        """Count the tokens of a waiting sequence that `share` would find."""
         return self._reusable(sequence.hashes[: sequence.reserved]) * self.pool.block_size
 
     def share(self, sequence: Sequence) -> None:

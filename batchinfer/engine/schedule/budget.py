@@ -12,12 +12,8 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 LEAST, MOST = 512, 8192
-# Reading the weights may take this part of a step's matrix products. On two CPU cores with AVX512_BF16 (where it gives
-# 2048) a 16th, 512 tokens, would do by the roofline; but a step has costs of its own, and products of more rows are
-# nearer to their peak: 24 rows of up to 1024 + 64 tokens took 6.01 s with 512 tokens a step, 5.90 s with 1024 and
-# 5.79 s with 2048 (135M Llama, bfloat16, best of 3 in turns).
+# Reading the weights may take this part of a step's matrix products (docs/measurements/scheduling.md)
 AMORTISED = 128
-
 
 # What a decode step takes a GPU's host, and each of its rows: 0.9 ms for 256 rows were measured without CUDA calls
 # (docs/measurements/gpu.md), and replaying its graph is taken to be as long again.
@@ -48,7 +44,8 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
 
 
 def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -> AdmissionCosts:
-    """What decides when places are filled on a GPU. `pieces`: steps that read prompts are captured in pieces."""
+    """Compute what decides when places are filled on a GPU. `pieces`: steps that read prompts are captured in
+    pieces."""
     known = AdmissionCosts(
         launch_s=(REPLAY_LAYER_S if pieces else LAUNCH_LAYER_S) * cost.layers,
         host_step_s=HOST_STEP_S,
@@ -65,7 +62,7 @@ def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -
 
 
 def _token_s(cost: ModelCost, peaks: Peaks) -> float:
-    """What computing a token takes, attention left out."""
+    """Estimate the seconds that computing a token takes, attention left out."""
     operations = (peaks.coded_ops_per_s if cost.quantized else None) or peaks.flops_per_s
     return 2 * cost.active_parameters / operations
 

@@ -1,4 +1,4 @@
-"""What an answer must obey, as the engine sees it: which tokens may come next, and which must. Knows no grammar."""
+"""The protocol of what an answer must obey: which tokens may come next, and which must. It knows no grammar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Constraint(Protocol):
 
     @property
     def failure(self) -> RowError | None:
-        """Why it cannot be followed any further."""
+        """The reason why it cannot be followed any further."""
 
     def take(self, token: int) -> None:
         """The answer's next token. Raises ConstraintFailed for one that may not come."""
@@ -41,7 +41,7 @@ class Constraints(Protocol):
 
     @property
     def work(self) -> ConstraintWork:
-        """What they took so far; it counts on."""
+        """The seconds that they took so far; it counts on."""
 
     def start(self, params: SamplingParams) -> Constraint:
         """The constraint of an answer with no tokens yet. Raises ConstraintFailed where it cannot be compiled."""

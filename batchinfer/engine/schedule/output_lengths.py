@@ -8,17 +8,13 @@ from collections.abc import Iterable
 
 from batchinfer.engine.schedule.sequence import Sequence
 
-BINS = (
-    32  # parts of max_tokens; an estimate is wrong by one of them at most, and the pass over them stays small
-)
+# Parts of max_tokens: an estimate is wrong by one of them at most, and the pass over them stays small
+BINS = 32
 CERTAIN = 1 << 20  # a probability of one
 PRIOR = 2  # rows' worth of belief that a length not reached yet is like those before it
-# Where 250 answers of up to 40 tokens are followed by 250 of 600 to 900 (max_tokens 4096), giving a preempted row all
-# of max_tokens took 2.26 × the time of known lengths; these two take 1.06.
-CAUTION = 8  # a preempted row is among the longest eighth
-MEMORY = (
-    256  # rows that have ended are remembered: later ones may be of another kind, as the plan sorts by length
-)
+CAUTION = 8  # a preempted row is among the longest eighth (docs/measurements/scheduling.md)
+# Rows that have ended and are remembered: later ones may be of another kind, as the plan sorts by length
+MEMORY = 256
 _GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: multiples of it fill [0, 2^32) evenly, however many are taken
 
 

@@ -15,10 +15,7 @@ from batchinfer.engine.schedule.output_lengths import OutputLengths
 from batchinfer.engine.schedule.partial_blocks import Copy, PartialBlock, PartialBlocks
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 
-# One in so many blocks stays free of estimates. Simulated with five distributions of lengths (exponential, uniform,
-# normal, two peaks, all at max_tokens) in two scarce caches, against lengths that are known, mean (worst) time and
-# share of tokens run twice: without it a CPU takes 1.037 (1.10) and up to 12 %, with a twentieth 1.017 (1.08) and
-# 4 % on average less; a tenth gains nothing more there, and costs a GPU, which is bound by memory, 2 % more.
+# One in so many blocks stays free of estimates (docs/measurements/scheduling.md)
 HEAD_ROOM = 20
 # A row that did not fit is looked at again when another has ended, or after so many steps: while it waits the others
 # get closer to their ends. A forecast for 256 rows takes 0.2 to 0.5 ms, so this hides it.
@@ -61,13 +58,14 @@ class Chunk(NamedTuple):
 
     @property
     def recomputed(self) -> int:
-        """Tokens of this chunk that had been computed before a preemption."""
+        """The number of tokens that had been computed before a preemption."""
         start, before = self.start, self.sequence.computed_before_preemption
         return min(start + self.length, before) - start if start < before else 0
 
     @property
     def decodes(self) -> int:
-        """Tokens behind the prompt that run for the first time. Recomputation after a preemption ends with one."""
+        """The number of tokens behind the prompt that run for the first time. Recomputation after a preemption ends
+        with one."""
         sequence = self.sequence
         return max(0, self.end - max(self.start, sequence.computed_before_preemption, sequence.prompt_length))
 
@@ -239,8 +237,8 @@ class Scheduler:
         return missing <= self.pool.available
 
     def shared_blocks(self, chunks: list[Chunk]) -> int:
-        """How often a block table that keeps all tokens names a block, among those that these chunks read, that the
-        table of an earlier chunk names, too. The chunks are of distinct sequences that hold blocks."""
+        """Count how often a block table that keeps all tokens names a block, among those that these chunks read, that
+        the table of an earlier chunk names, too. The chunks are of distinct sequences that hold blocks."""
         pool, sizes = self.pool, self.tables.sizes
         if not pool.shared or not sizes.whole:
             return 0
@@ -383,7 +381,7 @@ class Scheduler:
         self._most -= self._bound(sequence)
 
     def _bound(self, sequence: Sequence) -> int:
-        """Blocks that it holds at most, beside its share of `_for_chunks`."""
+        """Count the blocks that it holds at most, beside its share of `_for_chunks`."""
         return self.tables.sizes.among_others(sequence.max_length)
 
     def _register(self, sequence: Sequence, start: int, end: int) -> None:
@@ -392,7 +390,7 @@ class Scheduler:
             self.tables.register(sequence, start, end)
 
     def _admit(self, step: Step, budget: int) -> int:
-        """What is left of the budget."""
+        """Admit waiting sequences while budget and memory last; what is left of the budget."""
         self._patience -= 1
         if self._patience > 0 or self._waits_for_others(budget):
             return budget
@@ -463,7 +461,7 @@ class Scheduler:
         self._left = self.pool.available
 
     def _unshared(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that are not in the cache."""
+        """Count the tokens of a waiting sequence that are not in the cache."""
         found = self.tables.found(sequence)
         return len(sequence.tokens) - found - self.partial.match(sequence, found // self.pool.block_size)
 
@@ -483,7 +481,8 @@ class Scheduler:
         return peak_blocks(ends, self.tables) + self._of_chunks(sequence) <= self.pool.total - head_room
 
     def _of_chunks(self, sequence: Sequence) -> int:
-        """Blocks that chunks of prompts take at most, its own and those of running sequences, beyond the forecast's."""
+        """Count the blocks that chunks of prompts take at most, its own and those of running sequences, beyond the
+        forecast's."""
         if not self.tables.have_windows:
             return 0
         unread = [(len(s.tokens), s.remaining) for s in self.running if s.remaining > 1]
@@ -492,15 +491,16 @@ class Scheduler:
         return sum(self.tables.sizes.of_chunk(tokens, min(left, most)) for tokens, left in unread)
 
     def _chunk_blocks(self, sequence: Sequence, budget: int) -> int:
-        """Blocks that its first chunk takes beside those that it shares."""
+        """Count the blocks that its first chunk takes beside those that it shares."""
         return self.tables.missing(sequence, min(len(sequence.tokens), sequence.computed + budget))
 
     def _steps_left(self, sequence: Sequence) -> int:
-        """Steps after this one, if this one runs the rest of its prompt. The last token is sampled, never run."""
+        """Count the steps after this one, if this one runs the rest of its prompt. The last token is sampled, never
+        run."""
         return max(0, self._lengths.longest(sequence) - len(sequence.tokens) - 1)
 
     def _reading(self, sequence: Sequence, budget: int) -> int:
-        """Further steps that its prompt takes if `budget` tokens of it run in this one."""
+        """Count the further steps that its prompt takes if `budget` tokens of it run in this one."""
         left = sequence.remaining - budget
         return -(-left // max(1, self.config.max_num_batched_tokens - len(self.running))) if left > 0 else 0
 

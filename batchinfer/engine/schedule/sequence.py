@@ -1,4 +1,4 @@
-"""A request that the engine is working on: its tokens, blocks and state."""
+"""The request in flight: its tokens, blocks and state."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Sequence:
             self.status = SequenceStatus.RUNNING
 
     def ends_with(self, token: int) -> FinishReason | None:
-        """Why the sequence ends with its newest known token, if it does."""
+        """Say why the sequence ends with its newest known token, if it does."""
         length = self.known_length
         if token in self.stop_token_ids and length - self.prompt_length >= self.request.params.min_tokens:
             return "stop"
@@ -249,7 +249,8 @@ class Sequence:
         return self.hashes[index]
 
     def content(self, index: int, block_size: int) -> bytes:
-        """The same for any block that holds prompt: of the last one, if it is not full, what it holds of the prompt."""
+        """Digest of the prompt up to the end of any block that holds some of it, of the last one as far as it is
+        filled."""
         start = index * block_size
         if start + block_size <= self.prompt_length:
             return self.block_hash(index, block_size)

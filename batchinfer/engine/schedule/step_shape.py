@@ -24,7 +24,7 @@ def step_shape(
 
 
 def _attended(chunks: list[Chunk], window: int | None) -> tuple[int, int]:
-    """(query, key) pairs, and cached tokens read by each chunk alone, of one layer."""
+    """Count the (query, key) pairs, and the cached tokens read by each chunk alone, of one layer."""
     if window is not None:
         pairs = sum(min(at + 1, window) for c in chunks for at in range(c.start, c.end))
         return pairs, sum(min(c.end, window + c.length - 1) for c in chunks)

@@ -45,7 +45,8 @@ class HostBatch:
 
     @property
     def table_rows(self) -> NDArray[np.int64]:
-        """(S,): where its sequences' tables are kept; the same array while the same sequences run in the same order."""
+        """The rows where its sequences' tables are kept, (S,); the same array while the same sequences run in the same
+        order."""
         return self.tables[0].rows
 
     @property
@@ -107,13 +108,13 @@ def host_batch(
 
 
 def _parts(copies: Seq[Copy], groups: int) -> list[NDArray[np.int64]]:
-    """For each cache group (n, 4)."""
+    """Sort the copies by cache group: (n, 4) each."""
     fields = np.array([copy[1:] for copy in copies], np.int64)
     return [fields[fields[:, 0] == group, 1:] for group in range(groups)]
 
 
 def _tokens(chunks: list[Chunk], total: int) -> NDArray[np.int64]:
-    """(total,) token ids. Decode steps, of one token a chunk, take a faster way."""
+    """Gather the token ids, (total,). Decode steps, of one token a chunk, take a faster way."""
     if total == len(chunks):
         return np.array([sequence.tokens[start] for sequence, start, _ in chunks], np.int64)
     return np.concatenate(

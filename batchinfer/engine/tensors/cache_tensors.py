@@ -12,7 +12,7 @@ from batchinfer.models.spec.spec import Caches, CacheSpec
 
 
 def block_bytes(ops: Ops, caches: Caches, layout: CacheLayout, itemsize: int) -> int:
-    """Bytes of one block."""
+    """Count the bytes of one block."""
     return ops.block_bytes(_of_a_block(caches, layout), layout.block_size, itemsize)
 
 
@@ -24,8 +24,8 @@ def allocate_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[LayerCache]:
-    """A zero-filled cache for each layer with attention: its own, or that of the layer whose K and V it reads. Groups
-    have the same tensors, and different blocks of them."""
+    """Allocate a zero-filled cache for each layer with attention: its own, or that of the layer whose K and V it reads.
+    Groups have the same tensors, and different blocks of them."""
     size = layout.block_size
     found = [ops.allocate_cache(cache, blocks, size, dtype, device) for cache in _of_a_block(caches, layout)]
     placed = {
@@ -38,6 +38,6 @@ def allocate_caches(
 
 
 def _of_a_block(caches: Caches, layout: CacheLayout) -> list[CacheSpec]:
-    """What lies in a block: the layers of the largest group, as all of several groups are alike."""
+    """List what lies in a block: the layers of the largest group, as all of several groups are alike."""
     largest = max(layout.groups, key=lambda group: len(group.layers))
     return [cache for layer in largest.layers if (cache := caches[layer]) is not None]

@@ -43,8 +43,8 @@ class DeviceTables:
         rows.sent()
 
     def of(self, tables: Seq[StepTables], rows: Tensor) -> list[Tensor]:
-        """A step's tables of each cache group, (n, most blocks) int32 each. `rows`: (n,) int64, their rows on the
-        device, and any others behind them."""
+        """Gather a step's tables of each cache group, (n, most blocks) int32 each. `rows`: (n,) int64, their rows on
+        the device, and any others behind them."""
         each = zip(self._kept, tables, strict=True)
         return [kept[:, : own.width].index_select(0, rows) for kept, own in each]
 
@@ -61,7 +61,7 @@ class DeviceTables:
 
 @dataclass(slots=True, eq=False)
 class _Laid:
-    """What the tensors of graphs hold."""
+    """The tables that the tensors of graphs hold."""
 
     size: GraphSize
     rows: NDArray[np.int64]
@@ -80,11 +80,11 @@ class GraphTables:
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """The device where they lie."""
         return self._flat[0].device
 
     def views(self, size: GraphSize) -> list[Tensor]:
-        """Of each cache group (rows, blocks), as graphs of this size read them."""
+        """Return the tables as graphs of this size read them, (rows, blocks) of each cache group."""
         rows, blocks = size.rows, size.blocks(size.longest)
         return [flat[: rows * blocks].view(rows, blocks) for flat in self._flat]
 

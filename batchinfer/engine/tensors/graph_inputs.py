@@ -26,7 +26,7 @@ class GraphSize:
     padding_slot: int  # where padding rows write their keys to
 
     def blocks(self, tokens: int) -> int:
-        """Blocks of a sequence of so many tokens."""
+        """Count the blocks of a sequence of so many tokens."""
         return -(-tokens // self.block_size)
 
 
@@ -74,7 +74,7 @@ def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
 
 
 def grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
-    """A larger array that begins with these values, or they themselves. np.pad takes ten times as long."""
+    """Return a larger array that begins with these values, or they themselves. np.pad takes ten times as long."""
     if values.shape == shape:
         return values
     grown = np.full(shape, filling, values.dtype)

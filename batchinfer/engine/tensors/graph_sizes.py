@@ -1,4 +1,4 @@
-"""Which decode steps share a CUDA graph: the numbers of rows and the bounds of contexts that graphs are captured for.
+"""The sizes of decode steps' CUDA graphs: numbers of rows, and bounds of contexts.
 
 No torch: the simulator counts by the same sizes."""
 

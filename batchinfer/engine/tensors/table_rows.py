@@ -33,7 +33,7 @@ class TableRows:
         self._rotated = np.zeros(0, np.int64)
 
     def of(self, sequences: list[Sequence]) -> list[StepTables]:
-        """Of each cache group. Valid until the next call.
+        """Bring the arrays up to date, one of each cache group. They are valid until the next call.
 
         Entries of blocks that a window has left (see BlockTables) may still name the block that they named.
         """
@@ -44,23 +44,23 @@ class TableRows:
         return [kept.of(sequences, self._rows) for kept in self._groups]
 
     def rotations(self, sequences: list[Sequence]) -> NDArray[np.int64]:
-        """(S,): the rows of the rotary tables at which the positions begin of the newest step's sequences."""
+        """Return the rows of the rotary tables at which the positions of the newest step's sequences begin, (S,)."""
         if len(self._rotated) != len(sequences):
             self._rotated = np.array([s.rope_offset for s in sequences], np.int64)
         return self._rotated
 
     def unsent(self) -> list[tuple[Places, Tables]]:
-        """For each cache group the places, in its array laid out flat, that were written since `sent`, and what they
-        hold."""
+        """Return for each cache group the places, in its array laid out flat, that were written since `sent`, and what
+        they hold."""
         return [kept.unsent() for kept in self._groups]
 
     def sent(self) -> None:
-        """Another copy of the arrays holds all that was written."""
+        """Note that another copy of the arrays holds all that was written."""
         for kept in self._groups:
             kept.sent()
 
     def arrays(self) -> list[Tables]:
-        """Of each cache group: (rows, blocks)."""
+        """Return the array of each cache group, (rows, blocks)."""
         return [kept.kept for kept in self._groups]
 
     def _arrange(self, sequences: list[Sequence]) -> None:

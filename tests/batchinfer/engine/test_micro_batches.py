@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.engine.runner import batches as pieces_module
+from batchinfer.engine.runner import micro_batches
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import PATIENCE, MicroBatches
 from batchinfer.engine.schedule.scheduler import Chunk
@@ -135,7 +135,7 @@ def test_no_step_is_cut_forever_and_few_fail(phases):
 
 def test_the_scheduler_is_told_when_a_peak_has_passed(monkeypatch):
     """Answers are the same; steps are as large as at first once there is memory for them again."""
-    monkeypatch.setattr(pieces_module, "PATIENCE", 3)
+    monkeypatch.setattr(micro_batches, "PATIENCE", 3)
     wanted, _ = run(1 << 30)
     ran, whole = [], HashingModel.forward
 
