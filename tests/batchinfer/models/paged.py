@@ -83,7 +83,7 @@ def _step(
     width = max(len(s.blocks) for s in batch)
     inputs = AttentionInputs(
         positions=torch.tensor(
-            [p + _rotated_from(decoder, s) for s, span in zip(batch, spans, strict=True) for p in span]
+            [p + _rope_offset(decoder, s) for s, span in zip(batch, spans, strict=True) for p in span]
         ),
         slots=torch.tensor(slots),
         block_tables=torch.tensor(
@@ -100,7 +100,7 @@ def _step(
         sequence.done = span.stop
 
 
-def _rotated_from(decoder: Decoder, sequence: PagedSequence) -> int:
+def _rope_offset(decoder: Decoder, sequence: PagedSequence) -> int:
     """Where the rotary tables' rows of a prompt of this length begin."""
     long_rope_beyond = decoder.long_rope_beyond
     return (
