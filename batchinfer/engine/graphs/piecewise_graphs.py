@@ -170,7 +170,7 @@ class PiecewiseGraphs:
         arrays: list[NDArray[Any]] = [batch.sampled_rows, batch.table_rows, *batch.parts]
         sampled, rows, *parts = upload(arrays, token_ids.device)
         fill_in(token_ids)
-        inputs = batch.inputs(tables.of(batch.tables, rows), positions, *slots, *parts)
+        inputs = batch.inputs(tables.of(batch.tables, rows), positions, slots, parts)
         plans = plan(inputs)
         views = {own.shapes: self._views(own, tokens) for own in pieces.attention}
         *before, last = pieces.replays

@@ -178,10 +178,18 @@ class DeviceRunner(ModelRunner):
         if self.mixed is not None and in_pieces:
             run = self.mixed.run(host, self.tables, partial(self._fill_in, host), self.plan_attention)
             return *run, "piecewise_graph"
-        arrays = (host.token_ids, host.sampled_rows, host.table_rows, *host.places)
-        token_ids, sampled, rows, *places = upload(arrays, self.device)
+        arrays = (
+            host.token_ids,
+            host.sampled_rows,
+            host.table_rows,
+            host.positions,
+            *host.slots,
+            *host.parts,
+        )
+        token_ids, sampled, rows, positions, *placed = upload(arrays, self.device)
+        slots, parts = placed[: len(host.slots)], placed[len(host.slots) :]
         self._fill_in(host, token_ids)
-        inputs = host.inputs(self.tables.of(host.tables, rows), *places)
+        inputs = host.inputs(self.tables.of(host.tables, rows), positions, slots, parts)
         plans = self.plan_attention(inputs)
         hidden = self.model.forward(token_ids, inputs, self.caches, plans)
         return hidden.index_select(0, sampled), plans[0].padded_tokens, "eager"

@@ -138,7 +138,7 @@ class Scheduler:
         self._most = self._for_chunks
         self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
         self._batching = BatchedAdmission(config.admission_costs)
-        self._left = 0  # blocks that were available when admission stopped
+        self._available_at_stop = 0  # blocks that were available when admission stopped
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the whole cache could not hold it."""
@@ -445,7 +445,7 @@ class Scheduler:
 
     def _waits_for_others(self, budget: int) -> bool:
         """Whether places that have come free are filled later, with those of others: see BatchedAdmission."""
-        if self.pool.available - self._left >= self.pool.total // IDLE:
+        if self.pool.available - self._available_at_stop >= self.pool.total // IDLE:
             return False
         return self._batching.waits(
             running=len(self.running),
@@ -458,7 +458,7 @@ class Scheduler:
     def _stop_admitting(self) -> None:
         """There is no room until others have ended."""
         self._batching.stop(len(self.running))
-        self._left = self.pool.available
+        self._available_at_stop = self.pool.available
 
     def _unshared(self, sequence: Sequence) -> int:
         """Count the tokens of a waiting sequence that are not in the cache."""

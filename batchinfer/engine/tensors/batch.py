@@ -49,16 +49,12 @@ class HostBatch:
         order."""
         return self.tables[0].rows
 
-    @property
-    def places(self) -> list[NDArray[Any]]:
-        """The arrays that `inputs` wants on the device."""
-        return [self.positions, *self.slots, *self.parts]
-
-    def inputs(self, tables: Seq[Tensor], positions: Tensor, *places: Tensor) -> list[AttentionInputs]:
-        """The attention inputs of each cache group, with `places` and `tables` on the device, (S, most blocks) each."""
-        groups = len(self.tables)
-        slots, parts = places[:groups], places[groups:] or [None] * groups
-        each = zip(slots, tables, self.tables, self.whole, parts, strict=True)
+    def inputs(
+        self, tables: Seq[Tensor], positions: Tensor, slots: Seq[Tensor], parts: Seq[Tensor]
+    ) -> list[AttentionInputs]:
+        """The attention inputs of each cache group, of the same arrays on the device, and `tables`, (S, most blocks)
+        each."""
+        each = zip(slots, tables, self.tables, self.whole, parts or [None] * len(slots), strict=True)
         return [
             AttentionInputs(
                 positions, own, table, self.query_lens, self.context_lens, host, whole=whole, parts=copied
@@ -132,6 +128,10 @@ def build_batch(
     """Lays the chunks out as tensors on the device."""
     host = host_batch(chunks, layout, rows, copies)
     tables = [torch.from_numpy(own.array()).to(device) for own in host.tables]
-    places = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in host.places)
-    token_ids, sampled = (torch.from_numpy(a).to(device) for a in (host.token_ids, host.sampled_rows))
-    return Batch(token_ids, host.inputs(tables, *places), sampled, host.sampling)
+
+    def moved(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    slots, parts = list(map(moved, host.slots)), list(map(moved, host.parts))
+    inputs = host.inputs(tables, moved(host.positions), slots, parts)
+    return Batch(moved(host.token_ids), inputs, moved(host.sampled_rows), host.sampling)
