@@ -17,6 +17,7 @@ from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.engine.loop.engine import Engine
+from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler
@@ -24,7 +25,7 @@ from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization
 from tests.batchinfer.engine.driver import Hopeful
-from tests.batchinfer.engine.small_engine import Preempting
+from tests.batchinfer.engine.small_engine import Limits, Preempting, drain, greedy, make_engine
 
 Place = tuple[int, int]  # number of a row, position in its answer
 
@@ -170,3 +171,20 @@ def different(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[Pla
     """Where the bits are not the same. NaN differs from itself, and so is found too."""
     assert got.keys() == wanted.keys()
     return sorted(place for place in wanted if not torch.equal(got[place], wanted[place]))
+
+
+def forced_logits(
+    runner: ModelRunner, limits: Limits, rows: Seq[Row]
+) -> tuple[dict[Place, Tensor], list[StepSample]]:
+    """The logits of answers that are given, all of one length, so that they can be compared wherever another token
+    would have won; and the steps that were run."""
+    sampler = ForcedSampler(frozenset(), rows=rows)
+    engine = make_engine(replace(runner, sampler=sampler), limits, frozenset())
+    ran = drain(engine, greedy([row.prompt for row in rows], len(rows[0].answer), ignore_eos=True))
+    return {place: logits.cpu() for place, logits in sampler.seen.items()}, ran.steps
+
+
+def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[float]:
+    """How far each token's logits are away from the wanted ones, ascending."""
+    assert got.keys() == wanted.keys()
+    return sorted(float((got[place] - wanted[place]).abs().max()) for place in wanted)

@@ -36,7 +36,7 @@ from batchinfer_kernels.cost import ModelCost, StepShape
 from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.paged_attention import CODES
 from tests.batchinfer.engine.small_engine import Limits, cpu_ops, drain, greedy, make_engine, make_runner
-from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
+from tests.batchinfer.engine.teacher_forced import Place, Row, forced_logits
 from tests.batchinfer.engine.test_engine import (
     OUTPUT,
     SETTINGS,
@@ -297,12 +297,10 @@ def coded(dtype: str) -> str:
 
 def forced(name: str, ops: Ops, device: str, rows: list[Row]) -> dict[Place, Tensor]:
     limits = Limits(budget=32)
-    sampler = ForcedSampler(frozenset(), rows=rows)
-    runner = replace(make_runner(inspect_checkpoint(folder(name)), ops, limits, device), sampler=sampler)
-    engine = make_engine(runner, limits, frozenset())
-    ran = drain(engine, greedy([row.prompt for row in rows], 3, ignore_eos=True))
-    check_steps(ran.steps, limits)
-    return {place: logits.cpu() for place, logits in sampler.seen.items()}
+    runner = make_runner(inspect_checkpoint(folder(name)), ops, limits, device)
+    found, steps = forced_logits(runner, limits, rows)
+    check_steps(steps, limits)
+    return found
 
 
 @TRITON

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
-from tests.batchinfer.engine.small_engine import Limits, drain, greedy, make_engine, make_runner
-from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
+from tests.batchinfer.engine.small_engine import Limits, make_runner
+from tests.batchinfer.engine.teacher_forced import Place, Row, farthest, forced_logits
 from tests.checkpoints import kept_folder
 from tests.kernels.gpu.float8_sums import float8_rounding
 from tests.packed_weights import make_fp8
@@ -123,16 +122,7 @@ def prompts() -> list[list[int]]:
 def forced(model: Checkpoint, ops: Ops, limits: Limits) -> dict[Place, Tensor]:
     """Logits of answers that are given."""
     rows = [Row(prompt, [7, 8]) for prompt in prompts()]
-    sampler = ForcedSampler(frozenset(), rows=rows)
-    runner = replace(make_runner(model, ops, limits, DEVICE), sampler=sampler)
-    drain(make_engine(runner, limits, frozenset()), greedy(prompts(), 2, ignore_eos=True))
-    return {place: logits.cpu() for place, logits in sampler.seen.items()}
-
-
-def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[float]:
-    """Of each token's logits, ascending."""
-    assert got.keys() == wanted.keys()
-    return sorted(float((got[place] - wanted[place]).abs().max()) for place in wanted)
+    return forced_logits(make_runner(model, ops, limits, DEVICE), limits, rows)[0]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ from tests.batchinfer.engine.small_engine import (
     make_engine,
     make_runner,
 )
-from tests.batchinfer.engine.teacher_forced import ForcedSampler, Place, Row
+from tests.batchinfer.engine.teacher_forced import Place, Row, farthest, forced_logits
 from tests.batchinfer.models.ops import flashinfer_stand_in
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS as FOREIGN_EOS
@@ -224,16 +224,7 @@ def forced(ops: Ops, limits: Limits, device: str) -> dict[Place, Tensor]:
     """Logits of answers that are given, so that they can be compared wherever another token would have won."""
     rng = random.Random(12)
     rows = [Row(prompt, [rng.randrange(250) for _ in range(FORCED)]) for prompt in prompts()]
-    sampler = ForcedSampler(frozenset(), rows=rows)
-    runner = replace(make_runner(checkpoint("llama"), ops, limits, device), sampler=sampler)
-    drain(make_engine(runner, limits, frozenset()), greedy(prompts(), FORCED, ignore_eos=True))
-    return {place: logits.cpu() for place, logits in sampler.seen.items()}
-
-
-def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[float]:
-    """Of each token's logits, ascending."""
-    assert got.keys() == wanted.keys()
-    return sorted(float((got[place] - wanted[place]).abs().max()) for place in wanted)
+    return forced_logits(make_runner(checkpoint("llama"), ops, limits, device), limits, rows)[0]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
