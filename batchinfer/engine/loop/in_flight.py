@@ -70,9 +70,8 @@ class InFlight:
     launched_s: float = 0.0
     result: Launched | None = None
     shape: StepShape | None = None  # of what is useful, without what was dropped
-    irregular: list[AcceptedTokens] = field(
-        default_factory=list
-    )  # of sequences that did not just get the next token
+    # Of sequences that did not just get the next token
+    irregular: list[AcceptedTokens] = field(default_factory=list)
     dropped: set[Sequence] = field(default_factory=set)  # sequences that had ended when it was launched
 
     @classmethod

@@ -41,9 +41,8 @@ class DeviceRun:
     padded_tokens: int
     launch: StepLaunch
     asking: list[list[Sequence]] = field(default_factory=list)  # of each batch that has log-probabilities
-    masked: list[Masked] = field(
-        default_factory=list
-    )  # of each batch that has masked rows; last in the download
+    # Of each batch that has masked rows; last in the download
+    masked: list[Masked] = field(default_factory=list)
 
     def tokens(self) -> list[list[int]]:
         """See Launched."""

@@ -90,9 +90,8 @@ class Step:
     chunks: list[Chunk] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens that sequences admitted now found in the cache
     preemptions: int = 0
-    copies: list[Copy] = field(
-        default_factory=list
-    )  # made once K and V of the chunks are stored, before attention
+    # Made once K and V of the chunks are stored, before attention
+    copies: list[Copy] = field(default_factory=list)
     copied_tokens: int = 0  # in each layer
 
 

@@ -28,9 +28,8 @@ class SequenceStatus(Enum):
 
     WAITING = auto()  # queued, for the first time or after a preemption; it holds no blocks
     RUNNING = auto()  # each step may run it
-    AWAITING_TOKENS = (
-        auto()
-    )  # an in-flight step will give it tokens; it is not scheduled until they are known
+    # An in-flight step will give it tokens; it is not scheduled until they are known
+    AWAITING_TOKENS = auto()
     FINISHING = auto()  # it is not scheduled any more, but an in-flight step still reads its blocks
     FINISHED = auto()  # its blocks are free
 
@@ -105,9 +104,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     arrival: int = 0  # place in the order of arrival, kept over a preemption
     computed: int = 0  # tokens whose K and V are in the cache
-    computed_before_preemption: int = (
-        0  # the most tokens computed before one; running them again is recomputation
-    )
+    # The most tokens computed before one; running them again is recomputation
+    computed_before_preemption: int = 0
     reserved: int = 0  # while it waits: of how many first blocks the contents are kept for it
     cached_tokens: int = 0  # prompt tokens taken from a shared prefix instead of being run
     preemptions: int = 0
