@@ -213,14 +213,13 @@ class Engine:
             self._account(step)
         step.launched_s = self._now()
         step.result = self._runner.launch(scheduled.chunks, scheduled.copies)
-        self._scheduler.launched()
+        self._scheduler.launched(scheduled)
         self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)
         self._in_flight.append(step)
 
     def _move_on(self, step: InFlight) -> None:
-        for sequence, start, length in step.scheduled.chunks:
-            sequence.computed = start + length
+        for sequence in step.scheduled.admitted:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = step.began_s
         if self._runner.looks_ahead:
@@ -342,12 +341,7 @@ class Engine:
     def _take_back(self, taken: AcceptedTokens) -> None:
         """Give up the positions that were computed for rejected tokens."""
         if taken.end is None:
-            sequence, end, again = taken.sequence, taken.useful_end, taken.count == 0
-            sequence.computed_before_preemption = (
-                end if again else min(sequence.computed_before_preemption, end)
-            )
-            # the last token has to run: again, if none came behind it
-            self._scheduler.take_back(sequence, end - again)
+            self._scheduler.take_back(taken.sequence, taken.useful_end, again=taken.count == 0)
 
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)

@@ -88,6 +88,7 @@ class Step:
     """One step, as scheduled."""
 
     chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)  # which of them waited before
     cached_tokens: int = 0  # prompt tokens that sequences admitted now found in the cache
     preemptions: int = 0
     # Made once K and V of the chunks are stored, before attention
@@ -185,9 +186,11 @@ class Scheduler:
         self._batching.read = self.config.max_num_batched_tokens - budget - len(step.chunks)
         return step
 
-    def launched(self) -> None:
-        """The step that was scheduled last is launched."""
+    def launched(self, step: Step) -> None:
+        """Move the sequences of a step on, which was scheduled last and is launched."""
         self.partial.launched()
+        for sequence, start, length in step.chunks:
+            sequence.computed = start + length
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that is done and free its blocks."""
@@ -211,10 +214,13 @@ class Scheduler:
         self._patience = 0
         self._batching.ended += 1
 
-    def take_back(self, sequence: Sequence, computed: int) -> None:
-        """Keep the first `computed` positions of a sequence, which lie behind its prompt or end it: the others were
-        computed for tokens that were rejected. Frees the blocks beyond."""
-        sequence.computed = computed
+    def take_back(self, sequence: Sequence, end: int, again: bool) -> None:
+        """Keep the first `end` positions of a sequence, which lie behind its prompt or end it: the others were computed
+        for tokens that were rejected. Frees the blocks beyond. `again`: no token came behind these positions, so that
+        the last one has to run again."""
+        before = sequence.computed_before_preemption
+        sequence.computed_before_preemption = end if again else min(before, end)
+        sequence.computed = computed = end - again
         if self.tables.cut(sequence, computed):
             self._patience = 0
 
@@ -505,6 +511,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, step: Step) -> None:
         self._unreserve(sequence)
+        step.admitted.append(sequence)
         # what it had computed before a preemption was run once, and saves nothing
         saved = max(0, sequence.computed - sequence.computed_before_preemption)
         sequence.cached_tokens += saved

@@ -99,8 +99,7 @@ class Sequence:
     drafts: int = 0  # how many of the last tokens are proposals, which the next step that runs it verifies
     jump_forward_tokens: int = 0  # output tokens that had to come and were not sampled
 
-    # Written by the Scheduler. The Engine changes `status` between RUNNING and AWAITING_TOKENS, moves `computed` on
-    # after a launch, and lowers `computed_before_preemption` where drafts are rejected
+    # Written by the Scheduler. The Engine changes `status` between RUNNING and AWAITING_TOKENS
     status: SequenceStatus = SequenceStatus.WAITING
     arrival: int = 0  # place in the order of arrival, kept over a preemption
     computed: int = 0  # tokens whose K and V are in the cache

@@ -69,7 +69,7 @@ class Driver:
         self.check_sharing(step.chunks[self.random.randrange(2) :: 2])
         if step.chunks:
             self.check_rows([chunk.sequence for chunk in step.chunks])
-            self.scheduler.launched()
+            self.scheduler.launched(step)
         assert not self.scheduler.pool.held, "a block is held for a copy that was made, or is not to be made"
         for chunk in step.chunks:
             self.post_process(chunk.sequence, chunk.end, chunk.samples)
@@ -132,7 +132,7 @@ class Driver:
             assert seq.freed[group] == least // size, "a block that no token sees is held"
 
     def post_process(self, seq: Sequence, end: int, samples: bool) -> None:
-        seq.computed = end
+        assert seq.computed == end
         if samples:
             seq.tokens.append(self.random.randrange(3))
             early = not seq.exact and self.random.random() < self.stops

@@ -140,7 +140,7 @@ def preempted_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     preempt = Scheduler._preempt
 
     def noted(self: Scheduler, sequence: Sequence) -> None:
-        if sequence.constraint is not None and sequence.output_length > sequence.forced > 0:
+        if sequence.constraint is not None and sequence.output_length > sequence.jump_forward_tokens > 0:
             began.append(sequence.output_length)
         preempt(self, sequence)
 

@@ -251,10 +251,11 @@ def test_what_a_row_that_does_not_fit_would_copy_is_not_held() -> None:
     )
     for one in (first, other, last):
         scheduler.add(one)
-    assert [chunk.sequence for chunk in scheduler.schedule().chunks] == [first, other]
-    scheduler.launched()
+    step = scheduler.schedule()
+    assert [chunk.sequence for chunk in step.chunks] == [first, other]
+    scheduler.launched(step)
     scheduler.finish(first)
-    scheduler.leave(other)
+    scheduler.stop(other)
     assert not scheduler.schedule().chunks
     assert not scheduler.pool.held
     scheduler.release(other)
