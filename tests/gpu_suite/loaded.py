@@ -168,9 +168,8 @@ def _noted_fits() -> Iterator[list[Fit]]:
     """How caches were sized."""
     found: list[Fit] = []
 
-    def noting(block_bytes: int, *given: Any) -> int:
-        blocks = cache_blocks(block_bytes, *given)
-        *_, free, _, needed = given
+    def noting(*, block_bytes: int, free: int, needed: int, **given: Any) -> int:
+        blocks = cache_blocks(block_bytes=block_bytes, free=free, needed=needed, **given)
         found.append(Fit(free, needed, blocks * block_bytes))
         return blocks
 

@@ -262,13 +262,13 @@ def test_a_gpu_without_room_beside_the_reserve():
 
 
 def test_dummy_steps_are_as_large_as_they_can_be():
-    rehearsal = DummySteps(Device().fit().runner, STEPS, LONGEST, 60)
-    chunks = rehearsal.chunks(250, 6, LONGEST, COSTLY)
+    dummy = DummySteps(Device().fit().runner, STEPS, LONGEST, 60)
+    chunks = dummy.chunks(250, 6, LONGEST, COSTLY)
     assert [c.length for c in chunks] == [100, 100, 47, 1, 1, 1]
     assert all(c.samples and c.end <= LONGEST for c in chunks)
     assert [c.end for c in chunks[3:]] == [LONGEST] * 3
-    assert [c.length for c in rehearsal.chunks(4, 4, 1, GREEDY)] == [1] * 4
-    assert sum(c.length for c in rehearsal.chunks(10_000, 6, LONGEST, GREEDY)) == 600
+    assert [c.length for c in dummy.chunks(4, 4, 1, GREEDY)] == [1] * 4
+    assert sum(c.length for c in dummy.chunks(10_000, 6, LONGEST, GREEDY)) == 600
 
 
 def test_the_largest_step_has_the_logprobs_that_rows_ask_for(monkeypatch):
@@ -319,9 +319,9 @@ def test_rows_are_masked_in_measured_steps_and_in_the_warm_up_where_constraints_
 
 
 def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
-    rehearsal = DummySteps(Device().fit().runner, STEPS, LONGEST, 60)
+    dummy = DummySteps(Device().fit().runner, STEPS, LONGEST, 60)
     for shared in (False, True):
-        chunks = rehearsal.chunks(250, 6, LONGEST, GREEDY, shared)
+        chunks = dummy.chunks(250, 6, LONGEST, GREEDY, shared)
         written = {c.sequence.tables[0][at // SIZE] for c in chunks for at in range(c.start, c.end)}
         assert written == {60}
         assert len({c.sequence.tables[0][0] for c in chunks[3:]}) == (1 if shared else 3)
