@@ -54,7 +54,8 @@ class HostBatch:
     ) -> list[AttentionInputs]:
         """The attention inputs of each cache group, of the same arrays on the device, and `tables`, (S, most blocks)
         each."""
-        each = zip(slots, tables, self.tables, self.whole, parts or [None] * len(slots), strict=True)
+        copied_parts: Seq[Tensor | None] = parts or [None] * len(slots)
+        each = zip(slots, tables, self.tables, self.whole, copied_parts, strict=True)
         return [
             AttentionInputs(
                 positions, own, table, self.query_lens, self.context_lens, host, whole=whole, parts=copied
