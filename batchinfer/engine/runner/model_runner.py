@@ -14,7 +14,7 @@ from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import DeviceTokens, Sampled, by_sequence
-from batchinfer.engine.runner.sampler import Head, Sampler
+from batchinfer.engine.runner.sampler import LogitsHead, Sampler
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
@@ -25,7 +25,7 @@ from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, Laye
 from batchinfer_kernels.cost import ModelCost, StepShape
 
 
-class Model(Head, Protocol):
+class Model(LogitsHead, Protocol):
     """A decoder, as the runner needs it; `batchinfer.models.decoder.decoder` has it."""
 
     def forward(

@@ -22,7 +22,7 @@ from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
 
 
-class Head(Protocol):
+class LogitsHead(Protocol):
     """The end of a model, which makes logits of hidden states."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Sampler:
     def next_tokens(
         self,
         ops: Ops,
-        head: Head,
+        head: LogitsHead,
         hidden: Tensor,
         sequences: list[Sequence],
         device_tokens: DeviceTokens | None = None,
@@ -113,7 +113,7 @@ class Sampler:
             return True
         return all((self.on_host and s.masking.followed) or not self.mask.masks(s) for s in sequences)
 
-    def _corrected(self, ops: Ops, head: Head, hidden: Tensor, sequences: list[Sequence]) -> Sampled:
+    def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, sequences: list[Sequence]) -> Sampled:
         """The argmax of each row, and of those whose mask does not allow it what it does allow."""
         tokens = head.argmax(hidden)
         refused = self.refused(sequences, tokens)

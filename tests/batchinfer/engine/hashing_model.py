@@ -64,7 +64,7 @@ class HashingOps(TorchOps):
     def plan_attention(self, inputs: AttentionInputs, *_: Any) -> AttentionPlan:
         return Unpadded()
 
-    def plan_captured(self, inputs: AttentionInputs, *_: Any) -> FixedPlan:
+    def plan_captured(self, inputs: AttentionInputs, *_: Any, **__: Any) -> FixedPlan:
         return Contexts(inputs.context_lens)
 
 

@@ -237,8 +237,8 @@ def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_f
     carried: list[bool] = []
 
     class Asked(HashingOps):
-        def plan_captured(self, inputs: AttentionInputs, *rest: Any) -> FixedPlan:
-            carried.append(rest[-1] is not None)
+        def plan_captured(self, inputs: AttentionInputs, *_: Any, before: Any = None, **__: Any) -> FixedPlan:
+            carried.append(before is not None)
             return super().plan_captured(inputs)
 
     def forward(token_ids: Tensor, *_: Any) -> Tensor:

@@ -113,7 +113,7 @@ class PlansGraphs:
     def __init__(self, ops: Any) -> None:
         self._ops = ops
 
-    def plan_captured(self, *_: Any) -> Any:
+    def plan_captured(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("a step was planned to be captured")
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +141,7 @@ class AsOnAGpu(TorchOps):
     """Operators that plan for graphs, and fuse no layers."""
 
     def plan_captured(
-        self, inputs: AttentionInputs, size: int, windows: frozenset[int | None], *_: Any
+        self, inputs: AttentionInputs, size: int, windows: frozenset[int | None], *_: Any, **__: Any
     ) -> Any:
         return Replayed(self.plan_attention(inputs, size, windows).groups, len(inputs.query_lens))
 

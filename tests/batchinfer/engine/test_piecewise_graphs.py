@@ -72,7 +72,7 @@ class Poisoned(PiecewiseGraphs):
     """Padding tokens find what a step before left behind attention, which may be NaN: here it always is."""
 
     def run(self, *step: Any) -> tuple[Tensor, int]:
-        for left in (self._room.queries, self._room.attended, self._room.hidden):
+        for left in (self._buffers.queries, self._buffers.attended, self._buffers.hidden):
             left.fill_(float("nan"))
         return super().run(*step)
 
@@ -86,8 +86,9 @@ def runner_for(
 ) -> Any:
     """As for a GPU, on torch's operators if on no others; the last block of the cache belongs to nobody."""
     plain = make_runner(model, ops or TorchOps(), replace(limits, blocks=limits.blocks + 1))
-    names = ("model", "ops", "caches", "layout", "sampler", "cost", "device")
-    runner = DeviceRunner(**{name: getattr(plain, name) for name in names})
+    runner = DeviceRunner(
+        plain.model, plain.ops, plain.caches, plain.layout, plain.sampler, plain.cost, plain.device
+    )
     if recorder is None:
         return runner
     decoder: Any = runner.model
