@@ -27,7 +27,7 @@ prompts = st.lists(
 
 
 # launching a step takes as long as a few tokens do, and as long as any prompt here does
-REFILL = [AdmissionCosts(launch_s, 0.0, 0.0, 1e-3, 1e-3, 1e-6) for launch_s in (4e-3, 1.0)]
+COSTS = [AdmissionCosts(launch_s, 0.0, 0.0, 1e-3, 1e-3, 1e-6) for launch_s in (4e-3, 1.0)]
 # of one to three cache groups
 windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1, max_size=3).map(tuple)
 
@@ -42,7 +42,7 @@ windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1
     hopeful=st.booleans(),
     stops=st.sampled_from([0.0, 0.1, 0.5]),
     windows=windows,
-    admission_costs=st.sampled_from([None, None, *REFILL]),
+    costs=st.sampled_from([None, None, *COSTS]),
     seed=st.integers(0, 1 << 16),
 )
 @settings(max_examples=examples(60, 300), deadline=None, print_blob=True)
