@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +24,8 @@ from batchinfer.pipeline.run import RunOptions, run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
+from tests.batchinfer.wrong_jobs import Place, environment
+from tests.patience import PATIENCE_S
 
 NIGHT, OTHER = "2026-01-01", "2026-01-02"
 WAITING = "another run computes these rows already"
@@ -108,6 +113,28 @@ def test_a_killed_run_is_not_waited_for(job: Path, store: Path, tmp_path: Path) 
     assert not second.waits()
     assert second.ended().row["computed_requests"] == 6
     assert not left.exists()
+
+
+def test_two_processes_compute_nothing_twice(place: Place) -> None:
+    """Two dates that are started at once, each a command of its own with a real engine."""
+    place.job(output="output: {path: 'out/res/${date}'}", prompt='prompt: {user: "{{ text }}"}')
+    place.rows(*({"id": f"r{n}", "text": "a" * (n + 1)} for n in range(40)))
+    command = [sys.executable, "-m", "batchinfer", "run", str(place.folder / "job.yaml"), "--json", "--date"]
+    both = [
+        subprocess.Popen(
+            [*command, date], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for date in (NIGHT, OTHER)
+    ]
+    told = [run.communicate(timeout=PATIENCE_S) for run in both]
+    assert [run.returncode for run in both] == [0, 0], told
+    ends = [json.loads(out.splitlines()[-1]) for out, _ in told]
+    assert sorted((end["computed_requests"] or 0, end["reused_requests"]) for end in ends) == [
+        (0, 40),
+        (40, 0),
+    ], told
+    texts = [pq.read_table(place.results / date)["generated_text"] for date in (NIGHT, OTHER)]
+    assert texts[0].equals(texts[1])
 
 
 @pytest.mark.parametrize(
