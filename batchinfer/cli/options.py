@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.core.errors import UsageError
+from batchinfer.job.file import job_file_in
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
@@ -54,12 +55,6 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
             f"{it} out"
         )
     return target
-
-
-def job_file_in(path: Path) -> Path:
-    """The job file that is meant: the job.yaml in a folder that holds one, or else the path itself."""
-    held = path / "job.yaml"
-    return held if held.is_file() else path
 
 
 def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:

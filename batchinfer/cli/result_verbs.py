@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, job_file_in, load
+from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, load
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.core.errors import StorageError, UsageError
 from batchinfer.core.text import printable
+from batchinfer.job.file import job_file_in
 from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_format
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters written out: \\x1b, \\u202e. Tabs and newlines stay."""
+    """`text` with its control characters, and bytes of paths that are not UTF-8, written out: \\x1b, \\u202e. Tabs and
+    newlines stay."""
     return _UNSAFE.sub(lambda found: _escaped(found.group()), text)
 
 
@@ -36,6 +37,8 @@ def with_near_paths(text: str) -> str:
 
 def _escaped(char: str) -> str:
     code = ord(char)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a path that is not UTF-8, as Python keeps it
+        code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 

@@ -244,6 +244,12 @@ def not_utf8(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def job_file_in(path: Path) -> Path:
+    """The job file that is meant: the job.yaml in a folder that holds one, or else the path itself."""
+    held = path / "job.yaml"
+    return held if held.is_file() else path
+
+
 def absolute(folder: Path, text: str) -> str:
     """`text` as an absolute path, from `folder` on if it is relative; `..` folded, links and globs kept."""
     return os.path.normpath(os.path.join(folder, text))

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from batchinfer.core.errors import JobFileError, UsageError
 from batchinfer.job import Job, load_job
+from batchinfer.job.file import job_file_in
 from batchinfer.machine.limits import check_limits
 from batchinfer.pipeline import run as pipeline
 from batchinfer.pipeline.options import wrong
@@ -40,6 +41,8 @@ def run(
 ) -> RunResult:
     """Run a job, or continue it, as `batchinfer run` does; what the options mean stands in docs/cli.md.
 
+    `job_file` may be the folder of a job.yaml, too.
+
     `overrides` are keys of the job file with their values, e.g. {"engine.max_num_seqs": 64}. Nothing is printed, unless
     `progress` names a stream for it, e.g. sys.stderr. Raises the errors of `batchinfer.core.errors`, which have the
     `exit_code` of the command; a run that published more error rows than the job allows returns with exit code 65.
@@ -58,7 +61,7 @@ def run(
         raise wrong("date", date, "a text, YYYY-MM-DD")
     if progress is not None and not callable(getattr(progress, "write", None)):
         raise wrong("progress", progress, "a stream of text such as sys.stderr, or None")
-    job = load_job(_path("job_file", job_file), pairs, date)
+    job = load_job(job_file_in(_path("job_file", job_file)), pairs, date)
     shown = Progress(progress, job=job.name, quiet=progress is None)
     return run_loaded(job, options, shown, _silent if progress is None else shown.note)
 

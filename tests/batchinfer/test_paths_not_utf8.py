@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer import cli
 from batchinfer.core.errors import InputCorrupt, JobFileError, StorageError
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.storage import duck
@@ -52,3 +53,9 @@ def test_a_folder_for_duckdb(odd: Path) -> None:
         raise AssertionError("opened")
     with pytest.raises(StorageError, match=rf"{SHOWN}.*not UTF-8"):
         duck.parquet([odd / "x.parquet"])
+
+
+def test_a_result_that_is_asked(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message shows bytes, not the half characters by which Python keeps them."""
+    assert cli._guarded(["query", str(odd), "select 1"]) == 66
+    assert r"/caf\xe9: no published result there" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_a_job_is_run_and_its_result_read(place: Place, capfd: pytest.CaptureFix
         assert len(result.to_duckdb(mine).filter("row_id < 3").fetchall()) == 3
     with pytest.raises(FrozenInstanceError):
         result.exit_code = 1  # type: ignore[misc]
-    again = batchinfer.run(place.folder / "job.yaml")
+    again = batchinfer.run(place.folder)  # of a job.yaml, as the command line takes it
     assert (again.status, again.report, again.computed) == ("already published", None, None)
 
 
