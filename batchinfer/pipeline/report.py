@@ -64,6 +64,7 @@ class RunReport:
         self._meter: Meter | None = None
         self._measured: Measured | None = None
         self._row: RunRow | None = None
+        self._message: str | None = None  # why the exit code is not 0
         self._expert_tokens: ExpertTokens = {}
         self._kept = True
 
@@ -140,15 +141,17 @@ class RunReport:
             self.note(ops={"decoder": infos[0].ops} | linear, threads=sum(info.threads for info in infos))
             self.note(**_captured(infos))
 
-    def done(self, status: str, exit_code: int = 0) -> RunRow:
-        """The run table's row, complete."""
+    def done(self, status: str, exit_code: int = 0, message: str | None = None) -> RunRow:
+        """The run table's row, complete. `message` says why the exit code is not 0."""
         if self._row is None:
             self._row = self._finished_row(status, exit_code)
+        self._message = message or self._message
         return self._row
 
     def failed(self, error: BaseException) -> None:
         """The run ends with this error."""
         meant = known(error)
+        self._message = str(meant)
         self.done(meant.status, meant.exit_code)
 
     def close(self) -> None:
@@ -164,10 +167,10 @@ class RunReport:
         """The run table's row, once `done` or `failed` has said how the run ended."""
         return self.done(BatchInferError.status, BatchInferError.exit_code)
 
-    def write_last(self, message: str | None, ops: FileOps) -> None:
-        """Replace `last_run.json`; `message` says why the exit code is not 0. Raises OSError, StorageError."""
+    def write_last(self, ops: FileOps) -> None:
+        """Replace `last_run.json`. Raises OSError, StorageError."""
         path = None if self.path is None else str(self.path)
-        text = json_line({**self.row, "message": message, "report": path})
+        text = json_line({**self.row, "message": self._message, "report": path})
         self.folder.mkdir(parents=True, exist_ok=True)
         write_bytes(self.folder / LAST_RUN, (text + "\n").encode(), ops)
 

@@ -24,7 +24,9 @@ from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.doctor import Fact, doctor
-from batchinfer.plan.setup.preflight import check_input, check_setup, first_index, rehearse
+from batchinfer.plan.setup.dry_run import dry_run, first_index
+from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.verbs.query import no_result
 
 TOKENS_SHOWN = 64  # of a previewed prompt: what is amiss with a template shows at its ends
@@ -52,7 +54,7 @@ def validate_job(job: Job) -> list[str]:
     if setup.columns is not None:
         found.append("columns of answers: " + ", ".join(f"{f.name} {f.type}" for f in setup.columns.schema))
         found += [str(note) for note in setup.columns.notes]
-    return [*found, *facts.warnings, *rehearse(job, setup), "the job file is right"]
+    return [*found, *facts.warnings, *dry_run(job, setup), "the job file is right"]
 
 
 @dataclass(frozen=True, slots=True)

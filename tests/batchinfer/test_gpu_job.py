@@ -18,7 +18,7 @@ from batchinfer.job import load_job
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import RunOptions, run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.plan.setup import preflight
+from batchinfer.plan.setup import job_setup
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.folder import report_folder
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
@@ -71,7 +71,7 @@ def write_job(
 def a_device(monkeypatch: pytest.MonkeyPatch, cold_children: None) -> None:
     """Where there is no GPU, its stand-in is one; it sees to how Triton is imported."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(preflight, "_check_device", lambda _: None)
+        monkeypatch.setattr(job_setup, "_check_device", lambda _: None)
 
 
 def run(path: Path, factory: str = "build") -> Outcome:

@@ -112,7 +112,7 @@ def test_what_fails_after_publishing_says_so_and_can_be_had_later(tmp_path, mode
     def full(*_: object, **__: object) -> int:
         raise StorageError("out.jsonl: no space")
 
-    monkeypatch.setattr(pipeline, "write_openai", full)
+    monkeypatch.setattr("batchinfer.pipeline.stages.publishing.write_openai", full)
     with pytest.raises(StorageError, match=r"results are published in .*the same command writes it"):
         run(path, to(tmp_path / "out.jsonl"))
     assert len(table(path)) == 2

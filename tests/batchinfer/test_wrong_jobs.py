@@ -23,7 +23,7 @@ import pytest
 
 from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest
 from batchinfer.machine.hardware import nvidia_gpus
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline.options import ENGINE
 from tests.batchinfer.wrong_jobs import (
     NO_ENGINE,
     ROWS,
@@ -1113,7 +1113,7 @@ def test_the_input_changes_meanwhile(place: Place, capsys, monkeypatch) -> None:
 def test_the_kv_cache_does_not_fit(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     edit_json(place.own_model() / "config.json", max_position_embeddings=100_000)
     place.job("engine: {device: cpu, kv_memory: 1MiB}", sampling="sampling: {max_tokens: 50000}")
-    ended = command(capsys, monkeypatch, pipeline.ENGINE)("run", place.folder / "job.yaml")
+    ended = command(capsys, monkeypatch, ENGINE)("run", place.folder / "job.yaml")
     assert ended.code == 71
     assert "the KV cache of the longest row" in ended.err
     assert "engine.kv_memory" in ended.err

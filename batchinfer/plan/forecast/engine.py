@@ -22,7 +22,7 @@ from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.policies import OrderChoice
 from batchinfer.plan.order.requests import Prompts, planned_requests
-from batchinfer.plan.setup.preflight import Setup
+from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolated
 from batchinfer.plan.simulation.launching import Captures

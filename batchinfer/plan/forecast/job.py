@@ -28,7 +28,8 @@ from batchinfer.plan.forecast.sampled_rows import SampledRows, sampled_rows, str
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
-from batchinfer.plan.setup.preflight import Setup, check_input, check_setup
+from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.plan.setup.resolve import Setting
 
 PREFIXES_SHOWN = 8

@@ -24,7 +24,7 @@ from batchinfer.plan.order.field_order import field_order
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.requests import planned_requests
-from batchinfer.plan.setup.preflight import Setup
+from batchinfer.plan.setup.job_setup import Setup
 
 MOST_ROWS = 20_000  # are looked at: some seconds for each way to write the prompt
 SIMULATE_S = 1.0  # for each way

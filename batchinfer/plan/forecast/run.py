@@ -11,7 +11,7 @@ from batchinfer.plan.forecast.order_choice import settle_order, settled_forecast
 from batchinfer.plan.forecast.text import engine_text, order_line
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
-from batchinfer.plan.setup.preflight import Setup
+from batchinfer.plan.setup.job_setup import Setup
 
 # No forecast is made where its least part takes more than so many seconds, and so many times what it may take
 MOST_S, TOO_MUCH = 3.0, 3.0

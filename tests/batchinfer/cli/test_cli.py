@@ -20,7 +20,7 @@ import typer
 
 from batchinfer import cli
 from batchinfer.core import errors
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline.options import ENGINE
 from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,
@@ -289,7 +289,7 @@ def test_schema(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_init_makes_a_job_that_runs(tmp_path: Path, model: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    run = command(capsys, monkeypatch, pipeline.ENGINE)
+    run = command(capsys, monkeypatch, ENGINE)
     ended = run("init", tmp_path / "new", "--model", model)
     assert ended.code == 0
     job = tmp_path / "new" / "job.yaml"

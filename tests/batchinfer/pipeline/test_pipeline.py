@@ -406,7 +406,7 @@ def test_the_run_table_says_of_an_error_what_the_process_says(
         raise error
 
     path = write_job(tmp_path, model, people(3))
-    monkeypatch.setattr("batchinfer.pipeline.run.plan_job", fails)
+    monkeypatch.setattr("batchinfer.pipeline.stages.planning.plan_job", fails)
     assert cli._guarded(["run", str(path), "--json"]) == code
     said = json.loads(capsys.readouterr().out)
     (report,) = (tmp_path / "out/res-report").glob("run-*.parquet")
@@ -451,4 +451,4 @@ def at_noon(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
         def now(cls, tz: Any = None) -> datetime:
             return datetime(2026, 1, day, 12, tzinfo=tz or UTC)
 
-    monkeypatch.setattr("batchinfer.pipeline.run.datetime", Clock)
+    monkeypatch.setattr("batchinfer.pipeline.stages.open_run.datetime", Clock)

@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, Interrupted
+from batchinfer.pipeline.collect import Collector
+from batchinfer.pipeline.workers.feed import run_plan
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.summary import PHASES
 from tests.batchinfer.pipeline import test_pipeline as pipeline_kit
@@ -258,13 +260,13 @@ def test_no_worker_is_started_after_a_signal(job: Path, monkeypatch: pytest.Monk
     dies(monkeypatch, 99, DIES_AT_STEP=3)
     interrupts = Interrupts()
     ran = Ran(job, interrupts)
-    take = pipeline_kit.run_job.__globals__["Collector"].take
+    take = Collector.take
 
     def signalled(self: Any, progress: Any) -> None:
         take(self, progress)
         interrupts.pending = signal.SIGTERM
 
-    monkeypatch.setattr("batchinfer.pipeline.run.Collector.take", signalled)
+    monkeypatch.setattr(Collector, "take", signalled)
     with pytest.raises(BatchInferError):
         ran()
     assert ran.starts == 1
@@ -278,7 +280,6 @@ def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
     dies(monkeypatch, 1, DIES_AT_STEP=3, RELOAD_S=8)
     interrupts = Interrupts()
     ran = Ran(job, interrupts)
-    run_plan = pipeline_kit.run_job.__globals__["run_plan"]
 
     def signalled(plan: Any, prompts: Any, host: Any, *rest: Any) -> None:
         receive = host.receive
@@ -292,7 +293,7 @@ def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
         host.receive = received
         run_plan(plan, prompts, host, *rest)
 
-    monkeypatch.setattr("batchinfer.pipeline.run.run_plan", signalled)
+    monkeypatch.setattr("batchinfer.pipeline.stages.answering.run_plan", signalled)
     with pytest.raises(Interrupted, match="15 answers are stored"):
         ran()
     assert (ran.row["exit_code"], ran.row["worker_restarts"]) == (143, 1)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.job import load_job
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline.options import ENGINE
 from batchinfer.verbs.schema_starter import MAX_TOKENS
 from tests.batchinfer.wrong_jobs import Command, command
 
@@ -35,7 +35,7 @@ ORDER = {
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, pipeline.ENGINE)
+    return command(capsys, monkeypatch, ENGINE)
 
 
 def schema_file(folder: Path, schema: Any, name: str = "order.schema.json") -> Path:

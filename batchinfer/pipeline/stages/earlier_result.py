@@ -1,0 +1,32 @@
+"""The result that an earlier run published: where it is this run's very result, nothing is to be done."""
+
+from __future__ import annotations
+
+from batchinfer.data.input.job_input import input_files
+from batchinfer.data.results.manifest import Manifest, is_published
+from batchinfer.data.results.published import published_or_told
+from batchinfer.data.results.published_inputs import published_inputs
+from batchinfer.pipeline.stages.identity import publish_spec
+from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.pipeline.stages.storing import open_store
+
+
+def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
+    """Return the manifest of this very result, if it is published whole and no input file has changed since.
+
+    A job with a query (input.sql) has none: its rows may be others each time.
+    """
+    found = published_or_told(run.state.results, run.notice, fresh=run.options.verify)
+    if found is None or run.job.input.sql or run.options.retry_errors or _has_lost_answers(run):
+        return None
+    inputs = published_inputs(run.state.published, input_files(run.job))
+    current = inputs is not None and is_published(run.state.results, publish_spec(run, context, inputs))
+    return found.manifest if current else None
+
+
+def _has_lost_answers(run: OpenRun) -> bool:
+    """Whether `--verify` finds stored answers damaged."""
+    if not run.options.verify or not run.state.completions.is_dir():
+        return False
+    with open_store(run) as store:
+        return bool(store.discarded)

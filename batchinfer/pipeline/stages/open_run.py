@@ -1,0 +1,62 @@
+"""The first stage: checks a job, takes the lock of its state, and opens what every later stage works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+
+from batchinfer.data.results.output_file import OutputFile
+from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.job import Job
+from batchinfer.pipeline.openai_file import openai_file
+from batchinfer.pipeline.operators_build import OperatorsBuild, operators_built
+from batchinfer.pipeline.options import ENGINE, RunOptions
+from batchinfer.pipeline.report import RunReport
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.plan.setup.job_setup import Setup, check_setup
+from batchinfer.report.progress import Progress
+from batchinfer.report.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """One run of one job, holding the job's lock."""
+
+    job: Job
+    options: RunOptions
+    setup: Setup
+    state: StateFolder
+    openai: OutputFile | None  # the file of --to-openai
+    operators: OperatorsBuild
+    report: RunReport
+    progress: Progress
+    interrupts: Interrupts
+    notice: Callable[[str], None]
+    now: datetime  # one moment for the whole run, which may pass midnight
+
+
+@contextmanager
+def opened(
+    job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
+) -> Iterator[OpenRun]:
+    """Check the job, and hold its lock within the block, in which the CPU's operators are compiled where they lack.
+
+    Raises what `check_setup` and `openai_file` raise, and Locked where another run holds the lock.
+    """
+    watch = Stopwatch(options.already_s)
+    whole = state_of(job)
+    if options.limit is not None:
+        job = job.first_rows(options.limit)
+    state = state_of(job)
+    setup = check_setup(job, state, options.replace)
+    timestamps = options.openai_timestamps
+    openai = openai_file(job, options.to_openai, state, whole, timestamps=timestamps, replace=options.replace)
+    with state.lock(), operators_built(setup.setting, notice, options.engine == ENGINE) as operators:
+        report = RunReport(job, setup.setting, watch)
+        report.note(trial=options.limit is not None, price_per_hour=options.price_per_hour)
+        now = datetime.now().astimezone()
+        yield OpenRun(
+            job, options, setup, state, openai, operators, report, progress, interrupts, notice, now
+        )

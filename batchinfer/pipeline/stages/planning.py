@@ -1,0 +1,87 @@
+"""What is to run, and in which order: the plan of what the completion store lacks, with its forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from batchinfer.data.index.index import Index
+from batchinfer.data.results.join import count_errors
+from batchinfer.data.results.planned_work import OtherRun, alike, announced, wait_for
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
+from batchinfer.plan.forecast.engine import EngineForecast
+from batchinfer.plan.forecast.revised_forecast import RevisedForecast
+from batchinfer.plan.forecast.run import forecast_run
+from batchinfer.plan.forecast.text import plan_line
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.planner import plan_job
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A plan, and what watches whether its forecast holds while it runs."""
+
+    plan: Plan
+    deadline: DeadlineWatch | None  # None: the job has none
+    revised: RevisedForecast
+
+
+@contextmanager
+def planned(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[PlannedRun]:
+    """Plan what the store lacks. Within the block other runs that share the store see what this one computes.
+
+    What others computed already when this run began to plan, they finish first.
+    """
+    first = _plan(run, index, store, "plan")
+    with announced(store.path, first.plan.path, run.state.ops) as others:
+        yield _without_others(run, first, others if first.plan.to_run else [], index, store)
+
+
+def _without_others(
+    run: OpenRun, first: PlannedRun, others: Sequence[OtherRun], index: Index, store: CompletionStore
+) -> PlannedRun:
+    """Wait for the other runs' answers to the same requests, and plan what is left after them."""
+    known, same = store.parts(), alike(first.plan.path, others, run.state.staging / "others")
+    if same:
+        run.progress.phase("waiting")
+        run.notice(f"another run computes these rows already (in {store.path}); waiting for it")
+        wait_for(same, run.progress.tick)
+    store.refresh()
+    return first if store.parts() == known else _plan(run, index, store, "plan-of-the-rest")
+
+
+def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> PlannedRun:
+    run.progress.phase("planning")
+    with run.report.timed("plan_s"):
+        _tell_of_retries(run, index, store)
+        retry, where = run.options.retry_errors, index.folder / folder
+        plan = plan_job(index.index_dir, index.tokens, store.parts(), where, retry_errors=retry)
+        forecast = forecast_run(run.job, run.setup, plan, index.tokens)
+    run.report.planned(plan, forecast.engine)
+    run.progress.close()
+    for line in (plan_line(plan), *forecast.lines):
+        run.notice(line)
+    revised = RevisedForecast(forecast.engine is None or forecast.engine.upper_bound, run.notice)
+    deadline = _deadline(run, plan, forecast.engine)
+    run.report.note(**({} if deadline is None else deadline.facts))
+    if run.job.sampling.from_columns:
+        run.notice(f"rows set their own {run.job.sampling.row_parameters()}")
+    return PlannedRun(plan, deadline, revised)
+
+
+def _tell_of_retries(run: OpenRun, index: Index, store: CompletionStore) -> None:
+    if not run.options.retry_errors:
+        return
+    if not count_errors(index.index_parts, store.parts(), run.state.staging / "count").retryable:
+        run.notice("--retry-errors: no row has an error that is marked retryable; none is run again")
+
+
+def _deadline(run: OpenRun, plan: Plan, forecast: EngineForecast | None) -> DeadlineWatch | None:
+    """Return what watches the job's deadline, if it has one; a notice says whether it will be met."""
+    found = Deadline.of(run.job, run.now, forecast)
+    if found is not None and plan.to_run:
+        run.notice(f"deadline: {found.text}")
+    return None if found is None else DeadlineWatch(found, run.notice)

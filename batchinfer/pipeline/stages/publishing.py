@@ -1,0 +1,73 @@
+"""The result, published: the join of the index with the stored answers, and what is cleared up after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchinfer.core.errors import InputCorrupt, OutputConflict, StorageError
+from batchinfer.core.hub import short_name
+from batchinfer.data.index.index import Index
+from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.job_input import open_input
+from batchinfer.data.results.manifest import Manifest
+from batchinfer.data.results.openai import asked, write_openai
+from batchinfer.data.results.published import intact
+from batchinfer.data.results.published_inputs import identities, remember_inputs
+from batchinfer.data.results.publisher import publish
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.pipeline.clean import clean_after_run, note_use
+from batchinfer.pipeline.report import told_by
+from batchinfer.pipeline.stages.identity import publish_spec
+from batchinfer.pipeline.stages.open_run import OpenRun
+
+
+def publish_result(
+    run: OpenRun, context: bytes, index: Index, store: CompletionStore
+) -> tuple[Manifest, bool]:
+    """Publish the result; return its manifest, and whether this run changed anything. Raises what `publish` raises."""
+    run.progress.phase("publishing", index.rows)
+    index.inputs_unchanged()
+    older, inputs = intact(run.state.results), identities(index)
+    note_use(run.state, run.job.cache.keep, index.index_parts, store)
+    manifest = publish(
+        index,
+        store.parts(),
+        publish_spec(run, context, inputs),
+        run.setup.tokenizer,
+        run.state,
+        replace=run.options.replace,
+        on_rows=run.progress.rows,
+    )
+    if not run.job.input.sql:
+        remember_inputs(run.state.published, index.inputs, inputs, run.state.ops)
+    same = older is not None and older.manifest.generation == manifest.generation
+    changed = not same or run.report.metered
+    if changed:
+        with told_by(run.notice):
+            run.report.keep_keys(index.index_parts)
+    return manifest, changed
+
+
+def tidy(run: OpenRun) -> None:
+    """Delete what only the run needed, and stored answers that the job keeps no longer. A signal ends it early."""
+    run.state.purge_scratch()
+    clean_after_run(run.state, run.job.cache.keep, lambda: run.interrupts.pending is None, run.notice)
+
+
+def write_openai_file(run: OpenRun, files: Sequence[InputFile]) -> None:
+    """Write the file of --to-openai, if it was asked for, from the published result.
+
+    What fails here must not sound as if the results were not published.
+    """
+    if run.openai is None:
+        return
+    rows = asked(open_input(run.job, files), run.job.input.limit)
+    created = int(run.now.timestamp()) if run.options.openai_timestamps else 0
+    try:
+        name, tokens = short_name(run.job.model.path), run.setup.tokenizer.single
+        write_openai(run.state.results, run.openai, rows, tokens, model=name, created=created)
+    except (StorageError, OutputConflict, InputCorrupt) as error:
+        raise type(error)(
+            f"{error}. The results are published in {run.state.results}; only the file of --to-openai is "
+            "missing: the same command writes it without computing anything again"
+        ) from error

@@ -1,0 +1,24 @@
+"""The completion store of a run."""
+
+from __future__ import annotations
+
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.engine.config import NUMERICS_VERSION
+from batchinfer.pipeline.stages.open_run import OpenRun
+
+
+def open_store(run: OpenRun) -> CompletionStore:
+    """Open the store of the run's answers; a notice tells of each of its files that is dropped as damaged."""
+    with run.report.timed("plan_s"):
+        store = CompletionStore(
+            run.state.completions,
+            numerics=NUMERICS_VERSION,
+            rows=run.job.commit.rows,
+            seconds=run.job.commit.seconds,
+            verify=run.options.verify,
+            digests=True,
+            ops=run.state.ops,
+        )
+    for lost in store.discarded:
+        run.notice(f"{lost.path}: {lost.reason}; its rows run again")
+    return store

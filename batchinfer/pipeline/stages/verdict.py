@@ -1,0 +1,64 @@
+"""Whether a run's error rows are too many for its job, and what a published result means for the exit code."""
+
+from __future__ import annotations
+
+from batchinfer.core.errors import ErrorBudgetExceeded
+from batchinfer.data.index.index import Index
+from batchinfer.data.results.error_budget import Budget, budget_text
+from batchinfer.data.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
+from batchinfer.data.results.join import ErrorCounts, count_errors
+from batchinfer.data.results.made_by import MadeBy, note_made_by
+from batchinfer.data.results.manifest import Manifest
+from batchinfer.data.results.published import published
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.pipeline.report import Outcome
+from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.report.tables.exit_status import over_budget
+
+
+def error_budget(run: OpenRun, rows: int) -> Budget:
+    """Return how many error rows the job bears in so many rows."""
+    return Budget(rows, run.job.on_error.max_error_rate, run.job.on_error.publish)
+
+
+def refuse_hopeless(run: OpenRun, index: Index) -> None:
+    """Raise ErrorBudgetExceeded for too many bad rows before the model is even loaded."""
+    budget = error_budget(run, index.rows)
+    if budget.exceeded(index.error_rows) and not budget.publish:
+        counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
+        raise _too_many(run, counts, budget, summarise_errors(index.index_parts))
+
+
+def refuse_to_publish(run: OpenRun, index: Index, store: CompletionStore) -> None:
+    """Raise ErrorBudgetExceeded for too many error rows, unless the job publishes its result all the same."""
+    budget, spill = error_budget(run, index.rows), run.state.staging / "count"
+    counts = count_errors(index.index_parts, store.parts(), spill)
+    if budget.exceeded(counts.errors) and not budget.publish:
+        errors = summarise_all_errors(index.index_parts, store.parts(), spill)
+        raise _too_many(run, counts, budget, errors)
+
+
+def _too_many(run: OpenRun, counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> ErrorBudgetExceeded:
+    """Return the error, once the row of the run table says what it says."""
+    run.report.note(rows_error=errors.rows, error_codes=dict(errors.codes))
+    return ErrorBudgetExceeded(budget_text(counts, budget, errors))
+
+
+def judged(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
+    """Return what a published result means for the exit code: the same for the run that published it and every later.
+
+    `status` says whether this run published it.
+    """
+    note_made_by(run.state, MadeBy.of(run.job, run.options.limit))
+    found = published(run.state.results) if manifest.errors else None
+    errors = summarise_errors(() if found is None else found.files)
+    run.report.note(
+        rows=manifest.rows, rows_ok=manifest.ok, rows_error=manifest.errors, error_codes=dict(errors.codes)
+    )
+    budget = error_budget(run, manifest.rows)
+    if not budget.exceeded(manifest.errors):
+        return Outcome(0, run.report.done(status), report=run.report.path)
+    counts = ErrorCounts(manifest.rows, manifest.errors, 0, errors.retryable)
+    text = f"the results are {status}, but {budget_text(counts, budget, errors)}"
+    code = ErrorBudgetExceeded.exit_code
+    return Outcome(code, run.report.done(over_budget(status), code, text), text, run.report.path)

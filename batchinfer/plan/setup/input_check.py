@@ -1,0 +1,73 @@
+"""The check of a job's input files, or of its query, and of the columns that the job names, before rows are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from batchinfer.core.request import RowError
+from batchinfer.data.index.index import MARKER
+from batchinfer.data.input.job_input import input_files, open_input
+from batchinfer.data.input.reader import Reader
+from batchinfer.data.input.sql import query_columns
+from batchinfer.data.prompts.columns import Columns, choose_columns
+from batchinfer.data.prompts.mode import choose_mode
+from batchinfer.data.prompts.sampling_fields import CHECKS
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.job import Job
+from batchinfer.plan.setup.job_setup import Setup
+
+SPACE_PER_INPUT_BYTE = 2  # at least: tokens and carried columns take about the input's size each
+
+
+@dataclass(frozen=True, slots=True)
+class InputFacts:
+    """An input that has the columns that the job names. `files` is 0 for a query."""
+
+    files: int
+    bytes: int
+    warnings: tuple[str, ...]
+
+
+def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
+    """Raises InputMissing, InputCorrupt, StorageError, and JobFileError for columns that the input lacks."""
+    if job.input.sql is not None:
+        names = query_columns(job.input.sql, job.source)
+        schema = pa.schema([(name, pa.null()) for name in names])
+        mode = choose_mode(job, setup.tokenizer, lambda: "table")
+        return InputFacts(0, 0, tuple(_warnings(job, choose_columns(job, mode, schema))))
+    files = input_files(job)
+    size = sum(file.size for file in files)
+    indexed = any(state.scratch.glob(f"*/{MARKER}"))  # then the tokens of an unfinished run are there already
+    if not indexed:
+        state.check_space(SPACE_PER_INPUT_BYTE * size)
+    reader = open_input(job, files)
+    mode = choose_mode(job, setup.tokenizer, reader.shape)
+    columns = choose_columns(job, mode, reader.schema())
+    _look_for(columns, reader, job.input.limit)
+    return InputFacts(len(files), size, tuple(_warnings(job, columns)))
+
+
+def _look_for(columns: Columns, reader: Reader, limit: int | None) -> None:
+    """Reads rows until each column that the job names has stood in one: mostly the first batch."""
+    for batch in reader.batches(limit=limit):
+        for row in batch.rows:
+            if not isinstance(row, RowError):
+                columns.note(row)
+        if not columns.missing:
+            return
+    columns.check_all_seen()
+
+
+def _warnings(job: Job, columns: Columns) -> Iterator[str]:
+    """A column that looks like a sampling parameter and that nothing uses may have been meant as one."""
+    used = {name for _, name in columns.wanted} | set(columns.variables) | set(columns.send or columns.known)
+    idle = [name for name in columns.known if name in CHECKS and name not in used]
+    if idle:
+        yield (
+            f"the input has the column{'s' * (len(idle) > 1)} {', '.join(idle)}, but the job ignores "
+            f"{'them' if len(idle) > 1 else 'it'}; to let rows set their own sampling parameters, name "
+            f"{'them' if len(idle) > 1 else 'it'} in sampling.from_columns"
+        )

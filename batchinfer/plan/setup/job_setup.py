@@ -1,0 +1,128 @@
+"""What a job has beside its rows, checked before anything is computed: checkpoint, device, tokenizer, destination.
+
+`run`, `plan`, `validate` and `preview` all call `check_setup`, so that they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.data.columns.answer_check import CHECK_VERSION
+from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
+from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
+from batchinfer.data.constraints.constraint_check import constraint_problem
+from batchinfer.data.constraints.generated_schema import parsed_schema
+from batchinfer.data.prompts.mode import check_chat_template, check_templates
+from batchinfer.data.results.manifest import check_destination
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job import Job
+from batchinfer.job.check import LOGPROBS, RESULT_COLUMNS
+from batchinfer.machine.hardware import Hardware, nvidia_gpus
+from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.resolve import Setting, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A job's model, device and tokenizer, found right."""
+
+    checkpoint: StoredModel
+    setting: Setting
+    tokenizer: Tokenizer
+    columns: SchemaColumns | None  # of answers that `output.schema` describes
+    most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
+
+    def context(self, digests: MutableMapping[str, str]) -> bytes:
+        """The digest of all but the rows that decides an answer. `digests` remembers those of weight files."""
+        fingerprint = self.checkpoint.fingerprint(digests)
+        checked = 0 if self.columns is None else CHECK_VERSION
+        return self.setting.context(self.checkpoint, fingerprint, self.tokenizer.fingerprint, checked)
+
+
+def check_setup(
+    job: Job, state: StateFolder, replace: bool = False, hardware: Hardware | None = None
+) -> Setup:
+    """`hardware`: a machine other than this one, for which the job is only planned.
+
+    Raises JobFileError, SecurityRefusal, Unavailable, OutputConflict, StorageError and what the tokenizer raises."""
+    checkpoint = open_checkpoint(job.model.path)
+    if hardware is None:
+        _check_device(job)
+    setting = resolve(job, checkpoint, hardware)
+    if setting.quantization == "stored":
+        checkpoint = checkpoint.as_stored()
+    tokenizer = Tokenizer.load(job.model.path)
+    check_templates(job)
+    check_chat_template(job, tokenizer)
+    check_destination(state.results, job.name, replace, ours=state.has_published)
+    state.check_writable()
+    state.refuse_newer()
+    _check_followed(job, tokenizer)
+    return Setup(checkpoint, setting, tokenizer, _columns(job, tokenizer), _most_tokens(job))
+
+
+def _check_followed(job: Job, tokenizer: Tokenizer) -> None:
+    """Raises JobFileError where no constraint can be followed with this tokenizer, and the job has one."""
+    if job.params().constraint is None:
+        return
+    from batchinfer.data.constraints.grammar_tokenizer import grammar_problem  # 8 MB, for those who need it
+
+    if (problem := grammar_problem(tokenizer.definition)) is not None:
+        raise job.mistake(_constraint_key(job), problem)
+
+
+def _most_tokens(job: Job) -> int | None:
+    """Raises JobFileError where the job's constraint has no bound to fit."""
+    params = job.params()
+    if not job.sampling.fits or params.constraint is None:
+        return None
+    try:
+        return most_tokens(params)
+    except Unbounded as error:
+        raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
+
+
+def _columns(job: Job, tokenizer: Tokenizer) -> SchemaColumns | None:
+    """The columns of the job's schema, which can be followed. Raises JobFileError."""
+    where = _constraint_key(job)
+    if (problem := constraint_problem(job.params(), tokenizer.definition)) is not None:
+        raise job.mistake(where, problem.partition(": ")[2] or problem)
+    if job.output.json_schema is None:
+        return None
+    try:
+        columns = schema_columns(parsed_schema(job.output.json_schema), job.output.column)
+    except NoColumns as error:
+        raise job.mistake(where, str(error)) from None
+    taken = {name.casefold(): name for name in (*RESULT_COLUMNS, LOGPROBS, *job.output.columns)}
+    for name in columns.schema.names:
+        if name.casefold() in taken:
+            text = f"its property {name!r} has the name of another column of the result; give output.column a name"
+            raise job.mistake(where, text)
+    return columns
+
+
+def _constraint_key(job: Job) -> str:
+    """Where the job file says what answers look like."""
+    if job.output.schema_file is not None:
+        return "output.schema_file"
+    return "output.schema" if job.output.json_schema is not None else f"sampling.{job.params().constraint}"
+
+
+def _check_device(job: Job) -> None:
+    """What `auto` finds is there; a device that the job names may not be. In a container nvidia-smi may be missing."""
+    if job.engine.device != "cuda":
+        return
+    if version("torch").endswith("+cpu"):
+        raise Unavailable(
+            "engine.device is cuda, and the torch that is installed computes on CPUs only; "
+            "use device: cpu, or install torch with CUDA"
+        )
+    if not nvidia_gpus() and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        raise Unavailable(
+            "engine.device is cuda, and this machine has no NVIDIA GPU; use device: cpu, or auto"
+        )
