@@ -15,7 +15,6 @@ from batchinfer.pipeline.options import RunOptions as RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.answering import answer
 from batchinfer.pipeline.stages.earlier_result import earlier_result
-from batchinfer.pipeline.stages.identity import work_context
 from batchinfer.pipeline.stages.open_run import OpenRun, opened
 from batchinfer.pipeline.stages.planning import planned
 from batchinfer.pipeline.stages.publishing import publish_result, tidy, write_openai_file
@@ -24,6 +23,7 @@ from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
 from batchinfer.pipeline.stages.verdict import judged, refuse_hopeless, refuse_to_publish
 from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.plan.setup.work_context import work_context
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.exit_status import ALREADY_PUBLISHED, PUBLISHED
 
@@ -37,7 +37,7 @@ def run_job(
     """
     with opened(job, options, progress, interrupts, notice) as run, reported(run):
         _prepare(run)
-        context = work_context(run)
+        context = work_context(run.setup, run.state, remember=True)
         earlier = earlier_result(run, context)
         if earlier is not None:
             return _nothing_to_do(run, earlier)

@@ -32,9 +32,8 @@ from batchinfer.data.input.reader import Reader, SampleSize, Strata
 from batchinfer.data.input.rows import RowBatch, Values
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.prompts.builder import Mode, PromptPlan
-from batchinfer.data.prompts.columns import Columns, choose_columns
+from batchinfer.data.prompts.columns import Columns, choose_prompts
 from batchinfer.data.prompts.keys import CONSTRAINT_RULES
-from batchinfer.data.prompts.mode import choose_mode
 from batchinfer.data.prompts.prepare import Limits
 from batchinfer.data.prompts.render_pool import RenderPool
 from batchinfer.data.prompts.render_worker import RenderSpec
@@ -164,8 +163,7 @@ class _Ingest:
         self._start_over()
         reader = open_input(self._job, self._inputs(), self._options.sample, self._options.strata)
         schema = reader.schema()
-        mode = choose_mode(self._job, self._tokenizer, reader.shape)
-        columns = choose_columns(self._job, mode, schema)
+        mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
         carried = self._carried(schema)
         try:
             writer = self._write(reader, columns, mode, carried, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,12 @@ import pyarrow as pa
 from jinja2 import nodes
 
 from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.data.input.reader import Shape
 from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.builder import ROW_VARIABLE, Mode, template_columns
 from batchinfer.data.prompts.chat_template import row_environment
+from batchinfer.data.prompts.mode import choose_mode
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
@@ -81,6 +84,17 @@ class Columns:
             lacking += [("prompt", name) for name in self.variables if name in self.unseen]
         if lacking and self.rows:
             raise JobFileError(self.job, [_missing(where, name, list(self.known)) for where, name in lacking])
+
+
+def choose_prompts(
+    job: Job, tokenizer: Tokenizer, schema: pa.Schema | None, shape: Callable[[], Shape]
+) -> tuple[Mode, Columns]:
+    """Return how rows become prompts, and what is read for that of an input with this schema.
+
+    Raises what `choose_mode` and `choose_columns` raise.
+    """
+    mode = choose_mode(job, tokenizer, shape)
+    return mode, choose_columns(job, mode, schema)
 
 
 def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:

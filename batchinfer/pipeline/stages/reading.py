@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestOptions, IngestProgress, ingest
+from batchinfer.data.index.ingest import IngestProgress, ingest
 from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.storage.remembered import write_strings
 from batchinfer.pipeline.stages.open_run import OpenRun
@@ -26,12 +26,7 @@ def read_input(run: OpenRun, context: bytes) -> Index:
 
 
 def _index(run: OpenRun, context: bytes) -> Index:
-    options = IngestOptions(
-        context=context,
-        max_model_len=run.setup.setting.max_model_len,
-        vocab_size=run.setup.checkpoint.spec.vocab,
-        now=run.now,
-    )
+    options = run.setup.ingest_options(context, run.now)
 
     def read(at: IngestProgress) -> None:
         run.progress.read(at.rows, at.bytes_read, at.bytes_total)

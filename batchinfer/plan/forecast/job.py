@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestOptions, IngestProgress, ingest, job_files, over_files
+from batchinfer.data.index.ingest import IngestProgress, ingest, job_files, over_files
 from batchinfer.data.input.reader import Strata
 from batchinfer.data.results.error_summary import summarise_errors
-from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.data.store.completion_store import read_records
@@ -31,6 +29,7 @@ from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.setup.work_context import work_context
 
 PREFIXES_SHOWN = 8
 
@@ -166,19 +165,9 @@ def _index(
     reading: Callable[[IngestProgress], None],
     strata: Strata | None,
 ) -> Index:
-    options = IngestOptions(
-        context=_context(setup, state),
-        max_model_len=setup.setting.max_model_len,
-        vocab_size=setup.checkpoint.spec.vocab,
-        now=datetime.now().astimezone(),
-        strata=strata,
-    )
-    return ingest(job, setup.tokenizer, options, scratch, reading)
-
-
-def _context(setup: Setup, state: StateFolder) -> bytes:
-    """As of a run: keys are compared with those of stored answers. Without a store weights need not be hashed."""
-    return setup.context(read_strings(state.fingerprints)) if state.completions.is_dir() else b""
+    # without a store there is no answer to find, and weights need not be hashed for the keys
+    context = work_context(setup, state) if state.completions.is_dir() else b""
+    return ingest(job, setup.tokenizer, setup.ingest_options(context, strata=strata), scratch, reading)
 
 
 def _lengths(plan: Plan, times: float) -> Lengths:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import RowError
 from batchinfer.core.units import count
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestOptions, ingest, over_files
+from batchinfer.data.index.ingest import ingest, over_files
 from batchinfer.data.input.job_input import open_input
 from batchinfer.data.prompts.template_parts import TemplatePart, in_order, template_parts
 from batchinfer.job import Job
@@ -125,13 +124,7 @@ class Linter:
     def _read(self, template: str | None) -> Index:
         """The first rows, with this prompt.user if there is one."""
         job = _with_template(self.job, template, self.index).first_rows(self._looked_at)
-        options = IngestOptions(
-            context=b"",
-            max_model_len=self.setup.setting.max_model_len,
-            vocab_size=self.setup.checkpoint.spec.vocab,
-            now=datetime.now().astimezone(),
-        )
-        return ingest(job, self.setup.tokenizer, options, self.scratch)
+        return ingest(job, self.setup.tokenizer, self.setup.ingest_options(), self.scratch)
 
     def _planned(self, index: Index) -> Looked:
         plan = plan_job(index.index_dir, index.tokens, [], index.folder / "plan")

@@ -64,13 +64,14 @@ def planned_requests(
 def _read(window: Window, prompts: Prompts) -> list[Request]:
     offsets, counts = window.numbers("token_offset").tolist(), window.numbers("token_count").tolist()
     expected, keys, params = window.numbers("expected_tokens").tolist(), window.keys, window.params
-    ids = [np.asarray(prompts.read(*place), np.int32) for place in zip(offsets, counts, strict=True)]
+    ids = [
+        np.asarray(prompts.read(offset, count), np.int32)
+        for offset, count in zip(offsets, counts, strict=True)
+    ]
     shared = [*map(common_prefix, ids, ids[1:]), 0]
     return [
-        Request(key, prompt, _params(*asked), common)
-        for key, prompt, asked, common in zip(
-            keys, ids, zip(params, expected, strict=True), shared, strict=True
-        )
+        Request(key, prompt, _params(text, most), common)
+        for key, prompt, text, most, common in zip(keys, ids, params, expected, shared, strict=True)
     ]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 
 from batchinfer.core.errors import ErrorBudgetExceeded
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestOptions, ingest
+from batchinfer.data.index.ingest import ingest
 from batchinfer.data.input.reader import SampleSize
 from batchinfer.data.results.error_budget import Budget, budget_text
 from batchinfer.data.results.error_summary import summarise_errors
@@ -21,14 +20,7 @@ FIRST_ROWS = 512  # of every file: one batch of each format
 
 def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
     """The index of the first rows of every file, made in `scratch` as a run makes it."""
-    options = IngestOptions(
-        context=b"",
-        max_model_len=setup.setting.max_model_len,
-        vocab_size=setup.checkpoint.spec.vocab,
-        now=datetime.now().astimezone(),
-        workers=1,
-        sample=SampleSize(rows),
-    )
+    options = setup.ingest_options(workers=1, sample=SampleSize(rows))
     return ingest(job, setup.tokenizer, options, scratch)
 
 

@@ -12,8 +12,7 @@ from batchinfer.data.index.index import MARKER
 from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.sql import query_columns
-from batchinfer.data.prompts.columns import Columns, choose_columns
-from batchinfer.data.prompts.mode import choose_mode
+from batchinfer.data.prompts.columns import Columns, choose_prompts
 from batchinfer.data.prompts.sampling_fields import CHECKS
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.job import Job
@@ -36,16 +35,15 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
     if job.input.sql is not None:
         names = query_columns(job.input.sql, job.source)
         schema = pa.schema([(name, pa.null()) for name in names])
-        mode = choose_mode(job, setup.tokenizer, lambda: "table")
-        return InputFacts(0, 0, tuple(_warnings(job, choose_columns(job, mode, schema))))
+        _, columns = choose_prompts(job, setup.tokenizer, schema, lambda: "table")
+        return InputFacts(0, 0, tuple(_warnings(job, columns)))
     files = input_files(job)
     size = sum(file.size for file in files)
     indexed = any(state.scratch.glob(f"*/{MARKER}"))  # then the tokens of an unfinished run are there already
     if not indexed:
         state.check_space(SPACE_PER_INPUT_BYTE * size)
     reader = open_input(job, files)
-    mode = choose_mode(job, setup.tokenizer, reader.shape)
-    columns = choose_columns(job, mode, reader.schema())
+    _, columns = choose_prompts(job, setup.tokenizer, reader.schema(), reader.shape)
     _look_for(columns, reader, job.input.limit)
     return InputFacts(len(files), size, tuple(_warnings(job, columns)))
 

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.data.columns.answer_check import CHECK_VERSION
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.constraint_check import constraint_problem
 from batchinfer.data.constraints.generated_schema import parsed_schema
+from batchinfer.data.index.ingest import IngestOptions
+from batchinfer.data.input.reader import SampleSize, Strata
 from batchinfer.data.prompts.mode import check_chat_template, check_templates
 from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
@@ -37,11 +38,27 @@ class Setup:
     columns: SchemaColumns | None  # of answers that `output.schema` describes
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
 
-    def context(self, digests: MutableMapping[str, str]) -> bytes:
-        """The digest of all but the rows that decides an answer. `digests` remembers those of weight files."""
-        fingerprint = self.checkpoint.fingerprint(digests)
-        checked = 0 if self.columns is None else CHECK_VERSION
-        return self.setting.context(self.checkpoint, fingerprint, self.tokenizer.fingerprint, checked)
+    def ingest_options(
+        self,
+        context: bytes = b"",
+        now: datetime | None = None,
+        workers: int | None = None,
+        sample: SampleSize | None = None,
+        strata: Strata | None = None,
+    ) -> IngestOptions:
+        """Return how this model's input is read. An index without the `context` of its keys finds no stored answer.
+
+        `now`: the moment of the run, where it is not this one.
+        """
+        return IngestOptions(
+            context=context,
+            max_model_len=self.setting.max_model_len,
+            vocab_size=self.checkpoint.spec.vocab,
+            now=now or datetime.now().astimezone(),
+            workers=workers,
+            sample=sample,
+            strata=strata,
+        )
 
 
 def check_setup(
