@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from batchinfer.core.request import Request
@@ -29,7 +29,7 @@ from batchinfer.plan.simulation.launching import Captures
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes, simulate
 from batchinfer.report.tables.earlier_runs import earlier_lengths, earlier_power, earlier_steps
 from batchinfer.report.tables.folder import report_folder
-from batchinfer_kernels.cost import ModelCost, StepShape, roofline_seconds
+from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 
 T = TypeVar("T")
 # What a simulation takes: the bench's mixed, decode and shared-prefix with 2,000 and 4,000 rows took 0.13 ms a row and
@@ -53,10 +53,10 @@ class EngineForecast:
     answers_from: int  # earlier runs whose answers say how long these will be; 0: as long as they may be
     upper_bound: bool  # some answers may be shorter than the max_tokens with which they were simulated
     times: StepTimes  # what steps take, and how that is known
-    seconds: float | None
-    mfu: float | None
-    mbu: float | None
-    energy_j: float | None  # None where no run of this model on this machine knows what it took
+    seconds: float | None = None
+    mfu: float | None = None
+    mbu: float | None = None
+    energy_j: float | None = None  # None where no run of this model on this machine knows what it took
     order: OrderChoice | None = None  # None: the default one, without a choice
 
 
@@ -96,18 +96,26 @@ class ForecastEngine:
         lengths, answers_from = self.lengths()
         windows = self._windows(prompts, self.every(budget_s))
         guessed = any(not request.params.has_known_length for window in windows for request in window)
-        known = (answers_from, guessed and not answers_from, self.times)
         whole = self._whole(windows, lengths)
-        share = sum(map(len, windows)) / (self.plan.to_run * self.multiple)
+        found = EngineForecast(
+            run=whole,
+            simulated=sum(map(len, windows)) / (self.plan.to_run * self.multiple),
+            answers_from=answers_from,
+            upper_bound=guessed and not answers_from,
+            times=self.times,
+        )
         peaks = self.setup.setting.peaks
-        if peaks is None or not whole.seconds:
-            return EngineForecast(whole, share, *known, None, None, None, None)
+        return found if peaks is None or not whole.seconds else self._timed(found, peaks)
+
+    def _timed(self, found: EngineForecast, peaks: Peaks) -> EngineForecast:
+        """Return the forecast with its seconds, and what follows from them."""
+        whole = found.run
         spent_s = whole.seconds * self.setup.setting.replicas
         mfu = whole.flops / spent_s / peaks.fastest
         mbu = whole.bytes / spent_s / peaks.bytes_per_s
         watts = earlier_power(report_folder(self.job.results_root), alike(self.job, self.setup.setting))
         energy_j = None if watts is None else watts * whole.seconds
-        return EngineForecast(whole, share, *known, whole.seconds, mfu, mbu, energy_j)
+        return replace(found, seconds=whole.seconds, mfu=mfu, mbu=mbu, energy_j=energy_j)
 
     def _whole(self, windows: list[list[Request]], lengths: AnswerLengths) -> Simulated:
         """The run of all windows, from those that are there and a half of them. Of several engines one is simulated."""
@@ -180,8 +188,16 @@ def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
     )
     times = step_times(setting, cost, earlier_steps(report_folder(job.results_root), alike(job, setting)))
     captures = _captures(setup, cost, limits, plan.longest) if config.device == "cuda" else None
-    places = (cost, layout, blocks, limits, plan.longest, times.time)
-    machine = SimulatedEngine(*places, looks_ahead=captures is not None, captures=captures)
+    machine = SimulatedEngine(
+        cost=cost,
+        layout=layout,
+        blocks=blocks,
+        scheduler=limits,
+        max_model_len=plan.longest,
+        time=times.time,
+        looks_ahead=captures is not None,
+        captures=captures,
+    )
     return ForecastEngine(job, setup, plan, machine, times)
 
 

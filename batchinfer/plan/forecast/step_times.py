@@ -68,9 +68,16 @@ def _expected(setting: Setting, peaks: Peaks) -> StepTimes:
         return StepTimes(calibrated, "measured")
     if setting.device == "cpu":
         return StepTimes(StepTime(peaks), "limit")
-    share = DECLARED_EFFICIENCY
-    host = (HOST_STEP_S, HOST_ROW_S, LAUNCH_LAYER_S, REPLAY_LAYER_S)
-    return StepTimes(StepTime(peaks, share, share, *host), "declared")
+    declared = StepTime(
+        peaks,
+        prefill_efficiency=DECLARED_EFFICIENCY,
+        decode_efficiency=DECLARED_EFFICIENCY,
+        host_step_s=HOST_STEP_S,
+        host_row_s=HOST_ROW_S,
+        launch_layer_s=LAUNCH_LAYER_S,
+        replay_layer_s=REPLAY_LAYER_S,
+    )
+    return StepTimes(declared, "declared")
 
 
 def _measured(earlier: EarlierSteps, cost: ModelCost) -> Iterator[MeasuredStep]:
@@ -80,6 +87,6 @@ def _measured(earlier: EarlierSteps, cost: ModelCost) -> Iterator[MeasuredStep]:
     rows = np.maximum(columns["running"], columns["sampled_tokens"])
     for at in np.linspace(0, len(tokens) - 1, min(len(tokens), MOST_STEPS)).astype(int):
         sampled, model_s = int(columns["sampled_tokens"][at]), float(columns["model_s"][at])
-        counted = int(columns["flops"][at]), int(columns["bytes"][at])
-        shape = shape_of(cost, int(tokens[at]), sampled, *counted)
+        flops, moved = int(columns["flops"][at]), int(columns["bytes"][at])
+        shape = shape_of(cost, int(tokens[at]), sampled, flops, moved)
         yield MeasuredStep(TimedStep(cost, shape, int(rows[at]), model_s), float(wall[at]) - model_s)

@@ -182,12 +182,21 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     quantization = job.model.quantization
     if quantization == "auto":
         quantization = auto_quantization(checkpoint, place, hardware is None)
-    chosen = quantization, job.engine.deterministic, job.engine.block_size
     replicas, gpus = _replicas(job, device, hardware is None)
-    tiles = runs_in_tiles(device)
-    arm = arm_sums(dtype) if device == "cpu" else ""
-    kept = job.model.kv_cache_dtype
-    return Setting(device, dtype, length, place, *chosen, tiles, replicas, gpus, arm, kept)
+    return Setting(
+        device=device,
+        dtype=dtype,
+        max_model_len=length,
+        hardware=place,
+        quantization=quantization,
+        deterministic=job.engine.deterministic,
+        block_size=job.engine.block_size,
+        tiles=runs_in_tiles(device),
+        replicas=replicas,
+        gpus=gpus,
+        arm=arm_sums(dtype) if device == "cpu" else "",
+        kv_cache=job.model.kv_cache_dtype,
+    )
 
 
 def _nothing_stored(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
