@@ -9,7 +9,7 @@ from pathlib import Path
 from batchinfer.bench.planning import plan_rows
 from batchinfer.bench.workloads import Row
 from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.engine.config import REQUESTS_AT_ONCE
+from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.load.build import LoadedModel
 from batchinfer.machine.hardware import detect
 from batchinfer.plan.order.requests import planned_requests
@@ -41,7 +41,7 @@ def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -
         planned = plan_rows(rows, Path(folder), loaded.info.threads)
         requests = [
             request
-            for _, window in planned_requests(planned.plan, planned.tokens, REQUESTS_AT_ONCE)
-            for request in window
+            for _, batch in planned_requests(planned.plan, planned.tokens, REQUEST_BATCH)
+            for request in batch
         ]
     return simulate(machine, requests, {r.key: r.params.max_tokens for r in requests}).seconds

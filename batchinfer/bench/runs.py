@@ -21,7 +21,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.pipeline.workers.feed import run_plan
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
-from batchinfer.plan.order.plan import Plan, Window
+from batchinfer.plan.order.plan import Plan, PlanBatch
 from batchinfer_kernels.cost import StepShape
 
 
@@ -115,7 +115,7 @@ class _Answers:
     completions: dict[bytes, Completion] = field(default_factory=dict)
     failed: bool = False
 
-    def planned(self, window: Window, requests: Sequence[Request]) -> None:
+    def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Nothing is kept of it."""
 
     def take(self, done: WorkDone) -> None:

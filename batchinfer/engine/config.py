@@ -13,7 +13,7 @@ from batchinfer_kernels.cost import Peaks
 # More rows share the reading of the weights; a CPU is bound by computing before that (docs/measurements/scheduling.md)
 DEFAULT_MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
 DEFAULT_BLOCK_SIZE = 16
-REQUESTS_AT_ONCE = 512  # requests that are handed to an engine at once
+REQUEST_BATCH = 512  # requests that are handed to an engine at once
 # Times max_num_seqs: enough that the engine never waits for requests, little enough to stay bounded
 _QUEUED = 3
 
@@ -31,7 +31,7 @@ def alone(choose: Callable[[], str]) -> str:
 
 def most_queued(max_num_seqs: int) -> int:
     """How many unfinished requests an engine has at a time, while there are more."""
-    return max(REQUESTS_AT_ONCE, _QUEUED * max_num_seqs)
+    return max(REQUEST_BATCH, _QUEUED * max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.forecast.deadline import DeadlineWatch
 from batchinfer.plan.forecast.revised_forecast import RevisedForecast
-from batchinfer.plan.order.plan import Window
+from batchinfer.plan.order.plan import PlanBatch
 from batchinfer.report.progress import Progress
 from batchinfer.report.tables.meter import Meter
 
@@ -47,14 +47,12 @@ class Collector:
         self._errors = budget.already
         self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
 
-    def planned(self, window: Window, requests: Sequence[Request]) -> None:
+    def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """These requests go to the engine now."""
         self._meter.planned(requests)
-        columns = (window.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
+        columns = (batch.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
         self._of_json.update(one.key for one in requests if one.params.constraint in JSON_CONSTRAINTS)
-        self._in_flight.update(
-            zip(window.keys, map(_Expected._make, zip(*columns, strict=True)), strict=True)
-        )
+        self._in_flight.update(zip(batch.keys, map(_Expected._make, zip(*columns, strict=True)), strict=True))
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from batchinfer.core.request import Request
-from batchinfer.engine.config import REQUESTS_AT_ONCE, EngineInfo
+from batchinfer.engine.config import REQUEST_BATCH, EngineInfo
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
-from batchinfer.plan.order.plan import Plan, Window
+from batchinfer.plan.order.plan import Plan, PlanBatch
 from batchinfer.plan.order.requests import Prompts, planned_requests
 
 POLL_S = 0.1
@@ -35,8 +35,8 @@ class Engines(Protocol):
 class Sink(Protocol):
     """Takes what the engine gives back."""
 
-    def planned(self, window: Window, requests: Sequence[Request]) -> None:
-        """These requests, the window's, are handed out next, in this order."""
+    def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
+        """These requests, the batch's, are handed out next, in this order."""
 
     def take(self, done: WorkDone) -> None:
         """These completions and samples came."""
@@ -56,11 +56,11 @@ def run_plan(
     interrupts: Interrupts,
     draining: Callable[[float], None],
 ) -> None:
-    """Feed the plan's windows in order until all is answered, `sink` has enough, or a signal comes.
+    """Feed the plan's batches in order until all is answered, `sink` has enough, or a signal comes.
 
     After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
     """
-    windows = planned_requests(plan, prompts, REQUESTS_AT_ONCE)
+    batches = planned_requests(plan, prompts, REQUEST_BATCH)
     in_flight, more = 0, True
     while more or in_flight:
         if interrupts.pending is not None:
@@ -72,12 +72,12 @@ def run_plan(
         if sink.enough():
             return
         while more and engines.wants_more:
-            read = next(windows, None)
+            read = next(batches, None)
             if read is None:
                 more = False
                 break
-            window, requests = read
-            sink.planned(window, requests)
+            batch, requests = read
+            sink.planned(batch, requests)
             engines.submit(requests)
             in_flight += len(requests)
         for done in engines.receive(POLL_S):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from batchinfer.core.request import Request
-from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, REQUESTS_AT_ONCE
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, REQUEST_BATCH
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
@@ -92,14 +92,14 @@ class ForecastEngine:
         return max(RUN_LEAST_S, RUN_SHARE * (self.least_s() or 0.0))
 
     def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
-        """Simulate the plan, or of a large one as many windows as take about `budget_s` to simulate."""
+        """Simulate the plan, or of a large one as many batches as take about `budget_s` to simulate."""
         lengths, answers_from = self.lengths()
-        windows = self._windows(prompts, self.every(budget_s))
-        guessed = any(not request.params.has_known_length for window in windows for request in window)
-        whole = self._whole(windows, lengths)
+        batches = self._batches(prompts, self.every(budget_s))
+        guessed = any(not request.params.has_known_length for batch in batches for request in batch)
+        whole = self._whole(batches, lengths)
         found = EngineForecast(
             run=whole,
-            simulated=sum(map(len, windows)) / (self.plan.to_run * self.multiple),
+            simulated=sum(map(len, batches)) / (self.plan.to_run * self.multiple),
             answers_from=answers_from,
             upper_bound=guessed and not answers_from,
             times=self.times,
@@ -117,13 +117,13 @@ class ForecastEngine:
         energy_j = None if watts is None else watts * whole.seconds
         return replace(found, seconds=whole.seconds, mfu=mfu, mbu=mbu, energy_j=energy_j)
 
-    def _whole(self, windows: list[list[Request]], lengths: AnswerLengths) -> Simulated:
-        """The run of all windows, from those that are there and a half of them. Of several engines one is simulated."""
+    def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> Simulated:
+        """The run of all batches, from those that are there and a half of them. Of several engines one is simulated."""
         engines = self.setup.setting.replicas
-        requests = share_of([request for window in windows for request in window], engines)
+        requests = share_of([request for batch in batches for request in batch], engines)
         all_of_them = self._simulated(requests, lengths)
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
-        if self.multiple == 1 and sum(map(len, windows)) == self.plan.to_run:
+        if self.multiple == 1 and sum(map(len, batches)) == self.plan.to_run:
             return all_of_them.run if engines == 1 else all_of_them.run.counted(whole / all_of_them.size)
         half = half_of(requests)
         smaller = (
@@ -145,27 +145,25 @@ class ForecastEngine:
         return found, earlier.runs if found.are_known else 0
 
     def every(self, budget_s: float) -> int:
-        """Which windows are simulated: every so many."""
-        windows = math.ceil(self.plan.to_run / REQUESTS_AT_ONCE)
+        """Which batches are simulated: every so many."""
+        batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
         takes_s = self.plan.to_run * ROW_S + self.plan.expected_tokens * OUTPUT_TOKEN_S
         engines = self.setup.setting.replicas  # of which one is simulated
-        within = int(windows * budget_s * engines / takes_s / TWO_PARTS)
+        within = int(batches * budget_s * engines / takes_s / TWO_PARTS)
         least = max(
-            2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / REQUESTS_AT_ONCE)
+            2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / REQUEST_BATCH)
         )
         rows = min(MOST_ROWS, MOST_TOKENS * self.plan.to_run // max(1, self.plan.prompt_tokens))
-        return max(1, windows // max(min(within, rows // REQUESTS_AT_ONCE), least))
+        return max(1, batches // max(min(within, rows // REQUEST_BATCH), least))
 
-    def _windows(self, prompts: Prompts, every: int) -> list[list[Request]]:
-        return [requests for _, requests in planned_requests(self.plan, prompts, REQUESTS_AT_ONCE, every)]
+    def _batches(self, prompts: Prompts, every: int) -> list[list[Request]]:
+        return [requests for _, requests in planned_requests(self.plan, prompts, REQUEST_BATCH, every)]
 
 
 def half_of(requests: Sequence[T]) -> list[T]:
     """Every other stretch of them, short enough that the half has as much of what comes first as of what comes last;
     long enough that rows which share a prefix mostly stay together."""
-    stretch = max(
-        1, min(REQUESTS_AT_ONCE, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2)
-    )
+    stretch = max(1, min(REQUEST_BATCH, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2))
     return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
 
 

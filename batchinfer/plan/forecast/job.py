@@ -171,7 +171,7 @@ def _index(
 
 
 def _lengths(plan: Plan, times: float) -> Lengths:
-    tokens = np.concatenate([window.numbers("token_count") for window in plan.windows(65_536)])
+    tokens = np.concatenate([batch.numbers("token_count") for batch in plan.batches(65_536)])
     bits, numbers = np.unique(np.ceil(np.log2(np.maximum(tokens, 1))).astype(int), return_counts=True)
     buckets = tuple(
         (1 << one, round(number * times)) for one, number in zip(bits.tolist(), numbers.tolist(), strict=True)

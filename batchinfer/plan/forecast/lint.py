@@ -163,9 +163,9 @@ class Linter:
     def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:
         """Of each prompt whose answer is greedy: its text, its parameters, and how many of its tokens no other has."""
         before = 0  # tokens that a prompt shares with the one before it
-        for window, requests in planned_requests(first.plan, first.index.tokens, _BATCH):
+        for batch, requests in planned_requests(first.plan, first.index.tokens, _BATCH):
             texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])
-            for text, params, request in zip(texts, window.params, requests, strict=True):
+            for text, params, request in zip(texts, batch.params, requests, strict=True):
                 shared, before = max(before, request.shares_next), request.shares_next
                 if request.params.greedy:
                     yield text, params, len(request.prompt) - min(shared, len(request.prompt) - 1)

@@ -10,7 +10,7 @@ import numpy as np
 
 from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.core.request import Request, common_prefix
-from batchinfer.engine.config import REQUESTS_AT_ONCE
+from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.plan.forecast.engine import (
     OUTPUT_TOKEN_S,
     ROW_S,
@@ -39,23 +39,23 @@ POLICIES = (BY_DEFAULT, OrderPolicy.BLENDED, OrderPolicy.LENGTH_SORTED, OrderPol
 
 @dataclass(frozen=True, slots=True)
 class PlanSample:
-    """Some windows of a plan, and where in the input their rows are."""
+    """Some batches of a plan, and where in the input their rows are."""
 
-    windows: Sequence[Sequence[Request]]
+    batches: Sequence[Sequence[Request]]
     arrivals: Sequence[Sequence[int]]
-    whole: int | None  # prompt and output tokens of the job; None: these windows are all of it
+    whole: int | None  # prompt and output tokens of the job; None: these batches are all of it
 
     @property
     def half(self) -> PlanSample:
         """Every other stretch of their requests."""
-        requests = half_of([request for window in self.windows for request in window])
-        arrivals = half_of([place for window in self.arrivals for place in window])
+        requests = half_of([request for batch in self.batches for request in batch])
+        arrivals = half_of([place for batch in self.arrivals for place in batch])
         return PlanSample([requests], [arrivals], self.whole)
 
     def ordered(self, policy: OrderPolicy, capacity: Capacity) -> list[Request]:
         """Their requests as a plan of them alone has them under a policy."""
-        requests = [request for window in self.windows for request in window]
-        arrivals = [place for window in self.arrivals for place in window]
+        requests = [request for batch in self.batches for request in batch]
+        arrivals = [place for batch in self.arrivals for place in batch]
         chains = sorted(zip(block_hashes([r.prompt for r in requests]), range(len(requests)), strict=True))
         builder = ForestBuilder()
         builder.add(shared_blocks([chain for chain, _ in chains]).tolist())
@@ -136,13 +136,13 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
             BY_DEFAULT,
             "the usual order: in so short a job, comparing others takes longer than they could save",
         )
-    read = list(planned_requests(plan, prompts, REQUESTS_AT_ONCE, every))
-    arrivals = [window.numbers("token_offset").tolist() for window, _ in read]
+    read = list(planned_requests(plan, prompts, REQUEST_BATCH, every))
+    arrivals = [batch.numbers("token_offset").tolist() for batch, _ in read]
     all_rows = every == 1 and engine.multiple == 1
     whole = None if all_rows else round((plan.prompt_tokens + plan.expected_tokens) * engine.multiple)
     sampled = PlanSample([requests for _, requests in read], arrivals, whole)
     seconds = compared(engine.machine, sampled, engine.lengths()[0])
-    share = sum(map(len, sampled.windows)) / (plan.to_run * engine.multiple)
+    share = sum(map(len, sampled.batches)) / (plan.to_run * engine.multiple)
     policy = best(seconds, all_rows)
     why = (
         "the usual order: no other is faster in the simulation"

@@ -1,4 +1,4 @@
-"""The Plan: what is to run, in which order, on disk and read in windows."""
+"""The Plan: what is to run, in which order, on disk and read in batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAN_SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Window:
+class PlanBatch:
     """A stretch of the plan, in order. Arrays are per request and all of the same length."""
 
     table: pa.Table
@@ -73,7 +73,7 @@ class Plan:
     shared_prefix_tokens: int  # prompt tokens that need not run, as an earlier row has them, too
     longest: int  # largest token_count + expected_tokens; 0 if nothing is to run
 
-    def windows(self, rows_per_window: int) -> Iterator[Window]:
-        """The plan in order, `rows_per_window` requests at a time (the last window may be shorter)."""
-        batches = parquet_batches([self.path], rows_per_window)
-        yield from (Window(table) for table in rebatch(batches, rows_per_window))
+    def batches(self, rows_per_batch: int) -> Iterator[PlanBatch]:
+        """The plan in order, `rows_per_batch` requests at a time (the last batch may be shorter)."""
+        batches = parquet_batches([self.path], rows_per_batch)
+        yield from (PlanBatch(table) for table in rebatch(batches, rows_per_batch))

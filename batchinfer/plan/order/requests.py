@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.request import Request, TokenIds, common_prefix
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.plan.order.plan import Plan, Window
+from batchinfer.plan.order.plan import Plan, PlanBatch
 
 LONG_PARAMS = 16 << 10  # characters
 _AT_ONCE = 1 << 18  # tokens
@@ -41,29 +41,29 @@ def read_prompts(
 
 def planned_requests(
     plan: Plan, prompts: Prompts, rows: int, every: int = 1
-) -> Iterator[tuple[Window, list[Request]]]:
-    """The plan's windows of so many rows, and their requests, each of which knows what it shares with the next one. A
-    window is held back until the next one is read, for its last request.
+) -> Iterator[tuple[PlanBatch, list[Request]]]:
+    """The plan's batches of so many rows, and their requests, each of which knows what it shares with the next one. A
+    batch is held back until the next one is read, for its last request.
 
-    `every`: of so many windows only the one in their middle, as if the plan had no others.
+    `every`: of so many batches only the one in their middle, as if the plan had no others.
     """
-    held: tuple[Window, list[Request]] | None = None
-    for number, window in enumerate(plan.windows(rows)):
+    held: tuple[PlanBatch, list[Request]] | None = None
+    for number, batch in enumerate(plan.batches(rows)):
         if number % every != every // 2:
             continue
-        requests = _read(window, prompts)
+        requests = _read(batch, prompts)
         if held is not None:
             before = held[1]
             before[-1] = replace(before[-1], shares_next=common_prefix(before[-1].prompt, requests[0].prompt))
             yield held
-        held = window, requests
+        held = batch, requests
     if held is not None:
         yield held
 
 
-def _read(window: Window, prompts: Prompts) -> list[Request]:
-    offsets, counts = window.numbers("token_offset").tolist(), window.numbers("token_count").tolist()
-    expected, keys, params = window.numbers("expected_tokens").tolist(), window.keys, window.params
+def _read(batch: PlanBatch, prompts: Prompts) -> list[Request]:
+    offsets, counts = batch.numbers("token_offset").tolist(), batch.numbers("token_count").tolist()
+    expected, keys, params = batch.numbers("expected_tokens").tolist(), batch.keys, batch.params
     ids = [
         np.asarray(prompts.read(offset, count), np.int32)
         for offset, count in zip(offsets, counts, strict=True)

@@ -14,7 +14,7 @@ import pytest
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.token_store import TokenStore
-from batchinfer.engine.config import REQUESTS_AT_ONCE
+from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
@@ -55,10 +55,10 @@ def plan_of(rows: list[list[int]], folder: Path) -> tuple[Plan, TokenStore]:
     return plan_job(index.folder / "index", index.tokens, [], folder / "plan"), index.tokens
 
 
-def planned(rows: list[list[int]], folder: Path, window: int = REQUESTS_AT_ONCE) -> Iterator[list[Request]]:
-    """The windows of requests that the feeder sends."""
+def planned(rows: list[list[int]], folder: Path, batch: int = REQUEST_BATCH) -> Iterator[list[Request]]:
+    """The batches of requests that the feeder sends."""
     plan, tokens = plan_of(rows, folder)
-    for _, requests in planned_requests(plan, tokens, window):
+    for _, requests in planned_requests(plan, tokens, batch):
         yield requests
 
 
@@ -67,14 +67,14 @@ def fewest(rows: list[list[int]]) -> int:
     return len({known for row in rows for known in accumulate(row, lambda *pair: hash(pair), initial=0)}) - 1
 
 
-def run(scheduler: Scheduler, windows: Iterator[list[Request]], queued: int) -> Driver:
+def run(scheduler: Scheduler, batches: Iterator[list[Request]], queued: int) -> Driver:
     """Feeds as the parent does: at least `queued` in flight while there are more."""
     driver, more = Driver(scheduler), True
     while more or scheduler.waiting or scheduler.running:
         while more and len(scheduler.waiting) + len(scheduler.running) < queued:
-            window = next(windows, None)
-            more = window is not None
-            for request in window or []:
+            batch = next(batches, None)
+            more = batch is not None
+            for request in batch or []:
                 scheduler.add(Sequence.of(request, 10_000, None, 0.0))
         driver.step()
     return driver
@@ -111,7 +111,7 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchinfer.plan.order.run_order.MANY", 1)
         plan, tokens = plan_of(rows, tmp_path)
-    requests = [request for _, some in planned_requests(plan, tokens, REQUESTS_AT_ONCE) for request in some]
+    requests = [request for _, some in planned_requests(plan, tokens, REQUEST_BATCH) for request in some]
     scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(4000 // size, size))
     driver = run(scheduler, iter([requests]), queued=192)
     assert driver.cached == plan.shared_prefix_tokens == sum(map(len, rows)) - fewest(rows)
@@ -127,7 +127,7 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
 
 
 def test_the_document_outlives_a_queue_that_runs_dry(tmp_path):
-    """Windows of 4 rows, each sent when nothing is left of the one before: the next request is announced."""
+    """Batches of 4 rows, each sent when nothing is left of the one before: the next request is announced."""
     rows = tree(0, 200, 3, 10, seed=5)
     scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(60, BLOCK))
     driver = run(scheduler, planned(rows, tmp_path, 4), queued=1)
@@ -136,7 +136,7 @@ def test_the_document_outlives_a_queue_that_runs_dry(tmp_path):
 
 
 def test_a_window_border_costs_nothing(tmp_path):
-    """Documents that begin behind the same 70 tokens and end before the 128th, in windows of four of them."""
+    """Documents that begin behind the same 70 tokens and end before the 128th, in batches of four of them."""
     rows = tree(70, 50, 16, 16, seed=9)
     scheduler = Scheduler(SchedulerConfig(4, 2048), BlockPool(80, BLOCK))
     driver = run(scheduler, planned(rows, tmp_path, 64), queued=12)

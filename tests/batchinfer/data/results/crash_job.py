@@ -41,8 +41,8 @@ def run_job(folder: Path, index: SmallIndex, ops: FileOps) -> Manifest:
     state = StateFolder(folder / "res", ops=ops)
     with state.lock(), CompletionStore(state.completions, rows=COMMIT, ops=ops) as store:
         plan = plan_job(index.folder / "index", index.tokens, store.parts(), index.folder / "plan", threads=1)
-        for window in plan.windows(COMMIT):
-            store.append(answer(key) for key in window.keys)
+        for batch in plan.batches(COMMIT):
+            store.append(answer(key) for key in batch.keys)
             store.maybe_commit()
         store.commit()
         return publish(index, store.parts(), SPEC, decode, state, threads=1)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 from batchinfer.bench.workloads import Row, make_workload
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.config import REQUESTS_AT_ONCE
+from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.machine.datasheet import datasheet
@@ -50,7 +50,7 @@ def clustered(rows: int) -> list[Row]:
 
 
 def sampled(rows: Sequence[Row]) -> PlanSample:
-    """All of a job, in windows."""
+    """All of a job, in batches."""
     requests = [
         Request(
             number.to_bytes(32, "big"),
@@ -59,10 +59,10 @@ def sampled(rows: Sequence[Row]) -> PlanSample:
         )
         for number, row in enumerate(rows)
     ]
-    starts = range(0, len(requests), REQUESTS_AT_ONCE)
+    starts = range(0, len(requests), REQUEST_BATCH)
     return PlanSample(
-        [requests[at : at + REQUESTS_AT_ONCE] for at in starts],
-        [list(range(at, min(at + REQUESTS_AT_ONCE, len(requests)))) for at in starts],
+        [requests[at : at + REQUEST_BATCH] for at in starts],
+        [list(range(at, min(at + REQUEST_BATCH, len(requests)))) for at in starts],
         None,
     )
 

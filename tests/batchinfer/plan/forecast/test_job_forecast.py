@@ -227,7 +227,7 @@ def test_of_a_large_job_a_part_is_simulated(
     )
     whole = planned(path).forecast
     assert whole is not None
-    monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUESTS_AT_ONCE", 20)
+    monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUEST_BATCH", 20)
     monkeypatch.setattr("batchinfer.plan.forecast.job.PLAN_MOST_S", 0.01)
     found = planned(path)
     part = found.forecast

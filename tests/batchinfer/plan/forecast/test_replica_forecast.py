@@ -72,7 +72,7 @@ def test_the_run_then_computes_what_was_forecast(job: Path) -> None:
 
 def test_of_a_part_the_whole_is_forecast(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = planned(job, 2, GPU).forecast
-    monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUESTS_AT_ONCE", 10)
+    monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUEST_BATCH", 10)
     monkeypatch.setattr("batchinfer.plan.forecast.job.PLAN_MOST_S", 0.002)
     part = planned(job, 2, GPU).forecast
     assert whole is not None

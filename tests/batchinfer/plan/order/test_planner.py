@@ -68,7 +68,7 @@ def test_counts(tmp_path: Path) -> None:
 def test_an_empty_index_gives_an_empty_plan(tmp_path: Path) -> None:
     plan = plan_rows(tmp_path, [])
     assert (plan.rows, plan.to_run, plan.longest) == (0, 0, 0)
-    assert list(plan.windows(10)) == []
+    assert list(plan.batches(10)) == []
 
 
 def test_only_error_rows_give_an_empty_plan(tmp_path: Path) -> None:
@@ -127,11 +127,11 @@ def test_two_level_tree_counts_each_node_once(tmp_path: Path) -> None:
 
 def test_windows_are_the_plan_in_order(tmp_path: Path) -> None:
     plan = plan_rows(tmp_path, mixed_rows(100))
-    windows = list(plan.windows(9))
-    assert [len(w) for w in windows[:-1]] == [9] * (len(windows) - 1)
-    assert [key for w in windows for key in w.keys] == [row["key"] for row in planned(plan)]
-    assert [n for w in windows for n in w.numbers("seq").tolist()] == list(range(plan.to_run))
-    assert [n for w in windows for n in w.numbers("bucket").tolist()] == [4] * plan.to_run
+    batches = list(plan.batches(9))
+    assert [len(w) for w in batches[:-1]] == [9] * (len(batches) - 1)
+    assert [key for w in batches for key in w.keys] == [row["key"] for row in planned(plan)]
+    assert [n for w in batches for n in w.numbers("seq").tolist()] == list(range(plan.to_run))
+    assert [n for w in batches for n in w.numbers("bucket").tolist()] == [4] * plan.to_run
 
 
 tree_prompts = st.lists(
