@@ -104,9 +104,8 @@ def clean_result(results: Path, dry_run: bool) -> Cleanup:
 
 
 def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
-    whole = StateFolder(
-        state.root
-    )  # no result's part of the state is spared for being the one that was named
+    # no result's part of the state is spared for being the one that was named
+    whole = StateFolder(state.root)
     old = [*whole.old_generations(), *whole.idle()]
     folder_bytes = sum(_bytes_in(old))
     if not dry_run:

@@ -1,4 +1,4 @@
-"""Where the engine's answers go: the store, the meter and the progress display, and whether it is worth going on."""
+"""The collector of a run's answers: it hands them to the store, the meter and the progress display."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Collector:
         self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """These requests go to the engine now."""
+        """Expect the answers of these requests, which go to the engine now."""
         self._meter.planned(requests)
         columns = (batch.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
         self._of_json.update(one.key for one in requests if one.params.constraint in JSON_CONSTRAINTS)
@@ -70,18 +70,18 @@ class Collector:
         self._store.maybe_commit()
 
     def _checked(self, completions: Sequence[Completion]) -> list[Completion]:
-        """The completions, those that are JSON checked."""
+        """Return the completions; those that are JSON have been checked."""
         of_json = [one for one in completions if one.key in self._of_json]
         checked = {one.key: one for one in self._check.checked(of_json)} if of_json else {}
         self._of_json.difference_update(checked)
         return [checked.get(one.key, one) for one in completions]
 
     def enough(self) -> bool:
-        """No result can come of it any more, and none was asked for."""
+        """Whether going on is pointless: too many rows are errors, and the job publishes no such result."""
         return not self._budget.publish and self._budget.exceeded(self._errors)
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Commit, show and watch what is due now."""
         self._store.maybe_commit()
         self._progress.tick()
         if self._deadline is not None:

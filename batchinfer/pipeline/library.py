@@ -160,4 +160,4 @@ def _path(name: str, value: str | os.PathLike[str]) -> Path:
 
 
 def _silent(_: str) -> None:
-    """For who asks for no progress."""
+    """Drop a notice: nobody asked for progress."""

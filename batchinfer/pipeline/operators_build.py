@@ -27,7 +27,7 @@ class OperatorsBuild:
         self._needed_at: float | None = None
 
     def needed(self) -> None:
-        """From now on the engine waits for the operators."""
+        """Note that from now on the engine waits for the operators."""
         self._needed_at = time.monotonic()
         self.look()
 

@@ -40,7 +40,7 @@ class ProgressFile:
         self._write(**asdict(state))
 
     def ended(self, exit_code: int | None, exit_status: str | None) -> None:
-        """How the run ended. What was known last stays, unless the run is whole: then no phase is under way."""
+        """Write how the run ended. What was known last stays, unless the run is whole: then no phase is under way."""
         whole = exit_status is not None and is_published(exit_status)
         facts = {**_NO_PHASE, "rows": self._known.get("rows_total")} if whole else {}
         self._write(exit_code=exit_code, exit_status=exit_status, **facts)

@@ -37,7 +37,7 @@ from batchinfer_kernels.cost import ModelCost
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. `row` is the run table's; `error` says why the exit code is not 0."""
+    """An outcome says how a run ended. `row` is the run table's; `error` says why the exit code is not 0."""
 
     exit_code: int
     row: RunRow
@@ -69,7 +69,7 @@ class RunReport:
         self._kept = True
 
     def note(self, **facts: Any) -> None:
-        """Facts by their names in `RunFacts`."""
+        """Take these facts, by their names in `RunFacts`, into the run's row."""
         self._facts |= facts
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
@@ -77,7 +77,7 @@ class RunReport:
         return self._watch.timed(phase)
 
     def keep_keys(self, index_parts: Sequence[Path]) -> None:
-        """Which request answered which row of the result that was just published. Raises OSError."""
+        """Write which request answered which row of the result that was just published. Raises OSError."""
         write_rows(self.folder, self._run_id, index_parts)
 
     def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
@@ -176,7 +176,7 @@ class RunReport:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Which run this is."""
+        """Return what tells this run from others."""
         return {
             "run_id": self._run_id,
             "job": self._job.name,
@@ -194,10 +194,8 @@ class RunReport:
         return table_path(self.folder, RUN, self._run_id) if self._kept else None
 
     def _finished_row(self, status: str, exit_code: int) -> RunRow:
-        meter, self._meter = (
-            self._meter,
-            None,
-        )  # a signal may end this before it is done: never finished twice
+        # a signal may end this before it is done: the meter is never finished twice
+        meter, self._meter = self._meter, None
         with self.timed("close_s"):
             if meter is not None:
                 self._measured = meter.finish()

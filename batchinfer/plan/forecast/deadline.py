@@ -24,7 +24,7 @@ def now() -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When the results are wanted, and what is left until then once the engine has done its part."""
+    """The moment at which the results are wanted, and what the engine leaves of the time until then."""
 
     at: datetime
     left_s: float  # from now on
@@ -48,12 +48,12 @@ class Deadline:
 
     @property
     def spare_s(self) -> float | None:
-        """Seconds to spare, negative where it will be missed; None: not known."""
+        """The seconds to spare are negative where the deadline will be missed, and None where that is not known."""
         return None if self.engine_s is None else self.left_s - self.engine_s
 
     @property
     def text(self) -> str:
-        """For people: when it is, and whether it will be met."""
+        """Say, for people, when the deadline is, and whether it will be met."""
         when = f"{self.at:%Y-%m-%d %H:%M}"
         when += f", in {about(self.left_s)}" if self.left_s > 0 else f", {about(-self.left_s)} ago"
         if self.spare_s is None:
@@ -88,7 +88,7 @@ class DeadlineWatch:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the run's report, by their names in `RunFacts`."""
+        """Return what the run's report has of the deadline, by the names in `RunFacts`."""
         return {
             "deadline": self._at,
             "deadline_rows": self.rows,

@@ -69,9 +69,8 @@ class ForecastEngine:
     plan: Plan
     machine: SimulatedEngine
     times: StepTimes
-    multiple: float = (
-        1.0  # how many times as much as the plan the job is, of which the plan has only a sample
-    )
+    # how many times as much as the plan the job is, where the plan has only a sample of its rows
+    multiple: float = 1.0
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -88,7 +87,7 @@ class ForecastEngine:
         return roofline_seconds(step, setting.peaks) / setting.replicas
 
     def run_budget_s(self) -> float:
-        """How long a run may simulate itself: little beside what it takes."""
+        """Return for how many seconds a run may simulate itself: few beside what it takes."""
         return max(RUN_LEAST_S, RUN_SHARE * (self.least_s() or 0.0))
 
     def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
@@ -118,7 +117,7 @@ class ForecastEngine:
         return replace(found, seconds=whole.seconds, mfu=mfu, mbu=mbu, energy_j=energy_j)
 
     def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> Simulated:
-        """The run of all batches, from those that are there and a half of them. Of several engines one is simulated."""
+        """Return the run of all batches, extrapolated from these and from half of them, on one of the engines."""
         engines = self.setup.setting.replicas
         requests = share_of([request for batch in batches for request in batch], engines)
         all_of_them = self._simulated(requests, lengths)
@@ -137,7 +136,7 @@ class ForecastEngine:
         return SimulatedPart(size, simulate(self.machine, requests, outputs))
 
     def lengths(self) -> tuple[AnswerLengths, int]:
-        """How long answers will be, and from how many earlier runs that is known."""
+        """Return how long answers will be, and from how many earlier runs that is known."""
         earlier = earlier_lengths(report_folder(self.job.results_root))
         if earlier is None:
             return AnswerLengths.unknown(), 0
@@ -145,7 +144,7 @@ class ForecastEngine:
         return found, earlier.runs if found.are_known else 0
 
     def every(self, budget_s: float) -> int:
-        """Which batches are simulated: every so many."""
+        """Return n such that one of every n batches is simulated."""
         batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
         takes_s = self.plan.to_run * ROW_S + self.plan.expected_tokens * OUTPUT_TOKEN_S
         engines = self.setup.setting.replicas  # of which one is simulated

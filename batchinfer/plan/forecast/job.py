@@ -56,7 +56,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class JobForecast:
-    """All that is known of a job before it runs."""
+    """A job's forecast has all that is known of the job before it runs."""
 
     job: str
     plan: Plan
@@ -66,9 +66,8 @@ class JobForecast:
     memory: Memory | None = None  # None: nor where the job does not fit
     forecast: EngineForecast | None = None
     context: int = 0  # tokens of the longest row that there may be
-    rows_over: int | None = (
-        None  # rows that are longer, which become error rows; None: they are cut, and not counted
-    )
+    # rows that are longer, which become error rows; None: they are cut, and not counted
+    rows_over: int | None = None
     prefixes: list[PlannedPrefix] = field(default_factory=list)  # those that save most, and those above them
     misfit: str | None = None  # why the job does not fit into memory
     deadline: Deadline | None = None  # as if the engine began now; None: the job has none

@@ -118,7 +118,7 @@ class Linter:
         return min(self.index.rows, MOST_ROWS)
 
     def _first_rows(self) -> Index:
-        """Those that are looked at, as they are."""
+        """Return the index of the rows that are looked at, with the job's own prompt."""
         return self.index if self._looked_at == self.index.rows else self._read(None)
 
     def _read(self, template: str | None) -> Index:
@@ -161,7 +161,7 @@ class Linter:
             yield LintFinding("near_duplicates", text, round(tokens * scale), share, None, rows=rows)
 
     def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:
-        """Of each prompt whose answer is greedy: its text, its parameters, and how many of its tokens no other has."""
+        """Yield the text of each prompt whose answer is greedy, its parameters, and how many tokens are its own."""
         before = 0  # tokens that a prompt shares with the one before it
         for batch, requests in planned_requests(first.plan, first.index.tokens, _BATCH):
             texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])

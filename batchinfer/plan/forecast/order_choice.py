@@ -112,7 +112,7 @@ def capacity_of(machine: SimulatedEngine) -> Capacity:
 def compared(
     machine: SimulatedEngine, sampled: PlanSample, lengths: AnswerLengths
 ) -> dict[OrderPolicy, float]:
-    """Seconds of the whole job in the engine, by policy."""
+    """Return by policy the seconds that the engine takes for the whole job."""
     return {policy: _seconds(machine, sampled, policy, lengths) for policy in POLICIES}
 
 
@@ -153,7 +153,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
 
 
 def simulation_s(engine: ForecastEngine, every: int) -> float:
-    """Seconds that simulating such a part of the plan in one order takes."""
+    """Return the seconds that simulating such a part of the plan in one order takes."""
     all_rows = engine.plan.to_run * ROW_S + engine.plan.expected_tokens * OUTPUT_TOKEN_S
     return all_rows if every == 1 else all_rows / every * TWO_PARTS
 

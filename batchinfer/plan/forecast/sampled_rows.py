@@ -44,7 +44,7 @@ class SampledRows:
         return replace(plan, rows=self.of_rows, **scaled)
 
     def whole_prefix(self, node: PlannedPrefix) -> PlannedPrefix:
-        """With as many users as all rows make likely."""
+        """Return the node with as many users as all rows make likely."""
         users = round(node.users * self.times)
         return replace(node, users=users, saved_tokens=node.own_tokens * (users - 1))
 

@@ -96,7 +96,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
 
 
 def _node_json(node: PlannedPrefix) -> dict[str, Any]:
-    """Without the place of its tokens, which is gone when the forecast is there."""
+    """Return the node without the place of its tokens, which is gone when the forecast is there."""
     return {name: value for name, value in asdict(node).items() if name != "token_offset"}
 
 
@@ -254,7 +254,7 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
 
 
 def _known(forecast: EngineForecast) -> str:
-    """How the times of steps are known."""
+    """Say how the times of steps are known."""
     if forecast.times.known == "runs":
         return f"steps as fast as in {_plural(forecast.times.runs, 'earlier run')}"
     if forecast.times.known == "measured":

@@ -41,7 +41,7 @@ class Backlog:
         return taken
 
     def take(self, rows: int, engines: int) -> list[Request]:
-        """About so many of the first rows, at least one, for one of so many engines: rows that share a prefix stay
+        """Take about so many of the first rows, at least one, for one of so many engines: rows that share a prefix stay
         together, unless running the prefix in several costs little beside them."""
         end, self._paid = cut(self._requests, rows, engines, self._paid)
         taken = self._requests[:end]
@@ -93,7 +93,7 @@ def _work(requests: Sequence[Request]) -> list[int]:
 
 
 def tokens_of(request: Request) -> int:
-    """Of its prompt, and of its answer, if that is as long as it may be."""
+    """Return the tokens of a request's prompt, and of its answer if that becomes as long as it may."""
     return len(request.prompt) + request.params.max_tokens
 
 

@@ -29,7 +29,7 @@ def block_hashes(prompts: Sequence[TokenIds]) -> list[bytes]:
 
 
 def shared_blocks(chains: Iterable[bytes], before: bytes = b"") -> NDArray[np.int32]:
-    """For each chain, how many blocks it has in common with the one before it. `before`: the one before the first."""
+    """Return how many blocks each chain shares with the one before it. `before`: the one before the first."""
     held = [before, *chains]
     lengths = np.array([len(chain) // HASH_BYTES for chain in held])
     hashes = np.frombuffer(b"".join(held), np.uint64)
@@ -44,7 +44,7 @@ def shared_blocks(chains: Iterable[bytes], before: bytes = b"") -> NDArray[np.in
 def _leading(
     differ: NDArray[np.bool_], inside: NDArray[np.int64], pair: NDArray[np.int64], common: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Of each pair the place of the first difference, or how much was compared if there is none."""
+    """Return for each pair the place of the first difference, or how much was compared if there is none."""
     found = common.astype(np.int32)
     places = np.flatnonzero(differ)[::-1]  # the first of a pair comes last and stays
     found[pair[places]] = inside[places]

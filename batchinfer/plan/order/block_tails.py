@@ -43,13 +43,13 @@ def _near(offsets: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def common_tokens(tails: Tails, before: Tails) -> Ints:
-    """How many tokens each tail has in common with the one before it. `before`: (1, BLOCK), the one before them all."""
+    """Return how many tokens each tail shares with the one before it. `before`: (1, BLOCK), the one before them all."""
     differ = (tails == 0) | (tails != np.concatenate([before, tails[:-1]]))
     return np.where(differ.any(axis=1), differ.argmax(axis=1), BLOCK).astype(np.int32)
 
 
 def to_arrow(tails: Tails) -> pa.Array:
-    """As values that sort as the tokens do; what has ended comes first."""
+    """Return values that sort as the tokens do; what has ended comes first."""
     return pa.FixedSizeBinaryArray.from_buffers(
         pa.binary(TAIL_BYTES), len(tails), [None, pa.py_buffer(tails.astype(">u4"))]
     )

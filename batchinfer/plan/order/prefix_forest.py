@@ -143,9 +143,8 @@ def _deepest(first: Ints, users: Ints, parent: Ints, count: int) -> Ints:
     unset = ROOT - 1
     found = np.full(count + 1, unset, np.int32)
     found[0] = ROOT
-    found[(first + users)[::-1]] = parent[
-        ::-1
-    ]  # of nodes that end together the outermost comes last, and stays
+    # of nodes that end together the outermost comes last, and stays
+    found[(first + users)[::-1]] = parent[::-1]
     found[first] = np.arange(len(first))  # of nodes that begin together the deepest
     set_at = np.maximum.accumulate(np.where(found == unset, 0, np.arange(count + 1)))
     return found[set_at][:count]

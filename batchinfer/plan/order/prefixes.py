@@ -72,7 +72,7 @@ def largest_prefixes(path: Path, most: int) -> list[PlannedPrefix]:
 
 
 def _saving_most(file: pq.ParquetFile, most: int) -> list[int]:
-    """Of equals those that come first."""
+    """Return the nodes that save most; of equals those that come first."""
     best: list[tuple[int, int]] = []  # saved tokens, - node
     first = 0
     for group in range(file.num_row_groups):
@@ -102,9 +102,8 @@ def _with_those_above(file: pq.ParquetFile, nodes: list[int]) -> list[dict[str, 
 
 def _walked(nodes: list[PlannedPrefix]) -> list[PlannedPrefix]:
     children: dict[int | None, list[PlannedPrefix]] = {}
-    for node in sorted(
-        nodes, key=lambda one: (one.saved_tokens, -one.node)
-    ):  # what saves most is taken first
+    # what saves most is taken first
+    for node in sorted(nodes, key=lambda one: (one.saved_tokens, -one.node)):
         children.setdefault(node.parent, []).append(node)
     walked, waiting = [], children.get(None, [])
     while waiting:

@@ -31,7 +31,7 @@ MANY = 10_000
 
 
 def efforts(prompts: NDArray[np.integer], outputs: NDArray[np.integer]) -> NDArray[np.int64]:
-    """By which rows are compared; both in tokens."""
+    """Return the two numbers by which rows are compared, both in tokens."""
     return prompts.astype(np.int64) + OUTPUT_WEIGHT * outputs.astype(np.int64)
 
 

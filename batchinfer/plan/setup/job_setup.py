@@ -124,7 +124,7 @@ def _columns(job: Job, tokenizer: Tokenizer) -> SchemaColumns | None:
 
 
 def _constraint_key(job: Job) -> str:
-    """Where the job file says what answers look like."""
+    """Return the key of the job file that says what answers look like."""
     if job.output.schema_file is not None:
         return "output.schema_file"
     return "output.schema" if job.output.json_schema is not None else f"sampling.{job.params().constraint}"

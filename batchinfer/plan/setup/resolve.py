@@ -48,7 +48,7 @@ _ABSENT: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and how a job runs."""
+    """A job's setting says where and how it runs."""
 
     device: Device
     dtype: Dtype
@@ -64,7 +64,7 @@ class Setting:
     kv_cache: KvCacheDtype = "auto"
 
     def for_rows(self, rows: int) -> Setting:
-        """With no more engines than there are rows."""
+        """Return the setting with no more engines than there are rows."""
         replicas = max(1, min(self.replicas, rows))
         return replace(self, replicas=replicas, gpus=self.gpus[:replicas] if replicas > 1 else ())
 
@@ -117,17 +117,19 @@ class Setting:
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
-            options["tiles"] = (
-                self.tiles and self.dtype == "bfloat16"
-            )  # in float32 all sums are those of vectors
+            # in float32 all sums are those of vectors
+            options["tiles"] = self.tiles and self.dtype == "bfloat16"
             options["arm"] = self.arm
             # a CPU widened the cache's codes to bfloat16 once, and multiplies them as integers now
             options["integer_codes"] = (self.device, self.kv_cache, self.dtype) == ("cpu", "int8", "bfloat16")
         return options
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
-        """Of the first engine. `longest`: tokens, prompt and output, of the longest sequence that is to run;
-        `logprobs`: the most that one of them asks for."""
+        """Return the configuration of the first engine.
+
+        `longest`: tokens, prompt and output, of the longest sequence that is to run; `logprobs`: the most that one of
+        the sequences asks for.
+        """
         engine, shared = job.engine, self.replicas > 1 and self.device == "cpu"
         kv_memory = None if engine.kv_memory == "auto" else engine.kv_memory
         threads = _chosen(engine.threads)
@@ -269,15 +271,17 @@ def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
 
 
 def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
-    """As the checkpoint is stored, where the device is fast in it; a CPU without fast bfloat16 runs float32."""
+    """Return the dtype of the checkpoint where the device is fast in it; a CPU without fast bfloat16 runs float32."""
     if device == "cuda" or stored == "float32":
         return stored
     return "bfloat16" if fast_bf16 else "float32"
 
 
 def auto_quantization(checkpoint: StoredModel, hardware: Hardware, here: bool = True) -> Quantization:
-    """In codes as they are stored, where there are some and the GPU multiplies them. `here`: whether the hardware is
-    this machine's."""
+    """Return "stored" where the checkpoint stores quantised weights that the GPU multiplies as they are.
+
+    `here`: whether the hardware is this machine's.
+    """
     stored = checkpoint.stores_codes and multiplies_fp8(hardware, here)
     return "stored" if stored else "none"
 

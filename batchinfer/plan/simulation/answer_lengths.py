@@ -26,7 +26,7 @@ class AnswerLengths:
     def of(
         cls, prompts: NDArray[np.int64], answers: NDArray[np.int64], cut: NDArray[np.bool_]
     ) -> AnswerLengths:
-        """From the tokens of earlier requests' prompts and answers, and whether the answers were cut."""
+        """Return the lengths from the tokens of earlier prompts and answers, and which of the answers were cut."""
         sizes = np.array([int(prompt).bit_length() for prompt in prompts], np.int64)
         found = {
             int(size): Survival.of(answers[sizes == size], cut[sizes == size]) for size in np.unique(sizes)

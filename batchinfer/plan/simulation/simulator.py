@@ -22,7 +22,7 @@ from batchinfer_kernels.cost import ModelCost
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """All of an engine but its weights: limits, the cache, and what its steps cost and take."""
+    """A simulated engine is an engine without weights: limits, the cache, and what its steps cost and take."""
 
     cost: ModelCost
     layout: CacheLayout
@@ -65,7 +65,7 @@ class Simulated:
 
     @property
     def tokens(self) -> int:
-        """All that the model runs."""
+        """Return how many tokens the model runs."""
         return self.prefill_tokens + self.decode_tokens
 
     @property
@@ -75,13 +75,13 @@ class Simulated:
         return found if any(found.values()) else None
 
     def counted(self, times: float) -> Simulated:
-        """With so many times the counts, in the same time: of engines beside this one."""
+        """Return so many times the counts in the same time: other engines work beside this one."""
         names = ("steps", *_SUMMED, *_LAUNCHED)
         counts = {name: round(getattr(self, name) * times) for name in names}
         return replace(self, **counts)
 
     def plus(self, sample: StepSample, seconds: float) -> Simulated:
-        """With another step, after which the run has taken so many seconds."""
+        """Return the run with another step, after which it has taken so many seconds."""
         sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}
         if sample.launch is not None:
             steps, tokens = f"{sample.launch}_steps", f"{sample.launch}_tokens"

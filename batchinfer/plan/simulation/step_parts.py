@@ -43,7 +43,7 @@ class StepParts(NamedTuple):
     others: dict[str, float]
 
     def shares(self, times: Mapping[str, float]) -> dict[str, float]:
-        """By part, what it adds for each unit of its coefficient: the step takes the sum of coefficients times these.
+        """Return what each part adds for a unit of its coefficient: the step takes the sum of coefficients times these.
 
         A product reads its weights while it computes, but not all the time: it takes the root of the squares' sum. The
         sum would be 20 % too much where the two are alike (a decode step of 24 rows in float32), the larger of the two
@@ -125,5 +125,5 @@ def _scaled_solution(shares: NDArray[np.float64], wanted: NDArray[np.float64]) -
 
 
 def predicted(times: Mapping[str, float], parts: StepParts) -> float:
-    """Seconds of a step with these parts."""
+    """Return the seconds of a step with these parts."""
     return sum(times[part] * share for part, share in parts.shares(times).items())

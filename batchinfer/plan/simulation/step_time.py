@@ -36,7 +36,7 @@ class StepTime:
 
     @classmethod
     def calibrated(cls, peaks: Peaks, times: Mapping[str, float]) -> StepTime | None:
-        """Of what `doctor --measure` found; None where that lacks a part, as what another version found may."""
+        """Return the time by what `doctor --measure` found; None where that lacks a part, as another version's may."""
         if not {*PARTS, HOST_STEP, HOST_ROW} <= set(times):
             return None
         host = {"host_step_s": times[HOST_STEP], "host_row_s": times[HOST_ROW]}
