@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
+from batchinfer.cli.bench_verb import bench
 from batchinfer.cli.diff_verb import diff
+from batchinfer.cli.doctor_verb import doctor
 from batchinfer.cli.endings import explain
 from batchinfer.cli.history_verb import history
 from batchinfer.cli.job_verbs import init, plan, preview, run, validate
-from batchinfer.cli.machine_verbs import bench, doctor
 from batchinfer.cli.pull_verb import pull
 from batchinfer.cli.report_verb import report
 from batchinfer.cli.result_verbs import clean, query, verify

@@ -44,9 +44,9 @@ def diff(
 ) -> int:
     """Compare two results of the same rows: answers, errors and columns that differ. Nothing is changed."""
     from batchinfer.data.results.diff import DiffOptions
-    from batchinfer.verbs import verbs
+    from batchinfer.verbs.diff import compare_results
 
-    found = verbs.compare_results(a, b, DiffOptions(by, examples, show))
+    found = compare_results(a, b, DiffOptions(by, examples, show))
     code = DIFFERENT if fail and found.different else 0
     if as_json:
         say_json({"exit_code": code, "different": found.different, **asdict(found)})

@@ -20,57 +20,63 @@ if TYPE_CHECKING:
     from batchinfer.pipeline.result import RunResult
 
 
+Limit = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Try the job: only the first N rows, published to PATH-first-N."),
+]
+Replace = Annotated[
+    bool, typer.Option("--replace", help="Replace the results that another job published in output.path.")
+]
+RetryErrors = Annotated[
+    bool, typer.Option("--retry-errors", help="Run the rows again whose error is marked retryable.")
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Check the digests of the answers that earlier runs stored, and compute damaged ones again.",
+    ),
+]
+ToOpenai = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="For an OpenAI batch input: also write an OpenAI batch output file."),
+]
+OpenaiTimestamps = Annotated[
+    bool,
+    typer.Option(
+        "--openai-timestamps", help="Write this run's time as `created` into that file, instead of 0."
+    ),
+]
+
+
 def run(
     job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
     date: Date = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Try the job: only the first N rows, published to PATH-first-N."),
-    ] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace the results that another job published in output.path.")
-    ] = False,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Run the rows again whose error is marked retryable.")
-    ] = False,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Check the digests of the answers that earlier runs stored, and compute damaged ones again.",
-        ),
-    ] = False,
-    to_openai: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="For an OpenAI batch input: also write an OpenAI batch output file."
-        ),
-    ] = None,
-    openai_timestamps: Annotated[
-        bool,
-        typer.Option(
-            "--openai-timestamps", help="Write this run's time as `created` into that file, instead of 0."
-        ),
-    ] = False,
+    limit: Limit = None,
+    replace: Replace = False,
+    retry_errors: RetryErrors = False,
+    verify: Verify = False,
+    to_openai: ToOpenai = None,
+    openai_timestamps: OpenaiTimestamps = False,
     price_per_hour: Price = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
     """Run a job, or carry on with it: what an earlier run finished is not computed again."""
-    from batchinfer.pipeline import run as pipeline
     from batchinfer.pipeline.library import run_loaded
+    from batchinfer.pipeline.options import RunOptions
     from batchinfer.report.progress import Progress
     from batchinfer.report.stopwatch import process_age_s
 
     job = load(job_file, overrides, date)
-    options = pipeline.RunOptions(
-        limit,
-        replace,
-        retry_errors,
-        verify,
-        to_openai,
-        openai_timestamps,
+    options = RunOptions(
+        limit=limit,
+        replace=replace,
+        retry_errors=retry_errors,
+        verify=verify,
+        to_openai=to_openai,
+        openai_timestamps=openai_timestamps,
         price_per_hour=price_per_hour,
         already_s=process_age_s(),
     )
@@ -127,11 +133,11 @@ def validate(
 ) -> None:
     """Check a job as `run` does, including the first rows of every file, without computing anything."""
     from batchinfer.pipeline.library import located
-    from batchinfer.verbs import verbs
+    from batchinfer.verbs.validate import validate_job
 
     job = load(job_file, overrides, date)
     with located(job):
-        found = verbs.validate_job(job)
+        found = validate_job(job)
     if as_json:
         options = job.model_dump(mode="json")
         say_json({"exit_code": 0, "path": str(job.source), "options": options, "found": found})
@@ -151,14 +157,14 @@ def preview(
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
     from batchinfer.pipeline.library import located
-    from batchinfer.verbs import verbs
+    from batchinfer.verbs.preview import preview_job, sampling_of_all
 
     job = load(job_file, overrides, date)
     untold = not as_json
     with located(job):
-        for row in verbs.preview_job(job, rows, tell):
+        for row in preview_job(job, rows, tell):
             if untold:
-                say(printable("\n".join([*verbs.sampling_of_all(job), ""])))
+                say(printable("\n".join([*sampling_of_all(job), ""])))
                 untold = False
             if as_json:
                 say_json(asdict(row))
@@ -168,26 +174,30 @@ def preview(
                 )
 
 
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Forecast for this GPU instead of this machine, from its datasheet: a100, h100, l4, …",
+    ),
+]
+Sample = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Render and tokenise only a sample of about N rows from all parts of the files, and extrapolate.",
+    ),
+]
+
+
 def plan(
     job_file: JobPath = DEFAULT_JOB,
     overrides: Overrides = None,
     date: Date = None,
     price_per_hour: Price = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Forecast for this GPU instead of this machine, from its datasheet: a100, h100, l4, …",
-        ),
-    ] = None,
-    sample: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Render and tokenise only a sample of about N rows from all parts of the files, and extrapolate.",
-        ),
-    ] = None,
+    hardware: HardwareName = None,
+    sample: Sample = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:

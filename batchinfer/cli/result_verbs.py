@@ -19,56 +19,65 @@ from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_format
 
 if TYPE_CHECKING:
     from batchinfer.data.results.published import Problem
-    from batchinfer.verbs.verbs import Verified
+    from batchinfer.verbs.query import Query
+    from batchinfer.verbs.verify import Verified
+
+
+Result = Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder, or a report folder.")]
+Sql = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SQL",
+        help="One query in DuckDB's SQL, over results, run, history, steps, phases, buckets, prefixes, requests, "
+        "rows and experts. Without it queries are typed at a prompt, or read from a pipe.",
+        show_default=False,
+    ),
+]
+Partial = Annotated[bool, typer.Option("--partial", help="Read what an unfinished run has committed so far.")]
+Form = Annotated[
+    str,
+    typer.Option(
+        "--format", "-f", metavar="FORMAT", help=f"How the answer is written: {', '.join(FORMATS)}."
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write the answer to a new file instead of stdout."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json: an object a row.")]
 
 
 def query(
-    results: Annotated[Path, typer.Argument(metavar="RESULT", help="A result folder, or a report folder.")],
-    sql: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SQL",
-            help="One query in DuckDB's SQL, over results, run, history, steps, phases, buckets, prefixes, requests, "
-            "rows and experts. Without it queries are typed at a prompt, or read from a pipe.",
-            show_default=False,
-        ),
-    ] = None,
-    partial: Annotated[
-        bool, typer.Option("--partial", help="Read what an unfinished run has committed so far.")
-    ] = False,
-    form: Annotated[
-        str,
-        typer.Option(
-            "--format", "-f", metavar="FORMAT", help=f"How the answer is written: {', '.join(FORMATS)}."
-        ),
-    ] = "auto",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the answer to a new file instead of stdout."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The same as --format json: an object a row.")
-    ] = False,
+    results: Result,
+    sql: Sql = None,
+    partial: Partial = False,
+    form: Form = "auto",
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Query a result and its report with DuckDB's SQL. Nothing is changed."""
-    from batchinfer.cli.query_prompt import converse
-    from batchinfer.verbs.query import Query, opened_result
+    from batchinfer.verbs.query import Query
 
-    question = Query(results, sql, partial)
     if as_json and form not in ("auto", *JSON_FORMATS):
         raise UsageError(
             f"--json means --format json, but --format {form} is given as well; leave one of the two out"
         )
-    form = "json" if as_json else form
+    question, form = Query(results, sql, partial), "json" if as_json else form
     if output is not None:
         question.save(form, output)
         tell(printable(f"wrote {output}"))
-        return
+    else:
+        _answer(question, form)
+
+
+def _answer(question: Query, form: str) -> None:
+    """Print the answer to a query, or to each query that is typed where none is given."""
+    from batchinfer.cli.query_prompt import converse
+    from batchinfer.verbs.query import opened_result
+
     check_format(form, None)
-    if sql is None:
-        with opened_result(results, partial) as result:
+    if question.sql is None:
+        with opened_result(question.folder, question.partial) as result:
             converse(result, form)
         return
     terminal = sys.stdout.isatty()
@@ -91,15 +100,15 @@ def verify(
     """Read a result and its stored completions whole, and check every checksum."""
     from batchinfer.pipeline.repair import next_step, repair_result
     from batchinfer.report.progress import Progress
-    from batchinfer.verbs import verbs
+    from batchinfer.verbs.verify import verify_results
 
-    found = verbs.verify_results(results)
+    found = verify_results(results)
     if repair and found.problems:
         if not as_json:
             _tell_problems(found.problems)
         with Progress(sys.stderr, quiet=as_json) as progress:
             repair_result(results, progress, _silent if as_json else progress.note)
-        found = verbs.verify_results(results)
+        found = verify_results(results)
     code = StorageError.exit_code if found.problems else 0
     if as_json:
         _say_verified(results, found, code)

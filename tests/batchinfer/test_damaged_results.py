@@ -15,8 +15,9 @@ from batchinfer.data.results.diff import DiffOptions
 from batchinfer.pipeline import library
 from batchinfer.pipeline import run as pipeline
 from batchinfer.pipeline.result import RunResult
+from batchinfer.verbs.diff import compare_results
 from batchinfer.verbs.query import asked
-from batchinfer.verbs.verbs import compare_results, verify_results
+from batchinfer.verbs.verify import verify_results
 from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,

@@ -12,7 +12,7 @@ import torch
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
 from batchinfer.pipeline.run import RunOptions
-from batchinfer.verbs.verbs import validate_job
+from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 from tests.checkpoints import make_tokenizer
 from tests.foreign_models import EOS, make_foreign

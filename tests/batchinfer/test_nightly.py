@@ -29,7 +29,7 @@ from batchinfer.pipeline.run import RunOptions, run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.query import asked
-from batchinfer.verbs.verbs import Verified, verify_results
+from batchinfer.verbs.verify import Verified, verify_results
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "resume.md"

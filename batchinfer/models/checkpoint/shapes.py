@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchinfer.core.errors import UsageError
-from batchinfer.models.checkpoint.config import parse_config
-from batchinfer.models.spec.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from batchinfer.models.spec.spec import ModelSpec
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
@@ -89,7 +90,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> ModelSpec:
-    """The configuration of a named shape. Raises UsageError for a name that is none."""
+    """Return the configuration of a named shape. Raises UsageError for a name that is none."""
+    from batchinfer.models.checkpoint.config import (
+        parse_config,  # 28 ms, which the help of `bench` need not take
+    )
+
     if name not in SHAPES:
         raise UsageError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
     return parse_config(SHAPES[name], {}, Path(name) / "config.json")

@@ -1,0 +1,26 @@
+"""`batchinfer bench`: what the options ask for is run, or exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from batchinfer.bench.options import BenchOptions
+from batchinfer.data.storage.durable import refuse_existing
+
+
+def run_or_export(options: BenchOptions, notice: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
+    """Run benchmarks, or export one; return text for people, and an object for machines. Raises UsageError."""
+    # torch is imported only once the options are known to be right
+    from batchinfer.bench.export import export_workload
+    from batchinfer.bench.session import run_bench, workload_of
+
+    options.check()
+    if options.export is None:
+        report = run_bench(options, notice)
+        return report.table(), report.json
+    refuse_existing(options.export)
+    workload = workload_of(options, options.workloads[0])
+    export_workload(workload, options.export)
+    facts = {"export": str(options.export), "workload": workload.name, "rows": len(workload.rows)}
+    return f"wrote {len(workload.rows):,} rows of {workload.name} to {options.export}", facts

@@ -1,0 +1,25 @@
+"""`batchinfer diff`: two results of the same rows, compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchinfer.core.errors import InputMissing
+from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results
+from batchinfer.data.results.published import published
+from batchinfer.verbs.query import no_result
+
+
+def compare_results(a: Path, b: Path, options: DiffOptions) -> ResultDiff:
+    """Find what differs between two results of the same rows.
+
+    Raises InputMissing, UsageError, StorageError, OutOfMemory.
+    """
+    return diff_results(_files(a), _files(b), options)
+
+
+def _files(results: Path) -> tuple[Path, ...]:
+    found = published(results)
+    if found is None:
+        raise InputMissing(no_result(results))
+    return found.files

@@ -1,0 +1,112 @@
+"""`batchinfer preview`: the first rows of a job as the model would read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.index.index import Index
+from batchinfer.data.storage.rebatch import parquet_batches
+from batchinfer.data.storage.state import state_of
+from batchinfer.data.storage.temporary import temporary_folder
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job import Job
+from batchinfer.plan.setup.dry_run import first_index
+from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.job_setup import check_setup
+
+TOKENS_SHOWN = 64  # of a previewed prompt: what is wrong with a template shows at its ends
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewedRow:
+    """A row as the model reads it: text with its special tokens, token ids and parameters, or its error."""
+
+    file: str
+    row_index: int
+    id: str | None
+    text: str | None = None
+    token_ids: list[int] | None = None
+    sampling: dict[str, Any] | None = None
+    error: dict[str, str] | None = None  # code, message
+    own_sampling: dict[str, Any] | None = None  # the parameters that differ from what all rows share
+
+    @property
+    def head(self) -> str:
+        """The line that names the row."""
+        return f"── {self.file} row {self.row_index}" + (f", id {self.id}" if self.id else "")
+
+    @property
+    def body(self) -> str:
+        """The text and its token ids, of which a long prompt shows the first and the last."""
+        if self.error is not None:
+            return f"error {self.error['code']}: {self.error['message']}\n"
+        ids = [str(number) for number in self.token_ids or ()]
+        if len(ids) > TOKENS_SHOWN:
+            shown = [*ids[: TOKENS_SHOWN // 2], "…", *ids[-TOKENS_SHOWN // 2 :]]
+        else:
+            shown = ids
+        own = f"sampling of this row: {_parameters(self.own_sampling)}\n" if self.own_sampling else ""
+        return f"{self.text}\n{len(ids)} tokens: {' '.join(shown)}\n{own}"
+
+
+def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
+    """Yield the first rows as the model reads them; `notice` gets the warnings of the check of the input."""
+    state = state_of(job)
+    setup = check_setup(job, state, replace=True)
+    for warning in check_input(job, setup, state).warnings:
+        notice(warning)
+    fewest = rows if job.input.limit is None else min(rows, job.input.limit)
+    few = job.model_copy(
+        update={
+            "input": job.input.model_copy(update={"limit": fewest}),
+            "output": job.output.model_copy(update={"columns": ()}),
+        }
+    )
+    with temporary_folder("preview") as scratch:
+        index = first_index(few, setup, Path(scratch), rows)
+        for batch in parquet_batches(index.index_parts, rows):
+            for row in batch.to_pylist():
+                yield _previewed(row, index, setup.tokenizer, _shared_sampling(job))
+
+
+def _shared_sampling(job: Job) -> SamplingParams:
+    """Return the parameters of a row that sets none itself. OpenAI requests are compared with the plain defaults."""
+    return SamplingParams() if job.prompt is None else job.params()
+
+
+def sampling_of_all(job: Job) -> list[str]:
+    """Say how the rows of a job are sampled, for people, before the rows themselves are shown."""
+    if job.prompt is None:
+        return ["sampling: each request sets its own"]
+    given = _parameters(_differences(job.params(), SamplingParams()))
+    lines = [f"sampling: {given or 'all parameters have their default values'}"]
+    if job.sampling.from_columns:
+        lines.append(f"rows set their own {job.sampling.row_parameters()}")
+    return lines
+
+
+def _differences(params: SamplingParams, others: SamplingParams) -> dict[str, Any]:
+    """Return the parameters in which `params` differs from `others`."""
+    usual = asdict(others)
+    return {key: value for key, value in asdict(params).items() if value != usual[key]}
+
+
+def _parameters(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
+
+
+def _previewed(
+    row: dict[str, Any], index: Index, tokenizer: Tokenizer, shared: SamplingParams
+) -> PreviewedRow:
+    place = (row["file"], row["row_index"], row["custom_id"])
+    if row["key"] is None:
+        return PreviewedRow(*place, error={"code": row["error_code"], "message": row["error_message"]})
+    ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
+    text = tokenizer.rust.decode(ids, skip_special_tokens=False)
+    params = SamplingParams.from_json(row["params"])
+    return PreviewedRow(*place, text, ids, asdict(params), own_sampling=_differences(params, shared))

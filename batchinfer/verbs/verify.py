@@ -1,0 +1,30 @@
+"""`batchinfer verify`: every checksum of a result and of its stored answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.data.results.find_state import find_state
+from batchinfer.data.results.published import Problem
+from batchinfer.data.results.verify import verify_result, verify_store
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The damage that was found, and where else than in the result it was looked for."""
+
+    problems: list[Problem]
+    store: Path | None  # the store whose answers were checked
+    unchecked: str | None = None  # why there is none
+
+
+def verify_results(results: Path) -> Verified:
+    """Read a result and its stored completions whole."""
+    state, problems = find_state(results), verify_result(results)
+    if state.completions.is_dir():
+        return Verified([*problems, *verify_store(state.completions)], state.completions)
+    why = f"the stored answers were not checked: there is no folder {state.completions}"
+    if state.shares_store:
+        return Verified(problems, None, f"{why}, where the job's last run stored them")
+    return Verified(problems, None, f"{why}; a store at cache.path is found once the job has run again")
