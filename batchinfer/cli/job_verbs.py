@@ -132,11 +132,10 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Check a job as `run` does, including the first rows of every file, without computing anything."""
-    from batchinfer.pipeline.library import located
     from batchinfer.verbs.validate import validate_job
 
     job = load(job_file, overrides, date)
-    with located(job):
+    with job.located():
         found = validate_job(job)
     if as_json:
         options = job.model_dump(mode="json")
@@ -156,12 +155,11 @@ def preview(
     as_json: Json = False,
 ) -> None:
     """Show the first rows as the model would read them: rendered text, tokens, parameters."""
-    from batchinfer.pipeline.library import located
     from batchinfer.verbs.preview import preview_job, sampling_of_all
 
     job = load(job_file, overrides, date)
     untold = not as_json
-    with located(job):
+    with job.located():
         for row in preview_job(job, rows, tell):
             if untold:
                 say(printable("\n".join([*sampling_of_all(job), ""])))
@@ -203,14 +201,13 @@ def plan(
 ) -> None:
     """Read every row and say what a run would do and how long it would take, without loading the model."""
     from batchinfer.machine.hardware import hardware_called
-    from batchinfer.pipeline.library import located
     from batchinfer.plan.forecast.job import forecast_job
     from batchinfer.plan.forecast.text import forecast_json, forecast_lines
     from batchinfer.report.progress import Progress
 
     machine = None if hardware is None else hardware_called(hardware)
     job = load(job_file, overrides, date)
-    with located(job), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:
+    with job.located(), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:
         progress.phase("reading", job.input.limit)
         found = forecast_job(
             job,

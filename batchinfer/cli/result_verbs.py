@@ -155,7 +155,6 @@ def clean(
 ) -> None:
     """Remove stored answers that no result has used lately, and what old runs left in the state folder."""
     from batchinfer.pipeline.clean import clean_job, clean_result
-    from batchinfer.pipeline.library import located
 
     target = job_file_in(target)
     if target.is_dir():
@@ -168,7 +167,7 @@ def clean(
         done = clean_result(target, dry_run)
     else:
         job = load(target, overrides, date)
-        with located(job):
+        with job.located():
             done = clean_job(job, dry_run)
     if as_json:
         say_json(done.to_json())

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from batchinfer.core.sampling import SamplingParams
 
-Truncate = Literal["error", "left", "right"]  # what is done with a prompt too long for the model
 FinishReason = Literal["stop", "length", "error"]
 ErrorClass = Literal["input", "policy", "resource", "engine"]
 TokenIds = NDArray[np.int32]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from batchinfer.core.request import Pickled
+if TYPE_CHECKING:
+    from batchinfer.core.request import Pickled
 
 # How the host launches a step on a GPU, from the least work to the most: as one CUDA graph; as graphs of the pieces
 # between one layer's attention and the next one's; an operator at a time

@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+Truncate = Literal["error", "left", "right"]  # what is done with a prompt too long for the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,8 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.core.request import Truncate
-from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.sampling import SamplingParams, Truncate
 from batchinfer.job.check import check
 from batchinfer.job.field_types import (
     Auto,
@@ -329,12 +329,16 @@ class Job(Section):
         """What shows only later, e.g. that the input lacks a column: an error with the line of the key `where`."""
         return JobFileError(str(self.source), [Mistake(where, message, self._line(where))])
 
-    def located(self, error: JobFileError) -> JobFileError:
-        """`error` with the lines of this file's keys, where whoever found the mistakes did not know them."""
-        if error.path != str(self.source):
-            return error
-        found = [one if one.line else replace(one, line=self._line(one.where)) for one in error.mistakes]
-        return JobFileError(error.path, found)
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Add the lines of this file's keys to the mistakes that are found while the block runs."""
+        try:
+            yield
+        except JobFileError as error:
+            if error.path != str(self.source):
+                raise
+            found = [one if one.line else replace(one, line=self._line(one.where)) for one in error.mistakes]
+            raise JobFileError(error.path, found) from error
 
     def _line(self, where: str) -> int | None:
         return self._lines.get(where, self._lines.get(where.split(".")[0]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TextIO
 
-from batchinfer.core.errors import JobFileError, UsageError
+from batchinfer.core.errors import UsageError
 from batchinfer.job import Job, load_job
 from batchinfer.job.file import job_file_in
 from batchinfer.machine.limits import check_limits
@@ -71,7 +71,7 @@ def run_loaded(
 ) -> RunResult:
     """Run a job that is loaded. Signals end it in an orderly way where this is the main thread."""
     check_limits()
-    with located(job), _interrupts() as interrupts, _offline(), progress:
+    with job.located(), _interrupts() as interrupts, _offline(), progress:
         outcome = pipeline.run_job(job, options, progress, interrupts, notice)
     row = MappingProxyType(outcome.row)
     return RunResult(
@@ -93,15 +93,6 @@ def run_loaded(
 def run_verified(job: Job, limit: int | None, progress: Progress, notice: Callable[[str], None]) -> RunResult:
     """Run a job, or a trial of it, such that nothing damaged is used of what earlier runs left."""
     return run_loaded(job, pipeline.RunOptions(limit, verify=True), progress, notice)
-
-
-@contextlib.contextmanager
-def located(job: Job) -> Iterator[None]:
-    """What turns out to be wrong with the job file only later is told with its line, too."""
-    try:
-        yield
-    except JobFileError as error:
-        raise job.located(error) from error
 
 
 @contextlib.contextmanager

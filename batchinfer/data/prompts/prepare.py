@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.core.request import RowError, TokenIds, Truncate
-from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.request import RowError, TokenIds
+from batchinfer.core.sampling import SamplingParams, Truncate
 from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.rows import RowProblem, Values, row_error

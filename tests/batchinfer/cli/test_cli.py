@@ -135,16 +135,32 @@ def test_every_exit_code_is_documented() -> None:
     assert told == {0, 129, 130, 143} | {kind.exit_code for kind in kinds(errors.BatchInferError)}
 
 
-def test_help_and_completion_import_nothing_large() -> None:
-    """A verb imports what it needs once it runs: a shell's completion starts the program at each key."""
-    large = "{'duckdb', 'jinja2', 'numpy', 'pyarrow', 'pydantic', 'tokenizers', 'torch', 'transformers'}"
+TORCH = {"torch", "transformers", "tokenizers"}
+FILES = {"duckdb", "pyarrow", "numpy"}
+RUN = {"batchinfer.pipeline.run", "batchinfer.plan.simulation.simulator"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unused"),
+    [
+        # a shell's completion starts the program at each key
+        (["--help"], {*TORCH, *FILES, *RUN, "jinja2", "pydantic", "batchinfer.models.families.family"}),
+        (["bench", "--help"], {*TORCH, *FILES, *RUN, "jinja2", "batchinfer.models.families.family"}),
+        (["status", "nowhere"], {*TORCH, *FILES, *RUN}),
+        (["query", "nowhere", "FROM run"], {*TORCH, *RUN, "pyarrow.compute"}),
+        (["validate", "nowhere.yaml"], {"torch", "transformers", *RUN}),
+        (["preview", "nowhere.yaml"], {"torch", "transformers", *RUN}),
+        (["clean", "nowhere.yaml"], {*TORCH, *RUN}),
+        (["doctor"], {*TORCH, *RUN}),
+    ],
+)
+def test_a_verb_imports_only_what_it_uses(arguments: list[str], unused: set[str]) -> None:
     code = (
-        "import sys; from batchinfer import cli; cli.app(['--help'], standalone_mode=False); "
-        f"print({large} & set(sys.modules))"
+        f"import sys\nfrom batchinfer import cli\nsys.argv[1:] = {arguments}\n"
+        f"try: cli.main()\nfinally: print(sorted({unused} & set(sys.modules)))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "Run a job, or carry on with it" in out
-    assert out.splitlines()[-1] == "set()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines()[-1] == "[]"
 
 
 def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
