@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+# Not psutil, which takes 24 ms to import: it knows the affinity, but no quota of a control group, and not which cores
+# share a memory node or a physical core.
 _ROOT = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 _TOPOLOGY = Path("/sys/devices/system/cpu")

@@ -99,6 +99,8 @@ def _batches(texts: duckdb.DuckDBPyRelation, json_columns: Sequence[int]) -> Ite
         yield list(zip(*columns, strict=True))
 
 
+# Not rich's Table, which takes 29 ms to import, holds all rows before it prints the first, and breaks or cuts values to
+# the width: rows go out as they are read, and an answer that is too wide becomes blocks.
 @dataclass(frozen=True, slots=True)
 class _Table:
     """Columns side by side, a row a line."""

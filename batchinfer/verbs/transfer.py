@@ -1,6 +1,7 @@
 """Fetches large files over HTTP into a cache's blobs. What has arrived stays, so that the next process continues it.
 
-huggingface_hub's own downloads start a file anew in every process: its partial files have random names.
+Not huggingface_hub's own downloads: they start a file anew in every process, since their partial files have random
+names (2.4.0 still), and compare its size, not its sha256. Below them, `http_get` is theirs: requests, retries, resume.
 """
 
 from __future__ import annotations
