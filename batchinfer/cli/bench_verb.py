@@ -28,7 +28,7 @@ Model = Annotated[
         "Hugging Face cache."
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Dtype = Annotated[str, typer.Option(help="Type to compute in: auto, bfloat16, float16 or float32.")]
 Quantization = Annotated[
     str,
     typer.Option(
@@ -37,9 +37,9 @@ Quantization = Annotated[
 ]
 KvCacheDtype = Annotated[str, typer.Option(help="What the KV cache keeps: auto, int8 or fp8 (GPUs only).")]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Make answers independent of what else runs.")
+    bool, typer.Option("--deterministic", help="Make answers the same to the bit whatever other rows run.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; one per core by default.")]
 MostSeqs = Annotated[int | None, typer.Option(help="Most sequences in a step.")]
 MostBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens in a step.")]

@@ -106,7 +106,7 @@ def _show(result: RunResult, quiet: bool, as_json: bool) -> None:
         ) from error
     if not shown:
         tell(
-            f"{row['job']}: {printable(str(row['exit_status']))}; nobody reads stdout any more, so there is no summary"
+            f"{row['job']}: {printable(str(row['exit_status']))}; stdout is closed, so the summary is not printed"
         )
     if result.message is not None:
         tell_error(result.message)
@@ -224,13 +224,13 @@ def plan(
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if missing.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it is created if missing.")],
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Checkpoint folder, or org/name of a model in the Hugging Face cache, that the job names; "
-            "a small one is put into DIR by default.",
+            help="Model that the job names: a checkpoint folder, or org/name in the Hugging Face cache. "
+            "Default: a small model, copied into DIR.",
         ),
     ] = None,
     schema: Annotated[

@@ -33,7 +33,7 @@ Price = Annotated[
         "--price-per-hour",
         min=0,
         metavar="PRICE",
-        help="Price of the machine for one hour; the job's cost is then shown, too.",
+        help="Price of the machine per hour; the cost of the job is then shown.",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]

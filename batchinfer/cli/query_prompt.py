@@ -30,13 +30,13 @@ ROWS = {
     "results": "a row of the result",
     "run": "a run of the job",
     "steps": "an engine step",
-    "requests": "a piece of work that finished",
-    "rows": "a published row, and which piece of work answered it",
+    "requests": "a request that finished",
+    "rows": "a published row, and which request answered it",
     "experts": "an expert of each layer",
     "phases": "prefill, decode or mixed steps of a run",
     "buckets": "prompts of a run by length",
     "prefixes": "a prefix that requests share",
-    "history": "a run, with what can be compared",
+    "history": "a run, with the figures by which runs are compared",
 }
 # A text in quotes, a name in quotes, a text between dollars, comments; a lone beginning of one; anything else
 _PIECE = re.compile(

@@ -25,7 +25,7 @@ def report(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="RUN_ID", help="The run that it is about; by default the newest."),
+        typer.Option("--run", metavar="RUN_ID", help="Run to report on. Default: the newest."),
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip

@@ -44,7 +44,7 @@ Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Write the answer to a new file instead of stdout."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json: an object a row.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json: one object per row.")]
 
 
 def query(

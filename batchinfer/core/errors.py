@@ -10,7 +10,7 @@
     ├── OutputConflict             73  the result folder belongs to somebody else
     ├── StorageError               74  disk full or input/output error; the job can be resumed
     │   └── DamagedResult          74  a published file is not as it was written; the job publishes it again
-    ├── Locked                     75  another run of this job, or pull of this model, is at work
+    ├── Locked                     75  another run of this job, or pull of this model, is running
     ├── Busy                       75  other processes use the cores that were to be measured
     ├── SecurityRefusal            77  pickle, remote code, or a path that escapes
     ├── JobFileError               78  the job file, with every mistake listed

@@ -80,18 +80,16 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
             ("input", "sql"), "is given together with path; give exactly one of the two", "remove one"
         )
     if "sql" in given and section.get("format") not in (None, "auto"):
-        yield Finding(
-            ("input", "format"), "applies only to files (path), not to a query (sql)", "take it out"
-        )
+        yield Finding(("input", "format"), "applies only to files (path), not to a query (sql)", "remove it")
     if given == ["path"] and section.get("sql_memory") is not None:
         yield Finding(
-            ("input", "sql_memory"), "applies only to a query (sql), not to files (path)", "take it out"
+            ("input", "sql_memory"), "applies only to a query (sql), not to files (path)", "remove it"
         )
     yield from _written(section)
     openai = section.get("format") == "openai"
     if openai and section.get("id") is not None:
         message = "is not for OpenAI batch files: their custom_id is the id"
-        yield Finding(("input", "id"), message, "take it out")
+        yield Finding(("input", "id"), message, "remove it")
     if section.get("unique_ids") is True and not openai and section.get("id") is None:
         yield Finding(
             ("input", "unique_ids"), "is true, but no input.id says which column to look at", "give id"
@@ -108,9 +106,9 @@ def _written(section: Mapping[str, Any]) -> Iterator[Finding]:
         for name in _given(section, *names):
             if section.get("path") is None and section.get("sql") is not None:
                 message = f"applies only to files of {readers} (path); in a query (sql), give it to read_csv"
-                yield Finding(("input", name), message, "take it out")
+                yield Finding(("input", name), message, "remove it")
             elif isinstance(form, str) and form not in ("auto", *formats):
-                yield Finding(("input", name), f"belongs to {readers}; input.format is {form}", "take it out")
+                yield Finding(("input", name), f"belongs to {readers}; input.format is {form}", "remove it")
     delimiter, quote = section.get("delimiter"), section.get("quote", '"')
     if delimiter is not None and delimiter == quote:
         yield Finding(
@@ -125,7 +123,7 @@ def _prompt(
     section = values.get("prompt")
     if openai and section is not None:
         message = "is given, but the lines of an OpenAI batch file (input.format: openai) hold the prompts"
-        yield Finding(("prompt",), message, "take the section or the format out")
+        yield Finding(("prompt",), message, "remove the section or the format")
     elif section is None and not openai and not _is_openai(sections.get("input", {}), file):
         message = f"is missing; it must be a section with exactly one of {_SOURCES_TEXT}"
         yield Finding(("prompt",), message, "OpenAI batch files need none: then write input.format: openai")
@@ -157,7 +155,7 @@ def _prompt_source(section: Mapping[str, Any]) -> Iterator[Finding]:
         message = (
             f"is given, but {given[0]} takes the prompt as it is; a system message goes with user or messages"
         )
-        yield Finding(("prompt", "system"), message, "take it out")
+        yield Finding(("prompt", "system"), message, "remove it")
 
 
 def _templates(section: Mapping[str, Any], file: JobFile) -> Iterator[Finding]:
@@ -171,7 +169,7 @@ def _template(text: str, loc: Loc, first_line: int | None) -> Iterator[Finding]:
     try:
         faults = list(_template_faults(text))
     except RecursionError:
-        faults = [(1, "is a Jinja template that nests too deeply", "take it apart with {% set %}")]
+        faults = [(1, "is a Jinja template that nests too deeply", "split it with {% set %}")]
     for number, message, hint in faults:
         yield Finding(loc, message, hint, None if first_line is None else first_line + number - 1)
 
@@ -218,7 +216,7 @@ def _from_columns(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
         and sections.get("input", {}).get("format") == "openai"
     ):
         message = "is not for OpenAI batch files: the body of each request holds its parameters"
-        yield Finding(("sampling", "from_columns"), message, "take it out")
+        yield Finding(("sampling", "from_columns"), message, "remove it")
 
 
 def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
@@ -231,12 +229,12 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
         yield Finding(loc, f"is given together with {first}; give only one of them", "remove one")
     if not schemas and output.get("column") is not None:
         message = "needs an output.schema, which describes the answers in that column, but there is none"
-        yield Finding(("output", "column"), message, "give output.schema, or take it out")
+        yield Finding(("output", "column"), message, "give output.schema, or remove it")
     of_rows = sampling.get("from_columns")
     named = [name for name in CONSTRAINTS if isinstance(of_rows, dict | tuple) and name in of_rows]
     if schemas and named:
         message = f"names {named[0]}, but with output.schema all rows have the same schema"
-        yield Finding(("sampling", "from_columns"), message, "take one of the two out")
+        yield Finding(("sampling", "from_columns"), message, "remove one of the two")
 
 
 def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
@@ -261,13 +259,13 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
         return
     if model.get("kv_cache_dtype") == "fp8":
         message = "is fp8, which only a GPU can read and write"
-        yield Finding(("model", "kv_cache_dtype"), message, "take int8, or take device: cuda")
+        yield Finding(("model", "kv_cache_dtype"), message, "use int8, or device: cuda")
     if (codes := model.get("quantization")) in ("fp8", "stored"):
         message = f"is {codes}, but only a GPU can multiply in fp8"
-        yield Finding(("model", "quantization"), message, "take int8, or take device: cuda")
+        yield Finding(("model", "quantization"), message, "use int8, or device: cuda")
     if model.get("dtype") != "float16":
         return
-    message, hint = "not available in float16 on a CPU", "take it out, or take dtype: bfloat16 or float32"
+    message, hint = "not available in float16 on a CPU", "remove it, or use dtype: bfloat16 or float32"
     if model.get("quantization") == "int8":
         yield Finding(("model", "quantization"), f"is int8, which is {message}", hint)
     if model.get("kv_cache_dtype") == "int8":
@@ -298,7 +296,9 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
             yield Finding(loc, message, "give it another name with a query: input.sql")
         elif folded in seen:
             message = (
-                f"{shorten(column)} stands twice" if seen[folded] == column else _alike(column, seen[folded])
+                f"{shorten(column)} is listed twice"
+                if seen[folded] == column
+                else _alike(column, seen[folded])
             )
             yield Finding(loc, message, "name each column once")
         seen.setdefault(folded, column)
@@ -373,7 +373,7 @@ def _store(cache: str | None, model: str | None, inputs: Sequence[str]) -> Itera
 
 
 def _overlap(section: str, message: str) -> Finding:
-    return Finding((section, "path"), message, "take a folder of its own")
+    return Finding((section, "path"), message, "use a separate folder")
 
 
 def _folder_at(sections: Mapping[str, dict[str, Any]], section: str, file: JobFile) -> str | None:

@@ -20,7 +20,7 @@ class SamplingSection(Section):
         description="Most tokens of an answer. fit: as many as its constraint can need.",
     )
     min_tokens: Annotated[int, bounded("min_tokens")] = Field(
-        default=0, description="No end before so many tokens."
+        default=0, description="Fewest tokens of an answer: it does not end before."
     )
     temperature: Annotated[float, bounded("temperature")] = Field(
         default=0.0,
@@ -40,7 +40,7 @@ class SamplingSection(Section):
     )
     seed: Annotated[int, bounded("seed")] = Field(
         default=0,
-        description="Seed of the random draws. Equal answers to the bit take engine.deterministic as well.",
+        description="Seed of the random draws. Answers that are the same to the bit also need engine.deterministic.",
     )
     stop: Stops = Field(default=(), description="Texts that end an answer; they are cut off.")
     stop_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
@@ -51,24 +51,24 @@ class SamplingSection(Section):
     )
     repetition_penalty: Annotated[float, bounded("repetition_penalty")] = Field(
         default=1.0,
-        description="Above 1: tokens that were there already become less likely. 1: off.",
+        description="Above 1: tokens of the prompt and of the answer so far become less likely. 1: off.",
     )
     presence_penalty: Annotated[float, bounded("presence_penalty")] = Field(
         default=0.0,
-        description="Taken off the score of tokens that the answer has. 0: off.",
+        description="Subtracted from the score of tokens that the answer already contains. 0: off.",
     )
     frequency_penalty: Annotated[float, bounded("frequency_penalty")] = Field(
         default=0.0,
-        description="Taken off a token's score each time the answer has it. 0: off.",
+        description="Subtracted from a token's score for each time that the answer contains it. 0: off.",
     )
     logprobs: Annotated[int, bounded("logprobs")] | None = Field(
         default=None,
-        description="Log-probabilities of each token of an answer, and of so many of the most likely ones. null: none.",
+        description="Log-probabilities of each token of an answer, and of its N most likely alternatives. null: none.",
     )
 
     json_schema: JsonSchema | None = Field(
         default=None,
-        description="JSON Schema that answers are valid under. For columns of its properties, see output.schema.",
+        description="JSON Schema that answers follow. To make its properties columns, use output.schema instead.",
     )
     json_object: bool = Field(default=False, description="Whether answers are JSON objects.")
     regex: Text | None = Field(default=None, description="Regular expression that answers match as a whole.")

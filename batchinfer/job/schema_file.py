@@ -40,7 +40,7 @@ def read_schema_file(path: Path) -> str:
         raise ValueError(f"{path} {error}") from None
     except (ValueError, RecursionError):
         whole = path.stat().st_size <= MAX_SCHEMA_BYTES
-        why = "is no JSON file" if whole else f"is over {MAX_SCHEMA_BYTES} bytes"
+        why = "is not a JSON file" if whole else f"is over {MAX_SCHEMA_BYTES} bytes"
         raise ValueError(f"{path} {why}; it must hold one JSON Schema") from None
     if (problem := no_schema(schema)) is not None:
         raise ValueError(f"{path}: {problem}")

@@ -64,16 +64,17 @@ class ModelSection(Section):
     )
     quantization: Literal["auto", Quantization] = Field(
         default="auto",
-        description="How linear layers are computed. auto: fp8 as stored where the GPU can, else none. none: in dtype. "
-        "int8, fp8: weights become codes when loaded. stored: those of fp8 stay as they are. fp8, stored: GPU only.",
+        description="How linear layers are computed. auto: stored where checkpoint and GPU allow it, else none. "
+        "none: in dtype. int8, fp8: weights are quantised while loading. stored: in the checkpoint's fp8. "
+        "fp8, stored: GPU only.",
     )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",
-        description="What the KV cache keeps. auto: values in dtype. int8, fp8: codes of a byte; fp8 on a GPU only.",
+        description="What the KV cache keeps. auto: values in dtype. int8, fp8: codes of one byte. fp8: GPU only.",
     )
     max_model_len: MaxLength = Field(
         default=None,
-        description="Most tokens of a row, prompt and answer together. auto: what the model was made for.",
+        description="Most tokens of a row, prompt and answer together. auto: the checkpoint's own maximum.",
     )
 
 
@@ -90,7 +91,7 @@ class InputSection(Section):
     )
     sql_memory: SqlMemory = Field(
         default="auto",
-        description="Memory for the query; what needs more is spilled to disk. auto: half of what is available.",
+        description="Memory for the query; data beyond it is spilled to disk. auto: half of what is available.",
     )
     format: Literal["auto", "jsonl", "parquet", "csv", "arrow", "openai"] = Field(
         default="auto",
@@ -98,27 +99,27 @@ class InputSection(Section):
     )
     encoding: Encoding = Field(
         default="utf-8",
-        description="Encoding of files of lines (JSONL, CSV), such as latin-1, cp1252, utf-16 or shift_jis.",
+        description="Encoding of JSONL and CSV files, such as latin-1, cp1252, utf-16 or shift_jis.",
     )
     delimiter: Delimiter = Field(
         default="auto",
-        description="Character between the fields of CSV. auto: a comma, a semicolon or a tab, as the header has it.",
+        description="Character between the fields of CSV. auto: comma, semicolon or tab, whichever the header uses.",
     )
     quote: Quote = Field(
         default='"',
-        description="Character around fields of CSV, doubled within them. none: no character has this meaning.",
+        description="Quote character of CSV; doubled inside a quoted field. none: fields are never quoted.",
     )
     id: Column | None = Field(
         default=None,
         description="Column that becomes custom_id in the results. OpenAI batch files have their own.",
     )
     unique_ids: bool = Field(
-        default=False, description="Whether a row whose id an earlier row already had becomes an error row."
+        default=False, description="Whether a row that repeats an earlier row's id becomes an error row."
     )
-    limit: Whole | None = Field(default=None, description="Only the first so many rows. null: all.")
+    limit: Whole | None = Field(default=None, description="Read only the first N rows. null: all.")
     max_line_bytes: Bytes = Field(
         default=2**24,
-        description="A longer line of JSONL, or record of CSV, becomes an error row, unread.",
+        description="Longest line of JSONL, or record of CSV. A longer one becomes an error row and is not read.",
         json_schema_extra={"default": "16MiB"},
     )
 
@@ -138,14 +139,14 @@ class PromptSection(Section):
         default=None, description="Column with a whole chat: a list of {role, content}."
     )
     text: Column | None = Field(
-        default=None, description="Column whose text is continued as it stands, without a chat template."
+        default=None, description="Column whose text is continued as it is, without a chat template."
     )
     token_ids: Column | None = Field(
-        default=None, description="Column with the prompt's token ids, run as they are."
+        default=None, description="Column with the prompt's token ids, used as they are."
     )
     truncate: Truncate = Field(
         default="error",
-        description="A prompt too long for the model becomes an error row, or loses tokens at its left or right.",
+        description="A prompt that is too long: error makes it an error row; left or right cuts it at that end.",
     )
 
 
@@ -153,7 +154,7 @@ class OutputSection(Section):
     """Where the results go."""
 
     path: PathField = Field(
-        description="Folder of the results, replaced as a whole. State is beside it, less ${date}, in .batchinfer-NAME."
+        description="Folder of the results, replaced as a whole. The job's state is beside it, in .batchinfer-NAME."
     )
     columns: tuple[Column, ...] = Field(
         default=(), description="Input columns to carry into the results, with their own types."
@@ -161,15 +162,16 @@ class OutputSection(Section):
     json_schema: JsonSchema | None = Field(
         default=None,
         alias="schema",
-        description="JSON Schema that answers are valid under. Each of its properties becomes a column.",
+        description="JSON Schema that answers follow. Each of its properties becomes a column of the result.",
     )
     schema_file: PathField | None = Field(
-        default=None, description="The same in a file of its own, instead of schema."
+        default=None, description="JSON file with the schema of answers, instead of schema."
     )
     column: Column | None = Field(
-        default=None, description="Name of one column for the whole answer, instead of one a property."
+        default=None,
+        description="Name of one column for the whole answer, instead of one column per property.",
     )
-    rows_per_file: Whole = Field(default=100_000, description="Rows of one result file.")
+    rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
 
 class EngineSection(Section):
@@ -178,39 +180,43 @@ class EngineSection(Section):
     device: Literal["auto", Device] = Field(
         default="auto", description="Where to compute. auto: cuda where there is a GPU."
     )
-    max_num_seqs: Auto | Whole = Field(default="auto", description="Most rows in work at once.")
-    max_num_batched_tokens: Auto | Whole = Field(default="auto", description="Most tokens of one step.")
+    max_num_seqs: Auto | Whole = Field(default="auto", description="Most rows computed at once.")
+    max_num_batched_tokens: Auto | Whole = Field(default="auto", description="Most tokens in one step.")
     block_size: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
-        default="auto", description="Tokens of one block of the KV cache."
+        default="auto", description="Tokens per block of the KV cache."
     )
     kv_memory: KvMemory = Field(
         default="auto",
-        description="Memory for the KV cache: a size such as 4GiB, or a share of what the weights leave free.",
+        description="Memory for the KV cache: a size such as 4GiB, or a share such as 0.8 of what weights leave free.",
     )
     enable_prefix_caching: bool = Field(
-        default=True, description="Whether rows share the computed beginning of their prompts."
+        default=True, description="Whether rows share the KV cache of a common beginning of their prompts."
     )
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
-        default="auto", description="CPU threads to compute with. auto: one a core."
+        default="auto", description="CPU threads for computing. auto: one per core."
     )
     data_parallel: Auto | Annotated[int, Field(ge=1, le=256)] = Field(
         default="auto",
-        description="Engines that share the work. auto: one for each GPU, and one on a CPU.",
+        description="Number of engines that share the work. auto: one for each GPU; one on a CPU.",
     )
     deterministic: bool = Field(
         default=False,
-        description="Whether an answer is the same to the bit whatever else runs, a little slower.",
+        description="Whether answers are the same to the bit whatever other rows run. A little slower.",
     )
 
 
 class OnErrorSection(Section):
-    """How many bad rows a job bears."""
+    """How many error rows a job may have."""
 
     max_error_rate: float = Field(
-        default=0.01, ge=0, le=1, description="Share of error rows above which the job fails."
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Largest share of error rows. With more, the job fails (exit code 65).",
     )
     publish: bool = Field(
-        default=False, description="Whether a job with more error rows publishes its results all the same."
+        default=False,
+        description="Whether a job with more error rows than that publishes its results anyway.",
     )
 
 
@@ -219,23 +225,25 @@ class CacheSection(Section):
 
     path: PathField | None = Field(
         default=None,
-        description="Folder of a store that several jobs share. null: the job's own, in its state folder.",
+        description="Folder of a store that several jobs share. null: a store for this job, in its state folder.",
     )
     keep: Whole | None = Field(
         default=30,
-        description="Days. Answers that no result of so many last days used are dropped. null: never.",
+        description="Days after which answers that no result has used are dropped from the store. null: never.",
     )
 
 
 class CommitSection(Section):
-    """How often finished work is written down; a crash loses at most what came after."""
+    """How often finished answers are stored; a crash loses at most what came after."""
 
-    rows: Whole = Field(default=1000, description="Most finished rows at risk: commit after so many.")
+    rows: Whole = Field(
+        default=1000, description="Store answers after this many finished rows, or after seconds."
+    )
     seconds: float = Field(
         default=30.0,
         gt=0,
         le=3600,
-        description="Most seconds at risk: commit after so many, if that comes first.",
+        description="Store answers after this many seconds, or after rows, whichever comes first.",
     )
 
 
@@ -246,27 +254,31 @@ class Job(Section):
     model: ModelSection = Field(description="Which model answers, and in what type it computes.")
     input: InputSection = Field(description="The rows: files (path) or a query (sql).")
     prompt: PromptSection | None = Field(
-        default=None, description="What the model reads of a row. Absent only with input.format: openai."
+        default=None, description="What the model reads of a row. Required, except with input.format: openai."
     )
     sampling: SamplingSection = Field(
-        default=SamplingSection(), description="How tokens are chosen, and which of it rows set themselves."
+        default=SamplingSection(),
+        description="How tokens are chosen, and which parameters rows set themselves.",
     )
-    output: OutputSection = Field(description="Where the results go, and what is carried along.")
+    output: OutputSection = Field(description="Where the results go, and which columns they have.")
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine works; auto fits most machines."
     )
-    on_error: OnErrorSection = Field(default=OnErrorSection(), description="How many bad rows the job bears.")
+    on_error: OnErrorSection = Field(
+        default=OnErrorSection(), description="How many error rows the job may have."
+    )
     cache: CacheSection = Field(
         default=CacheSection(),
-        description="The store of answers: where it is, how long unused ones are kept.",
+        description="The store of answers: where it is, and how long unused answers are kept.",
     )
     commit: CommitSection = Field(
-        default=CommitSection(), description="How often finished work is written down."
+        default=CommitSection(),
+        description="How often finished answers are stored. A crash costs at most the work since then.",
     )
 
     deadline: DeadlineText | None = Field(
         default=None,
-        description="When the results are wanted: HH:MM, the next one by this machine's clock, or a timestamp.",
+        description="When the results are wanted: HH:MM (its next occurrence by this machine's clock) or a timestamp.",
     )
 
     _source: Path = PrivateAttr(default=Path("job.yaml"))

@@ -25,7 +25,7 @@ input:
   path: prompts.jsonl     # a file, a folder, a glob such as data/*.parquet, or a list of them
   # sql: "select * from read_parquet('data/*.parquet') where lang = 'en'"    # instead of path
   id: id                  # this column becomes custom_id in the results
-  limit: null             # only the first so many rows
+  limit: null             # read only the first N rows
 
 prompt:
   system: @SYSTEM@

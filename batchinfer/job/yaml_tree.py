@@ -151,12 +151,12 @@ def _events(text: str, lines: _Lines) -> Iterator[Any]:
     """Parser events; what the parser refuses becomes _Stopped, with its line and a cure."""
     directive = re.search(r"^%", text, re.MULTILINE)
     if directive:
-        message = "a line that begins with % (a YAML directive) has no place in a job file"
+        message = "a line that begins with % (a YAML directive) is not allowed in a job file"
         raise _Stopped(Finding((), message, "remove the line", lines.at(directive.start())))
     try:
         yield from YAML(typ="safe", pure=True).parse(text)
     except ReaderError as error:
-        message = f"the character U+{ord(text[error.position]):04X} has no place in a text file"
+        message = f"the character U+{ord(text[error.position]):04X} is not allowed in a text file"
         raise _Stopped(Finding((), message, "remove it", lines.at(error.position))) from None
     except MarkedYAMLError as error:
         raise _Stopped(_syntax(error, text, lines)) from None
@@ -206,7 +206,9 @@ class _Reader:
         if isinstance(following, DocumentStartEvent):
             line = self._line(following)
             raise _Stopped(
-                Finding((), "a second document begins here; a job file is one", "remove ---", line)
+                Finding(
+                    (), "a second YAML document begins here; a job file is a single one", "remove ---", line
+                )
             )
         return root
 
@@ -216,7 +218,7 @@ class _Reader:
             return self._alias(event, loc)
         if event.tag is not None:
             self._found(
-                loc, f"the tag {shorten(str(event.tag))} has no place in a job file", "remove it", event
+                loc, f"the tag {shorten(str(event.tag))} is not allowed in a job file", "remove it", event
             )
         node = self._untagged(event, loc)
         if event.anchor is not None:
@@ -249,7 +251,7 @@ class _Reader:
             key = self._key(event, loc)
             node = self._node(next(self._source), (*loc, key))
             if key in entries:
-                message = f"the key stands here a second time; the first is in line {entries[key].line}"
+                message = f"the key is given twice; the first is in line {entries[key].line}"
                 self._found((*loc, key), message, "keep one of the two", event)
             else:
                 entries[key] = Entry(self._line(event), node)
@@ -268,7 +270,7 @@ class _Reader:
         self._bound(event, loc)
         if event.tag is not None:
             self._found(
-                loc, f"the tag {shorten(str(event.tag))} has no place in a job file", "remove it", event
+                loc, f"the tag {shorten(str(event.tag))} is not allowed in a job file", "remove it", event
             )
         return self._text(event, loc)
 

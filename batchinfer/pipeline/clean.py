@@ -48,7 +48,7 @@ class Cleanup:
 
     def text(self) -> str:
         """Two lines for people."""
-        days = "for ever" if self.keep_days is None else f"for {self.keep_days} days"
+        days = "forever" if self.keep_days is None else f"for {self.keep_days} days"
         would = "would be " if self.dry_run else ""
         about = "about " if self.dry_run else ""
         answers = self.answers

@@ -38,7 +38,7 @@ class OperatorsBuild:
             self._notice(self._line)
         if self._took is not None and not self._told_done:
             self._told_done = True
-            self._notice(f"the CPU operators are compiled: it took {self._took:.1f} s")
+            self._notice(f"compiled the CPU operators in {self._took:.1f} s")
 
     @property
     def facts(self) -> dict[str, float]:

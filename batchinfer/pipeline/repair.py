@@ -24,8 +24,8 @@ def next_step(results: Path) -> str:
     again = "run its job again" if made is None else f"`{made.command} --verify`"
     how = "" if made is None else f"; `batchinfer verify {results} --repair` does the same"
     return (
-        f"next: {again}: what is damaged is dropped, and the result is published again from the stored answers; those "
-        f"that are gone are computed{how}"
+        f"next: {again}: it drops what is damaged, publishes the result again from the stored answers, and computes "
+        f"missing answers again{how}"
     )
 
 

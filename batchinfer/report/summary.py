@@ -166,7 +166,7 @@ def _guided(row: Row) -> str:
         return ""
     constrained, steered, forced = row["constrained_requests"], row["steered_requests"], row["forced_tokens"]
     return (
-        f"{count(constrained)} answers under a constraint, {count(steered)} kept from a likelier token; "
+        f"{count(constrained)} answers under a constraint, which forbade the most likely token in {count(steered)}; "
         f"{short(forced)} tokens forced, masks {seconds(row['mask_s'])}"
     )
 
@@ -224,9 +224,9 @@ def _results(row: Row) -> str:
 
 def _next(row: Row) -> str:
     if not is_published(row["exit_status"]):
-        return "what is done is kept: the same command, once the cause is gone, does only the rest"
+        return "finished answers are kept: once the cause is removed, the same command computes only the rest"
     if row["exit_code"]:
-        return "once the error rows are put right, the same command computes only what changed"
+        return "correct the error rows and run the same command again: it computes only what changed"
     return (
         f'batchinfer query {shlex.quote(row["output"])} "select status, count(*) from results group by all"'
     )

@@ -98,6 +98,6 @@ def refuse_busy(load: CoreLoad) -> None:
     others = load.look()
     if others is not None and others > MOST_BUSY:
         raise Busy(
-            f"other processes use {others:.1f} of {load.cores} cores: what is measured now would be too low, and every "
-            "report and forecast would be compared with it. Measure when the machine is quiet, or add --although-busy"
+            f"other processes use {others:.1f} of {load.cores} cores: peaks measured now would be too low, and every "
+            "report and forecast would use them. Measure when the machine is quiet, or add --although-busy"
         )

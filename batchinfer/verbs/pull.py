@@ -125,7 +125,7 @@ class _Pull:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise Locked(
-                f"another batchinfer pull of {self.name.repo} is at work; try again later"
+                f"another batchinfer pull of {self.name.repo} is running; try again later"
             ) from error
 
     def complete(self, progress: Progress) -> Pulled:

@@ -67,7 +67,7 @@ def _place(folder: Path) -> tuple[ResultPlace, Path]:
     place = ResultPlace.of(folder)
     if place.report is None:
         raise InputMissing(
-            f"{folder}: no run has left a report of it; the next `batchinfer run` that computes something writes one"
+            f"{folder}: no run has written a report yet; the next `batchinfer run` that computes something writes one"
         )
     return place, place.report
 
@@ -78,9 +78,9 @@ def _check_begun(folder: Path) -> None:
         state = status_of(folder).state
     except InputMissing:  # none has begun: what is said then is what `query` says, too
         return
-    how = "is at work" if state == "running" else state
+    how = "is still running" if state == "running" else state
     raise InputMissing(
-        f"{folder}: no run of it has left a report yet; its last run {how}, `batchinfer status {folder}` says more"
+        f"{folder}: no run has written a report yet; the last run {how}: see `batchinfer status {folder}`"
     )
 
 
@@ -90,7 +90,7 @@ def _check_ours(path: Path) -> None:
         return
     if not _is_page(path):
         raise OutputConflict(
-            f"{path}: is there already, and is no page that batchinfer wrote; choose another name, or move it away"
+            f"{path}: exists already, and batchinfer did not write it; choose another name, or move it away"
         )
 
 
@@ -103,8 +103,8 @@ def _is_page(path: Path) -> bool:
 
 def _no_run(folder: Path, report: Path, run_id: str | None) -> str:
     if run_id is None:
-        return f"{folder}: no run of it has ended yet, only others of {report}; `batchinfer status {folder}` says more"
-    return f"{report}: no run {run_id} there; `batchinfer history {report} --json` names all"
+        return f"{folder}: {report} has finished runs of other folders only; see `batchinfer status {folder}`"
+    return f"{report}: there is no run {run_id}; `batchinfer history {report} --json` lists all"
 
 
 def _newer(folder: Path, row: RunRow) -> str:
@@ -116,5 +116,5 @@ def _newer(folder: Path, row: RunRow) -> str:
     if status.run_id == row["run_id"] or status.state not in ("running", "crashed"):
         return ""
     if status.state == "running":
-        return "A newer run is at work; this page is about the one before it."
-    return "A newer run crashed before it could write its tables; this page is about the one before it."
+        return "A newer run is still running; this page is about the run before it."
+    return "A newer run crashed before it could write its tables; this page is about the run before it."

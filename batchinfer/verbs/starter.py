@@ -74,7 +74,7 @@ def _beside(answer: SchemaFile, folder: Path, files: dict[str, bytes]) -> dict[s
     """The schema's copy; none where it lies in the folder already."""
     name = answer.path.name
     if name in files:
-        raise UsageError(f"{answer.path}: has the name of a file that is written beside it; rename it")
+        raise UsageError(f"{answer.path}: has the name of a file that init writes; rename it")
     if os.path.realpath(answer.path) == os.path.realpath(folder / name):
         return {}
     return {name: answer.data}

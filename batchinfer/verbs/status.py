@@ -113,9 +113,7 @@ def status_of(target: Path | Job) -> RunStatus:
 def _read(path: Path, running: bool) -> RunStatus:
     facts = read_json(path)
     if not isinstance(facts, dict) or facts.pop("format", None) != PROGRESS_FORMAT:
-        raise StorageError(
-            f"{path}: not a progress file that this version reads; the next run writes it anew"
-        )
+        raise StorageError(f"{path}: this version cannot read this progress file; the next run replaces it")
     ended = facts.get("exit_status")
     if (
         running and ended is not None
@@ -158,21 +156,25 @@ def prometheus_lines(found: RunStatus) -> Iterator[str]:
 
 def _metrics(found: RunStatus) -> list[tuple[str, str, float | None]]:
     return [
-        ("running", "Whether a run of the job is at work.", float(found.running)),
-        ("crashed", "Whether the last run ended without a word.", float(found.state == "crashed")),
-        ("exit_code", "Exit code of the last run; absent while one is at work.", found.exit_code),
+        ("running", "Whether a run of the job is running.", float(found.running)),
+        (
+            "crashed",
+            "Whether the last run crashed: it ended without recording how.",
+            float(found.state == "crashed"),
+        ),
+        ("exit_code", "Exit code of the last run; absent while one is running.", found.exit_code),
         ("start_time_seconds", "When the run started, in Unix time.", _unix(found.started_at)),
         (
             "update_time_seconds",
             "When the run last wrote its progress, in Unix time.",
             _unix(found.updated_at),
         ),
-        ("rows", "Rows that are done in the present phase.", found.rows),
-        ("rows_expected", "Rows of the present phase.", found.rows_total),
-        ("tokens", "Tokens that are done, those that a prefix saved included.", found.tokens),
-        ("tokens_expected", "Tokens that the run is expected to come to.", found.tokens_total),
-        ("progress_ratio", "Share of the present phase that is done.", found.share),
-        ("left_seconds", "Estimated time to the end of the present phase.", found.left_s),
+        ("rows", "Rows that are done in the current phase.", found.rows),
+        ("rows_expected", "Rows of the current phase.", found.rows_total),
+        ("tokens", "Tokens that are done, including those that shared prefixes saved.", found.tokens),
+        ("tokens_expected", "Tokens that the run is expected to do in all.", found.tokens_total),
+        ("progress_ratio", "Share of the current phase that is done.", found.share),
+        ("left_seconds", "Estimated time to the end of the current phase.", found.left_s),
         ("memory_bytes", "Resident memory of the run's processes.", found.memory_bytes),
     ]
 

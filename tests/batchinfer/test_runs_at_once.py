@@ -28,7 +28,7 @@ from tests.batchinfer.wrong_jobs import Place, environment
 from tests.patience import PATIENCE_S
 
 NIGHT, OTHER = "2026-01-01", "2026-01-02"
-WAITING = "another run computes these rows already"
+WAITING = "another run is already computing these rows"
 
 
 class Run:

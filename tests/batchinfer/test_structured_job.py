@@ -69,7 +69,8 @@ def test_every_whole_answer_is_valid_and_in_columns(place: Place, run: Command) 
     assert done.code == 0, done.err
     (shape,) = [line for line in done.out.splitlines() if line.startswith("  guided")]
     assert re.search(
-        r"60 answers under a constraint, [1-9]\d* kept from a likelier token; \S+ tokens forced", shape
+        r"60 answers under a constraint, which forbade the most likely token in [1-9]\d*; \S+ tokens forced",
+        shape,
     ), shape
     (file,) = place.results.glob("*.parquet")
     table = pq.read_table(file)
@@ -201,7 +202,7 @@ MISTAKES = [
     ({"schema": "order.schema.json"}, "output.schema", "name its file in output.schema_file"),
     ({"schema_file": "true.json"}, "output.schema_file", "true.json: found true"),
     ({"schema_file": "none.json"}, "output.schema_file", "No such file"),
-    ({"schema_file": "rows.jsonl"}, "output.schema_file", "no JSON file"),
+    ({"schema_file": "rows.jsonl"}, "output.schema_file", "not a JSON file"),
     ({"schema": {}, "schema_file": "rows.jsonl"}, "output.schema_file", "together with output.schema"),
     ({"column": "answer"}, "output.column", "needs an output.schema"),
 ]

@@ -1090,7 +1090,7 @@ def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ig
     assert "the same command resumes" in ended.err
     plan, *running, message = ended.err.splitlines(keepends=True)
     assert "nightly: plan: 20 rows" in plan
-    assert any("a new one is started" in line for line in running), "a slow run logs its progress, too"
+    assert any("starting a new one" in line for line in running), "a slow run logs its progress, too"
     clear(message)
     assert place.published() == {}
     monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")

@@ -47,7 +47,7 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         twice = next(place for place, (name, _) in enumerate(pairs) if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise Unfit(
-            f"the answer names property {twice + 1} of an object as one before it; a name may stand once"
+            f"property {twice + 1} of an object in the answer has the name of an earlier one; each name may occur once"
         )
     return found
 
@@ -77,7 +77,7 @@ class AnswerCheck:
         except Unfit as error:
             problem = str(error)
         except (ValueError, RecursionError):
-            problem = "the answer is no JSON that can be read"
+            problem = "the answer is not valid JSON"
         else:
             return completion
         failed = RowError("unfit_output", "policy", problem[:1000])

@@ -74,7 +74,7 @@ class Enumeration(Kind):
 
     def check(self, value: Any, place: str) -> None:
         if value is not None and not (isinstance(value, str) and value in self._places):
-            raise Unfit(f"{place}: this is none of the {len(self._places)} values that the schema lists")
+            raise Unfit(f"{place}: this is not one of the {len(self._places)} values that the schema lists")
 
     def array(self, values: Sequence[Any]) -> pa.Array:
         indices = pa.array([None if v is None else self._places[v] for v in values], pa.int32())
@@ -91,7 +91,7 @@ class ListOf(Kind):
         if value is None:
             return
         if not isinstance(value, list):
-            raise Unfit(f"{place}: this is no list")
+            raise Unfit(f"{place}: this is not a list")
         for number, one in enumerate(value):
             self._item.check(one, f"{place}[{number}]")
 
@@ -114,7 +114,7 @@ class Struct(Kind):
         if value is None:
             return
         if not isinstance(value, dict):
-            raise Unfit(f"{place}: this is no object")
+            raise Unfit(f"{place}: this is not an object")
         for name, kind in self.fields.items():
             kind.check(value.get(name), f"{place}.{name}" if place else name)
 
@@ -189,7 +189,7 @@ def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         _not("a whole number")
     if not -(2**63) <= value < 2**63:  # first: an integer of 10^9 digits is short to write
-        raise ValueError("the whole number takes more than 64 bits")
+        raise ValueError("the whole number does not fit into 64 bits")
     return int(value) if int(value) == value else _not("a whole number")
 
 
@@ -202,7 +202,7 @@ def _number(value: Any) -> float:
     if value and not found:
         raise ValueError("the number is closer to zero than a 64-bit float can be")
     if isinstance(value, int) and int(found) != value:
-        raise ValueError("the whole number has more digits than a 64-bit float")
+        raise ValueError("the whole number has more digits than a 64-bit float can hold")
     return found
 
 
@@ -222,11 +222,13 @@ def _time(value: Any) -> time:
 
 def _moment(value: Any) -> datetime:
     _check_day(_text(value))
-    found = _parsed(datetime.fromisoformat, _microseconds(_text(value)), "a moment, as YYYY-MM-DDTHH:MM:SSZ")
+    found = _parsed(
+        datetime.fromisoformat, _microseconds(_text(value)), "a date and time, as YYYY-MM-DDTHH:MM:SSZ"
+    )
     try:
         return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
     except OverflowError:
-        raise ValueError("the moment is beyond the years 1 to 9999 in UTC") from None
+        raise ValueError("the date is outside the years 1 to 9999 in UTC") from None
 
 
 def _check_day(said: str) -> None:

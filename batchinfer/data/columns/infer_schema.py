@@ -121,8 +121,8 @@ class _Examples:
             raise InputCorrupt(f"{path}: there are no rows")
         if self.bad > self.rows * MOST_BAD:
             raise InputCorrupt(
-                f"{self.first_bad}\n{self.bad:,} of {self.rows:,} rows are no examples, and {float(MOST_BAD):.0%} of "
-                "them may be none; correct them"
+                f"{self.first_bad}\n{self.bad:,} of {self.rows:,} rows have no valid example, and at most "
+                f"{float(MOST_BAD):.0%} may lack one; correct these rows"
             )
         if self.column is not None and not self.there:
             raise _no_column(path, self.column, list(self.names))

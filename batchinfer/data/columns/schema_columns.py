@@ -142,7 +142,10 @@ class _SchemaReader:
         _check_names(properties)
         if (why := _further(schema)) is not None:
             self.notes.append(
-                Note("", f"{why}; those that it names are columns, the rest is in generated_text only")
+                Note(
+                    "",
+                    f"{why}; the properties that it names are columns, all others are only in generated_text",
+                )
             )
         with self._inside(schema):
             return Struct({name: self.kind(one, name) for name, one in properties.items()})

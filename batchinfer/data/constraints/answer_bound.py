@@ -58,7 +58,7 @@ def _of_object(_: bool) -> int:
 
 
 def _of_grammar(_: str) -> int:
-    raise Unbounded("a grammar has no bound that is known; give max_tokens a number")
+    raise Unbounded("the longest answer of a grammar is not known; give max_tokens a number")
 
 
 def _of_schema(text: str) -> int:
@@ -197,7 +197,8 @@ def _of_number(schema: dict[str, Any], place: str) -> int:
     step = schema.get("multipleOf")
     if low is None or high is None or not _is_number(step):
         raise _unbounded(
-            place, "a number has any count of decimals; give minimum, maximum and multipleOf, such as 0.01"
+            place,
+            "a number may have any number of decimals; give minimum, maximum and multipleOf, such as 0.01",
         )
     digits = max(len(str(math.floor(low))), len(str(math.ceil(high))), 2)
     exponent = Decimal(repr(step)).normalize().as_tuple().exponent

@@ -74,7 +74,7 @@ class ConstraintChecker:
                     return problem
             if again:
                 raise Unavailable(
-                    f"the process that checks constraints is silent for {_WAIT_S} s; {CONTINUES}"
+                    f"the process that checks constraints has not answered for {_WAIT_S} s; {CONTINUES}"
                 )
             ended = None
         except EOFError:
@@ -116,7 +116,7 @@ class ConstraintChecker:
             return "its rules or references lead too deep into one another; make it flatter"
         if ended.code == -signal.SIGABRT:
             return f"compiling it takes more than {MEMORY_BYTES >> 30} GiB of memory; make it simpler"
-        return f"compiling it ended the process that did so, twice ({ended}); make it simpler"
+        return f"the process that compiled it ended, twice ({ended}); make it simpler"
 
 
 def constraint_problem(

@@ -51,7 +51,9 @@ def number_equal_samples(
 
 
 def _as_error(row: dict[str, Any], first: int) -> dict[str, Any]:
-    error = row_error("duplicate_custom_id", f"row {first} has this custom id already (input.unique_ids)")
+    error = row_error(
+        "duplicate_custom_id", f"row {first} has the same custom_id, and input.unique_ids is true"
+    )
     blank = dict.fromkeys(_WORK_COLUMNS)
     return {
         **row,

@@ -88,7 +88,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         key = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise RowProblem("duplicate_keys", f"the key {key[:100]!r} stands twice in one object")
+        raise RowProblem("duplicate_keys", f"the key {key[:100]!r} occurs twice in one object")
     return found
 
 

@@ -49,7 +49,7 @@ def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
     fault = template_fault(chat_environment(_ANY_TIME), template.text)
     if fault is not None:
         message = f"{template.file}: {fault.text('the chat template')}"
-        hint = "mend it, put a right chat_template.jinja there, or use prompt.text"
+        hint = "correct it, put a valid chat_template.jinja there, or use prompt.text"
         raise JobFileError(str(tokenizer.folder), [Mistake("model.path", message, hint=hint)])
 
 

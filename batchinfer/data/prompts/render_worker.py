@@ -123,7 +123,7 @@ class RenderWorker:
             limit = IDLE * self._spec.timeout_s(at)
             if waited.look() > limit:
                 self._failed(
-                    "template_timeout", f"the process that rendered this row did nothing for {limit:g} s"
+                    "template_timeout", f"the process that renders this row made no progress for {limit:g} s"
                 )
                 return None
         try:
@@ -147,7 +147,8 @@ class RenderWorker:
         else:
             how = "" if ended is None else f" (it {ended})"
             self._failed(
-                "template_crash", f"rendering or tokenising this row ended the process that did it{how}"
+                "template_crash",
+                f"the process that renders prompts died while rendering or tokenising this row{how}",
             )
 
     def _failed(self, code: str, message: str) -> None:
@@ -157,10 +158,10 @@ class RenderWorker:
             self._lost += 1
             if self._lost == _LOST:
                 text = f"the process that renders prompts cannot be kept running: {message}"
-                raise Unavailable(f"{text}; {_LOST} in a row did nothing")
+                raise Unavailable(f"{text}; {_LOST} such processes in a row did nothing")
             pieces.be_careful()
         elif pieces.present.accused:
-            pieces.blame(code, f"{message}, with other rows and by itself")
+            pieces.blame(code, f"{message}, with other rows and again with this row alone")
             self._check_streak(message)
         else:
             pieces.accuse(row)

@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         )
     if manifest is None or not whole or version != MANIFEST_FORMAT:
         why = (
-            "it is not as it was written"
+            "it has changed since it was written"
             if problem is None
             else f"it is not a manifest of batchinfer ({problem})"
         )
@@ -131,10 +131,10 @@ def _problem(manifest: Manifest) -> str | None:
     """What in a manifest contradicts the rest of it; None where nothing does."""
     spec = PublishSpec(manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
     if manifest.generation != generation_of(spec, manifest.files):
-        return "its generation is not that of its contents"
+        return "its generation does not match its contents"
     names = [file_name(manifest.generation, number) for number in range(len(manifest.files))]
     if names != [file.name for file in manifest.files]:
-        return "its files have other names than its generation gives them"
+        return "the names of its files do not match its generation"
     counts = (manifest.rows, manifest.ok, manifest.errors, manifest.retryable)
     if any(type(count) is not int or count < 0 for count in counts):
         return "its counts are not all counts"

@@ -49,7 +49,7 @@ def _unlisted(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     listed = {file.name for file in manifest.files}
     for path in sorted(folder.glob("*.parquet")):
         if path.name not in listed:
-            yield Problem(path, "not in the manifest, but a reader of *.parquet takes it in: move it away")
+            yield Problem(path, "not part of the result, but read with it by *.parquet: move it away")
 
 
 def _check_pages(path: Path, rows: int) -> Iterator[Problem]:

@@ -130,7 +130,7 @@ def _remember(memory: Path, folder: Path, known: Mapping[str, tuple[FileState, s
         temporary.write_text(json.dumps(kept, sort_keys=True) + "\n", encoding="utf-8")
         temporary.replace(memory)
     except OSError as error:
-        _log.info("%s cannot be written (%s): %s is read whole again the next time", memory, error, folder)
+        _log.info("%s cannot be written (%s): %s is read in full again the next time", memory, error, folder)
 
 
 def _forget_old(memories: Path) -> None:

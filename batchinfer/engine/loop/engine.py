@@ -465,7 +465,7 @@ def _constrained_end(
     if reason is None:
         return None
     cut = "max_tokens or the model's context ended" if reason == "length" else "a stop string or token ended"
-    text = f"{cut} the answer before it was whole under its constraint"
+    text = f"{cut} the answer before it was complete under its constraint"
     return End("error", kept, RowError("incomplete_output", "policy", text), cut=reason == "length")
 
 

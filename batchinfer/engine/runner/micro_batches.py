@@ -58,7 +58,7 @@ class MicroBatches:
         self._held = self._good = 0
         _log.warning(
             "the device had too little memory for a step of %d tokens of %d rows: steps now have at most %d tokens; "
-            "larger ones are tried again after %d steps. If this returns, lower engine.kv_memory, "
+            "larger ones are tried again after %d steps. If this recurs, lower engine.kv_memory, "
             "engine.max_num_batched_tokens or engine.max_num_seqs",
             *(tokens, len(batch), self.most_tokens, self._patience),
         )

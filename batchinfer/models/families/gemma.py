@@ -138,7 +138,7 @@ def _model(family: str, files: ConfigFiles, layers: tuple[LayerSpec, ...], **spe
     fields = files.config
     if fields.boolean("use_bidirectional_attention", False):
         fields.mistakes.append(
-            f"{fields.name}: use_bidirectional_attention is true: no decoder; only false is supported"
+            f"{fields.name}: use_bidirectional_attention is true, which is no decoder; only false is supported"
         )
     special |= {"embedding_multiplier": hidden_size(fields) ** 0.5, "norm": _norm(fields)}
     return model(family, files, layers, absent_eos=ABSENT_EOS, absent_tied=True, **special)

@@ -186,7 +186,7 @@ def _halves(model: Any, path: str, vocab: int) -> _Halves:
         logits = model(inputs_embeds=hidden, use_cache=False).logits
     if logits.shape != (1, TOKENS, vocab) or embedding.shape[0] < vocab:
         raise CannotRun(
-            "its logits are not one a token id", f"{tuple(logits.shape)}, {embedding.shape[0]} ids"
+            "it does not give one logit per token id", f"{tuple(logits.shape)}, {embedding.shape[0]} ids"
         )
     streamed = _values(decoder) - embedding.numel()
     return _Halves(hidden.shape[-1], parameters, streamed, flops.get_total_flops() // (2 * TOKENS))

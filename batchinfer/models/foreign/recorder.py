@@ -117,5 +117,7 @@ def _soft_cap(stated: object) -> float | None:
 
 def _has_sinks(stated: object, heads: int) -> bool:
     if stated is not None and (not isinstance(stated, Tensor) or stated.shape != (heads,)):
-        raise CannotRun("its attention takes what our operators lack", "sinks that are not one number a head")
+        raise CannotRun(
+            "its attention takes what our operators lack", "sinks that are not one number per head"
+        )
     return stated is not None

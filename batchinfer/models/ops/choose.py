@@ -26,7 +26,7 @@ LEAST_CAPABILITY = 80
 _OTHER_KIND = "run it on a CPU of the kind that it was planned on"
 _NEWER = "install gcc 11 or clang 12, or a newer one"
 # It builds its link to the driver when it is first asked
-NEEDS_OF_TRITON = "see that there are a driver, a C compiler (gcc or clang) and Python's headers"
+NEEDS_OF_TRITON = "check that there are a driver, a C compiler (gcc or clang) and Python's headers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _compiled(
     """Return the compiled operators of this CPU. `tiles`: whether they have to be in matrix tiles; None: wherever these
     are granted."""
     if quantization in ("fp8", "stored"):
-        return Lacking("they have no products of fp8", "use engine.device: cuda, or model.quantization: int8")
+        return Lacking("a CPU cannot multiply in fp8", "use engine.device: cuda, or model.quantization: int8")
     if not CpuOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
     grant = tile_grant()

@@ -93,7 +93,9 @@ def _begin(run: OpenRun, plan: Plan, pool: ReplicaPool) -> None:
 
 
 def _tell_draining(run: OpenRun, within_s: float) -> None:
-    run.notice(f"stopping: rows in work may finish for up to {within_s:.0f} s; signal again to stop at once")
+    run.notice(
+        f"stopping: rows being computed have up to {within_s:.0f} s to finish; press Ctrl-C again to stop at once"
+    )
 
 
 def _note_figures(run: OpenRun, planned: PlannedRun, pool: ReplicaPool, collector: Collector) -> None:

@@ -47,7 +47,7 @@ def _without_others(
     known, same = store.parts(), alike(first.plan.path, others, run.state.staging / "others")
     if same:
         run.progress.phase("waiting")
-        run.notice(f"another run computes these rows already (in {store.path}); waiting for it")
+        run.notice(f"another run is already computing these rows (in {store.path}); waiting for it")
         wait_for(same, run.progress.tick)
     store.refresh()
     return first if store.parts() == known else _plan(run, index, store, "plan-of-the-rest")

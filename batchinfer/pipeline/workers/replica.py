@@ -160,7 +160,7 @@ class Replica:
 
     def convict(self) -> WorkDone:
         """The rows that it had accused, as error rows."""
-        text = "the engine's process died when it ran this row, with others and by itself"
+        text = "the engine's process died while it computed this row, with other rows and again with this row alone"
         error = RowError(CODE, "engine", text, retryable=True)
         none = np.empty(0, np.int32)
         rows, self.accused = self.accused, []

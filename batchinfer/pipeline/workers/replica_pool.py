@@ -271,7 +271,7 @@ class ReplicaPool:
         for replica in self._replicas:
             if replica.accused and (replica.works or not self._has_work):
                 named = self._name_rows([request.key for request in replica.accused])
-                self._notice(f"error row, {CODE}: {named}; an engine that ran nothing else died of it")
+                self._notice(f"error row ({CODE}): {named}; an engine that computed nothing else died")
                 found.append(replica.convict())
                 self._deaths_apart = 0
         return found
@@ -340,9 +340,9 @@ class ReplicaPool:
         who = f"engine {replica.number}: " if len(self._replicas) > 1 else ""
         if not again or not self._has_work:
             replica.close()
-            self._notice(f"{who}{what}; {'nothing is left to run' if again else 'the other engines go on'}")
+            self._notice(f"{who}{what}; {'no rows are left to run' if again else 'the other engines go on'}")
             return
-        self._notice(f"{who}{what}; a new one is started")
+        self._notice(f"{who}{what}; starting a new one")
         self.restarts += 1
         with self._loading() if self.info is None else nullcontext():
             replica.restart(len(self._replicas) + self.restarts - 1)
@@ -355,19 +355,19 @@ class ReplicaPool:
     def _named(self, death: Death) -> str:
         """What was in work, in words."""
         if death.apart is not None and death.apart.is_proof:
-            return "in work by itself: a row that had been answered before"
-        how = "in work by themselves" if death.apart else "in work"
-        return f"{how}: {self._name_rows([request.key for request in death.in_work])}"
+            return "it was computing one row alone, which had been answered before"
+        how = "it was computing only" if death.apart else "it was computing"
+        return f"{how} {self._name_rows([request.key for request in death.in_work])}"
 
     def _told(self, death: Death) -> str:
         """What the engine was at when it died, in words."""
         if not death.loaded:
             return "it was loading the model" + (" again, after a restart" if death.restarts else "")
         if not death.in_work:
-            return "no row was in work"
+            return "it was computing no row"
         named = self._named(death)
         return (
             named
             if death.fruitless < 2
-            else f"{named}; death {death.fruitless} in a row with little done before"
+            else f"{named}; it died {death.fruitless} times in a row with little done in between"
         )

@@ -160,7 +160,9 @@ class WorkerHandle:
         elif isinstance(message, Failed):
             self._failed = message
         else:
-            raise BatchInferError(f"the engine's process sent {type(message).__name__}, which nobody expects")
+            raise BatchInferError(
+                f"the engine's process sent {type(message).__name__}, which is not expected"
+            )
 
     def _raise_death(self) -> NoReturn:
         failed = self._last_words()
@@ -176,7 +178,7 @@ class WorkerHandle:
     def _crash(self) -> Crash:
         """How a worker ended that could not say why."""
         if self._silent_s is not None:
-            what = f"the engine's process was ended: it had done nothing for {self._silent_s:.0f} s"
+            what = f"the engine's process was ended, because it made no progress for {self._silent_s:.0f} s"
             return Crash(Unavailable, what, CONTINUES, silent=True)
         ended = self.link.wait(LEAVE_S)
         what = f"the engine's process {'closed its connection' if ended is None else ended}"

@@ -155,7 +155,7 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "sample", _sample_text(found.sample)
     if found.rows_over:
         longer = _plural(found.rows_over, "row")
-        yield "context", f"{longer} longer than {count(found.context)} tokens, the model's most"
+        yield "context", f"{longer} longer than {count(found.context)} tokens, the model's maximum"
     if found.lengths is None:
         return
     shared = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
@@ -197,9 +197,9 @@ def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
 
 def _sample_text(sample: SampledRows) -> str:
     far = (
-        "too few to say how far token counts may be off"
+        "too few to estimate the error of token counts"
         if sample.error is None
-        else f"19 times of 20, token counts are off by at most {percent(sample.error)}"
+        else f"token counts are off by at most {percent(sample.error)} (95% confidence)"
     )
     return (
         f"counts are scaled from {count(sample.rows)} of {count(sample.of_rows)} rows: {far}; there may be more "
@@ -209,7 +209,7 @@ def _sample_text(sample: SampledRows) -> str:
 
 def _bad(found: JobForecast) -> str:
     if not found.plan.error_rows:
-        return "none bad" if found.sample is None else "none bad among those sampled"
+        return "none bad" if found.sample is None else "none bad in the sample"
     codes = sorted(found.error_codes.items(), key=lambda one: -one[1])
     told = ", ".join(f"{code} {number}" for code, number in codes[:MOST_CODES])
     more = ", …" if len(codes) > MOST_CODES else ""
@@ -258,7 +258,7 @@ def _known(forecast: EngineForecast) -> str:
     if forecast.times.known == "runs":
         return f"steps as fast as in {_plural(forecast.times.runs, 'earlier run')}"
     if forecast.times.known == "measured":
-        return "steps as fast as `batchinfer doctor --measure` found this machine"
+        return "steps as fast as `batchinfer doctor --measure` measured on this machine"
     if forecast.times.known == "declared":
         share = percent(DECLARED_EFFICIENCY)
         return f"steps at {share} of the hardware's peaks: an assumption, until a run on this machine measures it"

@@ -261,7 +261,9 @@ def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
         text = "only a GPU can multiply in fp8, and device: auto means the CPU here; use int8"
         yield Mistake("model.quantization", f"{asked}: {text}")
     if device == "cpu" and dtype == "float16":
-        text = "not available in float16 on a CPU, which device: auto means here; take dtype: bfloat16 or float32"
+        text = (
+            "not available in float16 on a CPU, which device: auto means here; use dtype: bfloat16 or float32"
+        )
         if job.model.kv_cache_dtype == "int8":
             yield Mistake("model.kv_cache_dtype", f"int8 is {text}, or leave it out")
         if asked not in ("auto", "none") and not fp8:

@@ -29,7 +29,7 @@ def all_columns(run: ReportedRun) -> PageSection:
         )
         for column in RUN_COLUMNS
     ]
-    text = "All columns of the table `run`. Dashes are not known, or do not apply."
+    text = "All columns of the table `run`. A dash means not known, or not applicable."
     return PageSection("all", "Everything about this run", text, None, Figures(_COLUMNS, rows))
 
 

@@ -50,7 +50,7 @@ def latency(run: ReportedRun) -> PageSection:
     chart = Chart("curves", "A line for each latency, over percentiles", options)
     text = (
         "Offline, all requests are handed over early, so that TTFT is mostly waiting. TPOT: seconds per output token "
-        "after the first, one value a request. ITL: the gap between two tokens of a sequence, one value a token."
+        "after the first, one value per request. ITL: the gap between two tokens of a sequence, one value per token."
     )
     return PageSection("latency", title, text, chart, Figures(_COLUMNS, rows))
 

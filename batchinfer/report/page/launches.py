@@ -36,8 +36,8 @@ def launches(run: ReportedRun) -> Iterator[PageSection]:
     options = {"category": "mode", "bars": ["steps_share", "tokens_share"], "unit": "0…1", "horizontal": True}
     chart = Chart("bars", "Bars of the shares of steps and tokens by the way they were launched", options)
     text = (
-        "A step of one graph costs the host one launch, and one of pieces a few for each layer. Operator by operator "
-        "are steps that are too large to gain by it, and those whose capture found no memory."
+        "A step that is one graph costs the host one launch; a step of pieces, a few per layer. Steps run operator "
+        "by operator if they are too large to gain from a graph, or if there was too little memory to capture one."
     )
     rows = [_figures(run.row, mode) for mode in LAUNCH_MODES]
     yield PageSection(

@@ -122,8 +122,8 @@ def _share(part: float, whole: float) -> float | None:
 _FORECAST = (
     Figure("figure", "figure"),
     Figure("forecast", "forecast"),
-    Figure("fact", "fact"),
-    Figure("ratio", "fact ÷ forecast", "0…1"),
+    Figure("fact", "actual"),
+    Figure("ratio", "actual ÷ forecast", "0…1"),
 )
 # title, columns of the run table with forecast and fact, unit
 _PAIRS = (
@@ -149,14 +149,12 @@ _BASIS = {
 def forecast(run: ReportedRun) -> PageSection:
     """Every figure that was forecast, beside what it came to."""
     rows = [row for pair in _PAIRS if (row := _compared(run.row, *pair)) is not None]
-    title = "Forecast against fact"
+    title = "Forecast and actual"
     if not rows:
         return PageSection("forecast", title, "Nothing to show: this run had no forecast.")
     options = {"category": "figure", "bars": ["ratio"], "unit": "0…1", "horizontal": True, "baseline": 1}
-    chart = Chart("bars", "Bars of what the facts are of their forecasts", options)
-    text = (
-        "What the plan said before the first token, and what came of it. A bar that ends at 100% was right."
-    )
+    chart = Chart("bars", "Bars that compare the run with its forecast", options)
+    text = "What was forecast before the first token, and what the run took. At 100% the forecast was right."
     return PageSection("forecast", title, f"{text}{_known_from(run.row)}", chart, Figures(_FORECAST, rows))
 
 
@@ -171,7 +169,7 @@ def _known_from(row: RunRow) -> str:
         else "as long as their max_tokens"
     )
     basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
-    return f" The times of steps were known from {basis}; answers were taken to be {'like ' if runs else ''}{lengths}."
+    return f" Step times came from {basis}; answers were assumed to be {'like ' if runs else ''}{lengths}."
 
 
 def _compared(row: RunRow, title: str, before: str, after: str, unit: str) -> tuple[Any, ...] | None:

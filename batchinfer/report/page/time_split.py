@@ -58,7 +58,7 @@ def time_split(run: ReportedRun) -> PageSection:
         part for level in ((_WALL, _DEVICE) if new else (_PHASES, _ENGINE)) for part in _parts(row, *level)
     ]
     options = {"level": "level", "part": "part", "value": "seconds", "share": "share"}
-    chart = Chart("split", "Bars of the parts that the time of the run is made of", options)
+    chart = Chart("split", "Bars of what the time of the run was spent on", options)
     return PageSection("time", "Where the time went", _text(row, new), chart, Figures(_COLUMNS, rows))
 
 

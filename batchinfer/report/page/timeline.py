@@ -83,7 +83,7 @@ def timeline(run: ReportedRun) -> Iterator[PageSection]:
     )  # fmt: skip
     yield _section(
         "batch", "Batch size over time",
-        "Sequences that ran together: the median of each stretch of time, and between its least and its most.",
+        "Sequences that ran together: the median of each stretch of time, in a band from its least to its most.",
         found, _BATCH, 5,
         {"unit": "sequences", "lines": [{"y": "running_median", "band": ["running_min", "running_max"]}]},
     )  # fmt: skip

@@ -232,8 +232,8 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column("total_tokens_per_s", _REAL, "tokens/s", "sum of the two above"),
     *_spread("queue", "from when the engine got the request to the start of its first step"),
     *_spread("ttft", "from when the engine got the request to its first token (offline, mostly waiting)"),
-    *_spread("tpot", "seconds per output token after the first, one value a request"),
-    *_spread("itl", "gap between two tokens of a sequence, one value a decoded token"),
+    *_spread("tpot", "seconds per output token after the first, one value per request"),
+    *_spread("itl", "gap between two tokens of a sequence, one value per decoded token"),
     *_spread("latency", "from when the engine got the request to its last token"),
     Column(
         "energy_j", _REAL, "J", "energy that the machine used while the engine ran: the sum of the next two"

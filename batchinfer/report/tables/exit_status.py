@@ -11,7 +11,7 @@ MEANINGS = {
     PUBLISHED: "the results are in place",
     ALREADY_PUBLISHED: "nothing was missing: an earlier run published these very results",
     f"{PUBLISHED} {OVER_BUDGET}": "the results are in place, with more error rows than the job allows",
-    f"{ALREADY_PUBLISHED} {OVER_BUDGET}": "as before, and nothing was missing",
+    f"{ALREADY_PUBLISHED} {OVER_BUDGET}": "an earlier run published these results; more error rows than allowed",
     OVER_BUDGET: "more error rows than `on_error.max_error_rate` allows; nothing was published",
     "interrupted": "a signal ended the run; `exit_code` − 128 is its number",
     "input damaged": "an input file is damaged, or changed while it was read",
@@ -22,8 +22,8 @@ MEANINGS = {
     "out of memory": "on the device or in the machine",
     "output conflict": "the result folder holds something that this job did not write",
     "storage error": "disk full, or another input/output error",
-    "locked": "another run of this job is at work",
-    "usage error": "the command line asks for something that cannot be",
+    "locked": "another run of this job is running",
+    "usage error": "the command line is wrong",
     "bug": "a bug in batchinfer",
 }
 

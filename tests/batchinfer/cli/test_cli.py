@@ -420,7 +420,7 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, capsys, monke
     assert partial.code == 0, partial.err
     print(partial.out)
     assert json.loads(partial.out)["n"] >= 8
-    assert "stopping: rows in work may finish" in err
+    assert "stopping: rows being computed have" in err
     assert "the same command continues" in err
     assert "\r" not in err
     assert "Traceback" not in err
@@ -505,8 +505,8 @@ def test_an_engine_that_is_killed_again_and_again_costs_nothing(
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert err.count(words) == 3
-    assert err.count("a new one is started") == 3
-    assert "in work: rows.jsonl row " in err
+    assert err.count("starting a new one") == 3
+    assert "it was computing rows.jsonl row " in err
     assert "Traceback" not in err
     (row,) = runs(place)
     assert (row["worker_restarts"], row["computed_requests"]) == (3, len(MANY))

@@ -221,7 +221,7 @@ def shell(place: Place, script: str, **env: str) -> subprocess.CompletedProcess[
 def test_a_run_whose_summary_nobody_reads_says_that_it_published(place: Place) -> None:
     done = shell(place, "$RUN run job.yaml | (exec <&-); echo ${PIPESTATUS[0]} >&2")
     assert len(place.table()) == 20
-    assert done.stderr.endswith("published; nobody reads stdout any more, so there is no summary\n0\n"), (
+    assert done.stderr.endswith("published; stdout is closed, so the summary is not printed\n0\n"), (
         done.stderr
     )
     done = shell(place, "$RUN run job.yaml 2>&1 --json | true; echo ${PIPESTATUS[0]}")
@@ -280,7 +280,7 @@ def test_ctrl_c_on_a_terminal(place: Place) -> None:
         assert terminal.wait(PATIENCE_S) == 130
     shown = lines_on(terminal.text)
     print("\n".join(shown))
-    (stopping,) = [n for n, line in enumerate(shown) if "stopping: rows in work may finish" in line]
+    (stopping,) = [n for n, line in enumerate(shown) if "stopping: rows being computed have" in line]
     assert shown[stopping].startswith("stopping: ")
     assert re.fullmatch(r"running +\d+%\|.*\| [\d.]+k? of [\d.]+k? tokens.*", shown[stopping + 1])
     assert shown[stopping + 2].startswith("batchinfer: interrupted; ")

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "a colon in text": ("name: a: b\n", [(1, "", ("not valid YAML", "in quotes"))]),
     "bad indentation": ("model:\n   path: m\n  dtype: auto\n", [(3, "", ("same column",))]),
     "open bracket": ("name: a\nx: [1, 2\n", [(3, "", ("not valid YAML",))]),
-    "a second document": (GOOD + "---\nname: b\n", [(6, "", ("second document",))]),
+    "a second document": (GOOD + "---\nname: b\n", [(6, "", ("second YAML document",))]),
     "a directive": ("%YAML 1.1\n---\n" + GOOD, [(1, "", ("directive", "remove"))]),
     "unquoted Jinja": (
         "prompt:\n  user: {{ body }}\n",
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "a standard tag": (instead("name", "name: !!str 5"), [(1, "name", ("tag",))]),
     "duplicate keys": (
         instead("model", "model:", "  path: m", "  dtype: auto", "  path: m2") + "name: again\n",
-        [(5, "model.path", ("second time", "line 3")), (9, "name", ("second time", "line 1"))],
+        [(5, "model.path", ("twice", "line 3")), (9, "name", ("twice", "line 1"))],
     ),
     "an unknown alias": ("name: *nobody\n", [(1, "name", ("*nobody", "&nobody"))]),
     "an alias of itself": ("name: &a [*a]\n", [(1, "name", ("*a",))]),
@@ -103,7 +103,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "a query's memory for files": (
         instead("input", "input: {path: r.jsonl, sql_memory: 1GiB}"),
-        [(3, "input.sql_memory", ("applies only to a query", "take it out"))],
+        [(3, "input.sql_memory", ("applies only to a query", "remove it"))],
     ),
     # parameters of rows
     "no such parameter": (
@@ -126,7 +126,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         instead("input", "input: {path: r.jsonl, format: openai}").replace(
             'prompt: {user: "{{ q }}"}\n', "sampling: {from_columns: [seed]}\n"
         ),
-        [(4, "sampling.from_columns", ("OpenAI", "take it out"))],
+        [(4, "sampling.from_columns", ("OpenAI", "remove it"))],
     ),
     # sections and keys
     "nothing that is needed": (
@@ -265,7 +265,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "a cache of codes on a CPU": (
         instead("model", "model: {path: m, kv_cache_dtype: fp8}") + "engine: {device: cpu}\n",
-        [(2, "model.kv_cache_dtype", ("is fp8", "only a GPU can read", "take int8", "device: cuda"))],
+        [(2, "model.kv_cache_dtype", ("is fp8", "only a GPU can read", "use int8", "device: cuda"))],
     ),
     "a cache of codes in float16 on a CPU": (
         instead("model", "model: {path: m, kv_cache_dtype: int8, dtype: float16}")
@@ -274,7 +274,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "fp8 on a CPU": (
         instead("model", "model: {path: m, quantization: fp8}") + "engine: {device: cpu}\n",
-        [(2, "model.quantization", ("is fp8", "only a GPU can multiply in fp8", "take int8"))],
+        [(2, "model.quantization", ("is fp8", "only a GPU can multiply in fp8", "use int8"))],
     ),
     "another cache": (
         instead("model", "model: {path: m, kv_cache_dtype: fp4}"),
@@ -405,7 +405,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         ),
         [
             (9, "output.columns", ('"STATUS"', "every result has", "input.sql")),
-            (10, "output.columns", ('"a" stands twice',)),
+            (10, "output.columns", ('"a" is listed twice',)),
             (11, "output.columns", ("differ only in case",)),
             (12, "output.columns", ("number 5 as item 5", "name of a column")),
         ],
@@ -420,7 +420,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "output in the input folder": (
         instead("input", "input: {path: data/**/*.parquet}").replace("path: results", "path: data/out"),
-        [(5, "output.path", ("input's folder", "folder of its own"))],
+        [(5, "output.path", ("input's folder", "separate folder"))],
     ),
     "output holds the input": (
         GOOD.replace("path: results", "path: data"),

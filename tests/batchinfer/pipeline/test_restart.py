@@ -82,7 +82,7 @@ def test_a_worker_that_dies_once_is_replaced(job: Path, monkeypatch: pytest.Monk
     assert len(table(job)) == ROWS
     assert set(ran.computed.values()) == {1}, "computed twice"
     assert len(ran.computed) == outcome.row["computed_requests"] == ROWS
-    (told,) = (notice for notice in ran.notices if "a new one is started" in notice)
+    (told,) = (notice for notice in ran.notices if "starting a new one" in notice)
     words = {"killed": "memory", "segfault": "SIGSEGV", "exits": "exit status 3", "raises": "asked to raise"}
     assert words[how] in told
     assert "in.jsonl row " in told
@@ -112,8 +112,8 @@ def test_an_engine_that_falls_silent_is_replaced_and_accuses_no_row(
     assert (outcome.exit_code, ran.starts, outcome.row["worker_restarts"]) == (0, 2, 1)
     assert {row["status"] for row in table(job)} == {"ok"}
     assert set(ran.computed.values()) == {1}
-    (told,) = (notice for notice in ran.notices if "a new one is started" in notice)
-    assert "the engine's process was ended: it had done nothing for 2 s" in told
+    (told,) = (notice for notice in ran.notices if "starting a new one" in notice)
+    assert "the engine's process was ended, because it made no progress for 2 s" in told
 
 
 @pytest.mark.usefixtures("impatient")
@@ -165,10 +165,10 @@ def test_a_worker_that_always_dies_ends_the_job_and_its_rows_are_named(
 ) -> None:
     dies(monkeypatch, 99, DIES_AT_STEP=0, DIES_BY=int(by))
     ran = Ran(job)
-    with pytest.raises(BatchInferError, match=r"in work by themselves: in\.jsonl row ") as caught:
+    with pytest.raises(BatchInferError, match=r"it was computing only in\.jsonl row ") as caught:
         ran()
     assert caught.value.exit_code == code
-    assert "death 4 in a row with little done before" in str(caught.value)
+    assert "it died 4 times in a row with little done in between" in str(caught.value)
     assert "same command resumes the job" in str(caught.value)
     assert (ran.starts, ran.row["worker_restarts"], ran.row["computed_requests"]) == (4, 3, 0)
     monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
@@ -240,9 +240,7 @@ def test_a_worker_that_dies_while_loading_is_replaced_once(
     dies(monkeypatch, 1, DIES_LOADING=1)
     ran = Ran(job)
     assert ran().row["worker_restarts"] == 1
-    assert any(
-        "exit status 3; it was loading the model; a new one is started" in text for text in ran.notices
-    )
+    assert any("exit status 3; it was loading the model; starting a new one" in text for text in ran.notices)
     assert len(table(job)) == ROWS
 
 
@@ -297,7 +295,7 @@ def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
     with pytest.raises(Interrupted, match="15 answers are stored"):
         ran()
     assert (ran.row["exit_code"], ran.row["worker_restarts"]) == (143, 1)
-    assert not [notice for notice in ran.notices if "rows in work may finish" in notice]
+    assert not [notice for notice in ran.notices if "rows being computed have" in notice]
 
 
 def test_what_a_worker_refuses_it_is_not_asked_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_an_interrupted_run_says_how_to_carry_on() -> None:
     assert text.startswith("orders: interrupted (exit code 130) after")
     assert "2,000 not done yet" in text
     assert "not published" in text
-    assert "what is done is kept: the same command" in text
+    assert "finished answers are kept:" in text
 
 
 def test_a_run_that_had_nothing_to_do_is_short() -> None:

@@ -77,7 +77,7 @@ def test_a_page_is_replaced_and_nothing_else(copy: Place, ask: Command) -> None:
     mine.write_text("<!doctype html>\nmine")
     ended = ask(copy.results, "-o", mine)
     assert ended.code == 73
-    assert "no page that batchinfer wrote" in ended.err
+    assert "batchinfer did not write it" in ended.err
     assert mine.read_text() == "<!doctype html>\nmine"
 
 
@@ -153,14 +153,14 @@ def test_a_run_that_crashed_is_named(
     shutil.rmtree(copy.results)
     ended = run("report", copy.results)
     assert ended.code == 66
-    assert "its last run crashed" in ended.err
+    assert "the last run crashed" in ended.err
 
 
 def test_a_result_without_a_report(copy: Place, ask: Command) -> None:
     shutil.rmtree(report_of(copy))
     ended = ask(copy.results)
     assert ended.code == 66
-    assert "no run has left a report of it" in ended.err
+    assert "no run has written a report yet" in ended.err
     assert ask(copy.folder / "nothing").code == 66
 
 

@@ -23,7 +23,7 @@ Fault = Literal["open", "junk", "return", "never"]
 _SAID: dict[Fault, str] = {
     "junk": "a quoted field goes on after its closing quote; quotes within quotes are doubled",
     "return": "a carriage return stands alone outside of quotes",
-    "never": "a quote is opened that nothing closes",
+    "never": "a quote is opened and never closed",
 }
 
 

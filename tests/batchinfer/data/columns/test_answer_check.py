@@ -36,8 +36,8 @@ def answered(text: str, error: RowError | None = None) -> Completion:
         ('{"rest": [1e-9999999999999999999]}', "exponent"),
         ('{"rest": ' + "9" * 5000 + "}", "5000 digits"),
         ('{"n": "x"}', "n: this is not a number"),
-        ('{"n": ', "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ('{"n": ', "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
     ],
     ids=lambda text: text[:30],
 )
@@ -62,6 +62,6 @@ def test_a_name_that_stands_twice_in_an_object_is_an_error(text: str, columns: S
     """Readers of JSON differ in which of them counts."""
     (found,) = AnswerCheck(columns, Utf8()).checked([answered(text)])
     assert found.error is not None
-    assert "a name may stand once" in found.error.message
+    assert "each name may occur once" in found.error.message
     apart = answered('[{"a": 1}, {"a": {"a": 1e9999}}]')
     assert AnswerCheck(None, Utf8()).checked([apart]) == [apart]

@@ -93,12 +93,12 @@ def test_rows_that_cannot_be_read_are_passed_over(tmp_path: Path, run: Command) 
     assert "all 200 rows; 198 of them have an example" in done.err
     assert "skipped 2 rows without a valid example; the first:" in done.err
     assert "row 7: " in done.err
-    assert "stands twice" in done.err
+    assert "occurs twice" in done.err
     rows[91] = "{"
     done = run("schema", "infer", lines(tmp_path / "a.jsonl", *rows), "--column", "a")
     assert (done.code, done.out) == (65, "")
     assert "row 7: " in done.err
-    assert "3 of 200 rows are no examples, and 1% of them may be none" in done.err
+    assert "3 of 200 rows have no valid example, and at most 1% may lack one" in done.err
 
 
 @pytest.mark.parametrize(

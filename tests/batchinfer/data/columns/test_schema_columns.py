@@ -166,7 +166,7 @@ def test_one_column():
 def test_what_else_an_object_may_have_is_noted():
     columns = schema_columns({"properties": {"a": {"type": "integer"}}, "additionalProperties": True})
     assert columns.schema == pa.schema([("a", pa.int64())])
-    assert "generated_text only" in str(columns.notes[0])
+    assert "only in generated_text" in str(columns.notes[0])
 
 
 UNFIT = [
@@ -183,12 +183,12 @@ UNFIT = [
     ({"type": "string", "format": "date"}, "0000-01-01", "no day 01 in month 01 of the year 0000"),
     ({"type": "string", "format": "time"}, "12:00:60Z", "a time of day"),
     ({"type": "string", "format": "date-time"}, "2024-01-01T00:00:00.1234567Z", "six decimals"),
-    ({"type": "string", "format": "date-time"}, "0001-01-01T00:00:00+05:00", "beyond the years"),
+    ({"type": "string", "format": "date-time"}, "0001-01-01T00:00:00+05:00", "outside the years"),
     ({"type": "string", "format": "uuid"}, "123", "a UUID"),
-    ({"enum": ["a"]}, "b", "none of the 1 values"),
+    ({"enum": ["a"]}, "b", "not one of the 1 values"),
     ({"type": "boolean"}, 1, "not true or false"),
     ({"type": "array", "items": {"type": "integer"}}, [1, 2**64], r"v\[1\]: .*64 bits"),
-    ({"type": "array", "items": {"type": "integer"}}, {}, "no list"),
+    ({"type": "array", "items": {"type": "integer"}}, {}, "not a list"),
     ({"type": "object", "properties": {"n": {"type": "integer"}}}, {"n": "x"}, "v.n: "),
 ]
 

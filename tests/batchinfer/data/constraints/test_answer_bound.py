@@ -163,7 +163,7 @@ def test_the_bound_is_reached(schema: Any, longest: str) -> None:
     ("schema", "message"),
     [
         ({"type": "string"}, "the answer: give maxLength"),
-        ({"type": "number"}, "the answer: a number has any count of decimals"),
+        ({"type": "number"}, "the answer: a number may have any number of decimals"),
         ({}, "the answer: give its type"),
         ({"type": "array", "items": {"type": "null"}}, "the answer: give maxItems"),
         ({"type": "object"}, "the answer: name its properties"),

@@ -38,7 +38,7 @@ def test_a_constraint_that_ends_two_is_refused(tmp_path: Path, monkeypatch: pyte
     with ConstraintChecker(None) as checker:
         problem = checker.problem(CHOICE)
         assert problem is not None
-        assert "ended the process that did so, twice" in problem
+        assert "the process that compiled it ended, twice" in problem
         assert checker.problem(CHOICE) is None
 
 
@@ -47,6 +47,6 @@ def test_a_process_that_is_silent_refuses_nothing(tmp_path: Path, monkeypatch: p
     ended(monkeypatch, tmp_path, 2, signal.SIGSTOP)
     monkeypatch.setattr(constraint_check, "_WAIT_S", 0.5)
     with ConstraintChecker(None) as checker:
-        with pytest.raises(Unavailable, match=r"is silent for 0\.5 s; run the same command again"):
+        with pytest.raises(Unavailable, match=r"has not answered for 0\.5 s; run the same command again"):
             checker.problem(CHOICE)
         assert checker.problem(CHOICE) is None

@@ -531,7 +531,9 @@ def test_a_template_that_hangs_costs_its_row(folder: Path) -> None:
     index = ingest_rows(folder, rows, {"user": loop}, row_timeout_s=1.0)
     assert codes(index) == [None, "template_timeout", None, "template_timeout", None]
     assert [p is None for p in prompts_of(index)] == [False, True, False, True, False]
-    assert "1 s of CPU time, with other rows and by itself" in rows_of(index)[1]["error_message"]
+    assert (
+        "1 s of CPU time, with other rows and again with this row alone" in rows_of(index)[1]["error_message"]
+    )
 
 
 SLOW = "{% if text == 'slow' %}{% for i in range(99999) %}{% for j in range(1300) %}{% endfor %}{% endfor %}{% endif %}"
@@ -603,7 +605,7 @@ def test_a_row_that_ends_workers_in_a_batch_and_by_itself_is_an_error_row(
     ended(monkeypatch, folder, 99, signal.SIGSEGV)
     index = ingest_rows(folder, [{"text": t} for t in ("a", "victim", "b", "victim", "c")])
     assert codes(index) == [None, "template_crash", None, "template_crash", None]
-    assert "(SIGSEGV)), with other rows and by itself" in rows_of(index)[1]["error_message"]
+    assert "(SIGSEGV)), with other rows and again with this row alone" in rows_of(index)[1]["error_message"]
     assert texts(folder, index)[2] == "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     assert (folder / "starts-99-11").stat().st_size == 5, "each such row costs two processes"
 

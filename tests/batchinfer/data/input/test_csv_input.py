@@ -106,7 +106,7 @@ def test_messages_name_file_and_line(tmp_path: Path) -> None:
     errors = [r for batch in reader.batches() for r in batch.rows if isinstance(r, RowError)]
     assert [error.message for error in errors] == [
         "x.csv line 5: 3 fields, where the header has 2",
-        "x.csv line 6: a quote is opened that nothing closes",
+        "x.csv line 6: a quote is opened and never closed",
     ]
 
 
@@ -115,7 +115,7 @@ def test_messages_name_file_and_line(tmp_path: Path) -> None:
     [
         (b"id,id\n1,2\n", ("'id' twice", "input.sql")),
         (b"," * 100_000 + b"\n1\n", ("names 100,001 columns; at most 100,000",)),
-        (b'"id\n1,2\n', ("header in line 1", "nothing closes")),
+        (b'"id\n1,2\n', ("header in line 1", "never closed")),
         (
             b"i\xff\n1\n",
             ("header in line 1", "byte 2 of the line, 0xff, is not UTF-8", "input.encoding: latin-1"),

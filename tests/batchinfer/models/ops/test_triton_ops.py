@@ -103,7 +103,7 @@ def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch, architecture, w
     with pytest.raises(Unavailable, match=rf"fp8 needs .*{why}.*; use model.quantization: int8") as refused:
         choose_ops(GPU, torch.bfloat16, 4, 64, quantization="fp8")
     assert refused.value.exit_code == 69
-    with pytest.raises(Unavailable, match=r"they have no products of fp8; use engine\.device: cuda"):
+    with pytest.raises(Unavailable, match=r"a CPU cannot multiply in fp8; use engine\.device: cuda"):
         choose_ops(torch.device("cpu"), torch.bfloat16, 4, 64, quantization="fp8")
 
 

@@ -243,8 +243,9 @@ def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
         assert pool.expert_tokens == {0: [2, 4]}
     assert sorted(sink.answers.elements()) == sorted(request.key for request in requests)
     assert notices == [
-        f"engine 0: {KILLED}; in work: rows 8; a new one is started",
-        f"engine 0: {KILLED}; in work: rows 8; death 2 in a row with little done before; a new one is started",
+        f"engine 0: {KILLED}; it was computing rows 8; starting a new one",
+        f"engine 0: {KILLED}; it was computing rows 8; "
+        "it died 2 times in a row with little done in between; starting a new one",
     ]
 
 
@@ -264,7 +265,7 @@ def test_a_row_that_kills_engines_costs_one_row(replicas: int, loads_for: int) -
         assert [(key, error.code, error.retryable) for key, error in sink.errors.items()] == [
             (killer, "engine_died", True)
         ]
-        assert "error row, engine_died: rows 1; an engine that ran nothing else died of it" in notices
+        assert "error row (engine_died): rows 1; an engine that computed nothing else died" in notices
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -308,9 +309,11 @@ def test_an_engine_that_is_doubted_runs_a_row_that_was_answered() -> None:
     with pool_of(engines, 1, rows(*[(1, 0, 10)] * 12)) as (pool, notices):
         failed = failure(pool, sink)
     assert failed is not None
-    assert "in work by itself: a row that had been answered before; death 4 in a row" in str(failed)
+    assert "it was computing one row alone, which had been answered before; it died 4 times in a row" in str(
+        failed
+    )
     assert (len(sink.answers), len(sink.errors), len(engines.workers)) == (8, 0, 5)
-    assert "a row that had been answered before; death 3 in a row" in notices[-1]
+    assert "one row alone, which had been answered before; it died 3 times in a row" in notices[-1]
 
 
 @settings(max_examples=examples(20, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -335,7 +338,7 @@ def test_rows_that_kill_engines_are_found_or_the_engine_is_given_up(
         assert set(sink.errors) == killers
         assert len(sink.answers) == count
     else:
-        assert "in a row with little done before" in str(failed)
+        assert "in a row with little done in between" in str(failed)
         assert len(killers) > 1, "one row never ends a job"
 
 
@@ -345,7 +348,7 @@ def test_an_engine_that_dies_of_every_row_blames_none(count: int) -> None:
     with pool_of(engines, 1, rows(*[(1, 0, 10)] * count)) as (pool, notices):
         failed = failure(pool, sink)
     assert failed is not None
-    assert "death 4 in a row" in str(failed)
+    assert "died 4 times in a row" in str(failed)
     assert len(engines.workers) == 4
     assert not sink.answers
     assert len(notices) == 3

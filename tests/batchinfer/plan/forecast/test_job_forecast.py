@@ -154,7 +154,7 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     assert 3 * least.seconds <= first.forecast.seconds <= 6 * least.seconds, (
         "computing and moving add up here"
     )
-    assert "`batchinfer doctor --measure` found this machine" in text(first)
+    assert "`batchinfer doctor --measure` measured on this machine" in text(first)
     row = run(path, REAL).row
     write_job(tmp_path, model, [{**one, "text": one["text"] + "!"} for one in people(20)], **options)
     second = planned(path)

@@ -344,7 +344,7 @@ def test_a_cpu_that_auto_finds_refuses_what_it_cannot_do_in_float16(
         "model.max_model_len", "model.quantization", "engine.deterministic",
     ]  # fmt: skip
     assert "int8 is not available in float16 on a CPU, which device: auto means here" in str(refused.value)
-    assert "take dtype: bfloat16 or float32" in str(refused.value)
+    assert "use dtype: bfloat16 or float32" in str(refused.value)
     assert resolve(job_of(tmp_path, ("model.dtype", "float16")), checkpoint).dtype == "float16"
     monkeypatch.setattr(resolving, "_device", lambda: "cuda")
     assert resolve(half, checkpoint).arithmetic == "float16 with int8 weights, deterministic"
