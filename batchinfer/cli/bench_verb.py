@@ -28,7 +28,7 @@ Model = Annotated[
         "Hugging Face cache."
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="Type to compute in: auto, bfloat16, float16 or float32.")]
+Dtype = Annotated[str, typer.Option(help="Type: auto, bfloat16, float16 or float32.")]
 Quantization = Annotated[
     str,
     typer.Option(
@@ -37,7 +37,7 @@ Quantization = Annotated[
 ]
 KvCacheDtype = Annotated[str, typer.Option(help="What the KV cache keeps: auto, int8 or fp8 (GPUs only).")]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Make answers the same to the bit whatever other rows run.")
+    bool, typer.Option("--deterministic", help="Make answers independent of other rows.")
 ]
 Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; one per core by default.")]

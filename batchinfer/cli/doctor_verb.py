@@ -29,7 +29,7 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine has, and what batchinfer knows of it."""
+    """Show this machine's hardware, packages and measured peaks."""
     from batchinfer.machine.doctor import doctor as facts_of_machine
     from batchinfer.verbs.measure import measure_hardware
 

@@ -63,7 +63,7 @@ def run(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
-    """Run a job, or carry on with it: what an earlier run finished is not computed again."""
+    """Run a job, or continue it: answers of earlier runs are not computed again."""
     from batchinfer.pipeline.library import run_loaded
     from batchinfer.pipeline.options import RunOptions
     from batchinfer.report.progress import Progress

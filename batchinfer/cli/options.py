@@ -38,7 +38,7 @@ Price = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout instead of text, one object a line.")
+    bool, typer.Option("--json", help="Print JSON on stdout instead of text, one object per line.")
 ]
 
 

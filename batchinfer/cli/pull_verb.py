@@ -25,7 +25,7 @@ def pull(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
-    """Download a model into the Hugging Face cache, or continue with it. Jobs then name it as ORG/NAME."""
+    """Download a model into the Hugging Face cache, or continue a download. Jobs then name it as ORG/NAME."""
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.pull import pull_model
 

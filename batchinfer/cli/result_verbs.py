@@ -97,7 +97,7 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Read a result and its stored completions whole, and check every checksum."""
+    """Read a result and its stored answers completely, and check every checksum."""
     from batchinfer.pipeline.repair import next_step, repair_result
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.verify import verify_results

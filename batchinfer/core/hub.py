@@ -79,9 +79,9 @@ def locate_model(text: str, path: Path) -> Path:
     if path.suffix == GGUF and path.is_file():
         raise NoModel(f'"{path}" is a GGUF file, a format of llama.cpp', SAFETENSORS_INSTEAD)
     if path.is_file():
-        raise NoModel(f'"{path}" is a file, not a folder', "it is the folder of a checkpoint")
+        raise NoModel(f'"{path}" is a file, not a folder', "it must be the folder of a checkpoint")
     if not _may_be_name(text):
-        raise NoModel(f'"{path}" does not exist', "it is the folder of a checkpoint")
+        raise NoModel(f'"{path}" does not exist', "it must be the folder of a checkpoint")
     try:
         name = ModelName.parse(text)
     except ValueError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchinfer.core.errors import InputMissing, Locked, StorageError
 from batchinfer.core.sizes import size
-from batchinfer.core.units import count
+from batchinfer.core.units import count, counted
 from batchinfer.data.results.find_state import find_state
 from batchinfer.data.results.join import used_rows
 from batchinfer.data.storage.state import StateFolder, state_of
@@ -53,10 +53,10 @@ class Cleanup:
         about = "about " if self.dry_run else ""
         answers = self.answers
         return (
-            f"{self.store}: {count(answers.rows_dropped)} answers {would}dropped, {count(answers.rows_kept)} kept, in "
-            f"{count(answers.parts_after)} parts instead of {count(answers.parts_before)} "
+            f"{self.store}: {counted(answers.rows_dropped, 'answer')} {would}dropped, {count(answers.rows_kept)} kept, "
+            f"in {counted(answers.parts_after, 'part')} instead of {count(answers.parts_before)} "
             f"(unused answers are kept {days})\n"
-            f"{count(self.folders)} old folders {would}removed; {about}{size(self.bytes_freed)} {would}freed"
+            f"{counted(self.folders, 'old folder')} {would}removed;  {about}{size(self.bytes_freed)} {would}freed"
         )
 
 

@@ -201,8 +201,8 @@ def verdict(found: Comparison) -> Iterator[str]:
     """What a comparison says, a line at a time."""
     if found.run_id is None:
         yield (
-            f"speeds are not compared: no finished run computed for {seconds(LEAST_S)} or longer, and those of shorter "
-            "ones say little (forecasts learn from them all the same)"
+            f"speeds are not compared: no finished run computed for {seconds(LEAST_S)} or longer; shorter runs "
+            "are only used for forecasts"
         )
     elif found.change is None:
         yield (
@@ -217,7 +217,7 @@ def verdict(found: Comparison) -> Iterator[str]:
         )
     if found.left_out:
         reasons = sorted(found.left_out.items(), key=lambda item: (-item[1], item[0]))
-        yield "not used for this: " + ", ".join(f"{count(number)} ({reason})" for reason, number in reasons)
+        yield "not compared: " + ", ".join(f"{count(number)} ({reason})" for reason, number in reasons)
 
 
 def _changed(change: float) -> str:

@@ -32,4 +32,4 @@ def validate_job(job: Job) -> list[str]:
     if setup.columns is not None:
         found.append("columns of answers: " + ", ".join(f"{f.name} {f.type}" for f in setup.columns.schema))
         found += [str(note) for note in setup.columns.notes]
-    return [*found, *facts.warnings, *dry_run(job, setup), "the job file is right"]
+    return [*found, *facts.warnings, *dry_run(job, setup), "the job file has no mistakes"]

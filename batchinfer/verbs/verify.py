@@ -12,7 +12,7 @@ from batchinfer.data.results.verify import verify_result, verify_store
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The damage that was found, and where else than in the result it was looked for."""
+    """The damage that was found, and what was checked besides the result."""
 
     problems: list[Problem]
     store: Path | None  # the store whose answers were checked
@@ -20,7 +20,7 @@ class Verified:
 
 
 def verify_results(results: Path) -> Verified:
-    """Read a result and its stored completions whole."""
+    """Read a result and its stored answers completely."""
     state, problems = find_state(results), verify_result(results)
     if state.completions.is_dir():
         return Verified([*problems, *verify_store(state.completions)], state.completions)

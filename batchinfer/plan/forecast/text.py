@@ -33,7 +33,7 @@ def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str
 def plan_line(plan: Plan) -> str:
     """The plan in one line, before it runs."""
     duplicates = _plural(plan.duplicates, "duplicate")
-    rows = f"plan: {_plural(plan.rows, 'row')}, {plan.error_rows:,} of them bad, {duplicates}"
+    rows = f"plan: {_plural(plan.rows, 'row')}, {_plural(plan.error_rows, 'error row')}, {duplicates}"
     if not plan.to_run:
         return f"{rows}; every answer is stored already"
     present = f", {_plural(plan.present, 'answer')} stored already" if plan.present else ""
@@ -190,7 +190,7 @@ def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
     for node in prefixes:
         depth[node.node] = depth[node.parent] + 1
         more = " more" if node.parent is not None else ""
-        what = f"{count(node.own_tokens)} tokens{more} shared by {count(node.users)} rows: saves "
+        what = f"{_plural(node.own_tokens, 'token')}{more} shared by {count(node.users)} rows: saves "
         name = "tree" if node is prefixes[0] else ""
         yield name, "  " * depth[node.parent] + what + short(node.saved_tokens)
 
@@ -209,11 +209,11 @@ def _sample_text(sample: SampledRows) -> str:
 
 def _bad(found: JobForecast) -> str:
     if not found.plan.error_rows:
-        return "none bad" if found.sample is None else "none bad in the sample"
+        return "no error rows" if found.sample is None else "no error rows in the sample"
     codes = sorted(found.error_codes.items(), key=lambda one: -one[1])
     told = ", ".join(f"{code} {number}" for code, number in codes[:MOST_CODES])
     more = ", …" if len(codes) > MOST_CODES else ""
-    return f"{count(found.plan.error_rows)} bad ({told}{more})"
+    return f"{_plural(found.plan.error_rows, 'error row')} ({told}{more})"
 
 
 def _spread(lengths: Lengths) -> str:

@@ -225,7 +225,7 @@ def test_validate(finished: Place, capsys, monkeypatch) -> None:  # type: ignore
         "model: llama",
         "with a chat template",
         "input: 1 file",
-        "the job file is right",
+        "the job file has no mistakes",
     ):
         assert words in ended.out
     assert run("validate", finished.folder / "job.yaml", "--quiet") == Ended(0, "", "")

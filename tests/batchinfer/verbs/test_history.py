@@ -130,7 +130,7 @@ def test_what_cannot_be_compared_is_left_out_and_named(
     found = runs.compared()
     assert (found.before, found.change) == (4, pytest.approx(0, abs=1e-3))
     assert found.left_out == {reason: 4}
-    assert f"not used for this: 4 ({reason})" in history(runs.report).out
+    assert f"not compared: 4 ({reason})" in history(runs.report).out
 
 
 def test_the_newest_run_that_computed_enough_is_judged(runs: Runs) -> None:

@@ -86,7 +86,7 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
     assert (found.forecast.answers_from, found.forecast.times.known) == (0, "limit")
     said = text(found)
     for words in (
-        "40: 2 bad (",
+        "40: 2 error rows (",
         "bad_json 1",
         "1 duplicate",
         "0 answers stored already, 37 to run",

@@ -64,7 +64,7 @@ def test_a_sample_tells_of_the_whole(tmp_path: Path, model: Path, monkeypatch: p
     assert part.forecast.run.steps == pytest.approx(whole.forecast.run.steps, rel=0.15)
     said = "\n".join(forecast_lines(part, None))
     assert "of 3,000 rows: token counts are off by at most" in said
-    assert "none bad in the sample" in said
+    assert "no error rows in the sample" in said
     assert forecast_json(part, None)["sample"]["of_rows"] == 3000
     assert part.forecast.order is not None
     assert part.forecast.order.seconds[part.forecast.order.policy] == pytest.approx(part.forecast.seconds)
