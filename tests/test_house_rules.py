@@ -22,6 +22,44 @@ PLACES = re.compile(
 WATCHED = (".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg")
 FOLDERS = ("batchinfer", "kernels", "tests", "docs", "jobs", ".ci")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# A docstring that begins with one of these names neither a subject nor an action: "Of codes.", "What it holds."
+CLAUSES = frozenset(
+    ["also", "and", "but", "ditto", "likewise", "of", "or", "see", "those", "what", "which", "whose"]
+)
+# These may open a sentence, as in "With look-ahead, a step is prepared early.", but then a comma follows
+PHRASES = frozenset(
+    [
+        "among",
+        "as",
+        "at",
+        "because",
+        "beside",
+        "besides",
+        "by",
+        "for",
+        "from",
+        "in",
+        "on",
+        "per",
+        "than",
+        "these",
+    ]
+    + ["under", "where", "with", "within", "without"]
+)
+REPEATS = re.compile(r"the same(?:[,.;:]| (?:as|but|by|for|from|in|of|on|that|with)\b)", re.IGNORECASE)
+FEWEST_WORDS = 3
+# Docstrings without a subject or a verb, by room: these numbers may only fall; a room that is not named has none
+HEADLESS = {
+    "models": 170,
+    "data": 143,
+    "kernels": 122,
+    "engine": 85,
+    "plan": 68,
+    "pipeline": 61,
+    "report": 39,
+}
+HEADLESS |= {"job": 28, "machine": 26, "verbs": 22, "bench": 18, "core": 10, "cli": 7}
 
 
 def sources(*folders: str) -> list[Path]:
@@ -80,6 +118,31 @@ def shared_names(files: dict[str, str]) -> dict[str, list[str]]:
     return {name: places for name, places in found.items() if len(places) > 1}
 
 
+def headless(docstring: str) -> bool:
+    """Whether the first sentence of a docstring is a fragment, as far as its first words tell."""
+    sentence = re.split(r"(?<=[.!?])\s|\n\s*\n", docstring.strip(), maxsplit=1)[0]
+    words = sentence.split()
+    first = words[0].strip(",:").lower()
+    if len(words) < FEWEST_WORDS:
+        return first != "raises"
+    opening, comma, _ = sentence.partition(",")
+    opens = bool(comma) and ":" not in opening
+    return first in CLAUSES or (first in PHRASES and not opens) or bool(REPEATS.match(sentence))
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """The docstrings of a file, each with the line of what it describes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), text
+
+
+def room(path: Path) -> str:
+    """The folder of `batchinfer/` that a file is in, or `kernels`."""
+    top, *rest = path.relative_to(ROOT).parts
+    return rest[0] if top == "batchinfer" and len(rest) > 1 else top
+
+
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -116,6 +179,36 @@ def test_no_two_classes_share_a_name() -> None:
 def test_a_shared_name_is_caught() -> None:
     files = {"a.py": "class Plan: ...", "b.py": "def f():\n    class Plan: ...", "c.py": "class Plans: ..."}
     assert shared_names(files) == {"Plan": ["a.py", "b.py"]}
+
+
+def test_docstrings_have_a_subject_and_a_verb() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sources("batchinfer", "kernels"):
+        for line, text in docstrings(path.read_text("utf-8")):
+            if headless(text):
+                found.setdefault(room(path), []).append(f"{named(path)}:{line}: {text.splitlines()[0]}")
+    more = {name: places for name, places in found.items() if len(places) > HEADLESS.get(name, 0)}
+    assert more == {}, "say what the thing is or does, in a sentence"
+    fewer = {name: len(found.get(name, [])) for name in HEADLESS if len(found.get(name, [])) < HEADLESS[name]}
+    assert fewer == {}, "lower the numbers in HEADLESS to these"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Of codes.", "In words.", "See Source.", "The same, but exact.", "Those that wait.", "What it holds.",
+     "As config.json states it; else none.", "For people: when it is, and how.", "Where the results go."],
+)  # fmt: skip
+def test_a_headless_docstring_is_caught(text: str) -> None:
+    assert headless(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Return the rows.", "Whether a row is done.", "The same command continues a run.", "Raises UsageError.",
+     "With look-ahead, a step is prepared early.", "A list of items. Of one kind."],
+)  # fmt: skip
+def test_a_docstring_with_a_head_is_fine(text: str) -> None:
+    assert not headless(text)
 
 
 @pytest.mark.parametrize(
