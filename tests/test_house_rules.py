@@ -29,24 +29,9 @@ CLAUSES = frozenset(
 )
 # These may open a sentence, as in "With look-ahead, a step is prepared early.", but then a comma follows
 PHRASES = frozenset(
-    [
-        "among",
-        "as",
-        "at",
-        "because",
-        "beside",
-        "besides",
-        "by",
-        "for",
-        "from",
-        "in",
-        "on",
-        "per",
-        "than",
-        "these",
-    ]
-    + ["under", "where", "with", "within", "without"]
-)
+    ["among", "as", "at", "because", "beside", "besides", "by", "for", "from", "in", "on",
+     "per", "than", "these", "under", "where", "with", "within", "without"]
+)  # fmt: skip
 REPEATS = re.compile(r"the same(?:[,.;:]| (?:as|but|by|for|from|in|of|on|that|with)\b)", re.IGNORECASE)
 FEWEST_WORDS = 3
 # Docstrings without a subject or a verb, by room: these numbers may only fall; a room that is not named has none
